@@ -1,0 +1,1 @@
+"""The kit's own tools: everything around Megatron, nothing instead of it."""

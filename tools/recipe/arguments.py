@@ -1,0 +1,60 @@
+"""Files of plain Megatron flags (`*.args`): one flag a line, `#` starts a comment.
+
+The launch scripts hand these flags to Megatron as they stand; planner and report read the same
+files, so a model is described in one place.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def read_args_file(path: Path) -> tuple[str, ...]:
+    """Read the flags of an `.args` file, in order, split as a shell would.
+
+    Raises:
+        ValueError: A line has an unclosed quote; the message names file and line.
+    """
+    words: list[str] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            words += shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}; close the quote.") from None
+    return tuple(words)
+
+
+class Flags:
+    """Look-ups in a list of Megatron flags; the last occurrence counts, as in argparse."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._values: dict[str, list[str]] = {}
+        current: list[str] = []
+        for word in words:
+            if word.startswith("--"):
+                name, joined, value = word.partition("=")
+                current = [value] if joined else []
+                self._values[name] = current
+            else:
+                current.append(word)
+
+    def has(self, name: str) -> bool:
+        """Whether the flag occurs."""
+        return name in self._values
+
+    def text(self, name: str, default: str = "") -> str:
+        """The flag's first value."""
+        values = self._values.get(name)
+        return values[0] if values else default
+
+    def integer(self, name: str, default: int) -> int:
+        """The flag's first value as an integer."""
+        values = self._values.get(name)
+        return int(values[0]) if values else default
+
+    def number(self, name: str, default: float) -> float:
+        """The flag's first value as a float."""
+        values = self._values.get(name)
+        return float(values[0]) if values else default

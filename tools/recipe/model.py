@@ -1,0 +1,157 @@
+"""A model as its `.args` file describes it: the shape that formulas need, and the flags as they stand."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.recipe.arguments import Flags, read_args_file
+from tools.records import Batch
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = ("gpt3", "moe")
+ALIASES = {"gpt3-354m": "gpt3-355m"}
+
+GPT2_VOCABULARY = 50257
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What parameter counts, FLOPs, memory and traffic follow from."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query_groups: int
+    """Key/value heads; equal to heads without grouped-query attention."""
+    head_width: int
+    ffn_hidden: int
+    seq_length: int
+    positions: int
+    """Rows of the learned position table; 0 with rotary or no positions."""
+    vocabulary: int = GPT2_VOCABULARY
+    """Entries of the tokenizer, before padding."""
+    vocabulary_multiple: int = 128
+    """Megatron pads the vocabulary to a multiple of this times TP."""
+    gated: bool = False
+    """SwiGLU: the first MLP matrix is twice as wide."""
+    bias: bool = True
+    """Biases in the linear layers."""
+    qkv_bias: bool = False
+    """Biases in the QKV projection although the others have none."""
+    rms_norm: bool = False
+    """RMSNorm has a weight and no bias."""
+    tied_embeddings: bool = True
+    experts: int = 0
+    """Experts in each MLP; 0 is dense."""
+    experts_per_token: int = 0
+    expert_ffn_hidden: int = 0
+
+    def padded_vocabulary(self, tensor: int = 1) -> int:
+        """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
+        multiple = self.vocabulary_multiple * tensor
+        return -(-self.vocabulary // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Model:
+    """One `.args` file."""
+
+    name: str
+    family: str
+    """The folder under `examples/` it stands in."""
+    flags: tuple[str, ...]
+    shape: ModelShape
+    batch: Batch
+    """Of the one-device baseline; other strategies scale it (`strategy.batch_for`)."""
+    dtype: str
+    """`fp16`, `bf16` or `fp32`, on a GPU."""
+    dropout: float
+
+
+class UnknownModelError(ValueError):
+    """No model of that name; the message lists the near ones."""
+
+
+def model_names() -> tuple[str, ...]:
+    """Every model of every family, in the order of the folders."""
+    return tuple(path.stem for family in FAMILIES for path in _model_files(family))
+
+
+def load_model(name: str) -> Model:
+    """Read a model by name.
+
+    Raises:
+        UnknownModelError: There is no such `.args` file.
+        ValueError: The file lacks a flag that defines the shape.
+    """
+    wanted = ALIASES.get(name, name)
+    for family in FAMILIES:
+        for path in _model_files(family):
+            if path.stem == wanted:
+                return model_from_flags(wanted, family, read_args_file(path))
+    near = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
+    hint = " or ".join(near) if near else "one of " + ", ".join(model_names())
+    raise UnknownModelError(f"There is no model '{name}'; did you mean {hint}?")
+
+
+def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
+    """Build a model from Megatron flags, wherever they come from (a file, a run's argv).
+
+    Raises:
+        ValueError: A flag that defines the shape is missing; the message names it.
+    """
+    flags = Flags(words)
+    return Model(
+        name=name,
+        family=family,
+        flags=tuple(words),
+        shape=shape_from_flags(name, flags),
+        batch=Batch(
+            flags.integer("--micro-batch-size", 1),
+            flags.integer("--global-batch-size", flags.integer("--micro-batch-size", 1)),
+        ),
+        dtype=next((t for t in ("fp16", "bf16") if flags.has(f"--{t}")), "fp32"),
+        dropout=flags.number("--hidden-dropout", 0.1),
+    )
+
+
+def shape_from_flags(name: str, flags: Flags) -> ModelShape:
+    """Derive the shape as Megatron's `validate_args` does; raises as `model_from_flags`."""
+    for needed in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
+        if not flags.has(needed):
+            raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
+    hidden = flags.integer("--hidden-size", 0)
+    heads = flags.integer("--num-attention-heads", 0)
+    gated = flags.has("--swiglu")
+    # Megatron shrinks a gated MLP to two thirds, rounded to 64, so that its size stays that of 4h.
+    ffn_default = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
+    ffn = flags.integer("--ffn-hidden-size", ffn_default)
+    bias = not flags.has("--disable-bias-linear")
+    learned = flags.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
+    return ModelShape(
+        layers=flags.integer("--num-layers", 0),
+        hidden=hidden,
+        heads=heads,
+        query_groups=flags.integer("--num-query-groups", heads),
+        head_width=flags.integer("--kv-channels", hidden // heads),
+        ffn_hidden=ffn,
+        seq_length=flags.integer("--seq-length", 0),
+        positions=flags.integer("--max-position-embeddings", 0) if learned else 0,
+        vocabulary=flags.integer("--vocab-size", GPT2_VOCABULARY),
+        vocabulary_multiple=flags.integer("--make-vocab-size-divisible-by", 128),
+        gated=gated,
+        bias=bias,
+        qkv_bias=flags.has("--add-qkv-bias"),
+        rms_norm=flags.text("--normalization", "LayerNorm") == "RMSNorm",
+        tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
+        experts=flags.integer("--num-experts", 0),
+        experts_per_token=flags.integer("--moe-router-topk", 2) if flags.has("--num-experts") else 0,
+        expert_ffn_hidden=flags.integer("--moe-ffn-hidden-size", ffn),
+    )
+
+
+def _model_files(family: str) -> list[Path]:
+    return sorted((ROOT / "examples" / family / "models").glob("*.args"))

@@ -1,0 +1,122 @@
+"""The grammar of strategies: `baseline`, a product of degrees, and how its data-parallel part is sharded.
+
+`tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2, two virtual stages a
+rank) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3` (over all ranks).
+"""
+
+from __future__ import annotations
+
+import re
+
+from tools.records import Batch, Parallelism, Sharding
+
+NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
+"""The six that were published; each has a launch script of its own."""
+
+EXAMPLES = (*NAMED, "vpp2", "ep2", "zero1", "zero2", "zero3", "fsdp2", "tp2pp2dp2", "dp2-zero1")
+
+_FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)")
+_SHARDED = tuple(s.value for s in Sharding if s)
+
+
+class StrategyError(ValueError):
+    """A strategy that is not in the grammar, or does not fit the number of devices."""
+
+
+def parse_strategy(text: str, devices: int) -> Parallelism:
+    """Parse a strategy over `devices` ranks.
+
+    Raises:
+        StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
+    """
+    product, _, suffix = text.partition("-")
+    if product in _SHARDED and not suffix:
+        product, suffix = f"dp{devices}" if devices > 1 else "baseline", product
+    if suffix and suffix not in _SHARDED:
+        raise StrategyError(
+            f"Strategy '{text}' ends in '-{suffix}'; the sharding suffixes are {', '.join(_SHARDED)}."
+        )
+    degrees = {} if product == "baseline" else _degrees(product, text)
+    parallelism = _parallelism(degrees, Sharding(suffix))
+    if parallelism.world_size != devices:
+        raise StrategyError(
+            f"Strategy '{text}' uses {parallelism.world_size} device(s), but {devices} were named; "
+            "the degrees must multiply to the number of devices."
+        )
+    return parallelism
+
+
+def strategy_flags(parallelism: Parallelism, layers: int) -> tuple[str, ...]:
+    """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
+    flags: list[str] = []
+    for name, degree in (
+        ("--tensor-model-parallel-size", parallelism.tensor),
+        ("--pipeline-model-parallel-size", parallelism.pipeline),
+        ("--context-parallel-size", parallelism.context),
+        ("--expert-model-parallel-size", parallelism.expert),
+    ):
+        if degree > 1:
+            flags += [name, str(degree)]
+    if parallelism.sequence_parallel:
+        flags.append("--sequence-parallel")
+    if parallelism.virtual_stages > 1:
+        layers_a_stage = layers // (parallelism.pipeline * parallelism.virtual_stages)
+        flags += ["--num-layers-per-virtual-pipeline-stage", str(layers_a_stage)]
+    return (*flags, *_SHARDING_FLAGS[parallelism.sharding])
+
+
+def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
+    """Scale a model's own batch as the published runs did: baseline B/B, DP2 B/2B, the others 2B/2B.
+
+    The global batch grows with the ranks; the micro batch with those ranks that share one replica,
+    so every device keeps the work that the baseline's has.
+    """
+    ranks_a_replica = parallelism.world_size // parallelism.data
+    return Batch(
+        micro_batch_size=own.micro_batch_size * ranks_a_replica,
+        global_batch_size=own.global_batch_size * parallelism.world_size,
+    )
+
+
+_FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy")
+_SHARDING_FLAGS: dict[Sharding, tuple[str, ...]] = {
+    Sharding.NONE: (),
+    Sharding.ZERO1: ("--use-distributed-optimizer",),
+    Sharding.ZERO2: (*_FSDP, "optim_grads"),
+    Sharding.ZERO3: (*_FSDP, "optim_grads_params"),
+    Sharding.FSDP2: ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights"),
+}
+
+
+def _degrees(product: str, text: str) -> dict[str, int]:
+    factors = _FACTOR.findall(product)
+    if not factors or "".join(f"{name}{degree}" for name, degree in factors) != product:
+        raise StrategyError(
+            f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
+        )
+    degrees: dict[str, int] = {}
+    for name, degree in factors:
+        dimension = {"sp": "tp", "vpp": "pp"}.get(name, name)
+        if dimension in degrees:
+            raise StrategyError(f"Strategy '{text}' names its {dimension.upper()} degree twice.")
+        if int(degree) < 1:
+            raise StrategyError(f"Strategy '{text}' has a degree of 0; degrees start at 1.")
+        degrees[dimension] = int(degree)
+        degrees[f"is_{name}"] = 1
+    return degrees
+
+
+def _parallelism(degrees: dict[str, int], sharding: Sharding) -> Parallelism:
+    expert = degrees.get("ep", 1)
+    return Parallelism(
+        data=degrees.get("dp", 1) * expert,
+        tensor=degrees.get("tp", 1),
+        pipeline=degrees.get("pp", 1),
+        context=degrees.get("cp", 1),
+        expert=expert,
+        virtual_stages=2 if "is_vpp" in degrees else 1,
+        # Megatron refuses experts under tensor parallelism without sequence parallelism.
+        sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
+        sharding=sharding,
+    )
+

@@ -1,0 +1,195 @@
+"""What a run leaves on disk: the contract between those who write run folders and those who read them.
+
+A run folder is `runs/<UTC time>-<strategy>-<model>-<N><gpu|cpu>/`; the file names are below.
+Nothing here imports torch or any other part of the kit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+RUN_FILE = "run.json"
+STATUS_FILE = "status.json"
+COMMAND_FILE = "command.sh"
+LOG_FILE = "log.txt"
+SAMPLES_FILE = "samples.csv"
+COMMUNICATION_FILE = "comm.json"
+MEMORY_FILE = "memory.json"
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FOLDER = "wandb"
+
+
+class DeviceKind(StrEnum):
+    """What the ranks run on; also the suffix of a target's device count (`2cpu`)."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+class Status(StrEnum):
+    """How a run ended."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "oom"
+    NAN = "nan"
+    CRASHED = "crashed"
+    INTERRUPTED = "interrupted"
+    INCOMPLETE = "incomplete"
+    NO_LOG = "no_log"
+
+
+class Sharding(StrEnum):
+    """How the data-parallel part of a strategy is sharded."""
+
+    NONE = ""
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP2 = "fsdp2"
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Degrees of every dimension a model is split in. World size is data·tensor·pipeline·context."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    """Expert parallelism lies inside data (and context) parallelism; it adds no ranks."""
+    virtual_stages: int = 1
+    """Pipeline stages a rank holds; more than one is the interleaved schedule."""
+    sequence_parallel: bool = False
+    sharding: Sharding = Sharding.NONE
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples: of one rank's forward pass, and of one optimizer step over all ranks."""
+
+    micro_batch_size: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
+class DatasetIdentity:
+    """Which tokens a run was given."""
+
+    prefix: str
+    sha256: str | None = None
+    """Of the `.bin` file, as recorded when the data set was made."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The program that trained: where it came from and which Megatron it ran."""
+
+    path: str
+    megatron_version: str
+    megatron_commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a run was made."""
+
+    name: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    devices: tuple[str, ...] = ()
+    """One name a rank; CPU ranks carry the processor's name."""
+    driver: str | None = None
+    interconnect: str | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """`run.json`: what was asked, and where it ran."""
+
+    run: str
+    created_utc: str
+    backend: str
+    strategy: str
+    model: str
+    device: DeviceKind
+    parallelism: Parallelism
+    batch: Batch
+    seq_length: int
+    dtype: str
+    dropout: float
+    seed: int
+    exit_interval: int
+    """Iterations asked for: Megatron's `--exit-interval`."""
+    argv: tuple[str, ...]
+    """Megatron's arguments, without program and entry."""
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    """What the kit set beyond the caller's environment; never a secret."""
+    entry: Entry
+    host: Host
+    software: dict[str, str]
+    dataset: DatasetIdentity | None = None
+    start_checkpoint: str | None = None
+    """Identity of the shared starting weights; runs are comparable in loss only if it is equal."""
+    kit_commit: str | None = None
+    schema: int = 1
+
+
+@dataclass(frozen=True)
+class StatusRecord:
+    """`status.json`: how the run ended and why."""
+
+    status: Status
+    exit_code: int | None = None
+    reason: str = ""
+    rank: int | None = None
+    """The rank that failed first, where the log tells."""
+    finished_utc: str | None = None
+    wall_seconds: float | None = field(default=None)
+
+
+SAMPLE_COLUMNS = (
+    "seconds",
+    "rank",
+    "device",
+    "utilisation_percent",
+    "memory_bytes",
+    "power_watts",
+    "temperature_celsius",
+    "sm_clock_mhz",
+    "throttle_reasons",
+)
+"""Columns of `samples.csv`; what a device does not tell is empty."""
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read `run.json`.
+
+    Raises:
+        FileNotFoundError: The folder has no `run.json`.
+        msgspec.DecodeError: The file is not JSON of this shape.
+    """
+    return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=RunRecord)
+
+
+def read_status(folder: Path) -> StatusRecord:
+    """Read `status.json`; raises as `read_run` does."""
+    return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=StatusRecord)
+
+
+def write_record(path: Path, record: object) -> None:
+    """Write a record as readable JSON, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    partial.replace(path)
