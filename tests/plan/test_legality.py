@@ -1,0 +1,98 @@
+from dataclasses import replace
+
+import pytest
+
+from tools.plan.legality import violations
+from tools.recipe.model import load_model
+from tools.recipe.strategy import NAMED, batch_for, parse_strategy
+from tools.records import Batch, Parallelism, Sharding
+
+LARGE = load_model("gpt2-large")
+XL = load_model("gpt2-xl")
+MOE = replace(
+    LARGE.shape, experts=8, experts_per_token=2, expert_ffn_hidden=5120, bias=False, layers=6
+)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_six_published_runs_are_legal(name: str) -> None:
+    parallelism = parse_strategy(name, 1 if name == "baseline" else 2)
+    batch = batch_for(LARGE.batch, parallelism)
+    assert violations(LARGE.shape, parallelism, batch, dtype="fp16") == ()
+
+
+def test_heads_that_tp_does_not_divide_name_the_degrees_that_do() -> None:
+    found = violations(XL.shape, Parallelism(tensor=2), Batch(16, 16), model="gpt2-xl")
+    assert found == (
+        "gpt2-xl has 25 attention heads, which TP 2 does not divide; use a TP of 1, 5 or 25.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "batch", "words"),
+    [
+        (Parallelism(pipeline=5), Batch(1, 1), "36 layers, which PP 5"),
+        (Parallelism(pipeline=4, virtual_stages=2), Batch(1, 4), "PP 4 x 2 virtual stages"),
+        (Parallelism(virtual_stages=2), Batch(1, 1), "use PP 2 or more"),
+        (Parallelism(pipeline=2, virtual_stages=2), Batch(1, 3), "use a global batch of 4"),
+        (Parallelism(data=2), Batch(2, 6), "no multiple of 4"),
+        (Parallelism(context=3), Batch(1, 1), "no multiple of 6"),
+        (Parallelism(data=2, expert=2), Batch(1, 2), "needs experts"),
+        (Parallelism(data=0), Batch(1, 1), "DP is 0; use 1 or more"),
+        (Parallelism(), Batch(1, 0), "global batch is 0"),
+        (Parallelism(pipeline=2, sharding=Sharding.ZERO3), Batch(1, 1), "so PP 2 breaks it"),
+        (Parallelism(pipeline=2, sharding=Sharding.FSDP2), Batch(1, 1), "FSDP2 refuses PP 2"),
+    ],
+)
+def test_each_rule_says_what_and_what_instead(
+    parallelism: Parallelism, batch: Batch, words: str
+) -> None:
+    (found,) = violations(LARGE.shape, parallelism, batch)
+    assert words in found
+    assert found.endswith(".")
+    assert ";" in found
+
+
+def test_all_to_all_context_parallelism_needs_enough_heads() -> None:
+    split, batch = Parallelism(context=32), Batch(1, 1)
+    assert violations(LARGE.shape, split, batch) == ()
+    (found,) = violations(LARGE.shape, split, batch, cp_comm_type="a2a")
+    assert "16 key/value heads a TP rank, which all-to-all CP 32 does not divide" in found
+
+
+def test_an_unknown_context_communication_is_refused() -> None:
+    (found,) = violations(LARGE.shape, Parallelism(context=2), Batch(1, 1), cp_comm_type="ring")
+    assert "use p2p, all_gather or a2a" in found
+
+
+def test_query_groups_are_split_like_heads() -> None:
+    grouped = replace(LARGE.shape, query_groups=2)
+    (found,) = violations(grouped, Parallelism(tensor=4), Batch(1, 1))
+    assert "2 query groups, which TP 4 does not divide; use a TP of 1 or 2" in found
+
+
+def test_a_sequence_longer_than_the_position_table_is_refused() -> None:
+    (found,) = violations(replace(LARGE.shape, seq_length=2048), Parallelism(), Batch(1, 1))
+    assert "exceeds the model's 1024 learned positions" in found
+
+
+def test_experts_need_sequence_parallelism_under_tp_and_divide_by_ep() -> None:
+    (found,) = violations(MOE, Parallelism(tensor=2), Batch(1, 1))
+    assert "need --sequence-parallel" in found
+    (found,) = violations(MOE, Parallelism(data=3, expert=3), Batch(1, 3))
+    assert "8 experts, which EP 3 does not divide; use an EP of 1, 2, 4 or 8" in found
+    (found,) = violations(MOE, Parallelism(data=2, expert=4), Batch(1, 2))
+    assert "use an EP of 1 or 2" in found
+
+
+def test_experts_with_biases_are_refused() -> None:
+    (found,) = violations(replace(MOE, bias=True), Parallelism(), Batch(1, 1))
+    assert "--disable-bias-linear" in found
+
+
+def test_fp16_is_refused_where_upstream_refuses_it() -> None:
+    (found,) = violations(MOE, Parallelism(data=2, expert=2), Batch(1, 2), dtype="fp16")
+    assert "EP refuses fp16" in found
+    fsdp2 = Parallelism(data=2, sharding=Sharding.FSDP2)
+    (found,) = violations(LARGE.shape, fsdp2, Batch(1, 2), dtype="fp16")
+    assert "FSDP2 refuses fp16; use --bf16" in found

@@ -1,0 +1,155 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.plan.parameters import (
+    UnevenSplitError,
+    active_parameters,
+    parameters_of_rank,
+    parameters_total,
+    rank_parameters,
+    replicated_over_tensor,
+)
+from tools.recipe.model import ModelShape, load_model
+from tools.recipe.strategy import parse_strategy
+from tools.records import Parallelism, Sharding
+
+TINY = ModelShape(
+    layers=4,
+    hidden=8,
+    heads=4,
+    query_groups=4,
+    head_width=2,
+    ffn_hidden=32,
+    seq_length=16,
+    positions=16,
+    vocabulary=100,
+    vocabulary_multiple=8,
+)
+BLUEBERRY = ModelShape(
+    layers=6,
+    hidden=384,
+    heads=8,
+    query_groups=8,
+    head_width=48,
+    ffn_hidden=1536,
+    seq_length=512,
+    positions=0,
+    vocabulary=49152,
+    bias=False,
+    rms_norm=True,
+    experts=8,
+    experts_per_token=2,
+    expert_ffn_hidden=1536,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt2-large", 774_090_240),
+        ("gpt2-xl", 1_557_686_400),
+        ("gpt3-345m", 64_109_568),
+        ("gpt3-857m", 355_919_872),
+        ("gpt3-64m", 63_847_424),
+    ],
+)
+def test_published_models_have_the_parameters_megatron_prints(name: str, expected: int) -> None:
+    assert parameters_total(load_model(name).shape) == expected
+
+
+def test_two_tensor_ranks_pad_the_vocabulary_further_and_keep_norms_whole() -> None:
+    shape = load_model("gpt2-large").shape
+    assert parameters_of_rank(shape, parse_strategy("tp2", 2), 1) == 387_921_920
+
+
+def test_the_last_of_two_stages_holds_a_second_copy_of_the_tied_embedding() -> None:
+    shape, pipeline = load_model("gpt2-large").shape, parse_strategy("pp2", 2)
+    assert parameters_of_rank(shape, pipeline, 0, 0) == 419_893_760
+    assert parameters_of_rank(shape, pipeline, 0, 1) == 418_585_600
+
+
+def test_a_mixture_of_experts_counts_router_and_every_expert() -> None:
+    assert parameters_total(BLUEBERRY) == 79_059_840
+    assert active_parameters(BLUEBERRY) == 36_592_512
+
+
+def test_a_dense_model_is_wholly_active() -> None:
+    assert active_parameters(TINY) == parameters_total(TINY)
+
+
+def test_grouped_queries_narrow_only_keys_and_values() -> None:
+    grouped = replace(TINY, query_groups=2)
+    narrower = 4 * (2 * 2 * 2) * (8 + 1)  # 2 heads of width 2 fewer, for K and V, with biases
+    assert parameters_total(TINY) - parameters_total(grouped) == narrower
+
+
+def test_a_gated_mlp_has_a_first_matrix_twice_as_wide() -> None:
+    extra = 4 * 32 * (8 + 1)
+    gated = replace(TINY, gated=True)
+    assert parameters_total(gated) - parameters_total(TINY) == extra
+
+
+def test_rms_norm_has_no_bias() -> None:
+    lean = replace(TINY, rms_norm=True)
+    assert parameters_total(TINY) - parameters_total(lean) == (2 * 4 + 1) * 8
+
+
+def test_untying_adds_one_vocabulary_matrix() -> None:
+    untied = replace(TINY, tied_embeddings=False)
+    assert parameters_total(untied) - parameters_total(TINY) == 104 * 8
+
+
+def test_fsdp2_unties_the_output_layer() -> None:
+    plain, sharded = Parallelism(data=2), Parallelism(data=2, sharding=Sharding.FSDP2)
+    difference = parameters_of_rank(TINY, sharded) - parameters_of_rank(TINY, plain)
+    assert difference == 104 * 8
+
+
+def test_rotary_positions_have_no_table() -> None:
+    rotary = replace(TINY, positions=0)
+    assert parameters_total(TINY) - parameters_total(rotary) == 16 * 8
+
+
+def test_expert_ranks_hold_their_share_of_experts_and_the_whole_router() -> None:
+    half = rank_parameters(BLUEBERRY, Parallelism(data=2, expert=2))
+    whole = rank_parameters(BLUEBERRY, Parallelism(data=2))
+    assert half.experts * 2 == whole.experts == 56_623_104
+    assert half.shared == whole.shared
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "words"),
+    [
+        (Parallelism(tensor=3), "4 attention heads .* TP 3"),
+        (Parallelism(pipeline=3), "4 layers .* 3"),
+        (Parallelism(pipeline=2, virtual_stages=4), "4 layers .* 8"),
+    ],
+)
+def test_uneven_splits_are_refused(parallelism: Parallelism, words: str) -> None:
+    with pytest.raises(UnevenSplitError, match=words):
+        parameters_of_rank(TINY, parallelism)
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(IndexError, match="PP 2 has no rank 2"):
+        parameters_of_rank(TINY, Parallelism(pipeline=2), 0, 2)
+    with pytest.raises(IndexError, match="TP 2 has no rank 2"):
+        parameters_of_rank(TINY, Parallelism(tensor=2), 2, 0)
+
+
+@given(st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4]))
+def test_stages_add_up_to_the_model_and_the_copied_embedding(
+    tensor: int, tied: bool, gated: bool, pipeline: int
+) -> None:
+    shape = replace(TINY, tied_embeddings=tied, gated=gated)
+    split = Parallelism(tensor=tensor, pipeline=pipeline)
+    held = sum(
+        tensor * rank_parameters(shape, split, stage).total
+        - (tensor - 1) * replicated_over_tensor(shape, split, stage)
+        for stage in range(pipeline)
+    )
+    copy = shape.padded_vocabulary(tensor) * shape.hidden if tied and pipeline > 1 else 0
+    assert held == parameters_total(shape, tensor) + copy

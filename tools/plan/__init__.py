@@ -1,0 +1,1 @@
+"""Closed forms for what a configuration holds, sends and takes, and a search over them."""

@@ -1,0 +1,213 @@
+"""Which combinations Megatron refuses, each in one sentence that names a way out.
+
+The rules are those of `megatron/training/arguments.py: validate_args`, `TransformerConfig`, the
+pipeline schedules and the FSDP adapters, read at f4fa7d6b and at core_v0.19.0; where the two differ
+the stricter one counts and its sentence says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+from tools.recipe.model import ModelShape
+from tools.records import Batch, Parallelism, Sharding
+
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
+"""Context-parallel attention that the planner knows (`--cp-comm-type`)."""
+
+_FSDP = (Sharding.ZERO2, Sharding.ZERO3)
+
+
+def violations(
+    shape: ModelShape,
+    parallelism: Parallelism,
+    batch: Batch,
+    *,
+    model: str = "the model",
+    dtype: str | None = None,
+    cp_comm_type: str = "p2p",
+) -> tuple[str, ...]:
+    """Every reason why Megatron refuses this combination; empty if it would train.
+
+    `dtype` (`fp16`, `bf16`, `fp32`) adds the rules that depend on it.
+    """
+    if smallest := _degree_below_one(parallelism, batch):
+        return (smallest,)
+    return (
+        *_tensor_rules(shape, parallelism, model),
+        *_pipeline_rules(shape, parallelism, model),
+        *_context_rules(shape, parallelism, model, cp_comm_type),
+        *_batch_rules(parallelism, batch),
+        *_expert_rules(shape, parallelism, model, dtype),
+        *_sharding_rules(parallelism, dtype),
+    )
+
+
+def divisors(number: int, limit: int = 64) -> list[int]:
+    """Divisors of `number` up to `limit`, in order."""
+    return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
+
+
+def microbatches(parallelism: Parallelism, batch: Batch) -> int:
+    """Micro batches that one rank runs in an iteration (floor; legality checks divisibility)."""
+    return batch.global_batch_size // (batch.micro_batch_size * parallelism.data)
+
+
+def _degree_below_one(parallelism: Parallelism, batch: Batch) -> str | None:
+    sizes = {
+        "DP": parallelism.data,
+        "TP": parallelism.tensor,
+        "PP": parallelism.pipeline,
+        "CP": parallelism.context,
+        "EP": parallelism.expert,
+        "virtual stages": parallelism.virtual_stages,
+        "micro batch": batch.micro_batch_size,
+        "global batch": batch.global_batch_size,
+    }
+    wrong = next((f"{name} is {size}" for name, size in sizes.items() if size < 1), None)
+    return f"{wrong}; use 1 or more." if wrong else None
+
+
+def _tensor_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
+    tensor = parallelism.tensor
+    splits = {"attention heads": shape.heads, "MLP columns": shape.ffn_hidden}
+    if shape.query_groups != shape.heads:
+        splits["query groups"] = shape.query_groups
+    for what, value in splits.items():
+        if value % tensor:
+            ways = _choices(divisors(gcd(*splits.values())))
+            yield (
+                f"{model} has {value} {what}, which TP {tensor} does not divide; "
+                f"use a TP of {ways}."
+            )
+    part = shape.seq_length // parallelism.context
+    if parallelism.sequence_parallel and part % tensor:
+        yield (
+            f"Sequence parallelism splits {part} positions a rank over TP {tensor} and leaves a "
+            f"remainder; use a sequence length that is a multiple of "
+            f"{tensor * parallelism.context}."
+        )
+
+
+def _pipeline_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
+    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    if virtual > 1 and pipeline == 1:
+        yield (
+            f"{virtual} virtual stages need more than one pipeline stage; use PP 2 or more, or one "
+            "virtual stage."
+        )
+    elif shape.layers % (pipeline * virtual):
+        stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
+        ways = _choices([d for d in divisors(shape.layers) if shape.layers % (d * virtual) == 0])
+        yield (
+            f"{model} has {shape.layers} layers, which {stages} does not divide; "
+            f"use a PP of {ways}."
+        )
+
+
+def _context_rules(
+    shape: ModelShape, parallelism: Parallelism, model: str, cp_comm_type: str
+) -> Iterator[str]:
+    context = parallelism.context
+    if shape.positions and shape.seq_length > shape.positions:
+        yield (
+            f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "
+            f"positions; use at most {shape.positions}, or raise --max-position-embeddings."
+        )
+    if context == 1:
+        return
+    if shape.seq_length % (2 * context):
+        yield (
+            f"The sequence length {shape.seq_length} is no multiple of {2 * context} (2 x CP "
+            f"{context}); use {_next_multiple(shape.seq_length, 2 * context)} or another CP."
+        )
+    if cp_comm_type not in CP_COMM_TYPES:
+        yield (
+            f"'{cp_comm_type}' is no context-parallel communication the kit knows; use "
+            f"{_choices(CP_COMM_TYPES)}."
+        )
+    groups = shape.query_groups // parallelism.tensor
+    if cp_comm_type == "a2a" and groups % context:
+        yield (
+            f"{model} keeps {groups} key/value heads a TP rank, which all-to-all CP {context} does "
+            f"not divide; use a CP of {_choices(divisors(groups))}, or --cp-comm-type p2p."
+        )
+
+
+def _batch_rules(parallelism: Parallelism, batch: Batch) -> Iterator[str]:
+    step = batch.micro_batch_size * parallelism.data
+    if batch.global_batch_size % step:
+        yield (
+            f"The global batch of {batch.global_batch_size} is no multiple of {step} (micro batch "
+            f"{batch.micro_batch_size} x DP {parallelism.data}); use "
+            f"{_next_multiple(batch.global_batch_size, step)} or a smaller micro batch."
+        )
+        return
+    count = microbatches(parallelism, batch)
+    interleaved = parallelism.virtual_stages > 1 and parallelism.pipeline > 1
+    if interleaved and count % parallelism.pipeline:
+        wanted = _next_multiple(count, parallelism.pipeline) * step
+        yield (
+            f"The interleaved schedule runs {count} micro batch(es) a rank, which is no multiple "
+            f"of PP {parallelism.pipeline}; use a global batch of {wanted} or a smaller micro "
+            "batch."
+        )
+
+
+def _expert_rules(
+    shape: ModelShape, parallelism: Parallelism, model: str, dtype: str | None
+) -> Iterator[str]:
+    expert = parallelism.expert
+    if not shape.experts:
+        if expert > 1:
+            yield (
+                f"EP {expert} needs experts and {model} is dense; use EP 1 or a model of "
+                "examples/moe."
+            )
+        return
+    if shape.experts % expert:
+        yield (
+            f"{model} has {shape.experts} experts, which EP {expert} does not divide; use an EP of "
+            f"{_choices(divisors(shape.experts))}."
+        )
+    ranks = parallelism.data * parallelism.context
+    if ranks % expert:
+        yield (
+            f"EP {expert} lies inside DP x CP = {ranks} and does not divide it; use an EP of "
+            f"{_choices([d for d in divisors(ranks) if shape.experts % d == 0])}."
+        )
+    if parallelism.tensor > 1 and not parallelism.sequence_parallel:
+        tensor = parallelism.tensor
+        yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
+    if shape.bias:
+        yield "Experts have no biases (f4fa7d6b refuses them); add --disable-bias-linear."
+    if expert > 1 and dtype == "fp16":
+        yield "EP refuses fp16 (at f4fa7d6b); use --bf16."
+
+
+def _sharding_rules(parallelism: Parallelism, dtype: str | None) -> Iterator[str]:
+    sharding, pipeline = parallelism.sharding, parallelism.pipeline
+    if sharding in _FSDP and pipeline > 1:
+        yield (
+            f"Megatron-FSDP ({sharding}) builds its mesh from DP, CP and TP alone, so PP "
+            f"{pipeline} breaks it; use zero1, or PP 1."
+        )
+    if sharding is not Sharding.FSDP2:
+        return
+    if pipeline > 1:
+        yield f"torch FSDP2 refuses PP {pipeline}; use zero1 with pipeline stages, or PP 1."
+    if parallelism.expert > 1:
+        yield f"torch FSDP2 refuses EP {parallelism.expert}; use zero1 with experts, or EP 1."
+    if dtype == "fp16":
+        yield "torch FSDP2 refuses fp16; use --bf16."
+
+
+def _next_multiple(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _choices(values: Sequence[object]) -> str:
+    """`1`, `1 or 5`, `1, 5 or 25`."""
+    words = [str(value) for value in values] or ["1"]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

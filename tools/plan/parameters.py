@@ -1,0 +1,192 @@
+"""How many parameters a model has, and how many of them each rank holds.
+
+Counts are exactly what Megatron prints as "number of parameters on (tensor, pipeline) model
+parallel rank" (`megatron/training/training.py: get_model`, at f4fa7d6b and core_v0.19.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tools.recipe.model import ModelShape
+from tools.records import Parallelism, Sharding
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Elements by component, of a whole model or of one rank."""
+
+    word_embedding: int = 0
+    position_embedding: int = 0
+    attention: int = 0
+    dense_mlp: int = 0
+    router: int = 0
+    experts: int = 0
+    norms: int = 0
+    output_layer: int = 0
+    """A matrix of its own: untied, or the last pipeline stage's copy of a tied one."""
+
+    @property
+    def total(self) -> int:
+        """All elements."""
+        return self.shared + self.experts
+
+    @property
+    def shared(self) -> int:
+        """Elements whose gradients are reduced over all of DP×CP: everything but the experts."""
+        embeddings = self.word_embedding + self.position_embedding + self.output_layer
+        return embeddings + self.attention + self.dense_mlp + self.router + self.norms
+
+
+class UnevenSplitError(ValueError):
+    """A degree that does not divide what it splits."""
+
+
+def shape_as_run(shape: ModelShape, parallelism: Parallelism) -> ModelShape:
+    """The shape that is trained: torch FSDP2 unties the output layer (`validate_args`)."""
+    if parallelism.sharding is Sharding.FSDP2:
+        return replace(shape, tied_embeddings=False)
+    return shape
+
+
+def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
+    """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
+    layers = layer_parameters(shape, shape.layers)
+    vocabulary = shape.padded_vocabulary(tensor) * shape.hidden
+    return layers.total + vocabulary_and_ends(shape, vocabulary)
+
+
+def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
+    """Parameters that one token meets: of the experts only those it is routed to."""
+    total = parameters_total(shape, tensor)
+    if not shape.experts:
+        return total
+    idle = shape.experts - shape.experts_per_token
+    return total - shape.layers * idle * _expert_parameters(shape, 1)
+
+
+def parameters_of_rank(
+    shape: ModelShape, parallelism: Parallelism, tensor_rank: int = 0, pipeline_rank: int = 0
+) -> int:
+    """Parameters that Megatron counts on one model-parallel rank.
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits; the message names both.
+        IndexError: There is no such rank.
+    """
+    if not 0 <= tensor_rank < parallelism.tensor:
+        raise IndexError(f"TP {parallelism.tensor} has no rank {tensor_rank}.")
+    return rank_parameters(shape, parallelism, pipeline_rank).total
+
+
+def rank_parameters(
+    shape: ModelShape, parallelism: Parallelism, pipeline_rank: int = 0
+) -> Parameters:
+    """Components on each TP rank of a pipeline rank, over all its virtual stages.
+
+    A tied output embedding is a second copy on the last of several pipeline ranks
+    (`LanguageModule.setup_embeddings_and_output_layer`). Raises as `parameters_of_rank`.
+    """
+    shape = shape_as_run(shape, parallelism)
+    pipeline, tensor = parallelism.pipeline, parallelism.tensor
+    if not 0 <= pipeline_rank < pipeline:
+        raise IndexError(f"PP {pipeline} has no rank {pipeline_rank}.")
+    _refuse_uneven(shape, parallelism)
+    first, last = pipeline_rank == 0, pipeline_rank == pipeline - 1
+    vocabulary = shape.padded_vocabulary(tensor) * shape.hidden // tensor
+    layers = layer_parameters(shape, shape.layers // pipeline, tensor, parallelism.expert)
+    own_output = last and (not shape.tied_embeddings or pipeline > 1)
+    return replace(
+        layers,
+        word_embedding=vocabulary if first else 0,
+        position_embedding=shape.positions * shape.hidden if first else 0,
+        norms=layers.norms + (norm_parameters(shape) if last else 0),
+        output_layer=vocabulary if own_output else 0,
+    )
+
+
+def layer_parameters(
+    shape: ModelShape, layers: int, tensor: int = 1, expert: int = 1
+) -> Parameters:
+    """Components of `layers` transformer layers on one rank of TP `tensor` and EP `expert`.
+
+    Column-parallel matrices are split with their biases; row-parallel ones keep the bias whole
+    (`megatron/core/tensor_parallel/layers.py`).
+    """
+    moe = shape.experts > 0
+    return Parameters(
+        attention=layers * _attention_parameters(shape, tensor),
+        dense_mlp=0 if moe else layers * _mlp_parameters(shape, shape.ffn_hidden, tensor),
+        router=layers * _router_parameters(shape),
+        experts=layers * (shape.experts // expert) * _expert_parameters(shape, tensor),
+        norms=layers * 2 * norm_parameters(shape),
+    )
+
+
+def norm_parameters(shape: ModelShape) -> int:
+    """Elements of one normalisation: weight, and bias unless RMSNorm."""
+    return shape.hidden * (1 if shape.rms_norm else 2)
+
+
+def vocabulary_and_ends(shape: ModelShape, vocabulary: int) -> int:
+    """Embeddings, the last norm and the output layer of a model on one pipeline stage."""
+    tables = vocabulary * (1 if shape.tied_embeddings else 2)
+    return tables + shape.positions * shape.hidden + norm_parameters(shape)
+
+
+def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, pipeline_rank: int) -> int:
+    """Elements that every TP rank holds whole: norms, row-parallel biases, positions, router."""
+    parameters = rank_parameters(shape, parallelism, pipeline_rank)
+    layers = shape.layers // parallelism.pipeline
+    row_biases = (1 if shape.experts else 2) * shape.hidden if shape.bias else 0
+    return (
+        parameters.norms
+        + parameters.position_embedding
+        + parameters.router
+        + layers * row_biases
+        + layers * (shape.experts // parallelism.expert) * _expert_row_bias(shape)
+    )
+
+
+def _attention_parameters(shape: ModelShape, tensor: int) -> int:
+    width = shape.heads * shape.head_width // tensor
+    qkv_width = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
+    qkv_bias = qkv_width if shape.bias or shape.qkv_bias else 0
+    projection_bias = shape.hidden if shape.bias else 0
+    return shape.hidden * qkv_width + qkv_bias + width * shape.hidden + projection_bias
+
+
+def _mlp_parameters(shape: ModelShape, ffn: int, tensor: int) -> int:
+    first_width = ffn * (2 if shape.gated else 1) // tensor
+    biases = first_width + shape.hidden if shape.bias else 0
+    return shape.hidden * first_width + ffn // tensor * shape.hidden + biases
+
+
+def _expert_parameters(shape: ModelShape, tensor: int) -> int:
+    return _mlp_parameters(shape, shape.expert_ffn_hidden, tensor) if shape.experts else 0
+
+
+def _expert_row_bias(shape: ModelShape) -> int:
+    return shape.hidden if shape.experts and shape.bias else 0
+
+
+def _router_parameters(shape: ModelShape) -> int:
+    bias = shape.experts if shape.bias else 0
+    return shape.experts * shape.hidden + bias
+
+
+def _refuse_uneven(shape: ModelShape, parallelism: Parallelism) -> None:
+    splits = (
+        ("attention heads", shape.heads, "TP", parallelism.tensor),
+        ("query groups", shape.query_groups, "TP", parallelism.tensor),
+        ("MLP columns", shape.ffn_hidden, "TP", parallelism.tensor),
+        ("layers", shape.layers, "PP x virtual stages", _stages(parallelism)),
+        ("experts", shape.experts, "EP", parallelism.expert),
+    )
+    for what, value, degree, size in splits:
+        if value % size:
+            raise UnevenSplitError(f"{value} {what} cannot be split evenly over {degree} {size}.")
+
+
+def _stages(parallelism: Parallelism) -> int:
+    return parallelism.pipeline * parallelism.virtual_stages
