@@ -1,0 +1,71 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.plan.flops import mfu, model_flops, token_flops
+from tools.recipe.model import ModelShape, load_model
+
+TINY = ModelShape(
+    layers=2,
+    hidden=8,
+    heads=4,
+    query_groups=2,
+    head_width=2,
+    ffn_hidden=32,
+    seq_length=16,
+    positions=16,
+    vocabulary=100,
+    vocabulary_multiple=8,
+)
+
+
+def test_gpt2_large_takes_the_published_work_an_iteration() -> None:
+    shape = load_model("gpt2-large").shape
+    assert model_flops(shape, 32) == 161_093_485_854_720
+    assert model_flops(shape, 64) == 2 * model_flops(shape, 32)
+
+
+def test_the_published_baseline_reaches_its_published_utilisation() -> None:
+    flops = model_flops(load_model("gpt2-large").shape, 32)
+    assert mfu(flops, 0.4375, 1, 989.5e12) == pytest.approx(0.372, abs=0.0005)
+
+
+def test_every_matrix_of_a_tiny_model_is_counted_once() -> None:
+    flops = token_flops(TINY)
+    assert flops.attention_projections == 2 * 2 * (8 * (8 + 4 + 4) + 8 * 8)
+    assert flops.attention_scores == 2 * (2 * 2 * 8 * 16) // 2
+    assert flops.mlp == 2 * 2 * (8 * 32 + 32 * 8)
+    assert flops.router == 0
+    assert flops.logits == 2 * 8 * 104
+    assert model_flops(TINY, 3) == 3 * 3 * 16 * flops.total
+
+
+def test_a_gated_mlp_has_three_matrices() -> None:
+    assert token_flops(replace(TINY, gated=True)).mlp * 2 == token_flops(TINY).mlp * 3
+
+
+def test_of_the_experts_only_those_routed_to_count() -> None:
+    moe = replace(TINY, experts=8, experts_per_token=2, expert_ffn_hidden=32)
+    assert token_flops(moe).mlp == 2 * token_flops(TINY).mlp
+    assert token_flops(moe).router == 2 * 2 * 8 * 8
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 4))
+def test_the_sum_is_the_published_closed_form(hidden64: int, layers: int, samples: int) -> None:
+    hidden = 64 * hidden64
+    shape = replace(
+        TINY,
+        layers=layers,
+        hidden=hidden,
+        heads=8,
+        query_groups=8,
+        head_width=hidden // 8,
+        ffn_hidden=4 * hidden,
+        seq_length=128,
+    )
+    tokens, vocabulary = samples * 128, shape.padded_vocabulary()
+    square = layers * hidden * hidden
+    closed = 48 * square + 24 * square + 6 * layers * hidden * 128 + 6 * hidden * vocabulary
+    assert model_flops(shape, samples) == tokens * closed

@@ -1,0 +1,67 @@
+"""Arithmetic of one iteration: model FLOPs, forward and backward, causal attention counted half.
+
+A matrix product of m×k by k×n costs 2·m·k·n; backward costs twice forward (one product for each
+operand's gradient). The sum for a dense model is the closed form of arXiv:2104.04473 §5.1 and of
+`megatron/training/training.py: num_floating_point_operations`, which Megatron's `--log-throughput`
+divides by time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tools.recipe.model import ModelShape
+
+_BACKWARD_AND_FORWARD = 3
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Forward FLOPs of one token by component, over all layers."""
+
+    attention_projections: int
+    attention_scores: int
+    """Q·Kᵀ and the product with V, causal: half of the square."""
+    mlp: int
+    router: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All components."""
+        projections = self.attention_projections + self.attention_scores
+        return projections + self.mlp + self.router + self.logits
+
+
+def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
+    """Forward FLOPs a token, averaged over the positions of a sequence of `seq_length`.
+
+    Of the experts only those a token is routed to count. The vocabulary is padded as for one
+    device, so that strategies are compared on equal work.
+    """
+    length = seq_length or shape.seq_length
+    queries = shape.heads * shape.head_width
+    keys_and_values = 2 * shape.query_groups * shape.head_width
+    matrices = 3 if shape.gated else 2
+    ffn = shape.experts_per_token * shape.expert_ffn_hidden if shape.experts else shape.ffn_hidden
+    return TokenFlops(
+        attention_projections=shape.layers * 2 * shape.hidden * (2 * queries + keys_and_values),
+        attention_scores=shape.layers * 2 * queries * length,
+        mlp=shape.layers * 2 * matrices * shape.hidden * ffn,
+        router=shape.layers * 2 * shape.hidden * shape.experts,
+        logits=2 * shape.hidden * shape.padded_vocabulary(),
+    )
+
+
+def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) -> int:
+    """Model FLOPs of training on `samples` sequences, forward and backward, over all devices.
+
+    Recomputation does not count: divided by time and peak this is MFU, not HFU.
+    """
+    tokens = samples * (seq_length or shape.seq_length)
+    return _BACKWARD_AND_FORWARD * tokens * token_flops(shape, seq_length).total
+
+
+def mfu(flops: float, seconds: float, devices: int, peak_flops_per_second: float) -> float:
+    """Model FLOPs utilisation: the share of all devices' dense peak that the model's work is."""
+    return flops / (seconds * devices * peak_flops_per_second)

@@ -1,0 +1,138 @@
+"""Devices and links as data: `hardware.yaml`, looked up by key or by the name a driver gives."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_FILE = Path(__file__).with_name("hardware.yaml")
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between devices: what one of them can send, in one direction."""
+
+    key: str
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    """Of one collective or point-to-point call, however small (an estimate, not a datasheet's)."""
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator; rates are dense peaks."""
+
+    key: str
+    name: str
+    nvml_names: tuple[str, ...]
+    peak_tflops: Mapping[str, float]
+    """By dtype: fp16, bf16, fp8, tf32, fp32."""
+    memory_bytes: int
+    memory_bytes_per_second: float
+    link: str
+    """Key of the link between devices of one node."""
+    verified: bool
+    source: str
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Dense peak in FLOP/s for matrix products in `dtype`; None if the device has no such."""
+        tflops = self.peak_tflops.get(dtype)
+        return None if tflops is None else tflops * 1e12
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Everything `hardware.yaml` holds."""
+
+    devices: Mapping[str, Device]
+    links: Mapping[str, Link]
+
+
+class UnknownHardwareError(ValueError):
+    """No device or link of that key; the message lists the near ones."""
+
+
+@cache
+def load_hardware(path: Path = _FILE) -> Hardware:
+    """Read the devices and links."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    data = yaml.load(path.read_text(), Loader=loader)
+    return Hardware(
+        devices={key: _device(key, entry) for key, entry in data["devices"].items()},
+        links={key: _link(key, entry) for key, entry in data["links"].items()},
+    )
+
+
+def find_device(name: str) -> Device | None:
+    """The device that a driver calls `name` (NVML, nvidia-smi, torch.cuda); None if unknown.
+
+    Only whole names match: an H100 PCIe is not an H100 SXM.
+    """
+    wanted = _plain(name)
+    for device in load_hardware().devices.values():
+        if wanted in (_plain(known) for known in device.nvml_names):
+            return device
+    return None
+
+
+def device_by_key(key: str) -> Device:
+    """The device of a key (`h200`) or of a driver's name.
+
+    Raises:
+        UnknownHardwareError: There is neither.
+    """
+    devices = load_hardware().devices
+    device = devices.get(key.lower()) or find_device(key)
+    if device is None:
+        raise UnknownHardwareError(_hint("GPU", key, devices))
+    return device
+
+
+def link_by_key(key: str) -> Link:
+    """The link of a key (`nvlink4`, `ib-400g`); raises as `device_by_key`."""
+    links = load_hardware().links
+    if key.lower() not in links:
+        raise UnknownHardwareError(_hint("link", key, links))
+    return links[key.lower()]
+
+
+def _hint(what: str, key: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.4) or list(known)
+    return f"There is no {what} '{key}'; did you mean {' or '.join(near)}?"
+
+
+def _plain(name: str) -> str:
+    return name.casefold().removeprefix("nvidia").strip()
+
+
+def _device(key: str, entry: Mapping[str, Any]) -> Device:
+    return Device(
+        key=key,
+        name=entry["name"],
+        nvml_names=tuple(entry["nvml"]),
+        peak_tflops={dtype: float(rate) for dtype, rate in entry["peak_tflops"].items()},
+        memory_bytes=entry["memory_mib"] * _MIB,
+        memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
+        link=entry["link"],
+        verified=entry["verified"],
+        source=entry["source"],
+    )
+
+
+def _link(key: str, entry: Mapping[str, Any]) -> Link:
+    return Link(
+        key=key,
+        name=entry["name"],
+        bytes_per_second=entry["gb_per_second"] * 1e9,
+        latency_seconds=entry["latency_us"] * 1e-6,
+        source=entry["source"],
+    )
