@@ -1,0 +1,41 @@
+"""`python -m megatron_patches ENTRY ARGS…`: patch Megatron as this machine needs, run ENTRY with ARGS.
+
+`KIT_DEVICE` says what the ranks run on (`cpu` or `gpu`). An entry in a Megatron-LM checkout runs that
+checkout's Megatron; any other runs the installed wheel's.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_patches.registry import PatchError, apply_patches
+from megatron_patches.situation import find_situation
+
+
+def main(arguments: list[str]) -> None:
+    """Patch and run; exits with a sentence if it cannot."""
+    if not arguments:
+        sys.exit("Usage: python -m megatron_patches ENTRY ARGS…")
+    entry = Path(arguments[0])
+    if not entry.is_file():
+        sys.exit(f"There is no entry {entry}; MEGATRON_LM must name a checkout with pretrain_gpt.py.")
+    try:
+        situation = find_situation(entry, os.environ.get("KIT_DEVICE", "gpu"))
+        # As if the entry had been started itself: its folder comes first, its arguments are sys.argv.
+        sys.path.insert(0, str(entry.resolve().parent))
+        sys.argv = [str(entry), *arguments[1:]]
+        from megatron_patches.catalogue import PATCHES
+
+        applied = apply_patches(PATCHES, situation)
+    except (PatchError, LookupError) as error:
+        sys.exit(str(error))
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"> Megatron {situation.megatron}, patched: {', '.join(applied) or 'nothing'}", flush=True)
+    runpy.run_path(str(entry), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,20 @@
+"""All patches, in the order they are applied: torch first, because Megatron imports its names."""
+
+from __future__ import annotations
+
+from megatron_patches import (
+    context_parallel_attention,
+    dataset_helpers,
+    host_device,
+    sequence_parallel_norm,
+    tensors_on_host,
+)
+from megatron_patches.registry import Patch
+
+PATCHES: tuple[Patch, ...] = (
+    host_device.PATCH,
+    tensors_on_host.PATCH,
+    dataset_helpers.PATCH,
+    sequence_parallel_norm.PATCH,
+    context_parallel_attention.PATCH,
+)

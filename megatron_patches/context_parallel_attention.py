@@ -1,0 +1,112 @@
+"""Causal attention over a sequence that is split between context-parallel ranks, on SDPA.
+
+Megatron's own DotProductAttention refuses context parallelism. Rank r of c holds the chunks r and
+2c−1−r of 2c, so that causal work is even. Here K and V are gathered over the group and gathered again
+in backward, which sends what the ring of Transformer Engine sends, 6U(c−1)/c a layer, and keeps only
+the local K and V between the passes (Ring Attention, arXiv 2310.01889; Llama 3, arXiv 2407.21783 §3.3).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patches.registry import Patch, Replacement
+
+
+def positions_of_rank(rank: int, ranks: int, local_length: int) -> Tensor:
+    """Global positions of a rank's tokens, shape [local_length], in the order it holds them."""
+    chunk = local_length // 2
+    first = torch.arange(rank * chunk, (rank + 1) * chunk)
+    second = torch.arange((2 * ranks - 1 - rank) * chunk, (2 * ranks - rank) * chunk)
+    return torch.cat((first, second))
+
+
+@functools.lru_cache(maxsize=4)
+def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
+    """True where a query may look, shape [local_length, local_length·ranks].
+
+    Rows are this rank's positions, columns those of all ranks in rank order: attention does not
+    depend on the order of keys, so the gathered K and V need no reordering.
+    """
+    queries = positions_of_rank(rank, ranks, local_length)
+    keys = torch.cat([positions_of_rank(r, ranks, local_length) for r in range(ranks)])
+    return queries[:, None] >= keys[None, :]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, p: float) -> Tensor:
+    """SDPA in Megatron's layout: [s, b, heads, width] in, [s, b, heads·width] out."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        dropout_p=p,
+        scale=scale,
+        enable_gqa=query.size(2) != key.size(2),
+    )
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _without_refusal(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        unsplit = copy.copy(config)
+        unsplit.context_parallel_size = 1
+        original(self, unsplit, *args, **kwargs)
+        self.config = config
+
+    return init
+
+
+def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer.enums import AttnMaskType
+
+    def attend_gathered(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        # Gathers along the sequence; its backward is the reduce-scatter of dK and dV.
+        gather = functools.partial(gather_from_sequence_parallel_region, group=group)
+        mask = causal_mask(group.rank(), group.size(), query.size(0)).to(query.device)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        return attend(query, gather(key), gather(value), mask, self.softmax_scale, dropout)
+
+    @functools.wraps(original)
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self.config.context_parallel_size == 1:
+            return original(self, query, key, value, *args, **kwargs)
+        if self.attn_mask_type != AttnMaskType.causal or self.config.window_size is not None:
+            raise NotImplementedError(
+                f"Context parallelism without Transformer Engine knows plain causal attention, not "
+                f"{self.attn_mask_type} with window {self.config.window_size}."
+            )
+        # Recomputing this part in backward is what gathers K and V a second time.
+        return tensor_parallel.checkpoint(
+            functools.partial(attend_gathered, self), False, query, key, value
+        )
+
+    return forward
+
+
+PATCH = Patch(
+    name="context_parallel_attention",
+    reason="Megatron's own attention refuses context parallelism without Transformer Engine",
+    needed=lambda situation: not situation.has_transformer_engine,
+    replacements=(
+        Replacement(
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+            _without_refusal,
+        ),
+        Replacement(
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _gathering
+        ),
+    ),
+)

@@ -1,0 +1,39 @@
+"""Megatron's C++ data helpers: used as they are where they import, else built for this interpreter.
+
+At start-up Megatron runs `make` in its data-set folder. The wheel brings the helpers built but no
+Makefile, and Megatron exits; a checkout's Makefile asks whichever `python3-config` is first on PATH
+for the suffix, and an interpreter of another version then does not find the result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import sys
+
+from megatron_patches.registry import Patch, Replacement
+
+
+def _compile_where_missing(original: Callable[[], None]) -> Callable[[], None]:
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+            return
+        # python3 -m pybind11 needs the environment, python3-config lies beside the base interpreter.
+        first = (str(Path(sys.executable).parent), str(sysconfig.get_config_var("BINDIR")))
+        os.environ["PATH"] = os.pathsep.join((*first, os.environ.get("PATH", "")))
+        original()
+        importlib.invalidate_caches()
+
+    return compile_helpers
+
+
+PATCH = Patch(
+    name="dataset_helpers",
+    reason="Megatron compiles its data helpers at start-up, for the wrong interpreter or not at all",
+    needed=lambda situation: True,
+    replacements=(Replacement("megatron.core.datasets.utils:compile_helpers", _compile_where_missing),),
+)

@@ -1,0 +1,96 @@
+"""How a patch is described and applied.
+
+A patch names what it replaces, why, and the Megatron versions it knows. A target that has moved, or
+a version nobody has tried, stops the run before training instead of changing it silently.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_patches.situation import Situation
+
+OLDEST_KNOWN = Version("0.15.0rc0")
+NEWEST_KNOWN = Version("0.19")
+
+
+class PatchError(RuntimeError):
+    """Megatron or torch is not what a patch was written for."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One name, and how its new value follows from its present one."""
+
+    target: str
+    """`package.module:Attribute.attribute`."""
+    make: Callable[[Any], Any]
+    since: Version = OLDEST_KNOWN
+    """First Megatron version that has the target."""
+    before: Version | None = None
+    """First Megatron version that no longer has it."""
+
+    def exists_in(self, megatron: Version) -> bool:
+        """Whether this Megatron is said to have the target."""
+        return self.since <= megatron and (self.before is None or megatron < self.before)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Replacements that belong to one reason."""
+
+    name: str
+    reason: str
+    needed: Callable[[Situation], bool]
+    replacements: tuple[Replacement, ...]
+
+
+def check_version(megatron: Version) -> None:
+    """Refuse a Megatron that the patches do not know.
+
+    Raises:
+        PatchError: Older than `OLDEST_KNOWN` or of a newer minor release than `NEWEST_KNOWN`.
+    """
+    if megatron < OLDEST_KNOWN or megatron.release[:2] > NEWEST_KNOWN.release[:2]:
+        raise PatchError(
+            f"Megatron {megatron} is not known to the patches (they know {OLDEST_KNOWN.base_version} "
+            f"to {NEWEST_KNOWN}.x); point MEGATRON_LM at one of those, or unset it for the wheel."
+        )
+
+
+def apply_patches(patches: Iterable[Patch], situation: Situation) -> tuple[str, ...]:
+    """Apply those patches that the situation needs; return their names.
+
+    Raises:
+        PatchError: The version is unknown, or a target is not where the patch expects it.
+    """
+    check_version(situation.megatron)
+    applied = [patch for patch in patches if patch.needed(situation)]
+    for patch in applied:
+        for replacement in patch.replacements:
+            if replacement.exists_in(situation.megatron):
+                _replace(patch, replacement, situation)
+    return tuple(patch.name for patch in applied)
+
+
+def _replace(patch: Patch, replacement: Replacement, situation: Situation) -> None:
+    module_name, _, path = replacement.target.partition(":")
+    *owners, attribute = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for name in owners:
+            owner = getattr(owner, name)
+        # A class's own dictionary keeps static and class methods wrapped as they must be put back.
+        present = owner.__dict__.get(attribute) if isinstance(owner, type) else None
+        original = present if isinstance(present, property) else getattr(owner, attribute)
+    except (ImportError, AttributeError) as error:
+        raise PatchError(
+            f"Patch '{patch.name}' ({patch.reason}) expects {replacement.target}, which Megatron "
+            f"{situation.megatron} with this torch does not have ({error})."
+        ) from error
+    setattr(owner, attribute, replacement.make(original))

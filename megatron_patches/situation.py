@@ -1,0 +1,72 @@
+"""Where Megatron is about to run: which version, on what device, with or without Transformer Engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a patch may depend on."""
+
+    device: str
+    """`cpu` or `gpu`."""
+    megatron: Version
+    is_checkout: bool
+    """Megatron comes from a checkout beside the entry, not from the installed wheel."""
+    has_transformer_engine: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks are CPU processes over gloo."""
+        return self.device == "cpu"
+
+
+def find_situation(entry: Path, device: str) -> Situation:
+    """Look at the entry's folder and the installed packages, importing neither Megatron nor torch.
+
+    Raises:
+        LookupError: Neither a checkout nor the `megatron-core` wheel is there.
+    """
+    checkout = entry.resolve().parent
+    is_checkout = (checkout / "megatron" / "core" / "package_info.py").is_file()
+    return Situation(
+        device=device,
+        megatron=checkout_version(checkout) if is_checkout else wheel_version(),
+        is_checkout=is_checkout,
+        has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+    )
+
+
+def checkout_version(checkout: Path) -> Version:
+    """The version a Megatron-LM checkout gives itself (`megatron/core/package_info.py`).
+
+    Raises:
+        LookupError: The file does not state a version.
+    """
+    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE))
+    if len(parts) != 3:
+        raise LookupError(f"{checkout} has no version in megatron/core/package_info.py.")
+    pre = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
+    return Version(f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{pre[1] if pre else ''}")
+
+
+def wheel_version() -> Version:
+    """The version of the installed `megatron-core`.
+
+    Raises:
+        LookupError: It is not installed.
+    """
+    try:
+        return Version(importlib.metadata.version("megatron-core"))
+    except importlib.metadata.PackageNotFoundError:
+        raise LookupError(
+            "megatron-core is not installed and MEGATRON_LM names no checkout; run 'make setup'."
+        ) from None

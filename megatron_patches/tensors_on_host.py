@@ -1,0 +1,101 @@
+"""Tensors asked for on `cuda` are made on the host.
+
+The factories themselves are wrapped, because a TorchFunctionMode is not active inside backward:
+torch pops it while it dispatches `Tensor.backward`, and Megatron allocates there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches.registry import Patch, Replacement
+
+_FACTORIES = (
+    "arange as_tensor empty empty_like empty_strided eye full full_like linspace logspace ones "
+    "ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor "
+    "zeros zeros_like"
+).split()
+_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+
+Function = Callable[..., Any]
+
+
+def to_host(device: Any) -> Any:
+    """The device a request for `device` gets: the host for any CUDA device, else the same."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return torch.device("cpu")
+    if isinstance(device, str) and device.startswith("cuda"):
+        return torch.device("cpu")
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return torch.device("cpu")
+    return device
+
+
+def _with_device_on_host(original: Function) -> Function:
+    @functools.wraps(original, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = to_host(kwargs["device"])
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _to(original: Function) -> Function:
+    @functools.wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = to_host(kwargs["device"])
+        return original(self, *(to_host(argument) for argument in args), **kwargs)
+
+    return to
+
+
+def _stay(original: Function) -> Function:
+    @functools.wraps(original)
+    def cuda(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    return cuda
+
+
+def _type(original: Function) -> Function:
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron's optimizer and gradient clipping tell fp32, fp16 and bf16 apart by this name.
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return type_
+
+
+def _without_pinning(original: Function) -> Function:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["pin_memory"] = False
+        original(self, *args, **kwargs)
+
+    return init
+
+
+PATCH = Patch(
+    name="tensors_on_host",
+    reason="Megatron creates and moves tensors to 'cuda' by name and by index",
+    needed=lambda situation: situation.on_cpu,
+    replacements=(
+        *(Replacement(f"torch:{n}", _with_device_on_host) for n in _FACTORIES),
+        *(Replacement(f"torch:Tensor.{n}", _with_device_on_host) for n in _METHODS),
+        Replacement("torch:Tensor.to", _to),
+        Replacement("torch:Tensor.cuda", _stay),
+        Replacement("torch:Tensor.record_stream", _stay),
+        Replacement("torch:Tensor.pin_memory", _stay),
+        Replacement("torch:Tensor.type", _type),
+        Replacement("torch.nn:Module.to", _to),
+        Replacement("torch.nn:Module.cuda", _stay),
+        Replacement("torch.utils.data:DataLoader.__init__", _without_pinning),
+    ),
+)
