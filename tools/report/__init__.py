@@ -1,0 +1,1 @@
+"""From what runs leave behind (logs, ledgers, samples) to tables, charts and verdicts."""

@@ -1,0 +1,8 @@
+"""`python -m tools.report scrape|build|bench`."""
+
+import sys
+
+from tools.report.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The command line: `scrape` prints what logs say, `build` writes a report, `bench` measures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tools.records import Status
+from tools.report.diagnosis import judge
+from tools.report.dump import log_as_json
+from tools.report.scrape import scrape_runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command; the exit code is 0, 1 for findings, 2 for bad usage."""
+    arguments = _parser().parse_args(argv)
+    command: int = arguments.run(arguments)
+    return command
+
+
+def _scrape(arguments: argparse.Namespace) -> int:
+    results = []
+    unreadable = 0
+    for path in arguments.logs:
+        try:
+            logs = scrape_runs(path)
+        except OSError as error:
+            unreadable += 1
+            reason = f"{path} cannot be read: {error.strerror}; check the path."
+            print(reason, file=sys.stderr)
+            results.append(
+                {"path": str(path), "status": Status.NO_LOG, "reason": reason, "iterations": []}
+            )
+            continue
+        results += [log_as_json(log, judge(log)) for log in logs]
+    if arguments.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    else:
+        for result in results:
+            print(_summary(result))
+    return 1 if unreadable else 0
+
+
+def _summary(result: Mapping[str, object]) -> str:
+    iterations = result["iterations"]
+    count = len(iterations) if isinstance(iterations, list) else 0
+    reason = f": {result['reason']}" if result.get("reason") else ""
+    return f"{result['path']}: {result['status']}, {count} iterations{reason}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.report", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    scrape = commands.add_parser("scrape", help="print what logs say")
+    scrape.add_argument("logs", nargs="+", type=Path, metavar="LOG")
+    scrape.add_argument("--json", action="store_true", help="everything, as JSON")
+    scrape.set_defaults(run=_scrape)
+    return parser

@@ -1,0 +1,97 @@
+"""A log as a stream of clean lines, whatever is in the file.
+
+Bounded memory: at most one chunk and one piece are held. Gzip is found by its magic number, invalid
+UTF-8 is replaced, ANSI escapes are dropped, a carriage return ends a line as a newline does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+CHUNK_BYTES = 1 << 20
+MAX_LINE = 1 << 16
+"""Characters; a longer line comes in pieces, cut before an iteration's text where it has one."""
+
+_GZIP_MAGIC = b"\x1f\x8b"
+# Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
+_ANSI = re.compile(
+    r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
+)
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a log, plain or gzip.
+
+    Raises:
+        OSError: The file cannot be opened or read.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    rest = ""
+    for chunk in _chunks(path):
+        lines, rest = split_lines(rest + decoder.decode(chunk))
+        yield from lines
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        yield clean(rest)
+
+
+def split_lines(text: str) -> tuple[list[str], str]:
+    """Split text into complete, clean lines and the unfinished rest."""
+    lines = text.splitlines()
+    rest = lines.pop() if lines and text[-1] not in "\r\n" else ""
+    pieces: list[str] = []
+    for line in lines:
+        if len(line) > MAX_LINE:
+            pieces += _cut(line)
+        else:
+            pieces.append(line)
+    if len(rest) > MAX_LINE:
+        *whole, rest = _cut(rest)
+        pieces += whole
+    return ([clean(piece) for piece in pieces] if "\x1b" in text else pieces), rest
+
+
+def clean(line: str) -> str:
+    """Drop ANSI escapes."""
+    return _ANSI.sub("", line) if "\x1b" in line else line
+
+
+def _cut(line: str) -> list[str]:
+    pieces: list[str] = []
+    start = 0
+    while len(line) - start > MAX_LINE:
+        # Megatron's lines begin with blank, stamp, "iteration": a cut there loses none of them.
+        end = line.rfind(" iteration ", start + 1, start + MAX_LINE)
+        end = end if end > start else start + MAX_LINE
+        pieces.append(line[start:end])
+        start = end
+    pieces.append(line[start:])
+    return pieces
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as raw:
+        magic = raw.read(2)
+        raw.seek(0)
+        if magic != _GZIP_MAGIC:
+            yield from iter(lambda: raw.read(CHUNK_BYTES), b"")
+            return
+        yield from _gzip_chunks(cast(IO[bytes], raw))
+
+
+def _gzip_chunks(raw: IO[bytes]) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=raw) as unpacked:
+        while True:
+            try:
+                chunk = unpacked.read(CHUNK_BYTES)
+            except (EOFError, zlib.error, gzip.BadGzipFile):
+                return  # Cut or damaged: what came before it still counts.
+            if not chunk:
+                return
+            yield chunk

@@ -1,0 +1,178 @@
+"""What a Megatron log says, as data. Units are in the names; what a log does not say is None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+
+class Dialect(StrEnum):
+    """Families of log formats, as far as a log itself tells them apart."""
+
+    UNKNOWN = ""
+    SECONDS = "0.7 to 0.15"
+    """Time stamps in seconds; the first line comes with the log interval."""
+    MICROSECONDS = "0.16 to 0.18"
+    """Time stamps in microseconds; iteration 1 is always printed, without resetting its timer."""
+    MICROSECONDS_GTP = "0.19"
+    """As 0.16; parameters are listed by (tensor, gtp_weight_remat, pipeline)."""
+
+    @property
+    def averages_second_line(self) -> bool:
+        """Whether the second line after a start still contains the first iteration."""
+        return self in (Dialect.MICROSECONDS, Dialect.MICROSECONDS_GTP)
+
+
+class Iteration(msgspec.Struct, frozen=True, gc=False):
+    """One iteration line. A msgspec struct: half a million are made in seconds, frozen or not."""
+
+    iteration: int
+    total_iterations: int | None = None
+    consumed_samples: int | None = None
+    skipped_samples: int | None = None
+    elapsed_ms: float | None = None
+    throughput_tflops_per_gpu: float | None = None
+    energy_joules_per_gpu: float | None = None
+    power_watts_per_gpu: float | None = None
+    learning_rate: float | None = None
+    global_batch_size: int | None = None
+    lm_loss: float | None = None
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+    params_norm: float | None = None
+    num_zeros: float | None = None
+    skipped_iterations: int | None = None
+    nan_iterations: int | None = None
+    other_losses: dict[str, float] | None = None
+    """Every further number of the line under its own name: MoE's balancing losses, MTP's."""
+    first_of_start: bool = False
+    """First line after a start or a resume."""
+    averaged: bool = False
+    """Mean over all iterations since the start, losses included (second line, 0.16 on)."""
+    after_pause: bool = False
+    """Follows an evaluation or a checkpoint."""
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """`> number of parameters on (tensor, pipeline) model parallel rank`."""
+
+    tensor_rank: int
+    pipeline_rank: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """`[Rank r] (after N iterations) memory (MB)`: the allocator's own figures, in MiB."""
+
+    rank: int
+    after_iterations: int | None
+    allocated_mib: float
+    max_allocated_mib: float
+    reserved_mib: float
+    max_reserved_mib: float
+    device_used_mib: float | None = None
+
+
+@dataclass(frozen=True)
+class TheoreticalMemory:
+    """Megatron's own estimate, in MB as printed."""
+
+    weight_and_optimizer_mb: float
+    activation_mb: float | None
+    total_mb: float | None
+
+
+@dataclass(frozen=True)
+class TimerSummary:
+    """One timer over a log: means of what was printed, in milliseconds."""
+
+    name: str
+    count: int
+    min_ms: float
+    """Mean of the fastest rank's time."""
+    max_ms: float
+    """Mean of the slowest rank's time."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """` validation loss at …`; the iteration is None for the evaluation after training."""
+
+    iteration: int | None
+    losses: dict[str, float]
+    on: str = ""
+    """`iteration 50 on test set`, as the log puts it."""
+
+
+@dataclass(frozen=True)
+class CheckpointEvent:
+    """A checkpoint that was written or loaded."""
+
+    action: str
+    """`saving`, `saved` or `loaded`."""
+    iteration: int | None
+
+
+@dataclass(frozen=True)
+class LoggedError:
+    """One error line and where it came from."""
+
+    kind: str
+    """The exception's class, or a name for what has none (`Signal`, `usage`)."""
+    message: str
+    rank: int | None
+    secondary: bool
+    """Follows from another rank's failure (a lost connection), or is the launcher's summary."""
+
+
+@dataclass(frozen=True)
+class ErrorTrace:
+    """What a log tells about failure."""
+
+    errors: tuple[LoggedError, ...] = ()
+    root_cause_rank: int | None = None
+    """torchrun's `Root Cause (first observed failure)`."""
+    root_cause_exit_code: int | None = None
+    interrupted_by: str | None = None
+    """The signal or key that ended the run."""
+
+
+@dataclass(frozen=True)
+class ScrapedLog:
+    """One training run out of a log. A file that holds several gives several, by `part`."""
+
+    path: str
+    part: int = 1
+    parts: int = 1
+    dialect: Dialect = Dialect.UNKNOWN
+    iterations: tuple[Iteration, ...] = ()
+    """In order, each iteration once: after a restart the later line counts."""
+    restarts: tuple[int, ...] = ()
+    """First iteration after each restart."""
+    replaced_iterations: int = 0
+    """Lines that a later restart repeated."""
+    parameters: tuple[ParameterCount, ...] = ()
+    memory: tuple[MemoryReading, ...] = ()
+    theoretical_memory: TheoreticalMemory | None = None
+    theoretical_parameters_billions: dict[str, float] = field(default_factory=dict)
+    timers: tuple[TimerSummary, ...] = ()
+    validation: tuple[Validation, ...] = ()
+    checkpoints: tuple[CheckpointEvent, ...] = ()
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Megatron's printed arguments, as text."""
+    log_interval: int | None = None
+    exit_reason: str | None = None
+    """`exiting program at iteration 25`, `after training is done`, …; None: the log just ends."""
+    trace: ErrorTrace = ErrorTrace()
+    first_seen: str | None = None
+    """Time stamp of the first iteration line, as printed."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether anything in the log is Megatron's."""
+        return bool(self.iterations or self.parameters or self.arguments or self.memory)
