@@ -1,0 +1,168 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.plan.activations import layer_activation_bytes, layers_in_flight, logits_bytes
+from tools.plan.configuration import Configuration, Recompute, configuration_of
+from tools.plan.memory import MIB, estimate_peak_bytes, fullest_rank, memory_of_rank
+from tools.plan.parameters import parameters_total
+from tools.recipe.model import ModelShape, load_model
+from tools.recipe.strategy import batch_for, parse_strategy
+from tools.records import Batch, Parallelism, Sharding
+
+LARGE = load_model("gpt2-large")
+
+PUBLISHED = [
+    ("baseline", 0, 80161),
+    ("dp2", 0, 80543),
+    ("tp2", 0, 85969),
+    ("sp2", 0, 71571),
+    ("cp2", 0, 81917),
+    ("cp2", 0, 81557),
+    ("pp2", 0, 61249),
+    ("pp2", 1, 88299),
+]
+"""Strategy, pipeline rank, and what nvidia-smi printed on 2 H200, in MiB."""
+
+TINY = ModelShape(
+    layers=4,
+    hidden=8,
+    heads=4,
+    query_groups=4,
+    head_width=2,
+    ffn_hidden=32,
+    seq_length=16,
+    positions=16,
+    vocabulary=100,
+    vocabulary_multiple=8,
+)
+
+
+def published(strategy: str) -> Configuration:
+    parallelism = parse_strategy(strategy, 1 if strategy == "baseline" else 2)
+    return configuration_of(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
+
+
+def tiny(parallelism: Parallelism | None = None, **changes: object) -> Configuration:
+    plain = Configuration(TINY, parallelism or Parallelism(), Batch(2, 64))
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("strategy", "rank", "measured"), PUBLISHED)
+def test_every_published_reading_is_predicted_within_five_percent(
+    strategy: str, rank: int, measured: int
+) -> None:
+    predicted = memory_of_rank(published(strategy), rank).total / MIB
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_the_published_saving_of_sequence_parallelism_is_predicted() -> None:
+    saved = memory_of_rank(published("tp2")).total - memory_of_rank(published("sp2")).total
+    assert saved / MIB == pytest.approx(85969 - 71571, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "fused", "coefficient"),
+    [
+        (Parallelism(), True, 34),
+        (Parallelism(), False, 34 + 5 * 4 * 16 / 8),
+        (Parallelism(tensor=2), False, 10 + 24 / 2 + 5 * 4 * 16 / (8 * 2)),
+        (Parallelism(tensor=2, sequence_parallel=True), False, (34 + 5 * 4 * 16 / 8) / 2),
+        (Parallelism(context=2), True, 34 / 2),
+    ],
+)
+def test_a_layer_keeps_what_the_paper_counts(
+    parallelism: Parallelism, fused: bool, coefficient: float
+) -> None:
+    configuration = tiny(parallelism, fused_attention=fused)
+    statistics = 4 * 4 * configuration.tokens // parallelism.tensor if fused else 0
+    assert layer_activation_bytes(configuration) == coefficient * 16 * 2 * 8 + statistics
+
+
+def test_full_recomputation_keeps_the_input_of_a_layer_alone() -> None:
+    assert layer_activation_bytes(tiny(recompute=Recompute.FULL)) == 2 * 16 * 2 * 8
+
+
+def test_selective_recomputation_drops_the_scores() -> None:
+    configuration = tiny(recompute=Recompute.SELECTIVE, fused_attention=False)
+    assert layer_activation_bytes(configuration) == 34 * 16 * 2 * 8
+
+
+def test_without_dropout_no_masks_are_kept() -> None:
+    with_masks, without = tiny(), tiny(dropout=0.0)
+    masks = layer_activation_bytes(with_masks) - layer_activation_bytes(without)
+    assert masks == 2 * 16 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "bytes_a_parameter"),
+    [
+        ("fp16", Sharding.NONE, 16),
+        ("bf16", Sharding.NONE, 18),
+        ("fp32", Sharding.NONE, 16),
+        ("fp16", Sharding.ZERO1, 4 + 12 / 4),
+        ("bf16", Sharding.ZERO1, 6 + 12 / 4),
+        ("fp32", Sharding.ZERO1, 8 + 8 / 4),
+        ("bf16", Sharding.ZERO2, 2 + 16 / 4),
+        ("bf16", Sharding.ZERO3, 18 / 4),
+    ],
+)
+def test_state_follows_dtype_and_sharding(
+    dtype: str, sharding: Sharding, bytes_a_parameter: float
+) -> None:
+    configuration = tiny(Parallelism(data=4, sharding=sharding), dtype=dtype)
+    state = memory_of_rank(configuration).state
+    assert state == bytes_a_parameter * parameters_total(TINY)
+
+
+def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:
+    moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
+    split = Parallelism(data=4, expert=2, sharding=Sharding.ZERO3)
+    parts = memory_of_rank(replace(tiny(split), shape=moe))
+    experts, shared = 4 * 4 * 2 * 8 * 8, parameters_total(moe) - 4 * 4 * 2 * 8 * 8
+    assert parts.weights == 2 * (shared // 4 + experts // 2 // 2)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "expected"), [(1, 1, 4), (2, 1, 4), (4, 1, 4), (2, 2, 5)]
+)
+def test_the_first_stage_holds_a_whole_models_worth_of_layers(
+    pipeline: int, virtual: int, expected: int
+) -> None:
+    configuration = tiny(Parallelism(pipeline=pipeline, virtual_stages=virtual))
+    assert layers_in_flight(configuration, 0) == expected
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
+def test_interleaving_holds_one_plus_p_minus_1_over_pv_models(pipeline: int, virtual: int) -> None:
+    shape = replace(TINY, layers=pipeline * virtual * 2)
+    parallelism = Parallelism(pipeline=pipeline, virtual_stages=virtual)
+    configuration = replace(tiny(parallelism), shape=shape)
+    ratio = 1 + (pipeline - 1) / (pipeline * virtual) if virtual > 1 else 1
+    assert layers_in_flight(configuration, 0) == pytest.approx(shape.layers * ratio)
+
+
+def test_few_micro_batches_keep_few_activations() -> None:
+    configuration = replace(tiny(Parallelism(pipeline=4)), batch=Batch(2, 4))
+    assert layers_in_flight(configuration, 0) == 2
+
+
+def test_the_last_stage_alone_holds_logits() -> None:
+    configuration = published("pp2")
+    last = memory_of_rank(configuration, 1)
+    assert last.temporaries == logits_bytes(configuration) == 6 * 64 * 1024 * 50304
+    assert memory_of_rank(configuration, 0).temporaries < last.temporaries / 10
+    assert fullest_rank(configuration)[0] == 1
+
+
+def test_fp32_logits_are_not_copied() -> None:
+    assert logits_bytes(tiny(dtype="fp32")) == 4 * 16 * 2 * 104
+
+
+def test_a_model_too_large_for_a_cpu_is_seen_before_it_starts() -> None:
+    tiny_model = load_model("gpt2-tiny")
+    needed = estimate_peak_bytes(tiny_model, Parallelism(), tiny_model.batch)
+    assert 0.9e9 < needed < 2e9
+    assert estimate_peak_bytes(LARGE, Parallelism(), LARGE.batch) > 100e9
