@@ -1,0 +1,1 @@
+"""Text to Megatron's `.bin/.idx`: its own script's bytes, faster, bounded, resumable."""

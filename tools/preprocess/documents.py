@@ -1,0 +1,194 @@
+"""Documents out of a block of input, and what is wrong with those that are none.
+
+The rules are those of Megatron's script, which reads with Python's `json`: `msgspec` decodes a
+whole block at once, and wherever it finds fault, each line is decoded again by `json`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+Text = str | list[str]
+"""A document: one text, or its sentences (each becomes a sequence of its own)."""
+
+_UTF8_STRIDE = 1 << 20
+
+
+class Kind(StrEnum):
+    """What can be wrong with a document; the values appear in messages and manifests."""
+
+    BROKEN_JSON = "broken JSON line"
+    MISSING_KEY = "missing key"
+    NULL_TEXT = "null text"
+    NOT_TEXT = "value that is no text"
+    INVALID_UTF8 = "invalid UTF-8"
+    TOO_LARGE = "document over --max-document-mb"
+    TRUNCATED = "truncated archive"
+    EMPTY_FILE = "empty file"
+    BLANK_LINE = "blank line"
+    EMPTY_DOCUMENT = "empty document"
+
+
+HARMLESS = (Kind.BLANK_LINE, Kind.EMPTY_DOCUMENT)
+"""Counted and named, but no reason to stop: Megatron keeps empty documents, so they are kept."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One document that cannot be used, or is noteworthy."""
+
+    kind: Kind
+    line: int
+    """Line (or row) within the block, from 0."""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What one block holds: for each key, the text of every usable document."""
+
+    columns: tuple[Sequence[Text], ...]
+    lines: Sequence[int]
+    """For each document, its line within the block, from 0."""
+    line_count: int
+    problems: tuple[Problem, ...] = ()
+
+
+class LineParser:
+    """Parses blocks of JSON lines for a fixed set of keys."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = tuple(keys)
+        names = [f"k{i}" for i in range(len(keys))]
+        row = msgspec.defstruct(
+            "Row",
+            [(name, str) for name in names],
+            rename=dict(zip(names, keys, strict=True)),
+            gc=False,
+        )
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
+        self._names = names
+
+    def parse(self, data: bytes | bytearray) -> Documents:
+        """Parse whole lines."""
+        if b"\r" in data:  # Megatron reads in text mode, where all three line ends count.
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        rows = self._decode_at_once(data)
+        if rows is None:
+            return self._decode_each(data)
+        columns = tuple([getattr(row, name) for row in rows] for name in self._names)
+        return Documents(columns, range(len(rows)), len(rows))
+
+    def _decode_at_once(self, data: bytes | bytearray) -> list[Any] | None:
+        """All rows of a faultless block, else None."""
+        lines = data.count(b"\n") + (not data.endswith(b"\n"))
+        # A newline between "}" and "{" is never inside an object: so one object is one line.
+        if data.count(b"}\n{") != lines - 1 or not _is_utf8(data):
+            return None
+        try:
+            rows = self._decoder.decode_lines(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return rows if len(rows) == lines else None
+
+    def _decode_each(self, data: bytes | bytearray) -> Documents:
+        columns: tuple[list[Text], ...] = tuple([] for _ in self._keys)
+        numbers: list[int] = []
+        problems: list[Problem] = []
+        lines = bytes(data).removesuffix(b"\n").split(b"\n")
+        for number, line in enumerate(lines):
+            texts = self._decode_line(line, number)
+            if isinstance(texts, Problem):
+                problems.append(texts)
+                continue
+            numbers.append(number)
+            for column, text in zip(columns, texts, strict=True):
+                column.append(text)
+        return Documents(columns, numbers, len(lines), tuple(problems))
+
+    def _decode_line(self, line: bytes, number: int) -> list[Text] | Problem:
+        if not line.strip():
+            return Problem(Kind.BLANK_LINE, number)
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            return Problem(Kind.INVALID_UTF8, number, f"byte {error.start + 1} of the line")
+        except (ValueError, RecursionError) as error:
+            return Problem(Kind.BROKEN_JSON, number, str(error))
+        if not isinstance(row, dict):
+            return Problem(Kind.BROKEN_JSON, number, "the line is no JSON object")
+        return check_texts(self._keys, row.get, number)
+
+
+def parse_rows(keys: Sequence[str], columns: Sequence[Sequence[Any]], lines: int) -> Documents:
+    """Documents out of columns that a library has decoded (parquet, the hub)."""
+    kept: tuple[list[Text], ...] = tuple([] for _ in keys)
+    numbers: list[int] = []
+    problems: list[Problem] = []
+    for number in range(lines):
+        row = {key: column[number] for key, column in zip(keys, columns, strict=True)}
+        texts = check_texts(keys, row.get, number)
+        if isinstance(texts, Problem):
+            problems.append(texts)
+            continue
+        numbers.append(number)
+        for column, text in zip(kept, texts, strict=True):
+            column.append(text)
+    return Documents(kept, numbers, lines, tuple(problems))
+
+
+def check_texts(
+    keys: Sequence[str], get: Callable[[str, object], Any], number: int
+) -> list[Text] | Problem:
+    """The row's texts in the order of the keys, or the first thing wrong with them."""
+    texts: list[Text] = []
+    for key in keys:
+        value = get(key, _MISSING)
+        if value is _MISSING:
+            return Problem(Kind.MISSING_KEY, number, f"'{key}'")
+        if value is None:
+            return Problem(Kind.NULL_TEXT, number, f"key '{key}'")
+        if not isinstance(value, str) and not _is_sentences(value):
+            return Problem(Kind.NOT_TEXT, number, f"key '{key}' holds {type(value).__name__}")
+        if not _is_encodable(value):
+            return Problem(Kind.INVALID_UTF8, number, f"key '{key}' holds half a surrogate pair")
+        texts.append(value)
+    return texts
+
+
+_MISSING = object()
+
+
+def _is_sentences(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
+
+
+def _is_encodable(value: Text) -> bool:
+    try:
+        for text in [value] if isinstance(value, str) else value:
+            if not text.isascii():
+                text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_utf8(data: bytes | bytearray) -> bool:
+    """Whether all of it is valid UTF-8: `msgspec` does not look into the keys it skips."""
+    if data.isascii():
+        return True
+    view, start = memoryview(data), 0
+    try:
+        while start < len(view):
+            piece = view[start : start + _UTF8_STRIDE]
+            start += codecs.utf_8_decode(piece, "strict", start + len(piece) == len(view))[1]
+    except UnicodeDecodeError:
+        return False
+    return True
