@@ -1,0 +1,43 @@
+"""Every call that one rank makes in one training iteration, from closed forms.
+
+Read from Megatron-LM f4fa7d6b and core_v0.19.0; each entry names its upstream function. Groups of
+one rank are left out: Megatron calls them, nothing moves. Barriers and calls outside a training
+iteration (evaluation, checkpoints, start-up) are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.plan.configuration import Configuration
+from tools.plan.megatron import LATEST, Megatron
+from tools.plan.traffic_bookkeeping import bookkeeping_traffic
+from tools.plan.traffic_context import context_traffic
+from tools.plan.traffic_data import gradient_traffic
+from tools.plan.traffic_experts import expert_traffic
+from tools.plan.traffic_pipeline import pipeline_traffic
+from tools.plan.traffic_tensor import tensor_traffic
+from tools.plan.wire import Traffic
+
+
+def communication_of_rank(
+    configuration: Configuration, pipeline_rank: int = 0, megatron: Megatron = LATEST
+) -> tuple[Traffic, ...]:
+    """Calls of one pipeline rank in a steady iteration; its TP, CP and DP ranks are alike.
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits.
+    """
+    calls = _all_traffic(configuration, pipeline_rank, megatron)
+    return tuple(item for item in calls if item.ranks > 1 and item.calls and item.payload_bytes)
+
+
+def _all_traffic(
+    configuration: Configuration, pipeline_rank: int, megatron: Megatron
+) -> Iterator[Traffic]:
+    yield from tensor_traffic(configuration, pipeline_rank, megatron)
+    yield from context_traffic(configuration)
+    yield from expert_traffic(configuration)
+    yield from pipeline_traffic(configuration, pipeline_rank)
+    yield from gradient_traffic(configuration, pipeline_rank)
+    yield from bookkeeping_traffic(configuration, pipeline_rank, megatron)

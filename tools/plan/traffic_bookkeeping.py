@@ -1,0 +1,121 @@
+"""Small reductions that every iteration makes: the loss, the gradient norm, and who may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.plan.configuration import Configuration
+from tools.plan.megatron import Megatron
+from tools.plan.wire import Group, Operation, Phase, Traffic
+from tools.records import Sharding
+
+_SCALAR_BYTES = 4
+_LOGGED_TIMERS = 24
+"""Names in `timers_to_log` of `training_log` at f4fa7d6b."""
+
+
+def bookkeeping_traffic(
+    configuration: Configuration, pipeline_rank: int, megatron: Megatron
+) -> Iterator[Traffic]:
+    """Reductions of a few numbers; with a log line every iteration and gradient clipping on."""
+    parallelism = configuration.parallelism
+    yield _call(configuration, Group.WORLD, "does any rank want to rerun", "rerun_state_machine.py")
+    yield from _gradient_statistics(configuration)
+    yield _call(
+        configuration,
+        Group.MODEL,
+        "was the update made everywhere",
+        "training: logical_and_across_model_parallel_group",
+    )
+    yield _call(
+        configuration,
+        Group.MODEL,
+        "gradient norm, and learning rate, for ranks that have none",
+        "training: reduce_max_stat_across_model_parallel_group",
+        calls=2,
+    )
+    if pipeline_rank == parallelism.pipeline - 1:
+        yield _call(
+            configuration,
+            Group.DATA_CONTEXT,
+            "loss and its token count",
+            "training/training.py: train_step",
+            numbers=2,
+        )
+    if configuration.shape.experts:
+        yield from _load_balancing(configuration)
+    if megatron is Megatron.F4FA7D6B:
+        yield _timers(configuration)
+
+
+def group_size(configuration: Configuration, group: Group) -> int:
+    """Ranks of a group."""
+    parallelism = configuration.parallelism
+    replica = parallelism.tensor * parallelism.pipeline
+    return {
+        Group.WORLD: parallelism.world_size,
+        Group.MODEL: replica,
+        Group.EXPERT_MODEL: replica * parallelism.expert,
+        Group.PIPELINE: parallelism.pipeline,
+        Group.DATA_CONTEXT: parallelism.data * parallelism.context,
+    }[group]
+
+
+def _gradient_statistics(configuration: Configuration) -> Iterator[Traffic]:
+    """Norm, and under fp16 the overflow flag, over all ranks that hold different gradients.
+
+    With expert parallelism two optimizers are chained, and each reduces its own.
+    """
+    parallelism = configuration.parallelism
+    groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if parallelism.expert > 1 else [])
+    if parallelism.sharding is not Sharding.NONE:
+        groups = [Group.WORLD for _ in groups]
+    for group in groups:
+        norm = "optimizer/clip_grads.py: get_grad_norm_fp32"
+        yield _call(configuration, group, "squared gradient norm", norm)
+        if configuration.dtype == "fp16":
+            source = "optimizer/optimizer.py: _unscale_main_grads_and_check_for_nan"
+            yield _call(configuration, group, "overflow flag", source)
+
+
+def _load_balancing(configuration: Configuration) -> Iterator[Traffic]:
+    """The auxiliary loss of every layer, for the log."""
+    for group in (Group.PIPELINE, Group.DATA_CONTEXT):
+        yield _call(
+            configuration,
+            group,
+            "auxiliary loss of each layer",
+            "transformer/moe: logging of auxiliary losses",
+            numbers=configuration.shape.layers,
+        )
+
+
+def _timers(configuration: Configuration) -> Traffic:
+    """f4fa7d6b gathers its list of timers at every log line, whether or not they run."""
+    ranks = configuration.parallelism.world_size
+    return Traffic(
+        Group.WORLD,
+        ranks,
+        Operation.ALL_GATHER,
+        Phase.OPTIMIZER,
+        "timers",
+        1,
+        ranks * _LOGGED_TIMERS * _SCALAR_BYTES,
+        "timers.py: _get_elapsed_time_all_ranks",
+    )
+
+
+def _call(
+    configuration: Configuration,
+    group: Group,
+    what: str,
+    source: str,
+    *,
+    numbers: int = 1,
+    calls: int = 1,
+) -> Traffic:
+    ranks = group_size(configuration, group)
+    payload = numbers * _SCALAR_BYTES
+    return Traffic(
+        group, ranks, Operation.ALL_REDUCE, Phase.OPTIMIZER, what, calls, payload, source
+    )

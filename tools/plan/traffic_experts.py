@@ -1,0 +1,97 @@
+"""Calls that move tokens to their experts and back (`--moe-token-dispatcher-type alltoall`).
+
+How many tokens a rank receives depends on the router, and on average it is as many as it sends:
+top-k copies of its own. So the totals over the EP group are exact, those of one rank are means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.plan.configuration import Configuration, Recompute
+from tools.plan.wire import Group, Operation, Phase, Traffic
+
+_DISPATCHER = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
+_FP32, _INT64 = 4, 8
+
+
+def expert_traffic(configuration: Configuration) -> Iterator[Traffic]:
+    """Calls over EP, and over the TP ranks that share each expert."""
+    if not configuration.shape.experts:
+        return
+    if configuration.parallelism.expert * configuration.parallelism.tensor > 1:
+        yield _token_counts(configuration)
+    if configuration.parallelism.expert > 1:
+        yield from _exchanges(configuration)
+    if configuration.parallelism.tensor > 1:
+        yield from _expert_tensor_parallel(configuration)
+
+
+def routed_tokens(configuration: Configuration) -> int:
+    """Copies of its own tokens that a rank routes in one micro batch."""
+    tokens = configuration.tokens // configuration.sequence_shards
+    return tokens * configuration.shape.experts_per_token
+
+
+def _passes(configuration: Configuration) -> tuple[int, int]:
+    """Layer passes in forward (recomputation included) and in backward."""
+    backward = configuration.layers_a_stage * configuration.microbatches
+    return backward * (2 if configuration.recompute is Recompute.FULL else 1), backward
+
+
+def _token_counts(configuration: Configuration) -> Traffic:
+    """Every rank tells the others how many tokens it has for each expert."""
+    ranks = configuration.parallelism.expert * configuration.parallelism.tensor
+    return Traffic(
+        Group.TENSOR_EXPERT,
+        ranks,
+        Operation.ALL_GATHER,
+        Phase.FORWARD,
+        "tokens for each expert",
+        _passes(configuration)[0],
+        ranks * configuration.shape.experts * _INT64,
+        f"{_DISPATCHER}.preprocess",
+    )
+
+
+def _exchanges(configuration: Configuration) -> Iterator[Traffic]:
+    """Tokens out and back, their probabilities out; backward returns each one's gradient."""
+    ranks = configuration.parallelism.expert
+    routed = routed_tokens(configuration)
+    tokens = routed * configuration.shape.hidden * configuration.element_bytes
+    forwards, backwards = _passes(configuration)
+    for what, payload, times in (
+        ("tokens to their experts and back", tokens, 2),
+        ("routing probabilities", routed * _FP32, 1),
+    ):
+        for phase, calls in ((Phase.FORWARD, forwards), (Phase.BACKWARD, backwards)):
+            yield Traffic(
+                Group.EXPERT,
+                ranks,
+                Operation.ALL_TO_ALL,
+                phase,
+                what,
+                times * calls,
+                payload,
+                _DISPATCHER,
+            )
+
+
+def _expert_tensor_parallel(configuration: Configuration) -> Iterator[Traffic]:
+    """Experts are split over TP as well: their inputs are gathered, their outputs scattered."""
+    ranks = configuration.parallelism.tensor
+    forwards, backwards = _passes(configuration)
+    routed = ranks * routed_tokens(configuration)
+    tokens = routed * configuration.shape.hidden * configuration.element_bytes
+    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
+    for operation, phase, what, payload, calls in (
+        (gather, Phase.FORWARD, "inputs of experts", tokens, forwards),
+        (gather, Phase.FORWARD, "their probabilities", routed * _FP32, forwards),
+        (scatter, Phase.FORWARD, "outputs of experts", tokens, forwards),
+        (gather, Phase.BACKWARD, "gradients of the outputs", tokens, backwards),
+        (scatter, Phase.BACKWARD, "gradients of the probabilities", routed * _FP32, backwards),
+        (scatter, Phase.BACKWARD, "gradients of the inputs", tokens, backwards),
+    ):
+        yield Traffic(
+            Group.EXPERT_TENSOR, ranks, operation, phase, what, calls, payload, _DISPATCHER
+        )

@@ -1,0 +1,47 @@
+"""Messages between pipeline stages, and the tied embedding that two of them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.plan.activations import residual_bytes
+from tools.plan.configuration import Configuration
+from tools.plan.memory import PRECISIONS
+from tools.plan.wire import Group, Operation, Phase, Traffic
+
+_P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
+
+
+def pipeline_traffic(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+    """Messages of one pipeline rank; with virtual stages the last one also sends to the first."""
+    parallelism = configuration.parallelism
+    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    if pipeline == 1:
+        return
+    chunks = configuration.microbatches * virtual
+    ends = configuration.microbatches
+    forward = chunks - (ends if pipeline_rank == pipeline - 1 else 0)
+    backward = chunks - (ends if pipeline_rank == 0 else 0)
+    message = residual_bytes(configuration)
+    for phase, what, calls in (
+        (Phase.FORWARD, "activations to the next stage", forward),
+        (Phase.BACKWARD, "gradients to the stage before", backward),
+    ):
+        yield Traffic(Group.PIPELINE, pipeline, Operation.SEND, phase, what, calls, message, _P2P)
+    if configuration.trained_shape.tied_embeddings and pipeline_rank in {0, pipeline - 1}:
+        yield _tied_embedding(configuration)
+
+
+def _tied_embedding(configuration: Configuration) -> Traffic:
+    shape, tensor = configuration.shape, configuration.parallelism.tensor
+    elements = shape.padded_vocabulary(tensor) * shape.hidden // tensor
+    return Traffic(
+        Group.EMBEDDING,
+        2,
+        Operation.ALL_REDUCE,
+        Phase.GRADIENT_SYNC,
+        "gradients of the tied embedding",
+        1,
+        PRECISIONS[configuration.dtype].gradients * elements,
+        "distributed/finalize_model_grads.py: _allreduce_word_embedding_grads",
+    )
