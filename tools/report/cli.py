@@ -45,6 +45,30 @@ def _scrape(arguments: argparse.Namespace) -> int:
     return 1 if unreadable else 0
 
 
+def _build(arguments: argparse.Namespace) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    from tools.report.build import BuildOptions, build  # noqa: PLC0415
+
+    options = BuildOptions(
+        name=arguments.name,
+        paths=tuple(arguments.paths) + tuple(arguments.logs or ()),
+        runs_root=arguments.runs,
+        reports_root=arguments.reports,
+        baseline=arguments.baseline,
+        strict=arguments.strict,
+        all_conditions=arguments.all,
+    )
+    return build(options, Console(highlight=False))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from tools.report.bench import bench_scrape  # noqa: PLC0415
+
+    print(bench_scrape(arguments.iterations))
+    return 0
+
+
 def _summary(result: Mapping[str, object]) -> str:
     iterations = result["iterations"]
     count = len(iterations) if isinstance(iterations, list) else 0
@@ -59,4 +83,23 @@ def _parser() -> argparse.ArgumentParser:
     scrape.add_argument("logs", nargs="+", type=Path, metavar="LOG")
     scrape.add_argument("--json", action="store_true", help="everything, as JSON")
     scrape.set_defaults(run=_scrape)
+    build = commands.add_parser("build", help="write a report folder and print its table")
+    build.add_argument(
+        "paths", nargs="*", type=Path, metavar="RUN_OR_LOG", help="default: all run folders"
+    )
+    build.add_argument("--name", help="of the report's folder (default: the UTC time)")
+    build.add_argument("--logs", nargs="*", type=Path, metavar="LOG", help="foreign logs")
+    build.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are")
+    build.add_argument("--reports", type=Path, default=Path("reports"), help="where reports go")
+    build.add_argument("--baseline", type=Path, help="an earlier report's folder to compare with")
+    build.add_argument(
+        "--strict", action="store_true", help="exit 1 if anything changed against the baseline"
+    )
+    build.add_argument(
+        "--all", action="store_true", help="also rows of older versions and other machines"
+    )
+    build.set_defaults(run=_build)
+    bench = commands.add_parser("bench", help="measure how fast a long log is scraped")
+    bench.add_argument("--iterations", type=int, default=500_000)
+    bench.set_defaults(run=_bench)
     return parser

@@ -16,7 +16,8 @@ _EXCEPTION = re.compile(
 _USAGE = re.compile(r"(\S{1,200}): error: (.{1,2000})")
 _FATAL = re.compile(
     r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
-    r"|terminate called after throwing .{1,200}|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
+    r"|terminate called after throwing .{1,200}"
+    r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
 )
 _ROOT_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
 _ROOT_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")

@@ -1,0 +1,114 @@
+"""Logs and run folders for the tests, in Megatron's formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tools import records
+from tools.records import Batch, DeviceKind, Entry, Host, Parallelism, RunRecord, Status
+
+SHAPE_FLAGS = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--max-position-embeddings", "64"),
+)
+
+
+def iteration_line(
+    iteration: int,
+    ms: float = 100.0,
+    loss: float | None = 10.0,
+    *,
+    total: int = 500,
+    global_batch: int = 8,
+    micro: bool = False,
+    extra: str = "",
+    skipped: int = 0,
+    nan: int = 0,
+) -> str:
+    """One iteration line, without its newline."""
+    stamp = "2025-09-07 23:58:47" + (".123456" if micro else "")
+    loss_text = f" lm loss: {loss:.6E} |" if loss is not None else ""
+    return (
+        f" [{stamp}] iteration {iteration:8d}/{total:8d} |"
+        f" consumed samples: {iteration * global_batch:12d} |"
+        f" elapsed time per iteration (ms): {ms:.1f} |{extra} learning rate: 5.999998E-05 |"
+        f" global batch size: {global_batch:5d} |{loss_text} loss scale: 1.0 |"
+        f" grad norm: 1.095 | number of skipped iterations: {skipped:3d} |"
+        f" number of nan iterations: {nan:3d} |"
+    )
+
+
+def log_text(
+    times: Sequence[float], losses: Sequence[float] | None = None, *, micro: bool = False
+) -> str:
+    """A log of iterations 1, 2, … that ends as Megatron's do."""
+    losses = losses or [10.8 - 0.01 * number for number in range(len(times))]
+    lines = [
+        iteration_line(number, ms, loss, micro=micro)
+        for number, (ms, loss) in enumerate(zip(times, losses, strict=True), start=1)
+    ]
+    end = f"[exiting program at iteration {len(times)}] datetime: 2025-09-07 23:59:47 "
+    return "\n".join(
+        [
+            " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 3423424",
+            *lines,
+            end,
+            "",
+        ]
+    )
+
+
+def run_record(name: str, strategy: str = "baseline", **changes: object) -> RunRecord:
+    """A record of a small CPU run that parity may compare."""
+    splits = {
+        "baseline": Parallelism(),
+        "dp2": Parallelism(data=2),
+        "tp2": Parallelism(tensor=2),
+        "sp2": Parallelism(tensor=2, sequence_parallel=True),
+        "cp2": Parallelism(context=2),
+        "pp2": Parallelism(pipeline=2),
+    }
+    split = splits[strategy]
+    record = RunRecord(
+        run=name,
+        created_utc=name[:16],
+        backend="megatron",
+        strategy=strategy,
+        model="gpt2-tiny",
+        device=DeviceKind.CPU,
+        parallelism=split,
+        batch=Batch(2, 8),
+        seq_length=64,
+        dtype="fp32",
+        dropout=0.0,
+        seed=1234,
+        exit_interval=25,
+        argv=(*SHAPE_FLAGS, "--micro-batch-size", "2", "--global-batch-size", "8"),
+        command=("torchrun", "pretrain_gpt.py"),
+        environment={},
+        entry=Entry("pretrain_gpt.py", "0.19.0"),
+        host=Host("here", "a processor", 2, 2**34, ("a processor",) * split.world_size),
+        software={"torch": "2.15.0"},
+        dataset=records.DatasetIdentity("owt-ds/sample", "abc"),
+        start_checkpoint="start-1",
+    )
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def write_run(
+    root: Path,
+    record: RunRecord,
+    log: str | None,
+    status: Status | None = Status.OK,
+) -> Path:
+    """Write a run folder; `None` leaves a file out."""
+    folder = root / record.run
+    folder.mkdir(parents=True)
+    records.write_record(folder / records.RUN_FILE, record)
+    if log is not None:
+        (folder / records.LOG_FILE).write_text(log)
+    if status is not None:
+        records.write_record(folder / records.STATUS_FILE, records.StatusRecord(status, 0))
+    return folder

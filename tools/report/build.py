@@ -1,0 +1,86 @@
+"""`python -m tools.report build`: runs and logs to a report folder and the terminal's table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.report.changes import BaselineError, compare_with_baseline, read_baseline
+from tools.report.files import write_report
+from tools.report.published import load_published
+from tools.report.report_data import Report, build_report
+from tools.report.runs import find_run_folders, load_runs
+from tools.report.terminal import print_report
+
+_NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What a report is made of."""
+
+    name: str | None = None
+    paths: tuple[Path, ...] = ()
+    """Run folders and logs; empty means every run folder under `runs_root`."""
+    runs_root: Path = Path("runs")
+    reports_root: Path = Path("reports")
+    baseline: Path | None = None
+    strict: bool = False
+    all_conditions: bool = False
+
+
+def build(options: BuildOptions, console: Console) -> int:
+    """Write a report and print it.
+
+    Returns:
+        0; 1 if there was no run at all, or a strict comparison found a change; 2 for a wrong name
+        or a baseline or folder that cannot be used.
+    """
+    name = options.name or datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    if not _NAME.match(name) or name == "latest":
+        console.print(f"'{name}' cannot name a report; use letters, digits, '.', '_' and '-'.")
+        return 2
+    try:
+        old = read_baseline(options.baseline) if options.baseline else None
+        report = _report(name, options)
+        if old is not None:
+            report = _with_changes(report, old, options.baseline)
+        write_report(report, options.reports_root / name)
+    except BaselineError as error:
+        console.print(str(error), markup=False)
+        return 2
+    except OSError as error:
+        place = error.filename or options.reports_root / name
+        console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
+        return 2
+    print_report(report, console)
+    console.print(f"Report: {options.reports_root / name / 'report.html'}", markup=False)
+    return _exit_code(report, options)
+
+
+def _report(name: str, options: BuildOptions) -> Report:
+    paths = options.paths or tuple(find_run_folders(options.runs_root))
+    runs, problems = load_runs(paths)
+    # Runs that were named are all wanted, whatever versions they were made with.
+    all_conditions = options.all_conditions or bool(options.paths)
+    runs.sort(key=lambda run: run.record.created_utc if run.record else "")
+    return build_report(name, runs, load_published(), problems, all_conditions)
+
+
+def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path | None) -> Report:
+    samples = [
+        [run.window.samples_ms for run in entry.configuration.runs] for entry in report.entries
+    ]
+    changes = compare_with_baseline(old, [entry.row for entry in report.entries], samples)
+    return replace(report, changes=tuple(changes), baseline=str(baseline))
+
+
+def _exit_code(report: Report, options: BuildOptions) -> int:
+    if not report.entries:
+        return 1
+    found = any(change.is_finding for change in report.changes)
+    return 1 if options.strict and found else 0
