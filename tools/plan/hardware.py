@@ -38,6 +38,8 @@ class Device:
     """By dtype: fp16, bf16, fp8, tf32, fp32."""
     memory_bytes: int
     memory_bytes_per_second: float
+    matmul_fraction: float
+    """Of the dense peak, what large matrix products reach in training."""
     link: str
     """Key of the link between devices of one node."""
     verified: bool
@@ -122,6 +124,7 @@ def _device(key: str, entry: Mapping[str, Any]) -> Device:
         peak_tflops={dtype: float(rate) for dtype, rate in entry["peak_tflops"].items()},
         memory_bytes=entry["memory_mib"] * _MIB,
         memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
+        matmul_fraction=entry["matmul_fraction"],
         link=entry["link"],
         verified=entry["verified"],
         source=entry["source"],

@@ -146,6 +146,14 @@ def fullest_rank(configuration: Configuration) -> tuple[int, RankMemory]:
     return max(by_rank.items(), key=lambda item: item[1].total)
 
 
+def held_parameters(configuration: Configuration, pipeline_rank: int = 0) -> tuple[int, int]:
+    """Parameters whose optimizer state a rank holds, and those whose gradients it holds."""
+    parallelism = configuration.parallelism
+    parameters = rank_parameters(configuration.shape, parallelism, pipeline_rank)
+    _, gradients, optimizer = _shards(parallelism)
+    return _held(parameters, parallelism, optimizer), _held(parameters, parallelism, gradients)
+
+
 def estimate_peak_bytes(
     model: Model,
     parallelism: Parallelism,

@@ -1,0 +1,144 @@
+"""`measured_calls.json` holds what real Megatron runs made: 4 layers, width 64, sequence 64,
+micro batch 2, global batch 8, on CPU ranks over gloo, at two versions, every collective counted.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.plan.communication import communication_of_rank
+from tools.plan.configuration import Configuration, Recompute, configuration_of
+from tools.plan.megatron import Megatron
+from tools.plan.parameters import parameters_of_rank
+from tools.plan.traffic_data import bucket_elements
+from tools.plan.wire import Group, Operation, Traffic, by_group, total_wire_bytes, wire_bytes
+from tools.recipe.model import ModelShape, load_model
+from tools.recipe.strategy import batch_for, parse_strategy
+from tools.records import Batch, Parallelism, Sharding
+
+GPT = ModelShape(
+    layers=4,
+    hidden=64,
+    heads=4,
+    query_groups=4,
+    head_width=16,
+    ffn_hidden=256,
+    seq_length=64,
+    positions=64,
+)
+MODELS = {
+    "gpt": GPT,
+    "rope-untied": replace(GPT, positions=0, tied_embeddings=False),
+    "moe": replace(GPT, bias=False, experts=4, experts_per_token=2, expert_ffn_hidden=256),
+}
+MEASURED: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("measured_calls.json").read_text()
+)
+LARGE = load_model("gpt2-large")
+U = 2 * 1024 * 64 * 1280
+"""Hidden states of 64 samples of gpt2-large in half precision."""
+
+
+def name(case: dict[str, Any]) -> str:
+    return f"{case['strategy']}-{case['model']}-stage{case['pipeline_rank']}-{case['megatron']}"
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=name)
+def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None:
+    configuration = Configuration(
+        MODELS[case["model"]],
+        parse_strategy(case["strategy"], case["devices"]),
+        Batch(2, 8),
+        dtype=case["dtype"],
+        dropout=0.0,
+        recompute=Recompute(case["recompute"]),
+        cp_comm_type="all_gather",
+    )
+    predicted: dict[str, list[int]] = {}
+    megatron = Megatron(case["megatron"])
+    for item in communication_of_rank(configuration, case["pipeline_rank"], megatron):
+        entry = predicted.setdefault(f"{item.group} {item.operation}", [0, 0])
+        entry[0] += item.calls
+        entry[1] += item.total_payload_bytes
+    assert predicted == case["calls"]
+
+
+def published(strategy: str) -> dict[Group, int]:
+    parallelism = parse_strategy(strategy, 2)
+    configuration = configuration_of(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
+    traffic = communication_of_rank(configuration, 0)
+    return by_group(item for item in traffic if item.payload_bytes > 1_000_000)
+
+
+def test_two_gpus_send_what_the_lecture_formulas_say() -> None:
+    assert published("dp2") == {Group.DATA_CONTEXT: 2 * 774_090_240}
+    assert published("tp2")[Group.TENSOR] == pytest.approx((36 * 4 + 2) * U, rel=0.003)
+    assert published("sp2")[Group.TENSOR] == pytest.approx((36 * 5 + 3) * U, rel=0.003)
+    assert published("cp2") == {Group.CONTEXT: 36 * 3 * U, Group.DATA_CONTEXT: 2 * 774_090_240}
+    assert published("pp2")[Group.PIPELINE] == U
+
+
+def test_all_to_all_context_parallelism_sends_two_thirds_of_the_ring() -> None:
+    ring = Configuration(LARGE.shape, Parallelism(context=2), Batch(64, 64))
+    exchange = replace(ring, cp_comm_type="a2a")
+    groups = [by_group(communication_of_rank(c))[Group.CONTEXT] for c in (ring, exchange)]
+    assert groups == [36 * 3 * U, 36 * 2 * U]
+
+
+@given(st.integers(2, 64), st.integers(0, 2**20))
+def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int, chunk: int) -> None:
+    payload = ranks * chunk
+    parts = (Operation.REDUCE_SCATTER, Operation.ALL_GATHER)
+    whole = wire_bytes(Operation.ALL_REDUCE, payload, ranks)
+    assert whole == sum(wire_bytes(part, payload, ranks) for part in parts)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert wire_bytes(Operation.ALL_REDUCE, 100, 1) == 0
+    assert communication_of_rank(Configuration(GPT, Parallelism(), Batch(2, 8))) == ()
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(list(Sharding)[:2]),
+)
+def test_gradients_of_every_parameter_are_sent_once(
+    data: int, tensor: int, pipeline: int, sharding: Sharding
+) -> None:
+    split = Parallelism(data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
+    configuration = Configuration(GPT, split, Batch(2, 2 * data), dtype="bf16")
+    for rank in range(pipeline):
+        sent = sum(gradient_payloads(communication_of_rank(configuration, rank)))
+        expected = 4 * parameters_of_rank(GPT, split, 0, rank) if data > 1 else 0
+        padding = 4 * 64 * 100 if sharding is Sharding.ZERO1 else 0
+        assert expected <= sent <= expected + padding
+
+
+def gradient_payloads(traffic: tuple[Traffic, ...]) -> list[int]:
+    return [
+        item.total_payload_bytes
+        for item in traffic
+        if item.group is Group.DATA_CONTEXT and item.what == "gradients"
+    ]
+
+
+def test_buckets_align_tensors_and_divide_by_the_ranks() -> None:
+    assert bucket_elements((1, 64, 65), 2) == 256
+    assert bucket_elements((1,), 3) == 384
+    assert bucket_elements((), 8) == 0
+
+
+def test_zero3_gathers_weights_twice_and_scatters_gradients_each_micro_batch() -> None:
+    split = Parallelism(data=2, sharding=Sharding.ZERO3)
+    one = Configuration(GPT, split, Batch(2, 4), dtype="bf16")
+    two = replace(one, batch=Batch(1, 4))
+    assert total_wire_bytes(communication_of_rank(two)) == pytest.approx(
+        2 * total_wire_bytes(communication_of_rank(one)), rel=1e-4
+    )

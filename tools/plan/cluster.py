@@ -1,0 +1,95 @@
+"""A cluster as the planner sees it: equal devices, in nodes, and the rate each group gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tools.plan.hardware import Device, Link
+from tools.plan.wire import Group
+from tools.records import Parallelism
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What devices and links reach of their datasheets: one set for every configuration.
+
+    The defaults are fitted to the six published H200 iteration times together (see the README);
+    a measurement on the machine itself replaces them.
+    """
+
+    matmul: float | None = None
+    """Of the dense peak, by a large matrix product whose operands cost nothing to read; None takes
+    the device's own figure."""
+    attention: float = 0.35
+    """Of the dense peak, by attention, forward and backward together."""
+    memory: float = 0.7
+    """Of the memory bandwidth, by elementwise kernels and by operands of matrix products."""
+    link: float = 0.65
+    """Of the link rate, by large collectives and messages."""
+    contention: float = 0.5
+    """Of the time of communication hidden behind arithmetic, lost because it takes SMs and memory
+    bandwidth from it."""
+    layer_launch_seconds: float = 400e-6
+    """Least time of one layer, forward and backward: the host launches about a hundred kernels
+    (an estimate)."""
+    source: str = "fitted to the six published H200 iteration times, all together"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`devices` equal devices, `per_node` of them in each node."""
+
+    device: Device
+    devices: int
+    per_node: int
+    intra: Link
+    inter: Link
+    calibration: Calibration = field(default_factory=Calibration)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the devices fill."""
+        return -(-self.devices // self.per_node)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one rank's traffic in a group runs over."""
+
+    bytes_per_second: float
+    latency_seconds: float
+    link: str
+
+
+def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
+    """The rate of a group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
+
+    A group inside a node uses its link. One across nodes shares the node's network ports: a group
+    with k ranks in each node has k of them (one port a device), never more than the inner link.
+    """
+    stride, ranks = _stride_and_ranks(parallelism, group)
+    inside = min(ranks, max(1, cluster.per_node // stride))
+    efficiency = cluster.calibration.link
+    if stride * ranks <= cluster.per_node:
+        intra = cluster.intra
+        return Route(intra.bytes_per_second * efficiency, intra.latency_seconds, intra.key)
+    ports = 1 if group in {Group.PIPELINE, Group.EMBEDDING} else inside
+    rate = min(cluster.inter.bytes_per_second * ports, cluster.intra.bytes_per_second)
+    return Route(rate * efficiency, cluster.inter.latency_seconds, cluster.inter.key)
+
+
+def _stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
+    """Distance between neighbours of a group in global ranks, and its size."""
+    tensor, context, data = parallelism.tensor, parallelism.context, parallelism.data
+    replicas = tensor * context * data
+    return {
+        Group.TENSOR: (1, tensor),
+        Group.EXPERT_TENSOR: (1, tensor),
+        Group.CONTEXT: (tensor, context),
+        Group.EXPERT: (tensor, parallelism.expert),
+        Group.TENSOR_EXPERT: (1, tensor * parallelism.expert),
+        Group.DATA_CONTEXT: (tensor, context * data),
+        Group.EXPERT_DATA: (tensor * parallelism.expert, context * data // parallelism.expert),
+        Group.PIPELINE: (replicas, parallelism.pipeline),
+        Group.EMBEDDING: (replicas * max(1, parallelism.pipeline - 1), 2),
+    }.get(group, (1, parallelism.world_size))
