@@ -46,9 +46,9 @@ def _scrape(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console
 
-    from tools.report.build import BuildOptions, build  # noqa: PLC0415
+    from tools.report.build import BuildOptions, build
 
     options = BuildOptions(
         name=arguments.name,
@@ -63,7 +63,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from tools.report.bench import bench_scrape  # noqa: PLC0415
+    from tools.report.bench import bench_scrape
 
     print(bench_scrape(arguments.iterations))
     return 0

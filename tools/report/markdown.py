@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tools.report import wording
-from tools.report.charts import Chart
+from tools.report.chart_canvas import Chart
 from tools.report.report_data import Entry, Report
 
 
@@ -18,7 +18,9 @@ def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
     if report.entries:
         parts += ["## Results", _results(report), "## How it was measured", _windows(report)]
         parts += ["## Beside the published figures", _published(report)]
-    parts += [f"![{_plain(chart.title)}]({chart.name}.svg)" for chart in charts]
+    parts += [
+        f"![{_plain(chart.title)}: {_plain(chart.text)}]({chart.name}.svg)" for chart in charts
+    ]
     if report.corrections:
         parts += ["## What the write-ups got wrong", _corrections(report)]
     return "\n\n".join(parts) + "\n"

@@ -38,7 +38,7 @@ def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog | None:
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
     """Scalars by tag and step; of repeated steps the later counts."""
     # Imported here: it takes a second, and most reports need none of it.
-    from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]  # noqa: PLC0415
+    from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
         EventFileLoader,
     )
 

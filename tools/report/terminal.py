@@ -60,7 +60,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_table(title, list(members), console.width))
     if any("*" in wording.published(entry) for entry in report.entries):
         console.print(
-            "published: ms/iteration in examples/gpt3/published.yaml; * of another model and device.",
+            "published: ms/iteration (examples/gpt3/published.yaml); * of another model.",
             style="dim",
         )
     for text in (*wording.sentences(report), *report.problems):
@@ -68,8 +68,13 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(title: str, entries: list[Entry], width: int) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    table.pad_edge = False
+    table = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+
     columns = _fitting(entries, width)
     for column in columns:
         table.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
