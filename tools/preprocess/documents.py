@@ -30,7 +30,7 @@ class Kind(StrEnum):
     NOT_TEXT = "value that is no text"
     INVALID_UTF8 = "invalid UTF-8"
     TOO_LARGE = "document over --max-document-mb"
-    TRUNCATED = "truncated archive"
+    BROKEN_ARCHIVE = "truncated or damaged archive"
     EMPTY_FILE = "empty file"
     BLANK_LINE = "blank line"
     EMPTY_DOCUMENT = "empty document"
@@ -59,6 +59,10 @@ class Documents:
     """For each document, its line within the block, from 0."""
     line_count: int
     problems: tuple[Problem, ...] = ()
+
+    def without_texts(self) -> Documents:
+        """The same without the texts, which are large."""
+        return Documents((), self.lines, self.line_count, self.problems)
 
 
 class LineParser:
@@ -127,8 +131,9 @@ class LineParser:
         return check_texts(self._keys, row.get, number)
 
 
-def parse_rows(keys: Sequence[str], columns: Sequence[Sequence[Any]], lines: int) -> Documents:
+def parse_rows(keys: Sequence[str], columns: Sequence[Sequence[Any]]) -> Documents:
     """Documents out of columns that a library has decoded (parquet, the hub)."""
+    lines = len(columns[0])
     kept: tuple[list[Text], ...] = tuple([] for _ in keys)
     numbers: list[int] = []
     problems: list[Problem] = []
@@ -142,6 +147,25 @@ def parse_rows(keys: Sequence[str], columns: Sequence[Sequence[Any]], lines: int
         for column, text in zip(kept, texts, strict=True):
             column.append(text)
     return Documents(kept, numbers, lines, tuple(problems))
+
+
+def refuse_large(documents: Documents, limit: int) -> Documents:
+    """Documents without those of which a text is larger than `limit` bytes."""
+    sizes = [max(map(_size, texts)) for texts in zip(*documents.columns, strict=True)]
+    if max(sizes, default=0) <= limit:
+        return documents
+    kept = [index for index, size in enumerate(sizes) if size <= limit]
+    refused = tuple(
+        Problem(Kind.TOO_LARGE, line, f"{size} bytes")
+        for line, size in zip(documents.lines, sizes, strict=True)
+        if size > limit
+    )
+    return Documents(
+        columns=tuple([column[index] for index in kept] for column in documents.columns),
+        lines=[documents.lines[index] for index in kept],
+        line_count=documents.line_count,
+        problems=(*documents.problems, *refused),
+    )
 
 
 def check_texts(
@@ -164,6 +188,10 @@ def check_texts(
 
 
 _MISSING = object()
+
+
+def _size(text: Text) -> int:
+    return len((text if isinstance(text, str) else "".join(text)).encode())
 
 
 def _is_sentences(value: object) -> bool:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import unicodedata
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.preprocess.tokenizer import TokenizerSpec
+from tools.preprocess.tokenizer import GPT2, TokenizerSpec
 
 Ids = NDArray[np.uint32]
 Offsets = NDArray[np.int64]
+Say = Callable[[str], None]
 
-_HF_BATCH_BYTES = 1 << 19
-"""Texts given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
+_HF_BATCH_CHARACTERS = 1 << 19
+"""Text given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
+_CHECKED_CHARACTERS = 1 << 14
+"""Of each document that is encoded twice, this much from its start."""
 
 
 class Encoder(Protocol):
-    """Texts in, ids out. Safe to call from several threads."""
+    """Texts in, ids out. Safe to call from several threads; each call stays on its thread."""
 
     name: str
 
@@ -27,19 +33,36 @@ class Encoder(Protocol):
 
 
 class GigatokenEncoder:
-    """Byte-pair encoding by `gigatoken`, on the calling thread."""
+    """Byte-pair encoding by `gigatoken`.
+
+    Raises:
+        Exception: It does not know the tokenizer; of which type is gigatoken's own affair.
+    """
 
     name = "gigatoken"
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        import gigatoken.gigatoken_rs as native  # noqa: PLC0415
+        import gigatoken.gigatoken_rs as native  # not every command encodes
 
         self._tokenizer = native.load_hf_json(spec.definition)
+        self._prefix, self._suffix = _template(spec)
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """See `Encoder.encode`."""
         layout = self._tokenizer.encode_batch(texts, parallel=False).layout
-        return np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+        ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+        if len(self._prefix) or len(self._suffix):
+            return self._wrap(ids, offsets)
+        return ids, offsets
+
+    def _wrap(self, ids: Ids, offsets: Offsets) -> tuple[Ids, Offsets]:
+        """Put each text between the special tokens of the post-processor."""
+        pieces: list[Ids] = []
+        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            pieces += [self._prefix, ids[start:end], self._suffix]
+        extra = len(self._prefix) + len(self._suffix)
+        shifts = np.arange(len(offsets), dtype=np.int64) * extra
+        return np.concatenate([np.empty(0, np.uint32), *pieces]), offsets + shifts
 
 
 class HuggingFaceEncoder:
@@ -48,11 +71,7 @@ class HuggingFaceEncoder:
     name = "tokenizers"
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        import tokenizers  # noqa: PLC0415
-
-        self._tokenizer: Any = tokenizers.Tokenizer.from_str(spec.definition)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = _load_hugging_face(spec)
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """See `Encoder.encode`."""
@@ -66,20 +85,106 @@ class HuggingFaceEncoder:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
+def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:
+    """The fast encoder if it knows the tokenizer and agrees with the reference on all samples.
+
+    Args:
+        spec: The tokenizer.
+        samples: Documents to encode with both; with none, only an unknown tokenizer is compared.
+        say: Told whenever the slow encoder has to do the work, and why.
+    """
+    if _has_single_words(spec):
+        say(f"Encoding with tokenizers: gigatoken does not honour single_word of '{spec.name}'.")
+        return HuggingFaceEncoder(spec)
+    try:
+        fast = GigatokenEncoder(spec)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        say(f"Encoding with tokenizers: gigatoken does not know '{spec.name}' ({reason}).")
+        return HuggingFaceEncoder(spec)
+    texts = [text[:_CHECKED_CHARACTERS] for text in samples] + _probes(spec)
+    texts = [text for text in texts if _is_known(text)]
+    if not texts:
+        return fast
+    reference = HuggingFaceEncoder(spec)
+    found = first_difference(fast, reference, texts)
+    if found is not None:
+        say(f"Encoding with tokenizers: gigatoken encodes {found[:60]!r} differently.")
+        return reference
+    return fast
+
+
+def first_difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:
+    """The first text that two encoders do not agree on."""
+    (ids, offsets), (ids2, offsets2) = one.encode(texts), other.encode(texts)
+    for index, text in enumerate(texts):
+        ours = ids[offsets[index] : offsets[index + 1]]
+        if not np.array_equal(ours, ids2[offsets2[index] : offsets2[index + 1]]):
+            return text
+    return None
+
+
+def _is_known(text: str) -> bool:
+    """Whether Python's Unicode tables have all of it.
+
+    For characters younger than those, `tokenizers` and gigatoken may hold different tables: whether
+    one is a letter decides how the text is cut. There gigatoken agrees with Megatron, whose script
+    uses the `regex` package.
+    """
+    return text.isascii() or all(unicodedata.category(c) != "Cn" for c in text)
+
+
+def _probes(spec: TokenizerSpec) -> list[str]:
+    """Texts that show what encoders tend to get wrong in tokenizers other than the tested GPT-2."""
+    if spec.name == GPT2:
+        return []
+    added = [token["content"] for token in json.loads(spec.definition).get("added_tokens") or []]
+    around = [f"{left}{token}{right}" for token in added[:64] for left, right in _SURROUNDINGS]
+    return ["", " ", " Hello  world's 12345\n\n\tNaïve café — 日本語 😀\r\n", *around]
+
+
+_SURROUNDINGS = (("", ""), ("a", "b"), (" a ", " b"), ("\n", "\n"))
+
+
+def _has_single_words(spec: TokenizerSpec) -> bool:
+    if spec.name == GPT2:
+        return False
+    tokens = json.loads(spec.definition).get("added_tokens") or []
+    return any(token.get("single_word") for token in tokens)
+
+
+def _template(spec: TokenizerSpec) -> tuple[Ids, Ids]:
+    """Special tokens that the post-processor puts before and after each text."""
+    nothing = np.empty(0, np.uint32)
+    if spec.name == GPT2 or not json.loads(spec.definition).get("post_processor"):
+        return nothing, nothing
+    tokenizer = _load_hugging_face(spec)
+    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    full: list[int] = tokenizer.encode("a").ids
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            before, after = full[:start], full[start + len(bare) :]
+            return np.array(before, np.uint32), np.array(after, np.uint32)
+    return nothing, nothing
+
+
+def _load_hugging_face(spec: TokenizerSpec) -> Any:
+    # The pipeline's own threads keep all cores busy; the setting is read at the first batch.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import tokenizers  # only where it is needed
+
+    tokenizer = tokenizers.Tokenizer.from_str(spec.definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def _batches(texts: Sequence[str]) -> list[Sequence[str]]:
     batches: list[Sequence[str]] = []
     start = size = 0
     for end, text in enumerate(texts, start=1):
         size += len(text)
-        if size >= _HF_BATCH_BYTES or end == len(texts):
+        if size >= _HF_BATCH_CHARACTERS or end == len(texts):
             batches.append(texts[start:end])
             start, size = end, 0
     return batches
-
-
-def choose_encoder(spec: TokenizerSpec) -> Encoder:
-    """The fastest encoder that knows the tokenizer."""
-    try:
-        return GigatokenEncoder(spec)
-    except Exception:
-        return HuggingFaceEncoder(spec)

@@ -49,6 +49,8 @@ class ShardHash:
     documents: int
     sequences: int
     tokens: int
+    text_bytes: int
+    """UTF-8 bytes of the documents themselves."""
     sha256: str
     """Of the `.bin` from its very start to this stretch's end: one hash serves every stretch."""
 
@@ -62,12 +64,12 @@ class Manifest:
     sequences: int
     tokens: int
     dtype: str
+    text_bytes: int
+    """UTF-8 bytes of the documents themselves."""
     bin_bytes: int
     idx_bytes: int
     bin_sha256: str
     idx_sha256: str
-    input_bytes: int
-    """Text read for it, uncompressed."""
     engine: str
     """What encoded it: `gigatoken` or `tokenizers`."""
     problems: dict[str, int]

@@ -28,6 +28,8 @@ class Packed:
     """Tokens of each sequence."""
     counts: Int32s
     """Sequences of each document; 0 marks an empty one."""
+    text_bytes: int
+    """UTF-8 bytes of the texts."""
 
 
 def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | None) -> Packed:
@@ -38,15 +40,17 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
     """
     flat, sentences = _flatten(texts)
     ids, offsets = encoder.encode(flat)
+    # After encoding, so that the UTF-8 form is one that Python has at hand already.
+    text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in flat)
     lengths = np.diff(offsets).astype(np.int32)
     counts = _sequences_a_document(lengths, sentences)
     lengths = lengths[lengths > 0]
     if eod is None:
-        return Packed(ids.astype(dtype), lengths, counts)
+        return Packed(ids.astype(dtype), lengths, counts, text_bytes)
     last = np.cumsum(counts)[counts > 0] - 1
     lengths[last] += 1
     ends = np.cumsum(lengths, dtype=np.int64)[last]
-    return Packed(_insert(ids, ends, dtype, eod), lengths, counts)
+    return Packed(_insert(ids, ends, dtype, eod), lengths, counts, text_bytes)
 
 
 def _flatten(texts: Sequence[Text]) -> tuple[Sequence[str], Int32s | None]:

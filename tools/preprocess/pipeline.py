@@ -1,12 +1,13 @@
-"""One run: read, encode and write in a pipeline whose parts overlap, in the order of the input."""
+"""Read, encode and write at the same time, in the order of the input, with bounded memory."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tools.preprocess.documents import Documents
 from tools.preprocess.encoders import Encoder
@@ -15,19 +16,24 @@ from tools.preprocess.inputs import BLOCK_BYTES, Block
 from tools.preprocess.pack import Packed, pack
 
 IN_FLIGHT_BYTES = 8 * BLOCK_BYTES
-"""Text between reading and writing; a longer document passes alone."""
+"""Text between reading and writing, at most; a longer document passes alone."""
 
 
 @dataclass(frozen=True)
 class Encoded:
     """A block on its way to the disk."""
 
+    slice_index: int
     block: Block
     documents: Documents
     packed: tuple[Packed, ...]
+    """One for each JSON key."""
+    parse_seconds: float
+    """Processor time, as is the next one."""
+    encode_seconds: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pipeline:
     """Parses, encodes and packs blocks on several threads, keeping their order."""
 
@@ -36,34 +42,43 @@ class Pipeline:
     dtype: TokenType
     eod: int | None
     threads: int
-    _pending: deque[tuple[int, Future[Encoded]]] = field(default_factory=deque)
 
-    def run(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
-        """Yield every block, encoded, in order; holds `IN_FLIGHT_BYTES` of text at most."""
+    def run(self, blocks: Iterator[tuple[int, Block]]) -> Iterator[Encoded]:
+        """Yield every block, encoded, in order."""
+        pending: deque[tuple[int, Future[Encoded]]] = deque()
         in_flight = 0
         with ThreadPoolExecutor(self.threads, thread_name_prefix="encode") as pool:
             try:
-                for block in blocks:
-                    while self._pending and (
-                        in_flight + block.size_bytes > IN_FLIGHT_BYTES
-                        or len(self._pending) > 2 * self.threads
-                    ):
-                        size, future = self._pending.popleft()
+                for index, block in blocks:
+                    while pending and in_flight + block.size_bytes > IN_FLIGHT_BYTES:
+                        size, future = pending.popleft()
                         in_flight -= size
                         yield future.result()
-                    self._pending.append((block.size_bytes, pool.submit(self._encode, block)))
+                        del future  # or it would keep its block until the next one
+                    pending.append((block.size_bytes, pool.submit(self._encode, index, block)))
                     in_flight += block.size_bytes
-                while self._pending:
-                    yield self._pending.popleft()[1].result()
+                    del block
+                while pending:
+                    yield pending.popleft()[1].result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _encode(self, block: Block) -> Encoded:
+    def _encode(self, index: int, block: Block) -> Encoded:
+        start = time.thread_time()
         documents = self.parse(block)
+        parsed = time.thread_time()
         packed = tuple(
             pack(column, self.encoder, self.dtype, self.eod) for column in documents.columns
         )
-        return Encoded(block, documents, packed)
+        encoded = time.thread_time()
+        return Encoded(
+            slice_index=index,
+            block=Block(block.next_offset, block.size_bytes, block.read_bytes),
+            documents=documents.without_texts(),
+            packed=packed,
+            parse_seconds=parsed - start,
+            encode_seconds=encoded - parsed,
+        )
 
 
 def default_threads() -> int:
