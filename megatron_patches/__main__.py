@@ -21,7 +21,9 @@ def main(arguments: list[str]) -> None:
         sys.exit("Usage: python -m megatron_patches ENTRY ARGS…")
     entry = Path(arguments[0])
     if not entry.is_file():
-        sys.exit(f"There is no entry {entry}; MEGATRON_LM must name a checkout with pretrain_gpt.py.")
+        sys.exit(
+            f"There is no entry {entry}; MEGATRON_LM must name a checkout with pretrain_gpt.py."
+        )
     try:
         situation = find_situation(entry, os.environ.get("KIT_DEVICE", "gpu"))
         # As if the entry had been started itself: its folder comes first, its arguments are sys.argv.
@@ -33,7 +35,10 @@ def main(arguments: list[str]) -> None:
     except (PatchError, LookupError) as error:
         sys.exit(str(error))
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"> Megatron {situation.megatron}, patched: {', '.join(applied) or 'nothing'}", flush=True)
+        print(
+            f"> Megatron {situation.megatron}, patched: {', '.join(applied) or 'nothing'}",
+            flush=True,
+        )
     runpy.run_path(str(entry), run_name="__main__")
 
 

@@ -39,7 +39,9 @@ def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
     return queries[:, None] >= keys[None, :]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, p: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, p: float
+) -> Tensor:
     """SDPA in Megatron's layout: [s, b, heads, width] in, [s, b, heads·width] out."""
     out = torch.nn.functional.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
@@ -89,9 +91,10 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 f"{self.attn_mask_type} with window {self.config.window_size}."
             )
         # Recomputing this part in backward is what gathers K and V a second time.
-        return tensor_parallel.checkpoint(
+        out: Tensor = tensor_parallel.checkpoint(
             functools.partial(attend_gathered, self), False, query, key, value
         )
+        return out
 
     return forward
 
@@ -106,7 +109,8 @@ PATCH = Patch(
             _without_refusal,
         ),
         Replacement(
-            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _gathering
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+            _gathering,
         ),
     ),
 )

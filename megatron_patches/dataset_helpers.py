@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-
-import sys
 
 from megatron_patches.registry import Patch, Replacement
 
@@ -35,5 +34,7 @@ PATCH = Patch(
     name="dataset_helpers",
     reason="Megatron compiles its data helpers at start-up, for the wrong interpreter or not at all",
     needed=lambda situation: True,
-    replacements=(Replacement("megatron.core.datasets.utils:compile_helpers", _compile_where_missing),),
+    replacements=(
+        Replacement("megatron.core.datasets.utils:compile_helpers", _compile_where_missing),
+    ),
 )

@@ -33,6 +33,8 @@ PATCH = Patch(
     reason="torch's LayerNorm is refused under sequence parallelism",
     needed=lambda situation: not situation.has_transformer_engine,
     replacements=(
-        Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _mark_parameters),
+        Replacement(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _mark_parameters
+        ),
     ),
 )

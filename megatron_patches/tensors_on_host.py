@@ -14,12 +14,32 @@ import torch
 
 from megatron_patches.registry import Patch, Replacement
 
-_FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace logspace ones "
-    "ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor "
-    "zeros zeros_like"
-).split()
-_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+_FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
+_METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 Function = Callable[..., Any]
 

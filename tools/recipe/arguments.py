@@ -26,19 +26,22 @@ def read_args_file(path: Path) -> tuple[str, ...]:
     return tuple(words)
 
 
+def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
+    """Join groups of flags, each flag once: a later one replaces an earlier one with its values.
+
+    argparse would let the last count as well; a command that names each flag once can be read.
+    """
+    merged: dict[str, list[str]] = {}
+    for words in groups:
+        merged |= _by_name(words)
+    return tuple(word for name, values in merged.items() for word in (name, *values))
+
+
 class Flags:
     """Look-ups in a list of Megatron flags; the last occurrence counts, as in argparse."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._values: dict[str, list[str]] = {}
-        current: list[str] = []
-        for word in words:
-            if word.startswith("--"):
-                name, joined, value = word.partition("=")
-                current = [value] if joined else []
-                self._values[name] = current
-            else:
-                current.append(word)
+        self._values = _by_name(words)
 
     def has(self, name: str) -> bool:
         """Whether the flag occurs."""
@@ -58,3 +61,15 @@ class Flags:
         """The flag's first value as a float."""
         values = self._values.get(name)
         return float(values[0]) if values else default
+
+
+def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
+    values: dict[str, list[str]] = {}
+    current: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, joined, value = word.partition("=")
+            current = values[name] = [value] if joined else []
+        else:
+            current.append(word)
+    return values

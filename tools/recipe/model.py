@@ -1,4 +1,4 @@
-"""A model as its `.args` file describes it: the shape that formulas need, and the flags as they stand."""
+"""A model as its `.args` file describes it: the shape for formulas, the flags for Megatron."""
 
 from __future__ import annotations
 
@@ -148,7 +148,9 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         rms_norm=flags.text("--normalization", "LayerNorm") == "RMSNorm",
         tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
         experts=flags.integer("--num-experts", 0),
-        experts_per_token=flags.integer("--moe-router-topk", 2) if flags.has("--num-experts") else 0,
+        experts_per_token=flags.integer("--moe-router-topk", 2)
+        if flags.has("--num-experts")
+        else 0,
         expert_ffn_hidden=flags.integer("--moe-ffn-hidden-size", ffn),
     )
 

@@ -1,4 +1,4 @@
-"""The grammar of strategies: `baseline`, a product of degrees, and how its data-parallel part is sharded.
+"""The grammar of strategies: `baseline`, or a product of degrees, its data-parallel part sharded.
 
 `tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2, two virtual stages a
 rank) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3` (over all ranks).
@@ -7,7 +7,9 @@ rank) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from tools.recipe.arguments import Flags
 from tools.records import Batch, Parallelism, Sharding
 
 NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
@@ -46,7 +48,7 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
     return parallelism
 
 
-def strategy_flags(parallelism: Parallelism, layers: int) -> tuple[str, ...]:
+def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
     flags: list[str] = []
     for name, degree in (
@@ -60,9 +62,41 @@ def strategy_flags(parallelism: Parallelism, layers: int) -> tuple[str, ...]:
     if parallelism.sequence_parallel:
         flags.append("--sequence-parallel")
     if parallelism.virtual_stages > 1:
-        layers_a_stage = layers // (parallelism.pipeline * parallelism.virtual_stages)
-        flags += ["--num-layers-per-virtual-pipeline-stage", str(layers_a_stage)]
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(parallelism.virtual_stages)]
     return (*flags, *_SHARDING_FLAGS[parallelism.sharding])
+
+
+def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
+    """Read the degrees that Megatron will see in a list of flags; data parallelism is the rest.
+
+    Raises:
+        StrategyError: The degrees do not divide `devices`.
+    """
+    flags = Flags(words)
+    tensor, pipeline, context, expert = (
+        flags.integer(f"--{name}-parallel-size", 1)
+        for name in ("tensor-model", "pipeline-model", "context", "expert-model")
+    )
+    model_ranks = tensor * pipeline * context
+    if devices % model_ranks:
+        raise StrategyError(
+            f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
+            f"{devices} device(s); name a number of devices that is a multiple of it."
+        )
+    layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage", 0)
+    layers = flags.integer("--num-layers", 0)
+    virtual = layers // pipeline // layers_a_stage if layers_a_stage else 1
+    return Parallelism(
+        data=devices // model_ranks,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        virtual_stages=flags.integer("--num-virtual-stages-per-pipeline-rank", virtual),
+        # Megatron drops sequence parallelism silently where there is no tensor parallelism.
+        sequence_parallel=flags.has("--sequence-parallel") and tensor > 1,
+        sharding=_sharding(flags),
+    )
 
 
 def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
@@ -78,7 +112,12 @@ def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
     )
 
 
-_FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy")
+_FSDP = (
+    "--use-megatron-fsdp",
+    "--ckpt-format",
+    "fsdp_dtensor",
+    "--data-parallel-sharding-strategy",
+)
 _SHARDING_FLAGS: dict[Sharding, tuple[str, ...]] = {
     Sharding.NONE: (),
     Sharding.ZERO1: ("--use-distributed-optimizer",),
@@ -86,6 +125,18 @@ _SHARDING_FLAGS: dict[Sharding, tuple[str, ...]] = {
     Sharding.ZERO3: (*_FSDP, "optim_grads_params"),
     Sharding.FSDP2: ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights"),
 }
+
+
+def _sharding(flags: Flags) -> Sharding:
+    if flags.has("--use-torch-fsdp2"):
+        return Sharding.FSDP2
+    if flags.has("--use-megatron-fsdp"):
+        return {
+            "optim": Sharding.ZERO1,
+            "optim_grads": Sharding.ZERO2,
+            "optim_grads_params": Sharding.ZERO3,
+        }.get(flags.text("--data-parallel-sharding-strategy"), Sharding.NONE)
+    return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
 
 
 def _degrees(product: str, text: str) -> dict[str, int]:
@@ -119,4 +170,3 @@ def _parallelism(degrees: dict[str, int], sharding: Sharding) -> Parallelism:
         sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
         sharding=sharding,
     )
-

@@ -1,0 +1,59 @@
+# The front door. `make help` shows the targets; every recipe is one call.
+# Variables such as ITERS=50 reach the tools through the environment (see `make help`).
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV_PYTHON := .venv/bin/python
+export PYTHONPATH := $(CURDIR)
+
+.PHONY: help setup list demo report parity plan schedules bench bench-scrape bench-preprocess \
+	prepare-ds prepare-ds-sample install-dependencies test test-slow lint clean
+
+help: ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
+		/^## / {print substr($$0, 4)}' $(firstword $(MAKEFILE_LIST))
+
+## First steps
+setup: ## .venv with everything pinned in requirements.txt (other targets do it by themselves)
+	@tools/setup.sh
+
+demo: setup ## six strategies of gpt2-tiny on CPU ranks, and a report that compares them
+	@$(VENV_PYTHON) -m tools.launch demo
+
+list: setup ## models with their true sizes, strategies, what this machine can run
+	@$(VENV_PYTHON) -m tools.launch list
+
+## Data
+prepare-ds-sample: setup ## owt-ds/sample: text that every Python ships, as GPT-2 tokens
+	@$(VENV_PYTHON) -m tools.preprocess sample --output-prefix owt-ds/sample
+
+prepare-ds: setup ## owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
+	@$(VENV_PYTHON) -m tools.preprocess --input $(or $(INPUT),$(error Say which text: make prepare-ds INPUT=file.jsonl NAME=name)) \
+		--output-prefix owt-ds/$(or $(NAME),$(error Say its name: make prepare-ds INPUT=file.jsonl NAME=name)) \
+		--tokenizer $(or $(TOKENIZER),gpt2) --append-eod
+
+install-dependencies: setup ## the published name of setup
+
+## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" DRY_RUN=1
+train-%: setup ## train-<strategy>-<model>-<N>cpu or -<N>gpu
+	@$(VENV_PYTHON) -m tools.launch target $@
+
+## Looking at results
+report: setup ## all runs, or LOGS="a.log b.log": table, plots, verdicts in reports/latest
+	@$(VENV_PYTHON) -m tools.report build $(LOGS) $(if $(NAME),--name $(NAME))
+
+## Working on the kit
+test: setup ## the default suite
+	@$(VENV_PYTHON) -m pytest -q
+
+test-slow: setup ## the long tests
+	@$(VENV_PYTHON) -m pytest -q -m slow
+
+lint: setup ## ruff, mypy, shellcheck, hadolint, import-linter
+	@tools/lint.sh
+
+clean: ## remove runs, reports and caches; keeps .venv and owt-ds
+	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Anything else: a target's name that is nearly right gets the near ones.
+.DEFAULT:
+	@tools/setup.sh && $(VENV_PYTHON) -m tools.launch target $@

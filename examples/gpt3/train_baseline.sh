@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Baseline: the whole model on one device.
+# Usage: train_baseline.sh MODEL DEVICES, for example train_baseline.sh gpt2-tiny 1cpu
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.launch run baseline "$@"

@@ -1,0 +1,89 @@
+"""The command line behind the Makefile.
+
+python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
+python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
+python -m tools.launch demo | list
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from tools.launch.errors import LaunchError
+from tools.launch.execute import Interrupted, interruptible
+from tools.launch.options import Options, options_from_environment
+from tools.launch.target import Target
+from tools.recipe.model import load_model
+from tools.records import DeviceKind
+
+INTERRUPTED_EXIT = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; 0 if it went well, 2 if it was refused, 130 if it was interrupted."""
+    console = Console()
+    try:
+        with interruptible():
+            return _dispatch(_parser().parse_args(arguments), console)
+    except (LaunchError, ValueError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except Interrupted:
+        console.print("Interrupted; all ranks have ended.")
+        return INTERRUPTED_EXIT
+
+
+def _dispatch(command: argparse.Namespace, console: Console) -> int:
+    # Each command imports what it needs: `list` must not wait for what `demo` loads.
+    if command.command == "list":
+        from tools.launch.listing import show_list
+
+        show_list(console)
+        return 0
+    options = options_from_environment()
+    if command.command == "demo":
+        from tools.launch.demo import demo
+
+        return demo(options, console)
+    return _train(command, options, console)
+
+
+def _train(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.train import start_target, train
+
+    if command.command == "target":
+        return start_target(command.name, options, console)
+    target = Target(command.strategy, load_model(command.model).name, *command.devices)
+    return train(target, command.flags, options, console)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.launch")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("target", help="run a make target").add_argument("name")
+    run = commands.add_parser("run", help="run a strategy with the Megatron flags that make it up")
+    run.add_argument("strategy")
+    run.add_argument("model")
+    run.add_argument("devices", type=_devices, help="such as 2gpu or 2cpu")
+    run.add_argument("flags", nargs="*", help="after --")
+    commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
+    commands.add_parser("list", help="models, strategies, and what runs here")
+    return parser
+
+
+def _devices(text: str) -> tuple[int, DeviceKind]:
+    match = re.fullmatch(r"(\d+)(gpu|cpu)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a number of devices such as 2gpu or 2cpu"
+        )
+    return int(match[1]), DeviceKind(match[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

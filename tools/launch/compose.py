@@ -1,0 +1,206 @@
+"""From what was asked to the exact command: nothing here touches the disk or a device."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.launch.entry import find_entry, release
+from tools.launch.options import Options
+from tools.recipe.arguments import merge_flags, read_args_file
+from tools.recipe.model import ROOT, Model
+from tools.recipe.strategy import batch_for, parallelism_from_flags
+from tools.records import Batch, DeviceKind, Entry, Parallelism, Sharding
+
+RUNTIMES = Path(__file__).parent / "runtimes"
+TINY_ITERATIONS, ITERATIONS = 25, 100
+DEFAULT_DATA = {
+    DeviceKind.CPU: "owt-ds/sample_text_document",
+    DeviceKind.GPU: "owt-ds/openwebtext-10k_text_document",
+}
+RUN_PLACEHOLDER = "<run folder>"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run, decided in full except for the folder it will be written to."""
+
+    strategy: str
+    model: Model
+    device: DeviceKind
+    parallelism: Parallelism
+    batch: Batch
+    dtype: str
+    dropout: float
+    seed: int
+    iterations: int
+    entry: Entry
+    data: str
+    start_checkpoint: Path | None
+    flags: tuple[str, ...]
+    """Megatron's arguments but for those that name the run folder."""
+    environment: dict[str, str]
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return self.parallelism.world_size
+
+    def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
+        """Megatron's arguments for a run written to `run_folder`."""
+        return (*self.flags, "--tensorboard-dir", f"{run_folder}/tensorboard")
+
+    def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
+        """The whole command, from the repository root."""
+        return (
+            *torchrun(self.devices),
+            "-m",
+            "megatron_patches",
+            self.entry.path,
+            *self.arguments(run_folder),
+        )
+
+
+def compose(
+    strategy: str,
+    strategy_flags: Sequence[str],
+    model: Model,
+    devices: int,
+    device: DeviceKind,
+    options: Options,
+) -> Launch:
+    """Decide everything about a run.
+
+    Raises:
+        LaunchError: No Megatron is there.
+        StrategyError: The flags' degrees do not multiply to `devices`.
+    """
+    parallelism = parallelism_from_flags((*strategy_flags, *options.extra), devices)
+    entry = find_entry(options.megatron_lm)
+    batch = _batch(model, parallelism, options)
+    shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
+    shared = shared and parallelism.sharding not in (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+    start = start_checkpoint_path(model, entry, options) if shared else None
+    data = options.data or DEFAULT_DATA[device]
+    dropout = model.dropout if options.dropout is None else options.dropout
+    iterations = options.iterations or (
+        TINY_ITERATIONS if model.name.endswith("-tiny") else ITERATIONS
+    )
+    flags = merge_flags(
+        model_flags(model, device),
+        strategy_flags,
+        runtime_flags(device),
+        ("--micro-batch-size", str(batch.micro_batch_size)),
+        ("--global-batch-size", str(batch.global_batch_size)),
+        dropout_flags(dropout) if options.dropout is not None else (),
+        ("--seed", str(options.seed), "--data-path", data),
+        tokenizer_flags(model, entry),
+        start_flags(start, parallelism) if start else (),
+        ("--exit-interval", str(iterations), "--log-throughput"),
+        options.extra,
+    )
+    return Launch(
+        strategy=strategy,
+        model=model,
+        device=device,
+        parallelism=parallelism,
+        batch=batch,
+        dtype=model.dtype if device is DeviceKind.GPU else "fp32",
+        dropout=dropout,
+        seed=options.seed,
+        iterations=iterations,
+        entry=entry,
+        data=data,
+        start_checkpoint=start,
+        flags=flags,
+        environment=environment_for(device, parallelism),
+    )
+
+
+def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
+    """The family's training flags, then the model's own; CPU ranks compute in fp32."""
+    flags = (*read_args_file(ROOT / "examples" / model.family / "training.args"), *model.flags)
+    half = ("--fp16", "--bf16") if device is DeviceKind.CPU else ()
+    return tuple(flag for flag in flags if flag not in half)
+
+
+def runtime_flags(device: DeviceKind) -> tuple[str, ...]:
+    """What the machine needs, whatever is trained."""
+    return read_args_file(RUNTIMES / ("cpu.args" if device is DeviceKind.CPU else "host.args"))
+
+
+def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
+    """A tokenizer that knows only its size: training reads ids, and must never need the hub.
+
+    Up to 0.17 Megatron's NullTokenizer adds an end-of-document entry to the size it is given.
+    """
+    added = 1 if release(entry.megatron_version) < (0, 18) else 0
+    return (
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        str(model.shape.vocabulary - added),
+    )
+
+
+def dropout_flags(probability: float) -> tuple[str, ...]:
+    """Both of Megatron's dropouts."""
+    return ("--attention-dropout", str(probability), "--hidden-dropout", str(probability))
+
+
+def start_flags(checkpoint: Path, parallelism: Parallelism) -> tuple[str, ...]:
+    """Begin iteration 1 from the checkpoint's weights, resharded to this layout.
+
+    Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
+    dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
+    """
+    load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
+    multiple = str(max(1, 128 // parallelism.tensor))
+    return (*load, "--ckpt-format", "torch_dist", "--make-vocab-size-divisible-by", multiple)
+
+
+def start_checkpoint_path(model: Model, entry: Entry, options: Options) -> Path:
+    """Where the shared starting weights of this model, seed and Megatron are kept."""
+    identity = "\n".join((*model.flags, str(options.seed), entry.megatron_version))
+    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return options.runs / ".start" / f"{model.name}-{key}"
+
+
+def environment_for(device: DeviceKind, parallelism: Parallelism) -> dict[str, str]:
+    """What the kit sets for the ranks, beyond the caller's environment."""
+    environment = {"KIT_DEVICE": device.value, "HF_HUB_OFFLINE": "1"}
+    if parallelism.sharding not in (Sharding.ZERO2, Sharding.ZERO3):
+        # TP and SP need it before Blackwell; Megatron-FSDP refuses it.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if device is DeviceKind.CPU:
+        # A rank is one core, so that two ranks have twice what one has; no JIT: it would compile.
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    return environment
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """torchrun on this machine alone; it finds a free port by itself."""
+    python = Path(sys.executable)
+    shown = str(python.relative_to(ROOT) if python.is_relative_to(ROOT) else python)
+    return (shown, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
+def from_root(path: Path) -> str:
+    """A path as the ranks see it: relative to the repository root where it lies inside."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
+
+
+def _batch(model: Model, parallelism: Parallelism, options: Options) -> Batch:
+    own = batch_for(model.batch, parallelism)
+    return Batch(
+        options.micro_batch_size or own.micro_batch_size,
+        options.global_batch_size or own.global_batch_size,
+    )

@@ -1,0 +1,79 @@
+"""`make demo`: data, one starting checkpoint, six strategies on CPU ranks, one report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+from rich.console import Console
+
+from tools.launch.compose import DEFAULT_DATA
+from tools.launch.execute import execute
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.target import Target
+from tools.launch.train import compose_target, flags_of_grammar, outcome
+from tools.preprocess.dataset import open_dataset
+from tools.preprocess.errors import DatasetError
+from tools.recipe.model import ROOT
+from tools.recipe.strategy import NAMED
+from tools.records import DeviceKind, Status
+
+MODEL = "gpt2-tiny"
+MICRO_BATCH, GLOBAL_BATCH = 2, 8
+"""The same work for every strategy, in four micro batches, which a pipeline needs."""
+
+
+def demo(options: Options, console: Console) -> int:
+    """Run the demo; 0 if all six ended well.
+
+    Raises:
+        LaunchError: It cannot work here.
+    """
+    options = replace(
+        options,
+        micro_batch_size=options.micro_batch_size or MICRO_BATCH,
+        global_batch_size=options.global_batch_size or GLOBAL_BATCH,
+        shared_start=True,
+    )
+    ensure_sample(console)
+    targets = [
+        Target(name, MODEL, 1 if name == "baseline" else 2, DeviceKind.CPU) for name in NAMED
+    ]
+    launches = [compose_target(target, flags_of_grammar(target), options) for target in targets]
+    for launch in launches:
+        check(launch, options.runs)
+    ensure_start_checkpoint(launches[0], options, console)
+    folders, started = [], time.monotonic()
+    for number, launch in enumerate(launches, start=1):
+        title = f"[{number}/{len(launches)}] {launch.strategy}"
+        folder, status = execute(launch, options.runs, console, title)
+        folders.append((folder, status))
+        remaining = (time.monotonic() - started) / number * (len(launches) - number)
+        left = f", about {remaining:.0f} s left" if number < len(launches) else ""
+        console.print(f"{title}: {outcome(folder, status)}{left}", highlight=False, markup=False)
+    reported = _module(
+        "tools.report", "build", *(str(folder) for folder, _ in folders), "--name", "demo"
+    )
+    return reported or int(any(status.status is not Status.OK for _, status in folders))
+
+
+def ensure_sample(console: Console) -> None:
+    """Make the sample data set unless it is there and whole."""
+    prefix = ROOT / DEFAULT_DATA[DeviceKind.CPU]
+    try:
+        open_dataset(prefix)
+    except DatasetError:
+        console.print("Making the sample data set from this Python's own documentation …")
+        _module("tools.preprocess", "sample", "--output-prefix", "owt-ds/sample")
+    dataset = open_dataset(prefix)
+    console.print(
+        f"Data: {dataset.tokens:,} GPT-2 tokens in {dataset.documents} documents.", highlight=False
+    )
+
+
+def _module(*arguments: str) -> int:
+    return subprocess.run((sys.executable, "-m", *arguments), cwd=ROOT, check=False).returncode

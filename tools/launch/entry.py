@@ -1,0 +1,80 @@
+"""Which Megatron trains: a checkout's own `pretrain_gpt.py`, or the kit's entry on the wheel."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+from pathlib import Path
+
+from tools.launch.errors import LaunchError
+from tools.recipe.model import ROOT
+from tools.records import Entry
+
+KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
+
+
+def find_entry(megatron_lm: Path | None) -> Entry:
+    """The entry, and the version and commit of the Megatron it runs.
+
+    Raises:
+        LaunchError: No checkout was named and the wheel is not installed.
+    """
+    if megatron_lm is None:
+        try:
+            return Entry(KIT_ENTRY, importlib.metadata.version("megatron-core"))
+        except importlib.metadata.PackageNotFoundError:
+            raise LaunchError(
+                "megatron-core is not installed; run 'make setup', or set MEGATRON_LM to a checkout."
+            ) from None
+    return Entry(
+        path=str(megatron_lm / "pretrain_gpt.py"),
+        megatron_version=_checkout_version(megatron_lm),
+        megatron_commit=commit_of(megatron_lm),
+    )
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit a folder is at, with `-dirty` where it was changed; None outside a repository."""
+    command = (
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    )
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None
+
+
+def kit_commit() -> str | None:
+    """The commit of this kit."""
+    return commit_of(ROOT)
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor of a Megatron version such as `0.15.0rc2`."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+def _checkout_version(checkout: Path) -> str:
+    file = checkout / "megatron" / "core" / "package_info.py"
+    try:
+        found = dict(
+            re.findall(
+                r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*['\"]?(\w*)", file.read_text(), re.M
+            )
+        )
+        return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
+    except (OSError, KeyError):
+        raise LaunchError(
+            f"MEGATRON_LM={checkout} does not state its version in megatron/core/package_info.py; "
+            "point it at a Megatron-LM checkout."
+        ) from None

@@ -1,0 +1,100 @@
+"""Run a composed launch to its end, and leave a complete run folder whatever happens."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from tools import records
+from tools.launch.compose import Launch, from_root
+from tools.launch.progress import LogFollower, RunProgress
+from tools.launch.ranks import Ranks
+from tools.launch.run_folder import create_run_folder, utc_now
+from tools.launch.samples import Sampler
+from tools.report.diagnosis import diagnose
+
+POLL_SECONDS = 0.2
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM; not an Exception, so that nothing on the way swallows it."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones do not disturb the clearing up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, signal.SIG_IGN)
+        raise Interrupted
+
+    before = {name: signal.signal(name, interrupt) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+def execute(
+    launch: Launch, runs: Path, console: Console, title: str
+) -> tuple[Path, records.StatusRecord]:
+    """Train; return the run folder and how it ended.
+
+    Raises:
+        LaunchError: The run folder could not be written; nothing was started.
+        Interrupted: After the ranks were ended and the status was written.
+    """
+    folder = create_run_folder(launch, runs)
+    started = time.monotonic()
+    exit_code: int | None = None
+    interrupted = False
+    try:
+        exit_code = _train(launch, folder, console, title)
+    except Interrupted:
+        interrupted = True
+        raise
+    finally:
+        status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
+        status = replace(
+            status, finished_utc=utc_now(), wall_seconds=round(time.monotonic() - started, 1)
+        )
+        records.write_record(folder / records.STATUS_FILE, status)
+    return folder, status
+
+
+def run_ranks(
+    command: tuple[str, ...], environment: dict[str, str], log: Path, progress: RunProgress
+) -> int:
+    """Start the ranks, follow their log, return torchrun's exit code; ends them all on any way out."""
+    with (
+        Ranks(command, environment, log) as ranks,
+        Sampler(ranks, log.with_name(records.SAMPLES_FILE)),
+    ):
+        follower = LogFollower(log)
+        try:
+            while True:
+                exit_code = ranks.exit_code()
+                for iteration in follower.new_iterations():
+                    progress.show(iteration)
+                if exit_code is not None:
+                    return exit_code
+                time.sleep(POLL_SECONDS)
+        finally:
+            follower.close()
+
+
+def _train(launch: Launch, folder: Path, console: Console, title: str) -> int:
+    where = from_root(folder)
+    with RunProgress(console, title, launch.iterations) as progress:
+        return run_ranks(
+            launch.command(where), launch.environment, folder / records.LOG_FILE, progress
+        )

@@ -1,0 +1,97 @@
+"""What a user may set beside the target: make variables, read from the environment in one place."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.launch.errors import LaunchError
+from tools.recipe.model import ROOT
+
+
+@dataclass(frozen=True)
+class Options:
+    """Make variables; None is "not given"."""
+
+    iterations: int | None = None
+    extra: tuple[str, ...] = ()
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    seed: int = 1234
+    dropout: float | None = None
+    data: str | None = None
+    shared_start: bool | None = None
+    """Start from the shared checkpoint, so that losses can be compared; the default on CPU ranks."""
+    dry_run: bool = False
+    megatron_lm: Path | None = None
+    runs: Path = ROOT / "runs"
+
+
+def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
+    """Read the variables that `make help` names.
+
+    Raises:
+        LaunchError: A value is not of its kind; the message names variable and value.
+    """
+    read = _Reader(environment)
+    return Options(
+        iterations=read("ITERS", _positive, "a whole number above 0"),
+        extra=read("EXTRA", _words, "flags with closed quotes") or (),
+        micro_batch_size=read("MICRO_BATCH", _positive, "a whole number above 0"),
+        global_batch_size=read("GLOBAL_BATCH", _positive, "a whole number above 0"),
+        seed=read("SEED", _positive, "a whole number above 0") or Options.seed,
+        dropout=read("DROPOUT", _probability, "a number from 0 up to, not including, 1"),
+        data=read("DATA", str, "a prefix"),
+        shared_start=read("SHARED_START", _truth, "0 or 1"),
+        dry_run=read("DRY_RUN", _truth, "0 or 1") or False,
+        megatron_lm=read("MEGATRON_LM", _folder, "a folder with pretrain_gpt.py"),
+        runs=read("RUNS", Path, "a folder") or Options.runs,
+    )
+
+
+class _Reader:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def __call__[T](self, name: str, convert: Callable[[str], T], wanted: str) -> T | None:
+        text = self._environment.get(name, "")
+        if not text:
+            return None
+        try:
+            return convert(text)
+        except ValueError:
+            raise LaunchError(f"{name}={text} is not {wanted}.") from None
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _probability(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _truth(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text).expanduser().resolve()
+    if not (folder / "pretrain_gpt.py").is_file():
+        raise ValueError(text)
+    return folder

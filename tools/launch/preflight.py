@@ -1,0 +1,149 @@
+"""Checks before anything starts or is written: each failure is one sentence with the way out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from tools.launch.compose import Launch
+from tools.launch.devices import gpu_names
+from tools.launch.errors import LaunchError
+from tools.plan.legality import violations
+from tools.plan.memory import estimate_peak_bytes
+from tools.plan.parameters import UnevenSplitError, parameters_total
+from tools.preprocess.dataset import Dataset, largest_token, open_dataset
+from tools.preprocess.errors import DatasetError
+from tools.recipe.arguments import Flags
+from tools.recipe.model import ROOT
+from tools.records import DeviceKind
+
+LOG_BYTES = 64 << 20
+"""Room that a run's log, samples and event files need on the disk."""
+
+
+def check(launch: Launch, runs: Path) -> None:
+    """Refuse a run that cannot work here.
+
+    Raises:
+        LaunchError: One or more sentences, a line each.
+    """
+    problems = list(
+        violations(
+            launch.model.shape,
+            launch.parallelism,
+            launch.batch,
+            model=launch.model.name,
+            dtype=launch.dtype,
+        )
+    )
+    problems += _device_problems(launch)
+    problems += _data_problems(launch)
+    if not problems:
+        problems += (*_memory_problems(launch), *_disk_problems(launch, runs))
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def data_path(launch: Launch) -> Path:
+    """The data set's prefix; relative ones are seen from the repository root, as the ranks see them."""
+    return ROOT / launch.data
+
+
+def _device_problems(launch: Launch) -> Iterator[str]:
+    if launch.device is DeviceKind.CPU:
+        return
+    found = len(gpu_names())
+    if found < launch.devices:
+        yield (
+            f"{launch.devices} GPU(s) are wanted and {found} found; run "
+            f"'make train-{launch.strategy}-gpt2-tiny-{launch.devices}cpu' to see the strategy on CPU "
+            "ranks, or 'make plan' for what it would need."
+        )
+
+
+def _data_problems(launch: Launch) -> Iterator[str]:
+    try:
+        dataset = open_dataset(data_path(launch))
+    except DatasetError as error:
+        yield str(error)
+        return
+    yield from _vocabulary_problems(launch, dataset)
+    if dataset.tokens <= launch.model.shape.seq_length:
+        yield (
+            f"Data set {launch.data} has {dataset.tokens} tokens, less than one sequence of "
+            f"{launch.model.shape.seq_length}; prepare a longer one with 'make prepare-ds'."
+        )
+    for name, share in empty_splits(Flags(launch.flags).text("--split"), dataset.documents):
+        # Megatron counts epochs until it has enough tokens, and adds up nothing for ever.
+        yield (
+            f"Data set {launch.data} has {dataset.documents} documents, so its {name} split of "
+            f"{share:.2%} is empty; prepare more documents, or set EXTRA='--split 90,9,1'."
+        )
+
+
+def empty_splits(split: str, documents: int) -> Iterator[tuple[str, float]]:
+    """Splits with a share above 0 that hold no document, with that share.
+
+    The bounds are rounded as `BlendedMegatronDatasetBuilder` rounds them (0.15 to 0.19).
+    """
+    weights = [float(weight) for weight in split.split(",") if weight]
+    bounds = [sum(weights[:end]) / sum(weights) for end in range(len(weights) + 1)]
+    for name, (begin, end) in zip(("train", "validation", "test"), pairwise(bounds), strict=False):
+        if end > begin and round(begin * documents) == round(end * documents):
+            yield name, end - begin
+
+
+def _vocabulary_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
+    known = launch.model.shape.vocabulary
+    if dataset.vocabulary is not None and dataset.vocabulary != known:
+        yield (
+            f"Data set {launch.data} was made with a vocabulary of {dataset.vocabulary}, but "
+            f"{launch.model.name} has {known}; prepare it with the model's tokenizer, or name "
+            "another with DATA=."
+        )
+    elif dataset.vocabulary is None and (token := largest_token(dataset)) >= known:
+        yield (
+            f"Data set {launch.data} holds token {token}, beyond {launch.model.name}'s vocabulary "
+            f"of {known}; prepare it with the model's tokenizer, or name another with DATA=."
+        )
+
+
+def _memory_problems(launch: Launch) -> Iterator[str]:
+    if launch.device is not DeviceKind.CPU:
+        return
+    try:
+        needed = (
+            estimate_peak_bytes(launch.model, launch.parallelism, launch.batch, launch.dtype)
+            * launch.devices
+        )
+    except UnevenSplitError as error:
+        yield str(error)
+        return
+    available = psutil.virtual_memory().available
+    if needed > available:
+        yield (
+            f"{launch.model.name} with {launch.strategy} and a micro batch of "
+            f"{launch.batch.micro_batch_size} needs about {needed / 2**30:.1f} GiB on "
+            f"{launch.devices} CPU rank(s), and {available / 2**30:.1f} GiB are free; lower "
+            "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
+        )
+
+
+def _disk_problems(launch: Launch, runs: Path) -> Iterator[str]:
+    existing = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
+    if not os.access(existing, os.W_OK):
+        yield f"{existing} is not writable; name another folder with RUNS=."
+        return
+    start = launch.start_checkpoint
+    weights = 4 * parameters_total(launch.model.shape) if start and not start.is_dir() else 0
+    free = shutil.disk_usage(existing).free
+    if free < LOG_BYTES + weights:
+        yield (
+            f"{existing} has {free / 2**20:.0f} MiB free and the run needs about "
+            f"{(LOG_BYTES + weights) / 2**20:.0f} MiB; free some room, or name another with RUNS=."
+        )

@@ -1,0 +1,95 @@
+"""The processes of a run: torchrun and its ranks, ended to the last one whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import psutil
+
+from tools.recipe.model import ROOT
+
+GRACE_SECONDS = 4.0
+"""From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
+
+
+class Ranks:
+    """torchrun with its ranks, in a session of their own, all output to one file."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._log: BinaryIO = log.open("ab")
+        self._seen: dict[int, psutil.Process] = {}
+        # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
+        # session keeps a terminal's Ctrl-C from reaching the ranks before the launcher decides.
+        self._torchrun = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        self._log.close()
+
+    def exit_code(self) -> int | None:
+        """torchrun's exit code, or None while it runs."""
+        return self._torchrun.poll()
+
+    def by_rank(self) -> dict[int, psutil.Process]:
+        """The rank processes that live now, by rank."""
+        found: dict[int, psutil.Process] = {}
+        for process in self._descendants():
+            try:
+                rank = process.environ().get("RANK")
+            except psutil.Error:
+                continue
+            if rank is not None:
+                found.setdefault(int(rank), process)
+        return found
+
+    def stop(self) -> None:
+        """End every process of the run: SIGTERM, then SIGKILL."""
+        self._descendants()
+        running = [process for process in self._seen.values() if process.is_running()]
+        for process in running:
+            _signal(process, signal.SIGTERM)
+        _, stubborn = psutil.wait_procs(running, timeout=GRACE_SECONDS)
+        for process in stubborn:
+            _signal(process, signal.SIGKILL)
+        psutil.wait_procs(stubborn, timeout=GRACE_SECONDS)
+        self._torchrun.wait()
+
+    def _descendants(self) -> list[psutil.Process]:
+        """Look again; those once seen are remembered, because orphans have no parent to find them by."""
+        try:
+            torchrun = psutil.Process(self._torchrun.pid)
+            children = torchrun.children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        for process in (torchrun, *children):
+            self._seen.setdefault(process.pid, process)
+        return children
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return

@@ -1,0 +1,140 @@
+"""The run folder: made before the first process starts, complete also when the run fails."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from tools import records
+from tools.launch.compose import Launch, from_root
+from tools.launch.devices import driver_version, gpu_names, processor_name
+from tools.launch.entry import kit_commit
+from tools.launch.errors import LaunchError
+from tools.launch.preflight import data_path
+from tools.preprocess.dataset import open_dataset
+
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "numpy",
+    "transformer-engine",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu13",
+)
+
+
+def create_run_folder(launch: Launch, runs: Path) -> Path:
+    """Make the folder and write everything that is known before the run: record, command, first status.
+
+    Raises:
+        LaunchError: The disk refuses it.
+    """
+    try:
+        folder = _make_folder(launch, runs)
+        record = describe(launch, folder)
+        records.write_record(folder / records.RUN_FILE, record)
+        (folder / records.COMMAND_FILE).write_text(command_script(record))
+        (folder / records.COMMAND_FILE).chmod(0o755)
+        unfinished = records.StatusRecord(
+            records.Status.INCOMPLETE, reason="The launcher did not finish."
+        )
+        records.write_record(folder / records.STATUS_FILE, unfinished)
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename or runs} cannot be written ({error.strerror}); free some room, or name "
+            "another folder with RUNS=."
+        ) from error
+    return folder
+
+
+def describe(launch: Launch, folder: Path) -> records.RunRecord:
+    """Everything `run.json` holds."""
+    where = from_root(folder)
+    return records.RunRecord(
+        run=folder.name,
+        created_utc=utc_now(),
+        backend="megatron",
+        strategy=launch.strategy,
+        model=launch.model.name,
+        device=launch.device,
+        parallelism=launch.parallelism,
+        batch=launch.batch,
+        seq_length=launch.model.shape.seq_length,
+        dtype=launch.dtype,
+        dropout=launch.dropout,
+        seed=launch.seed,
+        exit_interval=launch.iterations,
+        argv=launch.arguments(where),
+        command=launch.command(where),
+        environment=launch.environment,
+        entry=launch.entry,
+        host=_host(launch),
+        software=_software(),
+        dataset=records.DatasetIdentity(launch.data, open_dataset(data_path(launch)).bin_sha256),
+        start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
+        kit_commit=kit_commit(),
+    )
+
+
+def command_script(record: records.RunRecord) -> str:
+    """A script that repeats the run's training as it was, from anywhere inside this kit."""
+    settings = " \\\n  ".join(
+        f"{name}={shlex.quote(value)}" for name, value in record.environment.items()
+    )
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# Repeats {record.run}; its TensorBoard events are added to that run's folder.\n"
+        "set -euo pipefail\n"
+        'cd "$(git -C "$(dirname "${BASH_SOURCE[0]}")" rev-parse --show-toplevel)"\n'
+        f"exec env \\\n  {settings} \\\n  {shlex.join(record.command)}\n"
+    )
+
+
+def utc_now() -> str:
+    """The present time, ISO 8601, seconds, UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _make_folder(launch: Launch, runs: Path) -> Path:
+    while True:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        folder = (
+            runs / f"{stamp}-{launch.strategy}-{launch.model.name}-{launch.devices}{launch.device}"
+        )
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            time.sleep(0.2)  # The same run was started within this second; names are by the second.
+            continue
+        return folder
+
+
+def _host(launch: Launch) -> records.Host:
+    on_cpu = launch.device is records.DeviceKind.CPU
+    names = (processor_name(),) * launch.devices if on_cpu else gpu_names()[: launch.devices]
+    return records.Host(
+        name=platform.node(),
+        cpu=processor_name(),
+        cores=psutil.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        devices=names,
+        driver=driver_version(),
+        interconnect="gloo over loopback" if on_cpu and launch.devices > 1 else None,
+    )
+
+
+def _software() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": sys.platform}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

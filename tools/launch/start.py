@@ -1,0 +1,64 @@
+"""The shared starting checkpoint: the same weights for every strategy, so that losses can be compared.
+
+Without it TP and PP initialise differently. One rank writes it in Megatron's distributed format, which
+every layout loads resharded. It is written under another name and takes its own when it is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.compose import Launch, compose, from_root
+from tools.launch.errors import LaunchError
+from tools.launch.execute import run_ranks
+from tools.launch.options import Options
+from tools.launch.progress import RunProgress
+from tools.records import LOG_FILE, Batch
+from tools.report.diagnosis import diagnose
+
+
+def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) -> Path | None:
+    """The checkpoint a launch starts from, written now if it is not there; None if it needs none.
+
+    Raises:
+        LaunchError: Megatron did not write it; the message names its log.
+    """
+    path = launch.start_checkpoint
+    if path is None or path.is_dir():
+        return path
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    writer = _writing_launch(launch, options, partial)
+    log = partial / LOG_FILE
+    with RunProgress(console, "starting checkpoint", 1) as progress:
+        exit_code = run_ranks(writer.command(from_root(partial)), writer.environment, log, progress)
+    if exit_code != 0:
+        reason = diagnose(log, exit_code, interrupted=False).reason
+        raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")
+    partial.rename(path)
+    return path
+
+
+def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
+    """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
+    save = (
+        *("--lr", "0", "--min-lr", "0", "--exit-interval", "1"),
+        *("--save", from_root(folder), "--save-interval", "1", "--ckpt-format", "torch_dist"),
+        *("--no-save-optim", "--no-save-rng"),
+    )
+    single = replace(
+        options,
+        shared_start=False,
+        extra=save,
+        micro_batch_size=1,
+        global_batch_size=1,
+        dropout=None,
+    )
+    composed = compose("baseline", (), launch.model, 1, launch.device, single)
+    assert composed.batch == Batch(1, 1)
+    return composed

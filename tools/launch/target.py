@@ -1,0 +1,93 @@
+"""Target names: `train-<strategy>-<model>-<N>gpu` and `…<N>cpu`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from tools.launch.errors import LaunchError
+from tools.recipe.model import ROOT, load_model, model_names
+from tools.recipe.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy
+from tools.records import DeviceKind
+
+ALIASES = {"train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu"}
+"""Names that the published experiments used."""
+
+_TARGET = re.compile(r"train-(?P<middle>.+)-(?P<devices>\d+)(?P<device>gpu|cpu)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a target's name says."""
+
+    strategy: str
+    model: str
+    devices: int
+    device: DeviceKind
+
+    @property
+    def name(self) -> str:
+        """The name it was parsed from, in its canonical form."""
+        return f"train-{self.strategy}-{self.model}-{self.devices}{self.device}"
+
+
+def parse_target(name: str) -> Target:
+    """Take a target's name apart.
+
+    Raises:
+        LaunchError: It is not of the form, or its strategy or model is unknown; with the near names.
+    """
+    match = _TARGET.fullmatch(ALIASES.get(name, name))
+    if match is None:
+        raise LaunchError(
+            f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_nearest(name)}."
+        )
+    strategy, model = _split(match["middle"], name)
+    return Target(strategy, model, int(match["devices"]), DeviceKind(match["device"]))
+
+
+def script_of(target: Target) -> str | None:
+    """The launch script that this strategy has of its own, relative to the repository root."""
+    script = f"examples/{load_model(target.model).family}/train_{target.strategy}.sh"
+    return script if (ROOT / script).is_file() else None
+
+
+def published_names() -> tuple[str, ...]:
+    """The six strategies over every model, as completions for help and hints."""
+    return tuple(
+        f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
+        for model in model_names()
+        for strategy in NAMED
+        for device in DeviceKind
+    )
+
+
+def _split(middle: str, name: str) -> tuple[str, str]:
+    for model in sorted(model_names(), key=len, reverse=True):
+        if middle.endswith(f"-{model}"):
+            strategy = middle.removesuffix(f"-{model}")
+            _check_strategy(strategy)
+            return strategy, model
+    strategy, _, model = middle.partition("-")
+    try:
+        load_model(model)
+    except ValueError as error:
+        raise LaunchError(f"Target '{name}': {error}") from None
+    return strategy, model
+
+
+def _check_strategy(strategy: str) -> None:
+    """Refuse words outside the grammar here; degrees are checked against devices later."""
+    try:
+        parse_strategy(strategy, devices=-1)
+    except StrategyError as error:
+        if "Unknown strategy" in str(error):
+            near = difflib.get_close_matches(strategy, EXAMPLES, n=3, cutoff=0.3)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise LaunchError(f"{error}{hint}") from None
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, (*published_names(), *ALIASES), n=3, cutoff=0.3)
+    return f"the nearest are {', '.join(near)}" if near else "'make list' shows them"

@@ -1,0 +1,106 @@
+"""`make train-…` from the target's name to the last line on the terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.compose import Launch, compose
+from tools.launch.errors import LaunchError
+from tools.launch.execute import execute
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.target import Target, parse_target, script_of
+from tools.recipe.model import ROOT, load_model
+from tools.recipe.strategy import StrategyError, parse_strategy, strategy_flags
+from tools.records import Status, StatusRecord
+
+
+def start_target(name: str, options: Options, console: Console) -> int:
+    """Run a target: through its launch script where the strategy has one, else directly.
+
+    Raises:
+        LaunchError: The target is not in the grammar.
+    """
+    target = parse_target(name)
+    script = script_of(target)
+    if script is not None:
+        arguments = [script, target.model, f"{target.devices}{target.device}"]
+        os.execve(ROOT / script, arguments, {**os.environ, "KIT_PYTHON": sys.executable})
+    return train(target, flags_of_grammar(target), options, console)
+
+
+def flags_of_grammar(target: Target) -> tuple[str, ...]:
+    """Megatron's flags for a target's strategy.
+
+    Raises:
+        LaunchError: Its degrees do not multiply to its devices.
+    """
+    try:
+        return strategy_flags(parse_strategy(target.strategy, target.devices))
+    except StrategyError as error:
+        raise LaunchError(str(error)) from None
+
+
+def train(target: Target, flags: Sequence[str], options: Options, console: Console) -> int:
+    """Compose, check, train; return the exit code.
+
+    Raises:
+        LaunchError: The run cannot work here; nothing was written.
+    """
+    launch = compose_target(target, flags, options)
+    if options.dry_run:
+        print(command_line(launch))
+        return 0
+    check(launch, options.runs)
+    ensure_start_checkpoint(launch, options, console)
+    console.print(f"{target.name}: {describe(launch)}", highlight=False)
+    folder, status = execute(launch, options.runs, console, target.strategy)
+    console.print(outcome(folder, status), highlight=False)
+    return 0 if status.status is Status.OK else 1
+
+
+def compose_target(target: Target, flags: Sequence[str], options: Options) -> Launch:
+    """Compose a target's launch.
+
+    Raises:
+        LaunchError: Its strategy, its flags and its devices do not fit each other.
+    """
+    try:
+        parse_strategy(target.strategy, target.devices)
+        model = load_model(target.model)
+        return compose(target.strategy, flags, model, target.devices, target.device, options)
+    except StrategyError as error:
+        raise LaunchError(str(error)) from None
+
+
+def command_line(launch: Launch) -> str:
+    """The exact command, as a shell would take it from the repository root."""
+    settings = " ".join(
+        f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()
+    )
+    return f"{settings} {shlex.join(launch.command())}"
+
+
+def describe(launch: Launch) -> str:
+    """One line on what is about to run."""
+    batch = launch.batch
+    return (
+        f"{launch.iterations} iterations on {launch.devices} {launch.device.upper()} rank(s), "
+        f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
+        f"{launch.dtype}, Megatron {launch.entry.megatron_version}"
+    )
+
+
+def outcome(folder: Path, status: StatusRecord) -> str:
+    """One line on how it ended and where to look."""
+    seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
+    reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
+    shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    return f"{status.status} after {seconds}{reason} → {shown}"
