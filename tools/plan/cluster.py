@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tools.plan.hardware import Device, Link
 from tools.plan.wire import Group
@@ -35,9 +36,9 @@ class Calibration:
     source: str = "fitted to the six published H200 iteration times, all together"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cluster:
-    """`devices` equal devices, `per_node` of them in each node."""
+    """`devices` equal devices, `per_node` of them in each node; compared by identity."""
 
     device: Device
     devices: int
@@ -61,6 +62,7 @@ class Route:
     link: str
 
 
+@lru_cache(maxsize=65536)
 def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     """The rate of a group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Device:
     key: str
     name: str
     nvml_names: tuple[str, ...]
-    peak_tflops: Mapping[str, float]
+    peak_tflops: Mapping[str, float] = field(hash=False)
     """By dtype: fp16, bf16, fp8, tf32, fp32."""
     memory_bytes: int
     memory_bytes_per_second: float

@@ -7,6 +7,7 @@ parallel rank" (`megatron/training/training.py: get_model`, at f4fa7d6b and core
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tools.recipe.model import ModelShape
 from tools.records import Parallelism, Sharding
@@ -87,22 +88,12 @@ def rank_parameters(
     A tied output embedding is a second copy on the last of several pipeline ranks
     (`LanguageModule.setup_embeddings_and_output_layer`). Raises as `parameters_of_rank`.
     """
-    shape = shape_as_run(shape, parallelism)
-    pipeline, tensor = parallelism.pipeline, parallelism.tensor
-    if not 0 <= pipeline_rank < pipeline:
-        raise IndexError(f"PP {pipeline} has no rank {pipeline_rank}.")
+    if not 0 <= pipeline_rank < parallelism.pipeline:
+        raise IndexError(f"PP {parallelism.pipeline} has no rank {pipeline_rank}.")
     _refuse_uneven(shape, parallelism)
-    first, last = pipeline_rank == 0, pipeline_rank == pipeline - 1
-    vocabulary = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    layers = layer_parameters(shape, shape.layers // pipeline, tensor, parallelism.expert)
-    own_output = last and (not shape.tied_embeddings or pipeline > 1)
-    return replace(
-        layers,
-        word_embedding=vocabulary if first else 0,
-        position_embedding=shape.positions * shape.hidden if first else 0,
-        norms=layers.norms + (norm_parameters(shape) if last else 0),
-        output_layer=vocabulary if own_output else 0,
-    )
+    first, last = pipeline_rank == 0, pipeline_rank == parallelism.pipeline - 1
+    split = (parallelism.tensor, parallelism.pipeline, parallelism.expert)
+    return _stage_parameters(shape_as_run(shape, parallelism), split, first, last)
 
 
 def layer_parameters(
@@ -145,6 +136,23 @@ def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, pipeline
         + parameters.router
         + layers * row_biases
         + layers * (shape.experts // parallelism.expert) * _expert_row_bias(shape)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _stage_parameters(
+    shape: ModelShape, split: tuple[int, int, int], first: bool, last: bool
+) -> Parameters:
+    tensor, pipeline, expert = split
+    vocabulary = shape.padded_vocabulary(tensor) * shape.hidden // tensor
+    layers = layer_parameters(shape, shape.layers // pipeline, tensor, expert)
+    own_output = last and (not shape.tied_embeddings or pipeline > 1)
+    return replace(
+        layers,
+        word_embedding=vocabulary if first else 0,
+        position_embedding=shape.positions * shape.hidden if first else 0,
+        norms=layers.norms + (norm_parameters(shape) if last else 0),
+        output_layer=vocabulary if own_output else 0,
     )
 
 

@@ -3,50 +3,80 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tools.plan.configuration import Configuration
 from tools.plan.parameters import norm_parameters
 from tools.recipe.model import ModelShape
 
+ALIGNMENT = 64
+"""The distributed optimizer starts every tensor at a multiple of this many elements."""
+
 
 @dataclass(frozen=True, slots=True)
-class ChunkTensors:
-    """Sizes in elements of one virtual stage's tensors, by the buffer they are in."""
+class Buffer:
+    """Some tensors, one behind another."""
 
-    shared_without_tied: tuple[int, ...]
-    tied: tuple[int, ...]
+    elements: int = 0
+    aligned_elements: int = 0
+    """With every tensor started at a multiple of `ALIGNMENT`."""
+
+    def __add__(self, other: Buffer) -> Buffer:
+        return Buffer(
+            self.elements + other.elements, self.aligned_elements + other.aligned_elements
+        )
+
+    def __mul__(self, times: int) -> Buffer:
+        return Buffer(self.elements * times, self.aligned_elements * times)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBuffers:
+    """One virtual stage's tensors, by the buffer they are in."""
+
+    untied: Buffer
+    """Everything that is in neither of the others."""
+    tied: Buffer
     """The embedding that the first and the last of several stages share."""
-    experts: tuple[int, ...]
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """Everything but the experts."""
-        return self.shared_without_tied + self.tied
+    experts: Buffer
+    """Under expert parallelism; without it experts are like any other weight."""
 
 
-def chunk_tensors(configuration: Configuration, pipeline_rank: int) -> list[ChunkTensors]:
-    """Tensors of every virtual stage of a pipeline rank, first to last."""
+def buffer_of(sizes: tuple[int, ...]) -> Buffer:
+    """Tensors of these sizes."""
+    aligned = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    return Buffer(sum(sizes), aligned)
+
+
+def chunk_buffers(configuration: Configuration, pipeline_rank: int) -> list[ChunkBuffers]:
+    """Buffers of every virtual stage of a pipeline rank, first to last."""
     parallelism, shape = configuration.parallelism, configuration.trained_shape
     virtual = parallelism.virtual_stages
     layers = configuration.layers_a_stage // virtual
-    shared = _layer_tensors(shape, parallelism.tensor) * layers
-    experts = _expert_tensors(shape, parallelism.tensor, parallelism.expert) * layers
-    if parallelism.expert == 1:  # then experts are like any other weight
-        shared, experts = shared + experts, ()
+    shared, experts = _layer_buffers(shape, parallelism.tensor, parallelism.expert)
     chunks = []
     for stage in range(virtual):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == parallelism.pipeline - 1 and stage == virtual - 1
-        ends, tied = _end_tensors(configuration, first, last)
-        chunks.append(ChunkTensors(shared + ends, tied, experts))
+        ends, tied = _end_tensors(configuration, shape, first, last)
+        untied = shared * layers + buffer_of(ends)
+        chunks.append(ChunkBuffers(untied, buffer_of(tied), experts * layers))
     return chunks
 
 
+@lru_cache(maxsize=256)
+def _layer_buffers(shape: ModelShape, tensor: int, expert: int) -> tuple[Buffer, Buffer]:
+    """One layer's tensors without and with expert parallelism."""
+    shared = buffer_of(_layer_tensors(shape, tensor))
+    experts = buffer_of(_expert_tensors(shape, tensor, expert))
+    return (shared + experts, Buffer()) if expert == 1 else (shared, experts)
+
+
 def _end_tensors(
-    configuration: Configuration, first: bool, last: bool
+    configuration: Configuration, shape: ModelShape, first: bool, last: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Embedding, positions, last norm and output layer; the tied embedding apart."""
-    shape, parallelism = configuration.trained_shape, configuration.parallelism
+    parallelism = configuration.parallelism
     table = (shape.padded_vocabulary(parallelism.tensor) * shape.hidden // parallelism.tensor,)
     split = shape.tied_embeddings and parallelism.pipeline > 1
     ends: tuple[int, ...] = ()

@@ -54,6 +54,7 @@ def _ring(configuration: Configuration) -> Iterator[Traffic]:
             steps * passes,
             keys_and_values,
             _RING,
+            hideable=True,
         )
 
 

@@ -7,14 +7,13 @@ from math import lcm
 
 from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS
-from tools.plan.parameters import Parameters, rank_parameters
-from tools.plan.tensors import chunk_tensors
+from tools.plan.parameters import layer_parameters, rank_parameters
+from tools.plan.tensors import Buffer, chunk_buffers
 from tools.plan.wire import Group, Operation, Phase, Traffic
 from tools.records import Sharding
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
 _FSDP = "distributed/fsdp/src/megatron_fsdp; torch.distributed.fsdp.fully_shard"
-_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
 
 
@@ -40,10 +39,10 @@ def _all_reduced(configuration: Configuration, pipeline_rank: int) -> Iterator[T
     """DDP: one all-reduce of each model chunk's whole buffer (buckets only split it in overlap)."""
     gradient = PRECISIONS[configuration.dtype].gradients
     ranks, expert_ranks = data_parallel_ranks(configuration)
-    for tensors in chunk_tensors(configuration, pipeline_rank):
-        for group, size, elements, what in (
-            (Group.DATA_CONTEXT, ranks, sum(tensors.shared), "gradients"),
-            (Group.EXPERT_DATA, expert_ranks, sum(tensors.experts), "gradients of experts"),
+    for chunk in chunk_buffers(configuration, pipeline_rank):
+        for group, size, buffer, what in (
+            (Group.DATA_CONTEXT, ranks, chunk.untied + chunk.tied, "gradients"),
+            (Group.EXPERT_DATA, expert_ranks, chunk.experts, "gradients of experts"),
         ):
             yield Traffic(
                 group,
@@ -52,7 +51,7 @@ def _all_reduced(configuration: Configuration, pipeline_rank: int) -> Iterator[T
                 Phase.GRADIENT_SYNC,
                 what,
                 1,
-                gradient * elements,
+                gradient * buffer.elements,
                 f"{_BUCKETS}.start_grad_sync",
             )
 
@@ -65,13 +64,13 @@ def _distributed_optimizer(configuration: Configuration, pipeline_rank: int) -> 
     """
     precision = PRECISIONS[configuration.dtype]
     ranks, expert_ranks = data_parallel_ranks(configuration)
-    for tensors in chunk_tensors(configuration, pipeline_rank):
-        for group, size, sizes in (
-            (Group.DATA_CONTEXT, ranks, tensors.shared_without_tied),
-            (Group.DATA_CONTEXT, ranks, tensors.tied),
-            (Group.EXPERT_DATA, expert_ranks, tensors.experts),
+    for chunk in chunk_buffers(configuration, pipeline_rank):
+        for group, size, buffer in (
+            (Group.DATA_CONTEXT, ranks, chunk.untied),
+            (Group.DATA_CONTEXT, ranks, chunk.tied),
+            (Group.EXPERT_DATA, expert_ranks, chunk.experts),
         ):
-            elements = bucket_elements(sizes, size)
+            elements = bucket_elements(buffer, size)
             for operation, phase, what, width, function in (
                 (
                     Operation.REDUCE_SCATTER,
@@ -92,44 +91,47 @@ def _distributed_optimizer(configuration: Configuration, pipeline_rank: int) -> 
                 yield Traffic(group, size, operation, phase, what, 1, width * elements, source)
 
 
-def bucket_elements(sizes: tuple[int, ...], ranks: int) -> int:
+def bucket_elements(buffer: Buffer, ranks: int) -> int:
     """Elements of a distributed optimizer's bucket, with its padding."""
-    aligned = sum(_round_up(size, _ALIGNMENT) for size in sizes)
-    return _round_up(aligned, lcm(ranks, _BUCKET_ALIGNMENT))
+    divisor = lcm(ranks, _BUCKET_ALIGNMENT)
+    return -(-buffer.aligned_elements // divisor) * divisor
 
 
 def _fully_sharded(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
-    """ZeRO-2, ZeRO-3 and FSDP2: totals by unit of one layer, not call for call.
+    """ZeRO-2, ZeRO-3 and FSDP2, without the few elements of padding in each bucket.
 
-    Every micro batch reduce-scatters its gradients; ZeRO-3 and FSDP2 gather weights before each
-    forward and each backward, ZeRO-2 once after the update.
+    Every micro batch reduce-scatters its gradients. ZeRO-3 and FSDP2 gather each layer before its
+    forward and before its backward; what is in no layer, and everything under ZeRO-2, is gathered
+    once, after the update.
     """
-    precision = PRECISIONS[configuration.dtype]
-    parameters = rank_parameters(configuration.shape, configuration.parallelism, pipeline_rank)
-    passes = configuration.microbatches
-    gathers = 2 * passes if configuration.parallelism.sharding is not Sharding.ZERO2 else 1
-    units = configuration.layers_a_stage + 1
-    gathered_in = Phase.FORWARD if gathers > 1 else Phase.OPTIMIZER
-    for group, size, elements in _sharded_groups(configuration, parameters):
-        for operation, phase, what, calls, width in (
-            (Operation.ALL_GATHER, gathered_in, "weights", gathers, precision.weights),
-            (Operation.REDUCE_SCATTER, Phase.BACKWARD, "gradients", passes, precision.gradients),
-        ):
-            payload = width * elements // units
-            yield Traffic(group, size, operation, phase, what, calls * units, payload, _FSDP)
-
-
-def _sharded_groups(
-    configuration: Configuration, parameters: Parameters
-) -> tuple[tuple[Group, int, int], ...]:
+    shape, parallelism = configuration.trained_shape, configuration.parallelism
+    layers, passes = configuration.layers_a_stage, configuration.microbatches
+    rank = rank_parameters(configuration.shape, parallelism, pipeline_rank)
+    layer = layer_parameters(shape, 1, parallelism.tensor, parallelism.expert)
     ranks, expert_ranks = data_parallel_ranks(configuration)
-    if configuration.parallelism.expert == 1:
-        return ((Group.DATA_CONTEXT, ranks, parameters.total),)
-    return (
-        (Group.DATA_CONTEXT, ranks, parameters.shared),
-        (Group.EXPERT_DATA, expert_ranks, parameters.experts),
-    )
+    experts = layer.experts if parallelism.expert > 1 else 0
+    shared = layer.total - experts
+    outside = rank.total - layers * layer.total
+    yield from _unit(configuration, Group.DATA_CONTEXT, ranks, shared, layers * passes)
+    yield from _unit(configuration, Group.EXPERT_DATA, expert_ranks, experts, layers * passes)
+    yield from _unit(configuration, Group.DATA_CONTEXT, ranks, outside, passes, layered=False)
 
 
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
+def _unit(
+    configuration: Configuration,
+    group: Group,
+    ranks: int,
+    elements: int,
+    passes: int,
+    *,
+    layered: bool = True,
+) -> Iterator[Traffic]:
+    """Weights in and gradients out of one unit, `passes` times in an iteration."""
+    precision = PRECISIONS[configuration.dtype]
+    keeps = configuration.parallelism.sharding is Sharding.ZERO2 or not layered
+    gathers = passes // configuration.microbatches if keeps else 2 * passes
+    phase = Phase.OPTIMIZER if keeps else Phase.FORWARD
+    weights, gradients = precision.weights * elements, precision.gradients * elements
+    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
+    yield Traffic(group, ranks, gather, phase, "weights", gathers, weights, _FSDP)
+    yield Traffic(group, ranks, scatter, Phase.BACKWARD, "gradients", passes, gradients, _FSDP)

@@ -29,7 +29,7 @@ def tensor_traffic(
         yield from _embedding(configuration)
     if configuration.parallelism.sequence_parallel:
         yield from _layers_with_sequence_parallelism(configuration)
-        yield _replicated_gradients(configuration, last)
+        yield from replicated_gradients(configuration, pipeline_rank)
     else:
         yield from _layers(configuration)
     if last:
@@ -37,12 +37,33 @@ def tensor_traffic(
         yield _cross_entropy(configuration)
 
 
+def replicated_gradients(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+    """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
+    parallelism, shape = configuration.parallelism, configuration.shape
+    if parallelism.tensor == 1 or not parallelism.sequence_parallel:
+        return
+    last = pipeline_rank == parallelism.pipeline - 1
+    row_biases = (1 if shape.experts else 2) * shape.hidden if shape.bias else 0
+    router = shape.experts * shape.hidden
+    layer = 2 * norm_parameters(shape) + row_biases + router
+    elements = configuration.layers_a_stage * layer + (norm_parameters(shape) if last else 0)
+    yield _call(
+        configuration,
+        Operation.ALL_REDUCE,
+        Phase.GRADIENT_SYNC,
+        "gradients of norms, row-parallel biases and routers",
+        1,
+        PRECISIONS[configuration.dtype].gradients * elements,
+        "distributed/finalize_model_grads.py: _allreduce_non_tensor_model_parallel_grads",
+    )
+
+
 def hidden_bytes(configuration: Configuration) -> int:
     """U: the hidden states of one micro batch on one CP rank, whole over TP."""
     return configuration.element_bytes * configuration.tokens * configuration.shape.hidden
 
 
-def _call(  # noqa: PLR0917
+def _call(
     configuration: Configuration,
     operation: Operation,
     phase: Phase,
@@ -50,9 +71,10 @@ def _call(  # noqa: PLR0917
     calls: int,
     payload: int,
     source: str,
+    hideable: bool = False,
 ) -> Traffic:
     ranks = configuration.parallelism.tensor
-    return Traffic(Group.TENSOR, ranks, operation, phase, what, calls, payload, source)
+    return Traffic(Group.TENSOR, ranks, operation, phase, what, calls, payload, source, hideable)
 
 
 def _split_blocks(configuration: Configuration) -> int:
@@ -88,6 +110,7 @@ def _layers(configuration: Configuration) -> Iterator[Traffic]:
         blocks,
         whole,
         f"{_LAYERS}: LinearWithGradAccumulationAndAsyncCommunication.backward",
+        hideable=True,
     )
 
 
@@ -107,7 +130,8 @@ def _layers_with_sequence_parallelism(configuration: Configuration) -> Iterator[
         (scatter, backward, "their gradients", blocks, f"{linear}.backward"),
         (gather, backward, "gradients of row-parallel outputs", blocks, f"{_MAPPINGS}: _Gather"),
     ):
-        yield _call(configuration, operation, phase, what, calls, whole, source)
+        beside = phase is backward and source.startswith(linear)
+        yield _call(configuration, operation, phase, what, calls, whole, source, beside)
 
 
 def _embedding(configuration: Configuration) -> Iterator[Traffic]:
@@ -148,6 +172,7 @@ def _head(configuration: Configuration) -> Iterator[Traffic]:
             calls,
             whole,
             source,
+            hideable=True,
         )
         return
     for operation, phase, what in (
@@ -155,7 +180,8 @@ def _head(configuration: Configuration) -> Iterator[Traffic]:
         (Operation.ALL_GATHER, Phase.BACKWARD, "input of the output layer again"),
         (Operation.REDUCE_SCATTER, Phase.BACKWARD, "input gradients of the output layer"),
     ):
-        yield _call(configuration, operation, phase, what, calls, whole, source)
+        beside = phase is Phase.BACKWARD
+        yield _call(configuration, operation, phase, what, calls, whole, source, beside)
 
 
 def _cross_entropy(configuration: Configuration) -> Traffic:
@@ -200,21 +226,3 @@ def _batch(
             payload,
             "get_batch_on_this_tp_rank",
         )
-
-
-def _replicated_gradients(configuration: Configuration, last: bool) -> Traffic:
-    """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
-    shape = configuration.shape
-    row_biases = (1 if shape.experts else 2) * shape.hidden if shape.bias else 0
-    router = shape.experts * shape.hidden
-    layer = 2 * norm_parameters(shape) + row_biases + router
-    elements = configuration.layers_a_stage * layer + (norm_parameters(shape) if last else 0)
-    return _call(
-        configuration,
-        Operation.ALL_REDUCE,
-        Phase.GRADIENT_SYNC,
-        "gradients of norms, row-parallel biases and routers",
-        1,
-        PRECISIONS[configuration.dtype].gradients * elements,
-        "distributed/finalize_model_grads.py: _allreduce_non_tensor_model_parallel_grads",
-    )

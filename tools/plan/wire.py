@@ -72,6 +72,8 @@ class Traffic:
     """Of one call: the whole tensor (gathered, before scattering, or as sent)."""
     source: str
     """Upstream file and function, or paper."""
+    hideable: bool = False
+    """Whether Megatron starts it beside arithmetic that does not wait for it."""
 
     @property
     def wire_bytes(self) -> int:
