@@ -51,6 +51,11 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def strip_suffix(path: Path) -> Path:
+    """The prefix that a path means which may end in `.bin` or `.idx`."""
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
 def open_dataset(prefix: Path) -> Dataset:
     """Check a data set in a fraction of a second and describe it.
 

@@ -8,12 +8,13 @@ sequences before it (int64; documents + 1 of them). All little-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tools.preprocess.errors import DatasetError
 
@@ -23,6 +24,7 @@ LARGEST_UINT16_VOCABULARY = 65499
 """Megatron's `DType.optimal_dtype`: uint16 below 65,500 entries, int32 from there on."""
 
 TokenType = np.dtype[Any]
+IntArray = NDArray[Any]
 
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_BY_CODE = {
@@ -103,24 +105,39 @@ def write_index(stream: BinaryIO, dtype: TokenType, lengths: Path, counts: Path)
         counts: Sequences of each document, int32 (0 for an empty document).
     """
     sequences, documents = lengths.stat().st_size // 4, counts.stat().st_size // 4
-    code = _CODE_BY_DTYPE[dtype.name]
-    stream.write(_HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
-    for chunk in _int32_chunks(lengths):
-        stream.write(chunk.tobytes())
-    offset = 0
-    for chunk in _int32_chunks(lengths):
-        ends = offset + np.cumsum(chunk, dtype=np.int64) * dtype.itemsize
-        stream.write(np.concatenate(([offset], ends[:-1])).astype("<i8").tobytes())
-        offset = int(ends[-1])
-    boundary = 0
-    stream.write(np.int64(0).tobytes())
-    for chunk in _int32_chunks(counts):
-        ends = boundary + np.cumsum(chunk, dtype=np.int64)
-        stream.write(ends.astype("<i8").tobytes())
-        boundary = int(ends[-1])
+    write_header(stream, IndexHeader(dtype.name, sequences, documents))
+    for chunk in read_array(lengths, 0, "<i4", sequences):
+        stream.write(chunk.data)
+    write_sums(stream, read_array(lengths, 0, "<i4", sequences), dtype.itemsize)
+    end = write_sums(stream, read_array(counts, 0, "<i4", documents), 1)
+    stream.write(np.array(end, "<i8").tobytes())
 
 
-def _int32_chunks(path: Path) -> Iterator[np.ndarray[Any, np.dtype[np.int32]]]:
+def write_header(stream: BinaryIO, header: IndexHeader) -> None:
+    """Write the first 34 bytes."""
+    code = _CODE_BY_DTYPE[header.dtype]
+    stream.write(_HEADER.pack(MAGIC, VERSION, code, header.sequences, header.documents + 1))
+
+
+def write_sums(stream: BinaryIO, chunks: Iterable[IntArray], factor: int, start: int = 0) -> int:
+    """Write for each number `factor` × the sum of those before it, as int64; the total."""
+    for chunk in chunks:
+        ends = start + factor * np.cumsum(chunk, dtype=np.int64)
+        stream.write(np.concatenate(([start], ends[:-1])).astype("<i8").data)
+        start = int(ends[-1])
+    return start
+
+
+def read_array(path: Path, offset: int, dtype: str, count: int) -> Iterator[IntArray]:
+    """`count` numbers from byte `offset` on, a million at a time; fewer if the file ends before.
+
+    Reads instead of mapping: mapped pages would count as resident memory.
+    """
     with path.open("rb") as stream:
-        while raw := stream.read(4 * _CHUNK):
-            yield np.frombuffer(raw, dtype="<i4")
+        stream.seek(offset)
+        while count > 0:
+            chunk = np.fromfile(stream, dtype, min(count, _CHUNK))
+            if not len(chunk):
+                return
+            count -= len(chunk)
+            yield chunk
