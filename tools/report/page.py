@@ -37,12 +37,13 @@ def render_page(report: Report, charts: Sequence[Chart]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    header, lines = results_table(report)
     return environment.get_template("page.html.j2").render(
         report=report,
         charts=charts,
         sentences=wording.sentences(report),
-        header=HEADER,
-        rows=[(entry, cells(entry)) for entry in report.entries],
+        header=header,
+        lines=lines,
         arguments=report.arguments[:_MAX_ARGUMENTS],
         arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
         memory_by_rank=memory_by_rank,
@@ -51,41 +52,45 @@ def render_page(report: Report, charts: Sequence[Chart]) -> str:
     )
 
 
-HEADER = (
-    *("Strategy", "Model", "Device", "Status", "ms/iteration", "95% interval", "Time a token"),
-    *("Tokens/s", "Tokens/s/device", "TFLOP/s/device", "MFU", "HFU", "Final loss", "Parity"),
-    *("Parameters/rank", "Peak memory", "Device memory", "Sent/iteration", "Published ms"),
-)
+def results_table(report: Report) -> tuple[list[str], list[list[Cell]]]:
+    """Header and lines of the results table; a column of which nothing is known is left out."""
+    lines = [cells(entry) for entry in report.entries]
+    names = list(lines[0]) if lines else []
+    known = [n for n in names if any(line[n].text not in ("", wording.DASH) for line in lines)]
+    return known, [[line[name] for name in known] for line in lines]
 
 
-def cells(entry: Entry) -> list[Cell]:
-    """The cells of an entry's line in the results table, in the order of `HEADER`."""
+def cells(entry: Entry) -> dict[str, Cell]:
+    """Every cell of an entry's line by its column's name."""
     row, rates = entry.row, entry.rates
     token = entry.speed.per_token if entry.speed else None
     low, high = row.iteration_ms_ci_low, row.iteration_ms_ci_high
     interval = wording.DASH if low is None else f"{wording.number(low)} – {wording.number(high)}"
     parity = (row.parity or "").split("@")[0].replace(" ", "-")
-    return [
-        Cell(entry.label, entry.label),
-        Cell(row.model or wording.DASH, row.model or ""),
-        Cell(row.device or wording.DASH, row.device or ""),
-        Cell(row.status, row.status, f"status {row.status}"),
-        _number(row.iteration_ms_median, wording.number(row.iteration_ms_median)),
-        _number(low, interval),
-        _number(token.ratio if token else None, wording.speed(entry)),
-        _number(row.tokens_per_second, wording.number(row.tokens_per_second)),
-        _number(row.tokens_per_second_per_device, wording.number(row.tokens_per_second_per_device)),
-        _number(row.model_tflops_per_device, wording.number(row.model_tflops_per_device)),
-        _number(row.mfu, wording.percent(row.mfu)),
-        _number(rates.hfu, wording.percent(rates.hfu)),
-        _number(row.final_loss, wording.loss(row.final_loss)),
-        Cell(row.parity or wording.DASH, row.parity or "", f"parity {parity}"),
-        _number(row.parameters_max_rank, wording.count(row.parameters_max_rank)),
-        _number(row.peak_memory_bytes, wording.size(row.peak_memory_bytes)),
-        _number(row.device_memory_bytes, wording.size(row.device_memory_bytes)),
-        _number(row.comm_bytes_per_iteration, wording.size(row.comm_bytes_per_iteration)),
-        _number(entry.figure.mean_iteration_ms if entry.figure else None, wording.published(entry)),
-    ]
+    published = entry.figure.mean_iteration_ms if entry.figure else None
+    return {
+        "Strategy": Cell(entry.label, entry.label),
+        "Model": Cell(row.model or wording.DASH, row.model or ""),
+        "Device": Cell(row.device or wording.DASH, row.device or ""),
+        "Status": Cell(row.status, row.status, f"status {row.status}"),
+        "ms/iteration": _number(row.iteration_ms_median),
+        "95% interval": Cell(interval, "" if low is None else low, "number"),
+        "Time a token": _number(token.ratio if token else None, wording.speed(entry)),
+        "Tokens/s": _number(row.tokens_per_second),
+        "Final loss": _number(row.final_loss, wording.loss(row.final_loss)),
+        "Parity": Cell(row.parity or wording.DASH, row.parity or "", f"parity {parity}"),
+        "Parameters/rank": _number(row.parameters_max_rank, wording.count(row.parameters_max_rank)),
+        "Peak memory": _number(row.peak_memory_bytes, wording.size(row.peak_memory_bytes)),
+        "Device memory": _number(row.device_memory_bytes, wording.size(row.device_memory_bytes)),
+        "Sent/iteration": _number(
+            row.comm_bytes_per_iteration, wording.size(row.comm_bytes_per_iteration)
+        ),
+        "Tokens/s/device": _number(row.tokens_per_second_per_device),
+        "TFLOP/s/device": _number(row.model_tflops_per_device),
+        "MFU": _number(row.mfu, wording.percent(row.mfu)),
+        "HFU": _number(rates.hfu, wording.percent(rates.hfu)),
+        "Published ms": _number(published, wording.published(entry)),
+    }
 
 
 def provenance(entry: Entry) -> Mapping[str, str]:
@@ -119,5 +124,6 @@ def provenance(entry: Entry) -> Mapping[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _number(value: float | None, text: str) -> Cell:
-    return Cell(text, "" if value is None else value, "number")
+def _number(value: float | None, text: str | None = None) -> Cell:
+    shown = wording.number(value) if text is None else text
+    return Cell(shown, "" if value is None else value, "number")

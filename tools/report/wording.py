@@ -101,8 +101,9 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     found = comparison.per_token
     unit = "an iteration" if comparison.per_iteration else "a token"
     span = f", 95% {found.low:.3f} to {found.high:.3f}" if found.low and found.high else ""
+    joint = "of" if found.verdict is Verdict.NOISE else "than"
     text = (
-        f"{entry.label} is {found.verdict} against {reference.label}:"
+        f"{entry.label} is {found.verdict} {joint} {reference.label}:"
         f" ×{found.ratio:.3f} the time {unit}{span}"
     )
     if found.verdict is Verdict.UNKNOWN:
@@ -122,7 +123,8 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 def _status_sentence(report: Report) -> str:
     bad = [e for e in report.entries if e.row.status != "ok"]
     runs = sum(len(entry.configuration.runs) for entry in report.entries)
-    text = f"{runs} run(s) in {len(report.entries)} configuration(s)"
+    rows = len(report.entries)
+    text = f"{runs} run{'s' * (runs != 1)} in {rows} configuration{'s' * (rows != 1)}"
     if not bad:
         return f"{text}, all ended well."
     return (
