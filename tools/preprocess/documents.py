@@ -1,7 +1,7 @@
 """Documents out of a block of input, and what is wrong with those that are none.
 
-The rules are those of Megatron's script, which reads with Python's `json`: `msgspec` decodes a
-whole block at once, and wherever it finds fault, each line is decoded again by `json`.
+The rules are those of Megatron's script, which reads with Python's `json`: `msgspec` decodes the
+lines of a block, and if it finds fault with any, `json` decodes them all again.
 """
 
 from __future__ import annotations
@@ -84,29 +84,25 @@ class LineParser:
         """Parse whole lines."""
         if b"\r" in data:  # Megatron reads in text mode, where all three line ends count.
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        rows = self._decode_at_once(data)
+        lines = _split_lines(data)
+        rows = self._decode_all(lines) if _is_utf8(data) else None
         if rows is None:
-            return self._decode_each(data)
+            return self._decode_each(lines)
         columns = tuple([getattr(row, name) for row in rows] for name in self._names)
         return Documents(columns, range(len(rows)), len(rows))
 
-    def _decode_at_once(self, data: bytes | bytearray) -> list[Any] | None:
-        """All rows of a faultless block, else None."""
-        lines = data.count(b"\n") + (not data.endswith(b"\n"))
-        # A newline between "}" and "{" is never inside an object: so one object is one line.
-        if data.count(b"}\n{") != lines - 1 or not _is_utf8(data):
-            return None
+    def _decode_all(self, lines: Sequence[bytes | bytearray]) -> list[Any] | None:
+        """All rows of faultless lines, else None."""
+        decode = self._decoder.decode
         try:
-            rows = self._decoder.decode_lines(data)
+            return [decode(line) for line in lines]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        return rows if len(rows) == lines else None
 
-    def _decode_each(self, data: bytes | bytearray) -> Documents:
+    def _decode_each(self, lines: Sequence[bytes | bytearray]) -> Documents:
         columns: tuple[list[Text], ...] = tuple([] for _ in self._keys)
         numbers: list[int] = []
         problems: list[Problem] = []
-        lines = bytes(data).removesuffix(b"\n").split(b"\n")
         for number, line in enumerate(lines):
             texts = self._decode_line(line, number)
             if isinstance(texts, Problem):
@@ -117,7 +113,7 @@ class LineParser:
                 column.append(text)
         return Documents(columns, numbers, len(lines), tuple(problems))
 
-    def _decode_line(self, line: bytes, number: int) -> list[Text] | Problem:
+    def _decode_line(self, line: bytes | bytearray, number: int) -> list[Text] | Problem:
         if not line.strip():
             return Problem(Kind.BLANK_LINE, number)
         try:
@@ -188,6 +184,16 @@ def check_texts(
 
 
 _MISSING = object()
+
+
+def _split_lines(data: bytes | bytearray) -> Sequence[bytes | bytearray]:
+    end = data.find(b"\n")
+    if end in (-1, len(data) - 1):  # one line, perhaps a large one: no copy
+        return [data]
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
 
 
 def _size(text: Text) -> int:

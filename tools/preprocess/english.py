@@ -1,0 +1,71 @@
+"""English-like text of any size, made from a seed: what benchmarks and memory tests run on.
+
+Words are drawn by frequency from the prose that Python carries, with a long tail of invented ones,
+as real text has: an encoder that remembers words must not find them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tools.preprocess.sample import sample_documents
+
+_TAIL_WORDS = 400_000
+_TAIL_SHARE = 0.04
+"""Of all words drawn."""
+_SYLLABLES = (
+    "al an ar as at be ca ce ci co con de di el en er es et fa fi for ga ge gra ha he hi in is ka "
+    "la le li lo ma me mi mo na ne ni no ob or pa pe per pi po pre qua ra re ri ro sa se si so sta "
+    "su ta te ti to tra tri un ur va ve vi za"
+)
+_MEAN_WORDS = 780
+"""Of a document: near OpenWebText's 4.9 kB."""
+
+
+def english_documents(size_bytes: int, seed: int = 0) -> Iterator[str]:
+    """Documents of together at least `size_bytes`, log-normal in length."""
+    random = np.random.default_rng(seed)
+    words, cumulative = _vocabulary(random)
+    written = 0
+    while written < size_bytes:
+        count = max(3, int(random.lognormal(np.log(_MEAN_WORDS) - 0.5, 1.0)))
+        drawn = np.searchsorted(cumulative, random.random(count))
+        text = "".join([words[i] for i in drawn.tolist()]).strip()
+        written += len(text)
+        yield text
+
+
+def write_english(path: Path, size_bytes: int, seed: int = 0) -> None:
+    """Write JSON lines of at least `size_bytes` of text."""
+    encode = msgspec.json.Encoder().encode
+    with path.open("wb") as stream:
+        for text in english_documents(size_bytes, seed):
+            stream.write(encode({"text": text}) + b"\n")
+
+
+def _vocabulary(
+    random: np.random.Generator,
+) -> tuple[list[str], np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """Words with what stands before and after them, and their cumulative frequencies."""
+    found = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
+    syllables = _SYLLABLES.split()
+    tail = [
+        "".join(syllables[i] for i in random.integers(0, len(syllables), random.integers(2, 6)))
+        for _ in range(_TAIL_WORDS)
+    ]
+    words = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in found]
+    words += [f" {word}" for word in tail]
+    rare = 1.0 / np.arange(1, len(tail) + 1)
+    weights = np.concatenate(
+        [
+            np.array(list(found.values())) / found.total() * (1 - _TAIL_SHARE),
+            rare / rare.sum() * _TAIL_SHARE,
+        ]
+    )
+    return words, np.cumsum(weights) / weights.sum()
