@@ -43,6 +43,9 @@ class RunBuilder:
         self._memory: list[MemoryReading] = []
         self._theoretical: TheoreticalMemory | None = None
         self._billions: dict[str, float] = {}
+        # Timers of the lines after a start count only where no settled ones follow: from 0.16 on
+        # they are not reset either, and the second line's hold two iterations.
+        self._early_timers: dict[str, tuple[int, float, float]] = {}
         self._timers: dict[str, tuple[int, float, float]] = {}
         self._validation: list[Validation] = []
         self._checkpoints: list[CheckpointEvent] = []
@@ -136,7 +139,7 @@ class RunBuilder:
             theoretical_parameters_billions=self._billions,
             timers=tuple(
                 TimerSummary(name, count, low / count, high / count)
-                for name, (count, low, high) in self._timers.items()
+                for name, (count, low, high) in (self._early_timers | self._timers).items()
             ),
             validation=tuple(self._validation),
             checkpoints=tuple(self._checkpoints),
@@ -185,16 +188,18 @@ class RunBuilder:
         for count in events.parameter_counts(line):
             if len(self._parameters) < _MAX_EVENTS:
                 self._parameters[count.tensor_rank, count.pipeline_rank] = count
-        if "gtp_weight_remat" in line:
+        if "(tensor, gtp" in line:
             self._dialect = Dialect.MICROSECONDS_GTP
         if "billions" in line and len(self._billions) < _MAX_NAMES:
             self._billions |= events.parameters_in_billions(line)
 
     def _feed_timer(self, line: str) -> None:
         found = events.timer(line)
-        if found and (found[0] in self._timers or len(self._timers) < _MAX_NAMES):
-            count, low, high = self._timers.get(found[0], (0, 0.0, 0.0))
-            self._timers[found[0]] = (count + 1, low + found[1], high + found[2])
+        settled = self._lines_since_start > (2 if self._dialect.averages_second_line else 1)
+        timers = self._timers if settled else self._early_timers
+        if found and (found[0] in timers or len(timers) < _MAX_NAMES):
+            count, low, high = timers.get(found[0], (0, 0.0, 0.0))
+            timers[found[0]] = (count + 1, low + found[1], high + found[2])
 
     def _feed_validation(self, line: str) -> None:
         if found := events.validation(line):

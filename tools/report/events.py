@@ -28,10 +28,10 @@ _THEORETICAL = re.compile(
     rf"(?:, activation={_NUMBER} MB, total={_NUMBER} MB)?"
 )
 _BILLIONS = re.compile(
-    rf"((?:Number|Total number) of parameters[a-z ]{{0,40}}) in billions: {{1,3}}{_NUMBER}"
+    rf"((?:Number|Total number) of (?:active )?parameters[a-z ]{{0,40}}) in billions: {{1,3}}{_NUMBER}"
 )
 _TIMER = re.compile(
-    rf"([A-Za-z][\w-]{{1,60}}) \.{{1,60}}: (?:\({_NUMBER}, {_NUMBER}\)|{_NUMBER}(?![\d.,]))"
+    rf"([A-Za-z][\w/-]{{1,60}}) \.{{1,60}}: (?:\({_NUMBER}, {_NUMBER}\)|{_NUMBER}(?![\d.,]))"
 )
 _VALIDATION = re.compile(
     r"validation\S{0,60} loss at ((?:the end of training|iteration)[^|]{0,160})\|"
