@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_patches import (
     context_parallel_attention,
     dataset_helpers,
+    gradient_norm,
     host_device,
     sequence_parallel_norm,
     tensors_on_host,
@@ -15,6 +16,7 @@ PATCHES: tuple[Patch, ...] = (
     host_device.PATCH,
     tensors_on_host.PATCH,
     dataset_helpers.PATCH,
+    gradient_norm.PATCH,
     sequence_parallel_norm.PATCH,
     context_parallel_attention.PATCH,
 )
