@@ -88,14 +88,14 @@ def layer_seconds(configuration: Configuration, rate: Rates) -> LayerSeconds:
     """Times of one transformer layer."""
     scores = _attention_flops(configuration) / rate.attention_flops
     forward, backward = _elementwise_bytes(configuration)
-    ring_forward, ring_backward = _ring_bytes(configuration)
+    context_forward, context_backward = _context_bytes(configuration)
     scores_forward, scores_backward = _scores_bytes(configuration)
     return LayerSeconds(
         forward_matmul=_matmul_seconds(configuration, rate),
         forward_attention=scores + scores_forward / rate.bytes_per_second,
-        forward_memory=(forward + ring_forward) / rate.bytes_per_second,
+        forward_memory=(forward + context_forward) / rate.bytes_per_second,
         backward_attention=2 * scores + scores_backward / rate.bytes_per_second,
-        backward_memory=(backward + ring_backward) / rate.bytes_per_second,
+        backward_memory=(backward + context_backward) / rate.bytes_per_second,
     )
 
 
@@ -200,18 +200,24 @@ def _elementwise_bytes(configuration: Configuration) -> tuple[int, int]:
     return forward, backward_hidden * hidden + backward_wide
 
 
-def _ring_bytes(configuration: Configuration) -> tuple[int, int]:
-    """Memory traffic that the ring adds to attention: packing K and V, and merging partial results.
+def _context_bytes(configuration: Configuration) -> tuple[int, int]:
+    """Memory traffic that context parallelism adds to attention, forward and backward.
 
-    The first step's result is read and written; of each further step's, which works on half of the
-    queries or half of the keys, three quarters are read, added to and written.
+    Ring: K and V are packed, the first step's result is read and written; of each further step's,
+    which works on half of the queries or half of the keys, three quarters are read, added to and
+    written. Gathered: K and V are put in order as many times as they are gathered. All-to-all:
+    every tensor is reordered before and after its exchange.
     """
     parallelism, shape = configuration.parallelism, configuration.shape
-    if parallelism.context == 1 or configuration.cp_comm_type != "p2p":
+    ranks = parallelism.context
+    if ranks == 1:
         return 0, 0
-    queries = shape.heads * shape.head_width // parallelism.tensor
-    keys = 2 * shape.query_groups * shape.head_width // parallelism.tensor
     element = configuration.element_bytes * configuration.tokens
-    merging = element * (2 * 4 + 3 * 3 * (parallelism.context - 1)) // 4
-    packing = 2 * element * keys
-    return packing + merging * queries, merging * (queries + keys)
+    queries = element * shape.heads * shape.head_width // parallelism.tensor
+    keys = 2 * element * shape.query_groups * shape.head_width // parallelism.tensor
+    if configuration.cp_comm_type == "all_gather":
+        return 2 * ranks * keys, 4 * ranks * keys
+    if configuration.cp_comm_type == "a2a":
+        return 4 * (2 * queries + keys), 4 * (2 * queries + keys)
+    merging = 2 * 4 + 3 * 3 * (ranks - 1)
+    return 2 * keys + merging * queries // 4, merging * (queries + keys) // 4

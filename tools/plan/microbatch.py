@@ -1,7 +1,7 @@
 """Seconds that one micro batch takes on one pipeline rank, forward and backward.
 
-They do not depend on data parallelism, sharding or the number of micro batches, so a search over
-those reuses them.
+Built from a layer, an embedding and a head, each of which depends on few choices and is computed
+once: a search over pipeline and data parallelism only adds them up.
 """
 
 from __future__ import annotations
@@ -23,37 +23,79 @@ from tools.plan.configuration import Configuration
 from tools.plan.megatron import LATEST
 from tools.plan.traffic_context import context_traffic
 from tools.plan.traffic_experts import expert_traffic
-from tools.plan.traffic_tensor import tensor_traffic
-from tools.plan.wire import Phase, Traffic
+from tools.plan.traffic_tensor import (
+    batch_traffic,
+    embedding_traffic,
+    head_traffic,
+    layers_traffic,
+)
+from tools.plan.wire import Traffic
 from tools.records import Batch, Parallelism, Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """One micro batch on one pipeline rank; communication is what arithmetic does not hide."""
+class Seconds:
+    """Part of one micro batch on one rank; communication is what arithmetic does not hide."""
 
-    matmul: float
-    attention: float
-    memory_bound: float
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
 
     @property
     def total(self) -> float:
-        """Seconds, forward and backward."""
+        """Forward and backward."""
         arithmetic = self.matmul + self.attention + self.memory_bound
         return arithmetic + self.tensor_parallel + self.context_parallel + self.expert_parallel
 
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory_bound + other.memory_bound,
+            self.tensor_parallel + other.tensor_parallel,
+            self.context_parallel + other.context_parallel,
+            self.expert_parallel + other.expert_parallel,
+        )
 
-def stage_seconds(configuration: Configuration, cluster: Cluster, rank: int) -> StageSeconds:
-    """Times of a pipeline rank; raises `NoPeakError` as `rates` does."""
-    first, last = rank == 0, rank == configuration.parallelism.pipeline - 1
-    return _stage_seconds(_one_microbatch(configuration), cluster, first, last)
+    def __mul__(self, times: int) -> Seconds:
+        return Seconds(
+            self.matmul * times,
+            self.attention * times,
+            self.memory_bound * times,
+            self.tensor_parallel * times,
+            self.context_parallel * times,
+            self.expert_parallel * times,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the stages of a model are made of."""
+
+    layer: Seconds
+    embedding: Seconds
+    head: Seconds
+
+    def stage(self, layers: int, *, first: bool, last: bool) -> Seconds:
+        """One micro batch on a rank with `layers` layers."""
+        seconds = self.layer * layers
+        if first:
+            seconds += self.embedding
+        return seconds + self.head if last else seconds
+
+
+def parts(configuration: Configuration, cluster: Cluster) -> Parts:
+    """Layer, embedding and head of a configuration; raises `NoPeakError` as `rates` does."""
+    return _parts(_one_layer(configuration), cluster)
 
 
 def transfer_seconds(cluster: Cluster, parallelism: Parallelism, item: Traffic) -> float:
-    """Time of traffic alone on its links."""
+    """Time of traffic alone on its links; nothing in a group of one rank."""
+    if item.ranks == 1:
+        return 0.0
     way = route(cluster, parallelism, item.group)
     return item.wire_bytes / way.bytes_per_second + item.calls * way.latency_seconds
 
@@ -64,68 +106,72 @@ def after_hiding(seconds: float, behind: float, contention: float) -> float:
     return seconds - hidden + contention * hidden
 
 
-def _one_microbatch(configuration: Configuration) -> Configuration:
-    """The configuration with one micro batch, and data parallelism only where experts need it."""
-    own = configuration.parallelism
+def _one_layer(configuration: Configuration) -> Configuration:
+    """The same micro batch with one layer a stage, and no more data parallelism than EP needs."""
+    own, shape = configuration.parallelism, configuration.shape
     data = max(1, own.expert // own.context)
-    parallelism = replace(own, data=data, virtual_stages=1, sharding=Sharding.NONE)
+    parallelism = replace(
+        own, data=data, pipeline=shape.layers, virtual_stages=1, sharding=Sharding.NONE
+    )
     samples = configuration.batch.micro_batch_size
     return replace(configuration, parallelism=parallelism, batch=Batch(samples, samples * data))
 
 
 @lru_cache(maxsize=65536)
-def _stage_seconds(
-    configuration: Configuration, cluster: Cluster, first: bool, last: bool
-) -> StageSeconds:
+def _parts(configuration: Configuration, cluster: Cluster) -> Parts:
     rate = rates(cluster, configuration.dtype)
-    layer = layer_seconds(configuration, rate)
-    layers = configuration.layers_a_stage
+    head_matmul, head_memory = head_seconds(configuration, rate)
+    batch = _tensor_seconds(
+        configuration, cluster, batch_traffic(configuration, False, True, LATEST), 0.0
+    )
+    embedding = _tensor_seconds(configuration, cluster, embedding_traffic(configuration), 0.0)
+    head = _tensor_seconds(configuration, cluster, head_traffic(configuration), head_matmul / 3)
+    return Parts(
+        layer=_layer(configuration, cluster, layer_seconds(configuration, rate)),
+        embedding=Seconds(
+            memory_bound=embedding_seconds(configuration, rate), tensor_parallel=embedding + batch
+        ),
+        head=Seconds(head_matmul, 0.0, head_memory, head + batch),
+    )
+
+
+def _layer(configuration: Configuration, cluster: Cluster, layer: LayerSeconds) -> Seconds:
+    """One layer, never faster than the host launches its kernels."""
     matmuls, attentions, passes = forward_passes(configuration)
-    matmul = layers * (2 + matmuls) * layer.forward_matmul
-    attention = layers * (layer.forward_attention * attentions + layer.backward_attention)
-    memory = layers * (layer.forward_memory * passes + layer.backward_memory)
-    floor = layers * cluster.calibration.layer_launch_seconds
-    memory += max(0.0, floor - matmul - attention - memory)
-    head_matmul, head_memory = head_seconds(configuration, rate) if last else (0.0, 0.0)
-    embedding = embedding_seconds(configuration, rate) if first else 0.0
-    return StageSeconds(
-        matmul=matmul + head_matmul,
+    matmul = (2 + matmuls) * layer.forward_matmul
+    attention = layer.forward_attention * attentions + layer.backward_attention
+    memory = layer.forward_memory * passes + layer.backward_memory
+    floor = cluster.calibration.layer_launch_seconds
+    calls, beside = layers_traffic(configuration), layer.weight_gradient_matmul
+    return Seconds(
+        matmul=matmul,
         attention=attention,
-        memory_bound=memory + head_memory + embedding,
-        tensor_parallel=_tensor_seconds(configuration, cluster, layer, first, last),
+        memory_bound=memory + max(0.0, floor - matmul - attention - memory),
+        tensor_parallel=_tensor_seconds(configuration, cluster, calls, beside),
         context_parallel=_context_seconds(configuration, cluster, layer),
         expert_parallel=sum(_each(configuration, cluster, expert_traffic(configuration))),
     )
 
 
 def _tensor_seconds(
-    configuration: Configuration, cluster: Cluster, layer: LayerSeconds, first: bool, last: bool
+    configuration: Configuration, cluster: Cluster, traffic: Iterable[Traffic], beside: float
 ) -> float:
     """Forward's calls are waited for; backward's run beside the weights' gradients."""
-    pipeline = configuration.parallelism.pipeline
-    rank = 0 if first else pipeline - 1 if last else 1
-    calls = [
-        item
-        for item in tensor_traffic(configuration, rank, LATEST)
-        if item.phase is not Phase.GRADIENT_SYNC
-    ]
+    calls = list(traffic)
     hideable = sum(_each(configuration, cluster, (item for item in calls if item.hideable)))
     visible = sum(_each(configuration, cluster, (item for item in calls if not item.hideable)))
-    beside = configuration.layers_a_stage * layer.weight_gradient_matmul
     return visible + after_hiding(hideable, beside, cluster.calibration.contention)
 
 
 def _context_seconds(configuration: Configuration, cluster: Cluster, layer: LayerSeconds) -> float:
     """The ring's messages run beside attention on what has arrived; other algorithms wait."""
     calls = list(context_traffic(configuration))
-    if not calls:
-        return 0.0
     seconds = sum(_each(configuration, cluster, calls))
-    if not calls[0].hideable:
+    if not (calls and calls[0].hideable):
         return seconds
     context = configuration.parallelism.context
     attention = layer.forward_attention + layer.backward_attention
-    beside = configuration.layers_a_stage * attention * (context - 1) / context
+    beside = attention * (context - 1) / context
     return after_hiding(seconds, beside, cluster.calibration.contention)
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from tools.plan.cluster import Cluster
 from tools.plan.compute import optimizer_seconds, rates
 from tools.plan.configuration import Configuration
 from tools.plan.megatron import LATEST
-from tools.plan.microbatch import after_hiding, stage_seconds, transfer_seconds
+from tools.plan.microbatch import Seconds, after_hiding, parts, transfer_seconds
 from tools.plan.traffic_bookkeeping import bookkeeping_traffic
 from tools.plan.traffic_data import gradient_traffic
 from tools.plan.traffic_pipeline import pipeline_traffic
 from tools.plan.traffic_tensor import replicated_gradients
-from tools.plan.wire import Group, Traffic
-from tools.records import Sharding
+from tools.plan.wire import Group, Phase, Traffic
+from tools.records import Batch, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ ASSUMPTIONS = (
     "Data loading, logging, evaluation and checkpoints take no time.",
 )
 
+_UNFUSED_PASSES = 5
 _OVERLAPPED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
 
@@ -67,14 +69,8 @@ def iteration_seconds(configuration: Configuration, cluster: Cluster) -> Iterati
         NoPeakError: The device has no matrix rate in the configuration's dtype.
     """
     parallelism, count = configuration.parallelism, configuration.microbatches
-    middle = max(0, parallelism.pipeline - 2)
-    ends = sorted({0, parallelism.pipeline - 1})
-    ranks = [*ends, 1] if middle else ends
-    stages = {rank: stage_seconds(configuration, cluster, rank) for rank in ranks}
-    slowest = max(stages.values(), key=lambda stage: stage.total)
-    through = sum(stages[rank].total for rank in ends)
-    through += middle * stages[1].total if middle else 0.0
-    sync, optimizer = max((_after_backward(configuration, cluster, rank) for rank in ends), key=sum)
+    slowest, through = pipeline_seconds(configuration, cluster)
+    sync, optimizer = synchronisation_seconds(configuration, cluster)
     beside = _overlapped_sync_seconds(configuration, cluster, count * slowest.total)
     return IterationSeconds(
         matmul=count * slowest.matmul,
@@ -90,9 +86,40 @@ def iteration_seconds(configuration: Configuration, cluster: Cluster) -> Iterati
     )
 
 
+def pipeline_seconds(configuration: Configuration, cluster: Cluster) -> tuple[Seconds, float]:
+    """One micro batch on the slowest stage, and its whole way through all stages."""
+    pieces, pipeline = parts(configuration, cluster), configuration.parallelism.pipeline
+    layers = configuration.layers_a_stage
+    first = pieces.stage(layers, first=True, last=pipeline == 1)
+    if pipeline == 1:
+        return first, first.total
+    last = pieces.stage(layers, first=False, last=True)
+    middle = pieces.layer.total * layers
+    through = first.total + last.total + (pipeline - 2) * middle
+    return max(first, last, key=lambda stage: stage.total), through
+
+
+def synchronisation_seconds(configuration: Configuration, cluster: Cluster) -> tuple[float, float]:
+    """Gradient synchronisation and optimizer of the rank where they take longest."""
+    parallelism = replace(configuration.parallelism, virtual_stages=1)
+    samples = configuration.microbatches * parallelism.data
+    plain = replace(configuration, parallelism=parallelism, batch=Batch(1, samples))
+    if parallelism.sharding not in _OVERLAPPED:
+        plain = replace(plain, batch=Batch(1, parallelism.data))
+    return _synchronisation_seconds(plain, cluster)
+
+
+@lru_cache(maxsize=65536)
+def _synchronisation_seconds(configuration: Configuration, cluster: Cluster) -> tuple[float, float]:
+    ends = {0, configuration.parallelism.pipeline - 1}
+    return max((_after_backward(configuration, cluster, rank) for rank in ends), key=sum)
+
+
 def _message_seconds(configuration: Configuration, cluster: Cluster) -> float:
     """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
     parallelism = configuration.parallelism
+    if parallelism.pipeline == 1:
+        return 0.0
     seconds = sum(
         transfer_seconds(cluster, parallelism, item)
         for item in pipeline_traffic(configuration, 0)
@@ -120,16 +147,25 @@ def _after_backward(
 def _overlapped_sync_seconds(
     configuration: Configuration, cluster: Cluster, compute: float
 ) -> float:
-    """ZeRO-2, ZeRO-3 and FSDP2 gather and scatter beside arithmetic; what remains visible."""
+    """ZeRO-2, ZeRO-3 and FSDP2 move layers beside arithmetic; what is moved once is waited for.
+
+    They add unfused gradients: each micro batch writes them, copies them to a bucket and adds it.
+    """
     if configuration.parallelism.sharding not in _OVERLAPPED:
         return 0.0
-    seconds = _sum(configuration, cluster, list(gradient_traffic(configuration, 0)))
-    return after_hiding(seconds, compute, cluster.calibration.contention)
+    traffic = list(gradient_traffic(configuration, 0))
+    beside = [item for item in traffic if item.phase is not Phase.OPTIMIZER]
+    waited = [item for item in traffic if item.phase is Phase.OPTIMIZER]
+    gradients = sum(item.total_payload_bytes for item in beside if item.phase is Phase.BACKWARD)
+    rate = rates(cluster, configuration.dtype).bytes_per_second
+    hidden = _sum(configuration, cluster, beside)
+    visible = _sum(configuration, cluster, waited) + _UNFUSED_PASSES * gradients / rate
+    return visible + after_hiding(hidden, compute, cluster.calibration.contention)
 
 
 def _sum(configuration: Configuration, cluster: Cluster, calls: list[Traffic]) -> float:
     return sum(
         transfer_seconds(cluster, configuration.parallelism, item)
         for item in calls
-        if item.ranks > 1 and item.payload_bytes
+        if item.payload_bytes
     )

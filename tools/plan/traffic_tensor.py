@@ -20,21 +20,23 @@ def tensor_traffic(
     configuration: Configuration, pipeline_rank: int, megatron: Megatron
 ) -> Iterator[Traffic]:
     """Calls over TP of one pipeline rank in one iteration."""
-    if configuration.parallelism.tensor == 1:
-        return
     pipeline = configuration.parallelism.pipeline
     first, last = pipeline_rank == 0, pipeline_rank == pipeline - 1
-    yield from _batch(configuration, first, last, megatron)
+    yield from batch_traffic(configuration, first, last, megatron)
     if first:
-        yield from _embedding(configuration)
+        yield from embedding_traffic(configuration)
+    yield from layers_traffic(configuration)
+    if last:
+        yield from head_traffic(configuration)
+    yield from replicated_gradients(configuration, pipeline_rank)
+
+
+def layers_traffic(configuration: Configuration) -> Iterator[Traffic]:
+    """Calls inside the layers of one pipeline rank, all micro batches."""
     if configuration.parallelism.sequence_parallel:
         yield from _layers_with_sequence_parallelism(configuration)
-        yield from replicated_gradients(configuration, pipeline_rank)
     else:
         yield from _layers(configuration)
-    if last:
-        yield from _head(configuration)
-        yield _cross_entropy(configuration)
 
 
 def replicated_gradients(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
@@ -134,7 +136,7 @@ def _layers_with_sequence_parallelism(configuration: Configuration) -> Iterator[
         yield _call(configuration, operation, phase, what, calls, whole, source, beside)
 
 
-def _embedding(configuration: Configuration) -> Iterator[Traffic]:
+def embedding_traffic(configuration: Configuration) -> Iterator[Traffic]:
     """Learned positions are added after the reduction, so SP all-reduces here and then splits."""
     sequence_parallel = configuration.parallelism.sequence_parallel
     scatters = sequence_parallel and not configuration.shape.positions
@@ -160,28 +162,24 @@ def _embedding(configuration: Configuration) -> Iterator[Traffic]:
         )
 
 
-def _head(configuration: Configuration) -> Iterator[Traffic]:
+def head_traffic(configuration: Configuration) -> Iterator[Traffic]:
+    """The output layer's input and its gradient, and three numbers a token for the loss."""
     calls, whole = configuration.microbatches, hidden_bytes(configuration)
+    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     source = f"{_LAYERS}: LinearWithGradAccumulationAndAsyncCommunication"
-    if not configuration.parallelism.sequence_parallel:
-        yield _call(
-            configuration,
-            Operation.ALL_REDUCE,
-            Phase.BACKWARD,
-            "input gradients of the output layer",
-            calls,
-            whole,
-            source,
-            hideable=True,
+    moves: tuple[tuple[Operation, Phase, str], ...] = (
+        (Operation.ALL_REDUCE, Phase.BACKWARD, "input gradients of the output layer"),
+    )
+    if configuration.parallelism.sequence_parallel:
+        moves = (
+            (gather, Phase.FORWARD, "input of the output layer"),
+            (gather, Phase.BACKWARD, "input of the output layer again"),
+            (scatter, Phase.BACKWARD, "input gradients of the output layer"),
         )
-        return
-    for operation, phase, what in (
-        (Operation.ALL_GATHER, Phase.FORWARD, "input of the output layer"),
-        (Operation.ALL_GATHER, Phase.BACKWARD, "input of the output layer again"),
-        (Operation.REDUCE_SCATTER, Phase.BACKWARD, "input gradients of the output layer"),
-    ):
+    for operation, phase, what in moves:
         beside = phase is Phase.BACKWARD
         yield _call(configuration, operation, phase, what, calls, whole, source, beside)
+    yield _cross_entropy(configuration)
 
 
 def _cross_entropy(configuration: Configuration) -> Traffic:
@@ -197,7 +195,7 @@ def _cross_entropy(configuration: Configuration) -> Traffic:
     )
 
 
-def _batch(
+def batch_traffic(
     configuration: Configuration, first: bool, last: bool, megatron: Megatron
 ) -> Iterator[Traffic]:
     """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.

@@ -1,0 +1,116 @@
+"""Every legal combination of degrees, micro batch, recomputation, schedule and sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tools.plan.configuration import Configuration, Recompute
+from tools.plan.legality import CP_COMM_TYPES
+from tools.recipe.model import ModelShape
+from tools.records import Batch, Parallelism, Sharding
+
+LARGEST_MICRO_BATCH = 64
+
+
+def splits(shape: ModelShape, devices: int) -> Iterator[Parallelism]:
+    """Degrees that multiply to `devices` and divide what they split; no schedule, no sharding yet."""
+    for tensor in divisors(devices):
+        if shape.heads % tensor or shape.query_groups % tensor or shape.ffn_hidden % tensor:
+            continue
+        for context in divisors(devices // tensor):
+            if context > 1 and shape.seq_length % (2 * context):
+                continue
+            for pipeline in divisors(devices // (tensor * context)):
+                if shape.layers % pipeline:
+                    continue
+                data = devices // (tensor * context * pipeline)
+                plain = Parallelism(data, tensor, pipeline, context)
+                yield from _with_experts_and_sequence(shape, plain)
+
+
+def micro_batches(
+    split: Parallelism, global_batch: int, largest: int = LARGEST_MICRO_BATCH
+) -> list[int]:
+    """Micro batch sizes that divide a data-parallel rank's share; empty if there is no share."""
+    if global_batch % split.data:
+        return []
+    return [size for size in divisors(global_batch // split.data) if size <= largest]
+
+
+def base(
+    template: Configuration, split: Parallelism, size: int, recompute: Recompute
+) -> Configuration:
+    """One combination without sharding and with the plain schedule."""
+    return replace(
+        template,
+        parallelism=split,
+        batch=Batch(size, template.batch.global_batch_size),
+        recompute=recompute,
+        cp_comm_type="p2p",
+    )
+
+
+def recomputes(template: Configuration) -> list[Recompute]:
+    """What there is to choose; recomputing scores means something only where they are kept."""
+    if template.fused_attention:
+        return [Recompute.NONE, Recompute.FULL]
+    return [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
+
+
+def variants(plain: Configuration) -> Iterator[Configuration]:
+    """A base with each number of virtual stages and each sharding."""
+    for virtual in virtual_stages(plain):
+        for sharding in shardings(plain.parallelism):
+            parallelism = replace(plain.parallelism, virtual_stages=virtual, sharding=sharding)
+            yield replace(plain, parallelism=parallelism)
+
+
+def virtual_stages(plain: Configuration) -> list[int]:
+    """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
+    pipeline = plain.parallelism.pipeline
+    if pipeline == 1 or plain.microbatches % pipeline:
+        return [1]
+    return divisors(plain.layers_a_stage)
+
+
+def shardings(split: Parallelism) -> list[Sharding]:
+    """Shardings that change anything; FSDP2 trains another (untied) model and is left out."""
+    if split.data * split.context == 1:
+        return [Sharding.NONE]
+    if split.pipeline > 1:
+        return [Sharding.NONE, Sharding.ZERO1]
+    return [Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
+
+
+def frugal(plain: Configuration) -> Configuration:
+    """The variant that needs the least memory: plain schedule, everything sharded that can be."""
+    sharding = shardings(plain.parallelism)[-1]
+    return replace(plain, parallelism=replace(plain.parallelism, sharding=sharding))
+
+
+def comm_types(shape: ModelShape, split: Parallelism) -> tuple[str, ...]:
+    """Context-parallel algorithms; all-to-all needs enough key/value heads."""
+    if split.context == 1:
+        return ("p2p",)
+    exchange = (shape.query_groups // split.tensor) % split.context == 0
+    return CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _with_experts_and_sequence(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
+    part = shape.seq_length // plain.context
+    choices = [False, True] if plain.tensor > 1 and part % plain.tensor == 0 else [False]
+    if shape.experts and plain.tensor > 1:
+        choices = choices[1:]
+    ranks = plain.data * plain.context
+    experts = divisors(shape.experts) if shape.experts else [1]
+    for expert in experts:
+        if ranks % expert == 0 and plain.data % expert == 0:
+            for sequence_parallel in choices:
+                yield replace(plain, expert=expert, sequence_parallel=sequence_parallel)

@@ -1,0 +1,214 @@
+"""The best configurations of a model on a cluster, found without evaluating all of them.
+
+Each combination of degrees, micro batch and recomputation bounds its iteration time from below by
+the work of its slowest stage; sharding and the schedule only add to that. Going through them from
+the lowest bound up, the search stops when no bound is below the tenth best time: the ranking is
+that of an exhaustive search (a test holds it against one).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from tools.plan.candidates import (
+    base,
+    comm_types,
+    divisors,
+    frugal,
+    micro_batches,
+    recomputes,
+    shardings,
+    splits,
+    variants,
+)
+from tools.plan.cluster import Cluster
+from tools.plan.configuration import Configuration, Recompute
+from tools.plan.flops import mfu, model_flops
+from tools.plan.memory import RankMemory, fullest_rank
+from tools.plan.naming import strategy_name
+from tools.plan.timing import IterationSeconds, iteration_seconds, pipeline_seconds
+from tools.recipe.model import Model
+from tools.records import Parallelism
+
+KEPT = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be trained, on what."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    template: Configuration
+    """The model with its dtype, sequence length and dropout; degrees and batch are the search's."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One evaluated configuration."""
+
+    configuration: Configuration
+    memory: RankMemory
+    """Of the fullest rank."""
+    memory_rank: int
+    seconds: IterationSeconds
+    fits: bool
+    tokens_per_second: float
+    mfu: float
+
+    @property
+    def strategy(self) -> str:
+        """Name in the kit's grammar."""
+        return strategy_name(self.configuration.parallelism)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found."""
+
+    request: Request
+    legal: int
+    """Legal combinations, all of them considered."""
+    ranked: tuple[Candidate, ...]
+    """The fastest that fit, one a strategy, fastest first."""
+    lightest: Candidate | None
+    """The one with the least memory; where nothing fits it is the closest miss."""
+    examined: tuple[Candidate, ...]
+    """Everything that was evaluated in full, for pictures."""
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The fastest that fits; None if nothing does."""
+        return self.ranked[0] if self.ranked else None
+
+
+def search(request: Request, kept: int = KEPT) -> Plan:
+    """Rank every legal configuration; raises `NoPeakError` if the device cannot do the dtype."""
+    capacity = request.cluster.device.memory_bytes
+    best: dict[str, Candidate] = {}
+    examined: list[Candidate] = []
+    found = _bounds(request)
+    while found.queue:
+        bound, _, plain = heapq.heappop(found.queue)
+        if len(best) >= kept and bound > _slowest_kept(best, kept):
+            break
+        for configuration in variants(plain):
+            rank, memory = fullest_rank(configuration)
+            if memory.total <= capacity:
+                candidate = evaluate(request, configuration, (rank, memory))
+                examined.append(candidate)
+                _keep_if_better(best, candidate)
+    ranked = sorted(best.values(), key=_order)[:kept]
+    lightest = evaluate(request, found.lightest[1]) if found.lightest else None
+    return Plan(request, found.legal, tuple(ranked), lightest, tuple(examined))
+
+
+def evaluate(
+    request: Request, configuration: Configuration, fullest: tuple[int, RankMemory] | None = None
+) -> Candidate:
+    """Memory, time and rates of one configuration."""
+    rank, memory = fullest or fullest_rank(configuration)
+    seconds = iteration_seconds(configuration, request.cluster)
+    cluster, shape = request.cluster, configuration.shape
+    samples = configuration.batch.global_batch_size
+    peak = cluster.device.peak_flops(configuration.dtype) or 0.0
+    devices = configuration.parallelism.world_size
+    return Candidate(
+        configuration=configuration,
+        memory=memory,
+        memory_rank=rank,
+        seconds=seconds,
+        fits=memory.total <= cluster.device.memory_bytes,
+        tokens_per_second=samples * shape.seq_length / seconds.total,
+        mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak),
+    )
+
+
+def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other beats in both time and memory, fastest first."""
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.seconds.total, c.memory.total)):
+        if not kept or candidate.memory.total < kept[-1].memory.total:
+            kept.append(candidate)
+    return kept
+
+
+@dataclass
+class _Bases:
+    """What the first pass leaves for the second."""
+
+    legal: int = 0
+    queue: list[tuple[float, int, Configuration]] = field(default_factory=list)
+    lightest: tuple[int, Configuration] | None = None
+
+    def push(self, bound: float, plain: Configuration) -> None:
+        self.queue.append((bound, len(self.queue), plain))
+
+
+def _bounds(request: Request) -> _Bases:
+    """Count the legal combinations, bound those that can fit, remember the lightest of all.
+
+    Memory grows with the micro batch, and is least with full recomputation and sharding: a split
+    whose lightest combination does not fit is left at once.
+    """
+    found, template = _Bases(), request.template
+    capacity = request.cluster.device.memory_bytes
+    for split in splits(template.shape, request.cluster.devices):
+        sizes = micro_batches(split, request.global_batch)
+        if not sizes:
+            continue
+        found.legal += _count(template, split, sizes)
+        lightest = frugal(base(template, split, sizes[0], Recompute.FULL))
+        bytes_needed = fullest_rank(lightest)[1].total
+        if found.lightest is None or bytes_needed < found.lightest[0]:
+            found.lightest = (bytes_needed, lightest)
+        if bytes_needed <= capacity:
+            _bound_split(found, request, split, sizes)
+    heapq.heapify(found.queue)
+    return found
+
+
+def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: list[int]) -> None:
+    template, cluster = request.template, request.cluster
+    for recompute in recomputes(template):
+        for size in sizes:
+            plain = base(template, split, size, recompute)
+            if fullest_rank(frugal(plain))[1].total > cluster.device.memory_bytes:
+                break
+            for comm_type in comm_types(template.shape, split):
+                chosen = plain if comm_type == "p2p" else replace(plain, cp_comm_type=comm_type)
+                stage, _ = pipeline_seconds(chosen, cluster)
+                found.push(chosen.microbatches * stage.total, chosen)
+
+
+def _count(template: Configuration, split: Parallelism, sizes: list[int]) -> int:
+    """Legal combinations of one split."""
+    kinds = len(recomputes(template)) * len(comm_types(template.shape, split))
+    kinds *= len(shardings(split))
+    plain = base(template, split, sizes[0], Recompute.NONE)
+    interleaved = len(divisors(plain.layers_a_stage)) if split.pipeline > 1 else 1
+    share = template.batch.global_batch_size // split.data
+    schedules = (1 if share // size % split.pipeline else interleaved for size in sizes)
+    return kinds * sum(schedules)
+
+
+def _order(candidate: Candidate) -> tuple[float, int, str]:
+    return candidate.seconds.total, candidate.memory.total, candidate.strategy
+
+
+def _folded(parallelism: Parallelism) -> str:
+    """Strategies that differ in the number of virtual stages count as one."""
+    return strategy_name(parallelism).replace("vpp", "pp")
+
+
+def _keep_if_better(best: dict[str, Candidate], candidate: Candidate) -> None:
+    key = _folded(candidate.configuration.parallelism)
+    if key not in best or _order(candidate) < _order(best[key]):
+        best[key] = candidate
+
+
+def _slowest_kept(best: dict[str, Candidate], kept: int) -> float:
+    return heapq.nsmallest(kept, (c.seconds.total for c in best.values()))[-1]
