@@ -1,0 +1,125 @@
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.launch.compose import Launch, compose, start_flags, tokenizer_flags
+from tools.launch.options import Options
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.recipe.arguments import Flags
+from tools.recipe.model import ROOT, load_model
+from tools.recipe.strategy import NAMED, StrategyError, parse_strategy, strategy_flags
+from tools.records import Batch, DeviceKind, Entry, Parallelism
+
+WHEEL = Entry("e.py", "0.19.0")
+PUBLISHED = Path(__file__).parent / "published_flags.txt"
+
+
+def composed(name: str, **options: object) -> Launch:
+    target = parse_target(name)
+    return compose_target(target, flags_of_grammar(target), replace(Options(), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", NAMED)
+def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
+    text = (ROOT / f"examples/gpt3/train_{strategy}.sh").read_text()
+    command = text.split("tools.launch run ", 1)[1].replace("\\\n", " ")
+    devices = 1 if strategy == "baseline" else 2
+    words = command.split()
+    assert words[0] == strategy
+    flags = words[words.index("--") + 1 :] if "--" in words else []
+    assert tuple(flags) == strategy_flags(parse_strategy(strategy, devices))
+
+
+def test_the_published_flags_of_gpt2_large_are_passed_as_published() -> None:
+    flags = " ".join(composed("train-tp2-gpt2-large-2gpu", shared_start=False).flags)
+    for line in PUBLISHED.read_text().splitlines():
+        assert re.search(rf"(^| ){re.escape(line)}( |$)", flags), line
+
+
+@pytest.mark.parametrize(
+    ("target", "batch"),
+    [
+        ("train-baseline-gpt2-large-1gpu", Batch(32, 32)),
+        ("train-dp2-gpt2-large-2gpu", Batch(32, 64)),
+        ("train-sp2-gpt2-large-2gpu", Batch(64, 64)),
+        ("train-pp2-gpt2-large-2gpu", Batch(64, 64)),
+    ],
+)
+def test_batches_are_the_published_ones(target: str, batch: Batch) -> None:
+    launch = composed(target)
+    assert launch.batch == batch
+    flags = Flags(launch.flags)
+    assert flags.integer("--micro-batch-size", 0) == batch.micro_batch_size
+    assert flags.integer("--global-batch-size", 0) == batch.global_batch_size
+
+
+def test_a_cpu_run_computes_in_fp32_whatever_the_model_says() -> None:
+    launch = composed("train-dp2-gpt2-large-2cpu")
+    assert (launch.dtype, "--fp16" in launch.flags) == ("fp32", False)
+    assert "--fp16" in composed("train-dp2-gpt2-large-2gpu").flags
+
+
+def test_variables_override_the_recipe_and_each_flag_stands_once() -> None:
+    launch = composed("train-pp2-gpt2-tiny-2cpu", micro_batch_size=2, dropout=0.1, extra=("--lr", "5"))
+    names = [flag for flag in launch.flags if flag.startswith("--")]
+    assert len(names) == len(set(names))
+    flags = Flags(launch.flags)
+    assert flags.text("--micro-batch-size") == "2"
+    assert flags.text("--hidden-dropout") == flags.text("--attention-dropout") == "0.1"
+    assert flags.text("--lr") == "5"
+
+
+def test_iterations_are_an_exit_interval_and_never_change_the_order_of_samples() -> None:
+    short, long = (composed("train-dp2-gpt2-tiny-2cpu", iterations=n) for n in (3, 50))
+    assert Flags(short.flags).text("--exit-interval") == "3"
+    assert Flags(short.flags).text("--train-iters") == Flags(long.flags).text("--train-iters")
+
+
+def test_cpu_runs_share_their_start_unless_told_otherwise_and_gpu_runs_do_not() -> None:
+    tiny = [composed(f"train-{s}-gpt2-tiny-2cpu").start_checkpoint for s in ("dp2", "tp2")]
+    assert tiny[0] == tiny[1] is not None
+    assert composed("train-dp2-gpt2-tiny-2cpu", shared_start=False).start_checkpoint is None
+    assert composed("train-dp2-gpt2-tiny-2cpu", seed=7).start_checkpoint != tiny[0]
+    assert composed("train-dp2-gpt2-large-2gpu").start_checkpoint is None
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(tensor: int) -> None:
+    flags = Flags(start_flags(Path("c"), Parallelism(tensor=tensor)))
+    multiple = flags.integer("--make-vocab-size-divisible-by", 0)
+    shape = replace(load_model("gpt2-tiny").shape, vocabulary_multiple=multiple)
+    assert shape.padded_vocabulary(tensor) == 50304
+
+
+@pytest.mark.parametrize(
+    ("version", "size"), [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)]
+)
+def test_the_null_tokenizer_is_told_the_size_that_gives_gpt2s(version: str, size: int) -> None:
+    entry = replace(WHEEL, megatron_version=version)
+    assert tokenizer_flags(load_model("gpt2-tiny"), entry)[-1] == str(size)
+
+
+def test_fsdp_leaves_the_connection_limit_unset() -> None:
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in composed("train-tp2-gpt2-tiny-2cpu").environment
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in composed("train-zero2-gpt2-tiny-2cpu").environment
+
+
+def test_degrees_set_by_hand_count_in_the_record() -> None:
+    extra = Options(extra=("--context-parallel-size", "2"))
+    launch = compose("dp2", (), load_model("gpt2-tiny"), 4, DeviceKind.CPU, extra)
+    assert (launch.parallelism.data, launch.parallelism.context) == (2, 2)
+    with pytest.raises(StrategyError, match="does not divide 3"):
+        compose("dp2", (), load_model("gpt2-tiny"), 3, DeviceKind.CPU, extra)
+
+
+def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "RUNS": str(tmp_path / "runs")}
+    command = ("make", "-s", "train-sp2-gpt2-tiny-2cpu")
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "--tensor-model-parallel-size 2 --sequence-parallel" in answer.stdout
+    assert answer.stdout.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

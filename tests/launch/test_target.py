@@ -1,0 +1,40 @@
+import pytest
+
+from tools.launch.errors import LaunchError
+from tools.launch.target import Target, parse_target, script_of
+from tools.records import DeviceKind
+
+
+def test_a_target_names_strategy_model_and_devices() -> None:
+    expected = Target("tp2", "gpt2-large", 2, DeviceKind.GPU)
+    assert parse_target("train-tp2-gpt2-large-2gpu") == expected
+    assert expected.name == "train-tp2-gpt2-large-2gpu"
+
+
+def test_a_sharded_product_keeps_its_suffix() -> None:
+    assert parse_target("train-tp2dp2-zero1-gpt2-tiny-4cpu").strategy == "tp2dp2-zero1"
+
+
+def test_the_published_alias_is_the_baseline_of_the_345m_model() -> None:
+    target = parse_target("train-gpt3-345m-1gpu-x-model-parallelism")
+    assert target == Target("baseline", "gpt3-345m", 1, DeviceKind.GPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train-tp2-gpt2-larg-2gpu", "no model 'gpt2-larg'; did you mean gpt2-large"),
+        ("train-tpp2-gpt2-tiny-2cpu", "Unknown strategy 'tpp2'.*Did you mean .*tp2"),
+        ("train-tp2-gpt2-tiny", "the nearest are train-tp2-gpt2-tiny-2"),
+        ("trian-dp2-gpt2-tiny-2cpu", "the nearest are train-dp2-gpt2-tiny-2cpu"),
+        ("demoo", "is not train-<strategy>-<model>-<N>gpu"),
+    ],
+)
+def test_a_wrong_name_gets_the_near_ones(name: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        parse_target(name)
+
+
+def test_only_the_published_strategies_have_scripts() -> None:
+    scripts = [script_of(parse_target(f"train-{s}-gpt2-tiny-2cpu")) for s in ("sp2", "tp2", "zero1")]
+    assert scripts == ["examples/gpt3/train_sp2.sh", "examples/gpt3/train_tp2.sh", None]

@@ -1,0 +1,55 @@
+import pytest
+
+from tools.plan.parameters import parameters_total
+from tools.recipe.arguments import Flags
+from tools.recipe.model import UnknownModelError, load_model, model_names, shape_from_flags
+from tools.records import Batch
+
+DIMENSIONS = ["--num-layers", "2", "--hidden-size", "96", "--num-attention-heads", "4", "--seq-length", "8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "batch", "sequence"),
+    [
+        ("gpt2-tiny", 3_423_616, Batch(4, 4), 64),
+        ("gpt3-64m", 63_847_424, Batch(2, 4), 512),
+        ("gpt3-345m", 64_109_568, Batch(1, 1536), 1024),
+        ("gpt3-857m", 355_919_872, Batch(1, 1536), 2048),
+        ("gpt2-large", 774_090_240, Batch(32, 32), 1024),
+        ("gpt2-xl", 1_557_686_400, Batch(16, 16), 1024),
+    ],
+)
+def test_the_presets_are_what_they_say(name: str, parameters: int, batch: Batch, sequence: int) -> None:
+    model = load_model(name)
+    assert (parameters_total(model.shape), model.batch) == (parameters, batch)
+    assert model.shape.seq_length == sequence
+
+
+def test_an_unknown_model_names_the_near_ones() -> None:
+    with pytest.raises(UnknownModelError, match="no model 'gpt2-larg'; did you mean gpt2-large"):
+        load_model("gpt2-larg")
+
+
+def test_every_preset_can_be_read() -> None:
+    assert {load_model(name).name for name in model_names()} == set(model_names())
+
+
+def test_a_gated_mlp_without_a_size_is_two_thirds_rounded_down_to_64() -> None:
+    shape = shape_from_flags("m", Flags([*DIMENSIONS, "--swiglu"]))
+    assert (shape.gated, shape.ffn_hidden) == (True, 256)
+
+
+def test_rotary_positions_have_no_table() -> None:
+    learned = shape_from_flags("m", Flags([*DIMENSIONS, "--max-position-embeddings", "8"]))
+    words = [*DIMENSIONS, "--max-position-embeddings", "8", "--position-embedding-type", "rope"]
+    assert (learned.positions, shape_from_flags("m", Flags(words)).positions) == (8, 0)
+
+
+def test_a_model_without_its_width_is_refused_by_the_flags_name() -> None:
+    with pytest.raises(ValueError, match="Model 'm' lacks --hidden-size; add it"):
+        shape_from_flags("m", Flags(["--num-layers", "2"]))
+
+
+@pytest.mark.parametrize(("tensor", "rows"), [(1, 50304), (2, 50432), (8, 51200)])
+def test_the_vocabulary_is_padded_as_megatron_pads_it(tensor: int, rows: int) -> None:
+    assert load_model("gpt2-large").shape.padded_vocabulary(tensor) == rows

@@ -1,0 +1,90 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.recipe.strategy import (
+    StrategyError,
+    batch_for,
+    parallelism_from_flags,
+    parse_strategy,
+    strategy_flags,
+)
+from tools.records import Batch, Parallelism, Sharding
+
+DEGREE = st.sampled_from([2, 3, 4, 8])
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "expected"),
+    [
+        ("baseline", 1, Parallelism()),
+        ("dp2", 2, Parallelism(data=2)),
+        ("tp2", 2, Parallelism(tensor=2)),
+        ("sp2", 2, Parallelism(tensor=2, sequence_parallel=True)),
+        ("cp2", 2, Parallelism(context=2)),
+        ("pp2", 2, Parallelism(pipeline=2)),
+        ("vpp2", 2, Parallelism(pipeline=2, virtual_stages=2)),
+        ("ep2", 2, Parallelism(data=2, expert=2)),
+        ("tp2ep2", 4, Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)),
+        ("tp2pp2dp2", 8, Parallelism(data=2, tensor=2, pipeline=2)),
+        ("dp2-zero1", 2, Parallelism(data=2, sharding=Sharding.ZERO1)),
+        ("zero3", 4, Parallelism(data=4, sharding=Sharding.ZERO3)),
+        ("fsdp2", 2, Parallelism(data=2, sharding=Sharding.FSDP2)),
+    ],
+)
+def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Parallelism) -> None:
+    assert parse_strategy(text, devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "message"),
+    [
+        ("tp2", 4, "uses 2 device\\(s\\), but 4 were named"),
+        ("xp2", 2, "Unknown strategy 'xp2'"),
+        ("tp", 2, "Unknown strategy 'tp'"),
+        ("tp2sp2", 4, "names its TP degree twice"),
+        ("tp0", 0, "degree of 0"),
+        ("dp2-zero9", 2, "ends in '-zero9'"),
+    ],
+)
+def test_what_is_not_in_the_grammar_is_refused(text: str, devices: int, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        parse_strategy(text, devices)
+
+
+@given(st.dictionaries(st.sampled_from(["dp", "tp", "cp", "pp"]), DEGREE, min_size=1))
+def test_flags_say_what_the_product_says(degrees: dict[str, int]) -> None:
+    text = "".join(f"{name}{degree}" for name, degree in degrees.items())
+    devices = 1
+    for degree in degrees.values():
+        devices *= degree
+    parallelism = parse_strategy(text, devices)
+    assert parallelism.world_size == devices
+    assert parallelism_from_flags(strategy_flags(parallelism), devices) == parallelism
+
+
+@pytest.mark.parametrize("text", ["sp2", "vpp2", "ep2", "zero1", "zero2", "zero3", "fsdp2"])
+def test_flags_say_what_the_word_says(text: str) -> None:
+    parallelism = parse_strategy(text, 2)
+    assert parallelism_from_flags(strategy_flags(parallelism), 2) == parallelism
+
+
+def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
+    with pytest.raises(StrategyError, match="TP 2 × PP 2 × CP 1 = 4 does not divide 6"):
+        flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+        parallelism_from_flags(flags, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "batch"),
+    [
+        ("baseline", 1, Batch(32, 32)),
+        ("dp2", 2, Batch(32, 64)),
+        ("tp2", 2, Batch(64, 64)),
+        ("cp2", 2, Batch(64, 64)),
+        ("pp2", 2, Batch(64, 64)),
+        ("tp2dp2", 4, Batch(64, 128)),
+    ],
+)
+def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:
+    assert batch_for(Batch(32, 32), parse_strategy(text, devices)) == batch
