@@ -35,7 +35,7 @@ def test_cut_gzip_gives_what_came_before_the_cut(tmp_path):
 
 
 def test_long_line_comes_in_pieces_cut_before_an_iteration():
-    record = " [stamp] iteration 1/2 |" + "x" * 1000
+    record = " [stamp] iteration 1/2 |" + "elapsed time per iteration (ms): " + "x" * 1000
     lines, rest = split_lines(record * 200 + "\n")
     assert rest == ""
     assert max(len(line) for line in lines) <= MAX_LINE

@@ -81,10 +81,13 @@ def test_other_device_cannot_reproduce(tmp_path):
 
 
 def test_other_model_is_shown_beside_the_main_sources_figure(tmp_path):
-    (time, _) = matches(tmp_path, run_record("r", "tp2"), 50.0, None)
+    (time,) = matches(tmp_path, run_record("r", "tp2"), 50.0, None)
     assert time.figure.model == "gpt2-large"
     assert time.verdict == "not comparable"
-    assert "model gpt2-tiny instead of gpt2-large" in time.differs
+    assert time.differs == (
+        "model gpt2-tiny instead of gpt2-large",
+        "device cpu instead of NVIDIA H200",
+    )
 
 
 def test_strategy_nobody_published_has_no_figure(tmp_path):

@@ -72,12 +72,8 @@ def names(entries: Sequence[Entry]) -> list[str]:
     """Labels of entries, with what tells those of equal label apart."""
     models = len({entry.row.model for entry in entries}) > 1
     texts = [f"{e.row.model} {e.label}" if models and e.row.model else e.label for e in entries]
-    result = []
-    for place, text in enumerate(texts):
-        numbered = f"{text} ({texts[: place + 1].count(text)})" if texts.count(text) > 1 else text
-        cut = numbered if len(numbered) <= _MAX_NAME else numbered[: _MAX_NAME - 1] + "…"
-        result.append(cut.replace("$", r"\$"))  # A dollar would start mathematics.
-    return result
+    cut = [text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…" for text in texts]
+    return [text.replace("$", r"\$") for text in cut]  # A dollar would start mathematics.
 
 
 def _style(salt: str) -> dict[Any, Any]:

@@ -39,13 +39,14 @@ _VALIDATION = re.compile(
 _VALIDATION_VALUE = re.compile(rf"([A-Za-z][\w ]{{0,40}}?) value: {_NUMBER} \|")
 _CHECKPOINT = re.compile(
     r"(saving|successfully saved|successfully loaded)(?: local)? checkpoint"
-    r"[^|]{0,400}?(?:at|from) iteration {1,12}(\d{1,12})"
+    r"[^|]{0,300}?(?:at|from) iteration {1,12}(\d{1,12})"
 )
 _EXIT = re.compile(
     r"\[(exiting program [^\]]{1,80}|after training is done)\]"
     r"|(Exiting during evaluation, timelimit)"
 )
-_ARGUMENT = re.compile(r"([A-Za-z_]\w{0,80}) \.{1,60} (.{0,4000})\Z")
+_ARGUMENT = re.compile(r"([A-Za-z_]\w{0,80}) \.{1,60} ")
+_MAX_VALUE = 4000
 
 
 def parameter_counts(line: str) -> list[ParameterCount]:
@@ -115,7 +116,7 @@ def exit_reason(line: str) -> str | None:
 def argument(line: str) -> tuple[str, str] | None:
     """One line of the printed arguments."""
     m = _ARGUMENT.search(line)
-    return (m[1], m[2]) if m else None
+    return (m[1], line[m.end() : m.end() + _MAX_VALUE]) if m else None
 
 
 def _optional(text: str | None) -> float | None:

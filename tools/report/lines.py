@@ -18,6 +18,7 @@ CHUNK_BYTES = 1 << 20
 MAX_LINE = 1 << 16
 """Characters; a longer line comes in pieces, cut before an iteration's text where it has one."""
 
+_ITERATION = " iteration "
 _GZIP_MAGIC = b"\x1f\x8b"
 # Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
 _ANSI = re.compile(
@@ -26,7 +27,7 @@ _ANSI = re.compile(
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a log, plain or gzip.
+    """Yield the lines of a log, plain or gzip; empty ones are left out.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -35,7 +36,7 @@ def read_lines(path: Path) -> Iterator[str]:
     rest = ""
     for chunk in _chunks(path):
         lines, rest = split_lines(rest + decoder.decode(chunk))
-        yield from lines
+        yield from filter(None, lines)
     rest += decoder.decode(b"", final=True)
     if rest:
         yield clean(rest)
@@ -66,13 +67,22 @@ def _cut(line: str) -> list[str]:
     pieces: list[str] = []
     start = 0
     while len(line) - start > MAX_LINE:
-        # Megatron's lines begin with blank, stamp, "iteration": a cut there loses none of them.
-        end = line.rfind(" iteration ", start + 1, start + MAX_LINE)
-        end = end if end > start else start + MAX_LINE
+        end = _iteration_start(line, start + 1, start + MAX_LINE)
         pieces.append(line[start:end])
         start = end
     pieces.append(line[start:])
     return pieces
+
+
+def _iteration_start(line: str, low: int, high: int) -> int:
+    """Where the last iteration's text in a stretch starts, so that a cut there harms none."""
+    place = line.rfind(_ITERATION, low, high)
+    while place >= 0:
+        # "elapsed time per iteration (ms)" holds the word too.
+        if line[place + len(_ITERATION) : place + 20].lstrip()[:1].isdigit():
+            return place
+        place = line.rfind(_ITERATION, low, place)
+    return high
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -134,7 +134,9 @@ def match_figure(
         ),
     ]
     differs = _differences(run, figure)
-    return [_judge(match, differs) for match in matches if match.published]
+    # Beside another model's figure a quantity that was not measured says nothing.
+    shown = [m for m in matches if m.published and (m.measured or figure.model == run.setup.model)]
+    return [_judge(match, differs) for match in shown]
 
 
 def _range(figure: Figure, key: str) -> tuple[float | None, float | None]:
@@ -163,7 +165,7 @@ def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
     commit = (entry.megatron_commit or entry.megatron_version) if entry else None
     if commit and source.megatron_commit and commit.startswith(source.megatron_commit):
         commit = source.megatron_commit
-    wanted = (
+    wanted: tuple[tuple[bool, str, object, object], ...] = (
         (True, "model", setup.model, figure.model),
         (True, "device", setup.device, source.device or source.hardware),
         (True, "backend", setup.backend, figure.backend),
@@ -178,6 +180,8 @@ def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
         (False, "Megatron", commit, source.megatron_commit),
         (False, "driver", driver, source.driver),
     )
+    if setup.model != figure.model:
+        wanted = wanted[:2]  # All else differs too, and need not be told.
     return [
         (grave, f"{name} {here if here not in (None, '') else 'unknown'} instead of {there}")
         for grave, name, here, there in wanted

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from tools.report.changes import Change
 from tools.report.configurations import Configuration, configurations, essential
 from tools.report.fairness import SpeedComparison, compare_speed
+from tools.report.labels import labels
 from tools.report.parity import Parity, parity_of
 from tools.report.published import Correction, Figure, Match, Published, figure_for, match_figure
 from tools.report.rates import Rates, rates_of
@@ -20,6 +21,8 @@ from tools.report.runs import Run
 class Entry:
     """One configuration with all that is said of it."""
 
+    label: str
+    """How it is called in tables and charts."""
     configuration: Configuration
     row: Row
     rates: Rates
@@ -33,15 +36,6 @@ class Entry:
     def run(self) -> Run:
         """The newest run."""
         return self.configuration.newest
-
-    @property
-    def label(self) -> str:
-        """How the entry is called in tables and charts."""
-        row = self.row
-        if not row.strategy:
-            return row.run
-        ranks = f" ×{row.world_size}" if row.world_size else ""
-        return f"{row.strategy}{ranks}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,10 @@ def build_report(
     """Turn runs into a report."""
     rows = configurations(runs, all_conditions)
     parities = parity_of(rows)
-    entries = [_entry(row, parity, published) for row, parity in zip(rows, parities, strict=True)]
+    entries = [
+        _entry(label, row, parity, published)
+        for label, row, parity in zip(labels(rows), rows, parities, strict=True)
+    ]
     entries = _with_speeds(entries)
     used = {entry.figure.source.key for entry in entries if entry.figure}
     return Report(
@@ -91,7 +88,7 @@ def build_report(
     )
 
 
-def _entry(row: Configuration, parity: Parity, published: Published) -> Entry:
+def _entry(label: str, row: Configuration, parity: Parity, published: Published) -> Entry:
     rates = rates_of(row.newest, row.estimate.median if row.estimate else None)
     line = row_of(row, rates, parity)
     figure = figure_for(row.newest, published)
@@ -100,7 +97,7 @@ def _entry(row: Configuration, parity: Parity, published: Published) -> Entry:
         if figure
         else []
     )
-    return Entry(row, line, rates, parity, None, figure, tuple(matches))
+    return Entry(label, row, line, rates, parity, None, figure, tuple(matches))
 
 
 def _with_speeds(entries: list[Entry]) -> list[Entry]:
@@ -115,17 +112,7 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
             result.append(entry)
             continue
         speed = compare_speed(reference.configuration, entry.configuration)
-        result.append(
-            Entry(
-                entry.configuration,
-                entry.row,
-                entry.rates,
-                entry.parity,
-                speed,
-                entry.figure,
-                entry.matches,
-            )
-        )
+        result.append(replace(entry, speed=speed))
     return result
 
 

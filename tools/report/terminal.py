@@ -53,12 +53,17 @@ _ORDER = (
 
 def print_report(report: Report, console: Console) -> None:
     """Print tables, one for each model and device, and the verdicts."""
+    starred = False
     for (model, device, dtype), members in groupby(
         report.entries, key=lambda e: (e.row.model, e.row.device, e.row.dtype)
     ):
+        entries = list(members)
+        columns = _fitting(entries, console.width)
         title = " · ".join(filter(None, (model, device, dtype))) or "logs"
-        console.print(_table(title, list(members), console.width))
-    if any("*" in wording.published(entry) for entry in report.entries):
+        console.print(_table(title, entries, columns))
+        shown = any(column.name == "published" for column in columns)
+        starred |= shown and any("*" in wording.published(entry) for entry in entries)
+    if starred:
         console.print(
             "published: ms/iteration (examples/gpt3/published.yaml); * of another model.",
             style="dim",
@@ -67,15 +72,13 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(f"• {text}"))
 
 
-def _table(title: str, entries: list[Entry], width: int) -> Table:
+def _table(title: str, entries: list[Entry], columns: list[_Column]) -> Table:
     table = Table(
         title=Text(title, style="bold"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-
-    columns = _fitting(entries, width)
     for column in columns:
         table.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
     for entry in entries:

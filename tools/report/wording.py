@@ -79,6 +79,11 @@ def sentences(report: Report) -> list[str]:
     if not report.entries:
         return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
     result = [_status_sentence(report)]
+    if any(e.row.device == "cpu" and e.configuration.estimate for e in report.entries):
+        result.append(
+            "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
+            "compute and communication is in them; losses, parameters and bytes are exact."
+        )
     result += [text for entry in report.entries if (text := speed_sentence(entry, report))]
     result += _parity_sentences(report)
     result += _published_sentences(report)
