@@ -64,7 +64,9 @@ def test_a_cpu_run_computes_in_fp32_whatever_the_model_says() -> None:
 
 
 def test_variables_override_the_recipe_and_each_flag_stands_once() -> None:
-    launch = composed("train-pp2-gpt2-tiny-2cpu", micro_batch_size=2, dropout=0.1, extra=("--lr", "5"))
+    launch = composed(
+        "train-pp2-gpt2-tiny-2cpu", micro_batch_size=2, dropout=0.1, extra=("--lr", "5")
+    )
     names = [flag for flag in launch.flags if flag.startswith("--")]
     assert len(names) == len(set(names))
     flags = Flags(launch.flags)
@@ -96,7 +98,8 @@ def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(t
 
 
 @pytest.mark.parametrize(
-    ("version", "size"), [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)]
+    ("version", "size"),
+    [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)],
 )
 def test_the_null_tokenizer_is_told_the_size_that_gives_gpt2s(version: str, size: int) -> None:
     entry = replace(WHEEL, megatron_version=version)
@@ -119,7 +122,9 @@ def test_degrees_set_by_hand_count_in_the_record() -> None:
 def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "RUNS": str(tmp_path / "runs")}
     command = ("make", "-s", "train-sp2-gpt2-tiny-2cpu")
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     assert "--tensor-model-parallel-size 2 --sequence-parallel" in answer.stdout
     assert answer.stdout.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

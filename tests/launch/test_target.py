@@ -36,5 +36,7 @@ def test_a_wrong_name_gets_the_near_ones(name: str, message: str) -> None:
 
 
 def test_only_the_published_strategies_have_scripts() -> None:
-    scripts = [script_of(parse_target(f"train-{s}-gpt2-tiny-2cpu")) for s in ("sp2", "tp2", "zero1")]
+    scripts = [
+        script_of(parse_target(f"train-{s}-gpt2-tiny-2cpu")) for s in ("sp2", "tp2", "zero1")
+    ]
     assert scripts == ["examples/gpt3/train_sp2.sh", "examples/gpt3/train_tp2.sh", None]

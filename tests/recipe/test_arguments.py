@@ -44,5 +44,13 @@ def test_merging_never_changes_what_the_last_occurrence_says(
 
 def test_look_ups_fall_back_to_the_default() -> None:
     flags = Flags(["--layers", "4", "--rate=0.5", "--on"])
-    assert (flags.integer("--layers", 1), flags.number("--rate", 1.0), flags.has("--on")) == (4, 0.5, True)
-    assert (flags.integer("--width", 7), flags.text("--name", "n"), flags.has("--off")) == (7, "n", False)
+    assert (flags.integer("--layers", 1), flags.number("--rate", 1.0), flags.has("--on")) == (
+        4,
+        0.5,
+        True,
+    )
+    assert (flags.integer("--width", 7), flags.text("--name", "n"), flags.has("--off")) == (
+        7,
+        "n",
+        False,
+    )

@@ -5,7 +5,16 @@ from tools.recipe.arguments import Flags
 from tools.recipe.model import UnknownModelError, load_model, model_names, shape_from_flags
 from tools.records import Batch
 
-DIMENSIONS = ["--num-layers", "2", "--hidden-size", "96", "--num-attention-heads", "4", "--seq-length", "8"]
+DIMENSIONS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "96",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "8",
+]
 
 
 @pytest.mark.parametrize(
@@ -19,7 +28,9 @@ DIMENSIONS = ["--num-layers", "2", "--hidden-size", "96", "--num-attention-heads
         ("gpt2-xl", 1_557_686_400, Batch(16, 16), 1024),
     ],
 )
-def test_the_presets_are_what_they_say(name: str, parameters: int, batch: Batch, sequence: int) -> None:
+def test_the_presets_are_what_they_say(
+    name: str, parameters: int, batch: Batch, sequence: int
+) -> None:
     model = load_model(name)
     assert (parameters_total(model.shape), model.batch) == (parameters, batch)
     assert model.shape.seq_length == sequence

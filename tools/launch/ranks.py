@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -67,13 +68,11 @@ class Ranks:
     def stop(self) -> None:
         """End every process of the run: SIGTERM, then SIGKILL."""
         self._descendants()
-        running = [process for process in self._seen.values() if process.is_running()]
-        for process in running:
-            _signal(process, signal.SIGTERM)
-        _, stubborn = psutil.wait_procs(running, timeout=GRACE_SECONDS)
-        for process in stubborn:
-            _signal(process, signal.SIGKILL)
-        psutil.wait_procs(stubborn, timeout=GRACE_SECONDS)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            running = [process for process in self._seen.values() if alive(process)]
+            for process in running:
+                _signal(process, number)
+            _wait_until_gone(running, GRACE_SECONDS)
         self._torchrun.wait()
 
     def _descendants(self) -> list[psutil.Process]:
@@ -86,6 +85,20 @@ class Ranks:
         for process in (torchrun, *children):
             self._seen.setdefault(process.pid, process)
         return children
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process still runs; a zombie, which an init that does not reap leaves, does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _wait_until_gone(processes: Sequence[psutil.Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(alive(process) for process in processes):
+        time.sleep(0.05)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -1,0 +1,63 @@
+"""The kit's entry and the checkouts' own; the latter where MEGATRON_LM names one."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import Run, Trainer
+from tools.launch.entry import find_entry
+from tools.recipe.model import ROOT
+from tools.recipe.strategy import NAMED
+from tools.records import Status
+
+CHECKOUTS = [Path(text) for text in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if text]
+NO_CHECKOUT = pytest.mark.skipif(
+    not CHECKOUTS, reason="MEGATRON_LM_CHECKOUTS names no Megatron-LM checkouts (colon-separated)"
+)
+
+
+def test_what_the_entry_does_not_cover_it_refuses_by_name(train: Trainer) -> None:
+    run = train("train-baseline-gpt2-tiny-1cpu", extra=("--check-for-spiky-loss",))
+    assert run.status.status is Status.CRASHED
+    text = (run.folder / "log.txt").read_text()
+    assert "--check-for-spiky-loss is not covered by this entry; set MEGATRON_LM" in text
+    assert run.log.iterations == ()
+
+
+def test_every_refusal_names_an_option_that_megatron_knows() -> None:
+    source = (ROOT / "examples/gpt3/pretrain_gpt.py").read_text()
+    names = re.findall(r'^    "(\w+)",$', source, re.MULTILINE)
+    spec = importlib.util.find_spec("megatron")  # found, not imported: its warnings are not ours
+    assert spec is not None
+    folder = next(Path(place) for place in spec.submodule_search_locations or () if "site" in place)
+    files = [
+        folder / "training" / "arguments.py",
+        *(folder / "training" / "config").rglob("*.py"),
+        folder / "core" / "transformer" / "transformer_config.py",
+    ]
+    text = "".join(file.read_text() for file in files)
+    unknown = [name for name in names if name not in text and name.replace("_", "-") not in text]
+    assert unknown == []
+
+
+@NO_CHECKOUT
+@pytest.mark.slow
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_a_checkouts_own_entry_trains_six_ways_alike(
+    train: Trainer, six: dict[str, Run], checkout: Path
+) -> None:
+    runs = {
+        name: train(
+            f"train-{name}-gpt2-tiny-{1 if name == 'baseline' else 2}cpu", megatron_lm=checkout
+        )
+        for name in NAMED
+    }
+    assert {run.status.status for run in runs.values()} == {Status.OK}
+    for run in runs.values():
+        assert run.losses == pytest.approx(runs["baseline"].losses, abs=1.1e-5)
+    if find_entry(checkout).megatron_version.startswith("0.19."):
+        assert runs["baseline"].losses == six["baseline"].losses
+    assert runs["dp2"].record.entry.megatron_commit

@@ -1,0 +1,124 @@
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tools.launch import preflight
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options
+from tools.launch.preflight import check, empty_splits
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+
+Composer = Callable[..., Launch]
+
+
+@pytest.fixture
+def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
+    def compose_named(name: str, **changes: object) -> Launch:
+        options = replace(Options(data=str(sample_prefix), runs=tmp_path / "runs"), **changes)  # type: ignore[arg-type]
+        target = parse_target(name)
+        return compose_target(target, flags_of_grammar(target), options)
+
+    return compose_named
+
+
+def refusal(launch: Launch, runs: Path) -> str:
+    with pytest.raises(LaunchError) as caught:
+        check(launch, runs)
+    return str(caught.value)
+
+
+def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Path) -> None:
+    check(composed("train-tp2-gpt2-tiny-2cpu"), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "message"),
+    [
+        ("train-tp2-gpt2-xl-2cpu", {"micro_batch_size": 1}, "25 attention heads"),
+        ("train-pp3-gpt2-tiny-3cpu", {}, "4 layers"),
+        ("train-dp2-gpt2-tiny-2cpu", {"global_batch_size": 7}, "7"),
+        (
+            "train-baseline-gpt3-175b-1cpu",
+            {},
+            "needs about .* GiB on 1 CPU rank.*lower MICRO_BATCH",
+        ),
+        ("train-dp64-gpt2-tiny-64gpu", {}, "64 GPU\\(s\\) are wanted and .* found.*-2cpu|64cpu"),
+        (
+            "train-dp2-gpt2-tiny-2cpu",
+            {"data": "owt-ds/none"},
+            "owt-ds/none.*does not exist.*prepare-ds",
+        ),
+    ],
+)
+def test_what_cannot_run_is_one_sentence_with_the_way_out(
+    composed: Composer, tmp_path: Path, target: str, changes: dict[str, object], message: str
+) -> None:
+    import re
+
+    assert re.search(message, refusal(composed(target, **changes), tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+
+
+def copied(prefix: Path, folder: Path) -> Path:
+    for file in prefix.parent.glob(f"{prefix.name}.*"):
+        shutil.copy(file, folder)
+    return folder / prefix.name
+
+
+def test_a_truncated_bin_is_found(composed: Composer, sample_prefix: Path, tmp_path: Path) -> None:
+    prefix = copied(sample_prefix, tmp_path)
+    file = prefix.with_name(prefix.name + ".bin")
+    file.write_bytes(file.read_bytes()[:-10])
+    message = refusal(composed("train-dp2-gpt2-tiny-2cpu", data=str(prefix)), tmp_path / "runs")
+    assert str(file.name) in message
+
+
+def test_tokens_beyond_the_vocabulary_are_found_without_a_manifest(
+    composed: Composer, sample_prefix: Path, tmp_path: Path
+) -> None:
+    prefix = copied(sample_prefix, tmp_path)
+    prefix.with_name(prefix.name + ".manifest.json").unlink()
+    file = prefix.with_name(prefix.name + ".bin")
+    tokens = np.fromfile(file, np.uint16)
+    tokens[5] = 60_000
+    tokens.tofile(file)
+    message = refusal(composed("train-dp2-gpt2-tiny-2cpu", data=str(prefix)), tmp_path / "runs")
+    assert "holds token 60000, beyond gpt2-tiny's vocabulary of 50257" in message
+
+
+def test_a_full_disk_is_named_before_anything_is_written(
+    composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    message = refusal(composed("train-dp2-gpt2-tiny-2cpu"), tmp_path / "runs")
+    assert "has 1 MiB free and the run needs about 77 MiB" in message
+
+
+def test_a_read_only_place_is_named(
+    composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tests may run as root, for whom every mode bit is open; only the answer of access(2) is replaced.
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: False)
+    message = refusal(composed("train-dp2-gpt2-tiny-2cpu"), tmp_path / "runs")
+    assert message == f"{tmp_path} is not writable; name another folder with RUNS=."
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "empty"),
+    [
+        ("949,50,1", 79, ["test"]),
+        ("949,50,1", 1000, []),
+        ("949,50,1", 5, ["validation", "test"]),
+        ("100,0,0", 5, []),
+    ],
+)
+def test_splits_without_documents_are_found(split: str, documents: int, empty: list[str]) -> None:
+    assert [name for name, _ in empty_splits(split, documents)] == empty

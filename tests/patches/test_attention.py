@@ -1,0 +1,45 @@
+import math
+
+import pytest
+import torch
+
+from megatron_patches.context_parallel_attention import attend, causal_mask, positions_of_rank
+
+
+def test_a_rank_holds_its_chunk_and_the_mirrored_one() -> None:
+    assert [positions_of_rank(r, 2, 4).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_position_is_held_once(ranks: int) -> None:
+    held = torch.cat([positions_of_rank(r, ranks, 16 // ranks) for r in range(ranks)])
+    assert sorted(held.tolist()) == list(range(16))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_rank_looks_at_equally_many_keys(ranks: int) -> None:
+    seen = {int(causal_mask(r, ranks, 16 // ranks).sum()) for r in range(ranks)}
+    assert seen == {16 * 17 // 2 // ranks}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, groups: int) -> None:
+    torch.manual_seed(0)
+    length, batch, heads, width = 16, 2, 4, 8
+    query = torch.randn(length, batch, heads, width, dtype=torch.float64)
+    key, value = torch.randn(2, length, batch, groups, width, dtype=torch.float64)
+    scale = 1 / math.sqrt(width)
+    scores = (
+        torch.einsum("sbhd,tbhd->bhst", query, key.repeat_interleave(heads // groups, 2)) * scale
+    )
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+    values = value.repeat_interleave(heads // groups, 2)
+    whole = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), values).flatten(2)
+
+    order = torch.cat([positions_of_rank(r, ranks, length // ranks) for r in range(ranks)])
+    for rank in range(ranks):
+        mine = positions_of_rank(rank, ranks, length // ranks)
+        mask = causal_mask(rank, ranks, length // ranks)
+        part = attend(query[mine], key[order], value[order], mask, scale, 0.0)
+        torch.testing.assert_close(part, whole[mine])

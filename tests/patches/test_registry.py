@@ -1,0 +1,83 @@
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from packaging.version import Version
+
+from megatron_patches.registry import Patch, PatchError, Replacement, apply_patches
+from megatron_patches.situation import Situation
+
+CPU = Situation("cpu", Version("0.19.0"), is_checkout=False, has_transformer_engine=False)
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    """Stands for one of Megatron's modules."""
+
+    class Layer:
+        def width(self) -> int:
+            return 3
+
+    made = ModuleType("patched_here")
+    made.Layer = Layer  # type: ignore[attr-defined]
+    made.answer = lambda: 1  # type: ignore[attr-defined]
+    sys.modules["patched_here"] = made
+    yield made
+    del sys.modules["patched_here"]
+
+
+def patch(*replacements: Replacement, needed: bool = True) -> Patch:
+    return Patch("test", "it must change", lambda _: needed, replacements)
+
+
+def twice(original):  # type: ignore[no-untyped-def]
+    return lambda *arguments: 2 * original(*arguments)
+
+
+def test_functions_and_methods_are_replaced_by_what_follows_from_them(module: ModuleType) -> None:
+    both = patch(
+        Replacement("patched_here:answer", twice), Replacement("patched_here:Layer.width", twice)
+    )
+    assert apply_patches([both], CPU) == ("test",)
+    assert (module.answer(), module.Layer().width()) == (2, 6)
+
+
+def test_a_patch_that_is_not_needed_changes_nothing(module: ModuleType) -> None:
+    assert (
+        apply_patches([patch(Replacement("patched_here:answer", twice), needed=False)], CPU) == ()
+    )
+    assert module.answer() == 1
+
+
+def test_a_target_that_has_moved_stops_the_run_by_name(module: ModuleType) -> None:
+    moved = patch(Replacement("patched_here:Layer.height", twice))
+    with pytest.raises(
+        PatchError, match=r"Patch 'test' \(it must change\) expects patched_here:Layer\.height"
+    ):
+        apply_patches([moved], CPU)
+
+
+def test_a_target_is_expected_only_in_the_versions_that_have_it(module: ModuleType) -> None:
+    gone = Replacement("patched_here:gone", twice, before=Version("0.17"))
+    later = Replacement("patched_here:later", twice, since=Version("0.20"))
+    apply_patches([patch(gone, later)], CPU)
+    assert module.answer() == 1
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.20.0", "1.0"])
+def test_an_unknown_megatron_is_refused_before_anything_changes(
+    module: ModuleType, version: str
+) -> None:
+    unknown = Situation("cpu", Version(version), is_checkout=True, has_transformer_engine=False)
+    with pytest.raises(PatchError, match=f"Megatron {version} is not known to the patches"):
+        apply_patches([patch(Replacement("patched_here:answer", twice))], unknown)
+    assert module.answer() == 1
+
+
+@pytest.mark.parametrize("version", ["0.15.0rc2", "0.16.1", "0.19.5"])
+def test_the_releases_from_the_published_commit_on_are_known(
+    module: ModuleType, version: str
+) -> None:
+    known = Situation("cpu", Version(version), is_checkout=True, has_transformer_engine=False)
+    assert apply_patches([patch(Replacement("patched_here:answer", twice))], known) == ("test",)

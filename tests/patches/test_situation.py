@@ -1,0 +1,36 @@
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from megatron_patches.situation import checkout_version, find_situation
+
+
+def checkout(folder: Path, text: str) -> Path:
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "package_info.py").write_text(text)
+    (folder / "pretrain_gpt.py").touch()
+    return folder
+
+
+def test_a_checkouts_version_is_read_without_importing_it(tmp_path: Path) -> None:
+    text = "MAJOR = 0\nMINOR = 15\nPATCH = 0\nPRE_RELEASE = 'rc2'\nraise SystemExit\n"
+    assert checkout_version(checkout(tmp_path, text)) == Version("0.15.0rc2")
+
+
+def test_an_entry_beside_a_checkout_runs_that_checkout(tmp_path: Path) -> None:
+    folder = checkout(tmp_path, "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
+    situation = find_situation(folder / "pretrain_gpt.py", "cpu")
+    assert (situation.is_checkout, situation.megatron) == (True, Version("0.16.1"))
+
+
+def test_any_other_entry_runs_the_wheel(tmp_path: Path) -> None:
+    situation = find_situation(tmp_path / "entry.py", "gpu")
+    wheel = Version(importlib.metadata.version("megatron-core"))
+    assert (situation.is_checkout, situation.megatron, situation.on_cpu) == (False, wheel, False)
+
+
+def test_a_checkout_without_a_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="has no version"):
+        checkout_version(checkout(tmp_path, "MAJOR = 0\n"))
