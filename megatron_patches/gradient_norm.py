@@ -23,7 +23,7 @@ def l2_norm(
     per_tensor: bool,  # noqa: ARG001
     *_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Norm over all tensors, shape [1], fp32; the second value is the per-tensor norms nobody asks for."""
+    """Norm over all tensors, shape [1], fp32, and None for the per-tensor norms nobody asks for."""
     norms = [
         torch.linalg.vector_norm(tensor, dtype=torch.float64)
         for tensors in tensor_lists
