@@ -46,7 +46,7 @@ def test_python_311_alone_is_refused_in_one_sentence(bare_kit: Path) -> None:
     assert not (bare_kit / "kit/.venv").exists()
 
 
-def test_a_shim_that_answers_command_not_found_is_passed_over_for_pyenvs_own(
+def test_a_shim_that_answers_not_found_is_passed_over_for_pyenvs_own(
     bare_kit: Path,
 ) -> None:
     fake_python(
@@ -54,7 +54,8 @@ def test_a_shim_that_answers_command_not_found_is_passed_over_for_pyenvs_own(
     )
     log = bare_kit / "called"
     # Stands for a fitting interpreter: answers the question, then shows that it was chosen.
-    body = f'case "$1" in -c) exit 0;; --version) echo Python 3.12.1;; *) echo "$@" >> {log}; exit 1;; esac'
+    answers = "-c) exit 0;; --version) echo Python 3.12.1;;"
+    body = f'case "$1" in {answers} *) echo "$@" >> {log}; exit 1;; esac'
     fake_python(bare_kit / "home/.pyenv/versions/3.12.1/bin/python", body)
     set_up(bare_kit)
     assert log.read_text().startswith("-m venv --clear .venv")

@@ -70,8 +70,8 @@ def test_flags_say_what_the_word_says(text: str) -> None:
 
 
 def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     with pytest.raises(StrategyError, match="TP 2 × PP 2 × CP 1 = 4 does not divide 6"):
-        flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
         parallelism_from_flags(flags, 6)
 
 
