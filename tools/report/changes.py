@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from tools.report.rows import Row
 from tools.report.statistics import Verdict, compare, estimate
@@ -36,6 +37,11 @@ class Change:
         return self.kind not in ("same", "new")
 
 
+@dataclass(frozen=True)
+class _EarlierReport:
+    rows: list[dict[str, Any]]
+
+
 def read_baseline(folder: Path) -> list[dict[str, Any]]:
     """Rows of an earlier report, with their samples.
 
@@ -44,14 +50,15 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / JSON_FILE if folder.is_dir() else folder
     try:
-        rows = json.loads(path.read_bytes())["rows"]
+        return msgspec.json.decode(path.read_bytes(), type=_EarlierReport).rows
     except FileNotFoundError:
         raise BaselineError(
             f"{folder} holds no {JSON_FILE}; name the folder of an earlier report."
         ) from None
-    except (ValueError, KeyError, TypeError):
-        raise BaselineError(f"{path} is no report of this kit; make that report again.") from None
-    return list(rows)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BaselineError(
+            f"{path} is no report of this kit ({error}); make that report again."
+        ) from None
 
 
 def compare_with_baseline(
@@ -86,7 +93,7 @@ def _row_changes(
     name: str, old: Mapping[str, Any], row: Row, samples: Sequence[Sequence[float]]
 ) -> list[Change]:
     changes = [*_status_changes(name, old, row)]
-    then = estimate(old.get("iteration_ms_samples") or [])
+    then = estimate(_samples(old))
     now = estimate(samples)
     if then is not None and now is not None:
         found = compare(then, now)
@@ -95,6 +102,13 @@ def _row_changes(
         kind = {Verdict.SLOWER: "regression", Verdict.FASTER: "unexpected improvement"}
         changes.append(Change(name, kind.get(found.verdict, "same"), f"{text}, {found.verdict}"))
     return changes
+
+
+def _samples(old: Mapping[str, Any]) -> list[list[float]]:
+    try:
+        return msgspec.convert(old.get("iteration_ms_samples") or [], list[list[float]])
+    except msgspec.ValidationError:
+        return []
 
 
 def _status_changes(name: str, old: Mapping[str, Any], row: Row) -> list[Change]:
