@@ -42,6 +42,8 @@ class Device:
     """Of the dense peak, what large matrix products reach in training."""
     link: str
     """Key of the link between devices of one node."""
+    network: str
+    """Key of the usual link between nodes."""
     verified: bool
     source: str
 
@@ -126,6 +128,7 @@ def _device(key: str, entry: Mapping[str, Any]) -> Device:
         memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
         matmul_fraction=entry["matmul_fraction"],
         link=entry["link"],
+        network=entry["network"],
         verified=entry["verified"],
         source=entry["source"],
     )

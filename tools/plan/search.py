@@ -85,15 +85,22 @@ class Plan:
         return self.ranked[0] if self.ranked else None
 
 
-def search(request: Request, kept: int = KEPT) -> Plan:
-    """Rank every legal configuration; raises `NoPeakError` if the device cannot do the dtype."""
+def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
+    """Rank every legal configuration.
+
+    `slack` above 1 also evaluates those that are up to so many times slower than the last one kept,
+    for pictures.
+
+    Raises:
+        NoPeakError: The device has no matrix rate in the requested dtype.
+    """
     capacity = request.cluster.device.memory_bytes
     best: dict[str, Candidate] = {}
     examined: list[Candidate] = []
     found = _bounds(request)
     while found.queue:
         bound, _, plain = heapq.heappop(found.queue)
-        if len(best) >= kept and bound > _slowest_kept(best, kept):
+        if len(best) >= kept and bound > slack * _slowest_kept(best, kept):
             break
         for configuration in variants(plain):
             rank, memory = fullest_rank(configuration)

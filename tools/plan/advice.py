@@ -1,0 +1,247 @@
+"""What the figures say, in sentences: which parallelism, why it wins, what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import StrEnum
+
+from tools.plan.candidates import base, micro_batches, recomputes, splits, variants
+from tools.plan.cluster import Cluster
+from tools.plan.memory import fullest_rank
+from tools.plan.parameters import parameters_total
+from tools.plan.search import Candidate, Plan, Request, evaluate
+from tools.plan.timing import TIME_COMPONENTS
+from tools.records import Parallelism, Sharding
+
+GIB = 2**30
+
+_COMPONENT_WORDS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory_bound": "memory-bound kernels",
+    "tensor_parallel": "exposed tensor-parallel communication",
+    "context_parallel": "exposed context-parallel communication",
+    "expert_parallel": "expert-parallel communication",
+    "pipeline_messages": "messages between stages",
+    "bubble": "the pipeline bubble",
+    "gradient_sync": "gradient synchronisation",
+    "optimizer": "the optimizer",
+}
+
+
+class Kind(StrEnum):
+    """Families of the decision tree."""
+
+    DATA = "data parallelism"
+    SHARDED_DATA = "sharded data parallelism (ZeRO)"
+    TENSOR = "tensor parallelism"
+    CONTEXT = "context parallelism"
+    PIPELINE = "pipeline parallelism"
+    HYBRID = "a hybrid"
+    SINGLE = "a single device"
+
+
+def kind_of(parallelism: Parallelism) -> Kind:
+    """The family a parallelism belongs to; the distributed optimizer alone is still data
+    parallelism."""
+    dimensions = {
+        Kind.TENSOR: parallelism.tensor,
+        Kind.CONTEXT: parallelism.context,
+        Kind.PIPELINE: parallelism.pipeline,
+        Kind.DATA: parallelism.data,
+    }
+    used = [kind for kind, degree in dimensions.items() if degree > 1]
+    if not used:
+        return Kind.SINGLE
+    if len(used) > 1:
+        return Kind.HYBRID
+    sharded = parallelism.sharding not in {Sharding.NONE, Sharding.ZERO1}
+    return Kind.SHARDED_DATA if used[0] is Kind.DATA and sharded else used[0]
+
+
+def best_of_each_kind(request: Request) -> dict[Kind, Candidate]:
+    """The fastest of every pure family; where none fits, the one that needs the least memory."""
+    best: dict[Kind, Candidate] = {}
+    for candidate in _pure_candidates(request):
+        kind = kind_of(candidate.configuration.parallelism)
+        if kind not in best or _preference(candidate) < _preference(best[kind]):
+            best[kind] = candidate
+    return best
+
+
+def single_device(request: Request) -> Candidate | None:
+    """The same training on one device of the same kind: its fastest that fits, if any does."""
+    cluster = replace(request.cluster, devices=1)
+    alone = replace(request, cluster=cluster)
+    fitting = [candidate for candidate in _pure_candidates(alone) if candidate.fits]
+    return min(fitting, key=_preference, default=None)
+
+
+def advice(plan: Plan) -> list[str]:
+    """The plan in a few sentences; see the README for how they compare with rules of thumb."""
+    if plan.winner is None:
+        return [no_fit_sentence(plan)]
+    sentences = [_size_sentence(plan.request)]
+    alone = single_device(plan.request) if plan.request.cluster.devices > 1 else None
+    if plan.request.cluster.devices > 1:
+        sentences.append(_single_sentence(plan.request, alone, plan.winner))
+    sentences.append(_kind_sentence(plan, best_of_each_kind(plan.request)))
+    if len(plan.ranked) > 1:
+        sentences.append(runner_up_sentence(plan.ranked[0], plan.ranked[1]))
+    sentences.append(binding_sentence(plan))
+    return sentences
+
+
+def no_fit_sentence(plan: Plan) -> str:
+    """Why nothing can be recommended."""
+    request, cluster = plan.request, plan.request.cluster
+    if plan.lightest is None:
+        return (
+            f"No split of {cluster.devices} device(s) divides the global batch of "
+            f"{request.global_batch} and {request.model.name}'s layers, heads and sequence; use a "
+            "global batch that is a multiple of the number of devices."
+        )
+    missing = plan.lightest.memory.total - cluster.device.memory_bytes
+    return (
+        f"{request.model.name} does not fit on {cluster.devices} {cluster.device.name}: the closest, "
+        f"{plan.lightest.strategy}, needs {plan.lightest.memory.total / GIB:.1f} GiB on its fullest "
+        f"rank and misses by {missing / GIB:.1f} GiB."
+    )
+
+
+def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
+    """One sentence of numbers: where the winner's lead comes from."""
+    lead = second.seconds.total - winner.seconds.total
+    gaps = {
+        name: getattr(second.seconds, name) - getattr(winner.seconds, name)
+        for name in TIME_COMPONENTS
+    }
+    most = max(gaps, key=lambda name: gaps[name])
+    text = (
+        f"{winner.strategy} takes {_milliseconds(winner)} an iteration, "
+        f"{100 * lead / winner.seconds.total:.1f}% less than {second.strategy}'s "
+        f"{_milliseconds(second)}"
+    )
+    if gaps[most] <= 0:
+        return f"{text}; the two do not differ in time, only in memory."
+    least = min(gaps, key=lambda name: gaps[name])
+    text += f": it saves {1e3 * gaps[most]:.1f} ms of {_COMPONENT_WORDS[most]}"
+    if gaps[least] < -0.001:
+        text += f" and gives back {-1e3 * gaps[least]:.1f} ms of {_COMPONENT_WORDS[least]}"
+    return f"{text}."
+
+
+def binding(plan: Plan) -> str:
+    """What limits the winner: memory, a link, the bubble, or arithmetic."""
+    winner = plan.winner
+    if winner is None:
+        return "memory"
+    overheads = {name: getattr(winner.seconds, name) for name in _OVERHEADS}
+    largest = max(overheads, key=lambda name: overheads[name])
+    if overheads[largest] > 0.1 * winner.seconds.total:
+        return _COMPONENT_WORDS[largest].removeprefix("the ")
+    if winner.memory.total > 0.9 * plan.request.cluster.device.memory_bytes:
+        return "memory"
+    return "arithmetic"
+
+
+def binding_sentence(plan: Plan) -> str:
+    """The same with its numbers."""
+    winner, device = plan.winner, plan.request.cluster.device
+    assert winner is not None
+    share = 100 * winner.memory.total / device.memory_bytes
+    parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(winner.seconds, name))[:3]
+    shares = ", ".join(
+        f"{_COMPONENT_WORDS[name]} {100 * getattr(winner.seconds, name) / winner.seconds.total:.0f}%"
+        for name in parts
+    )
+    return (
+        f"Binding is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
+        f"{winner.memory.total / GIB:.1f} GiB, {share:.0f}% of the device."
+    )
+
+
+_OVERHEADS = (
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "pipeline_messages",
+    "bubble",
+    "gradient_sync",
+)
+
+
+def _pure_candidates(request: Request) -> Iterator[Candidate]:
+    """Every configuration with one dimension of parallelism alone."""
+    template, devices = request.template, request.cluster.devices
+    for split in splits(template.shape, devices):
+        degrees = (split.tensor, split.context, split.pipeline, split.data)
+        if sum(degree > 1 for degree in degrees) > 1 or split.expert > 1:
+            continue
+        for size in micro_batches(split, request.global_batch):
+            for recompute in recomputes(template):
+                for configuration in variants(base(template, split, size, recompute)):
+                    yield evaluate(request, configuration, fullest_rank(configuration))
+
+
+def _preference(candidate: Candidate) -> tuple[bool, float]:
+    if candidate.fits:
+        return False, candidate.seconds.total
+    return True, float(candidate.memory.total)
+
+
+def _size_sentence(request: Request) -> str:
+    parameters = parameters_total(request.template.shape)
+    precision = {"fp16": 20, "bf16": 18, "fp32": 16}[request.template.dtype]
+    device = request.cluster.device
+    return (
+        f"{request.model.name} has {parameters / 1e9:.2f} billion parameters; weights, gradients and "
+        f"optimizer take {parameters * precision / GIB:.0f} GiB in {request.template.dtype}, one "
+        f"{device.name} has {device.memory_bytes / GIB:.0f} GiB."
+    )
+
+
+def _single_sentence(request: Request, alone: Candidate | None, winner: Candidate) -> str:
+    if alone is None:
+        return "One device is not enough, whatever the micro batch and recomputation."
+    speedup = alone.seconds.total / winner.seconds.total
+    devices = request.cluster.devices
+    text = f"One device is enough: it takes {_milliseconds(alone)} for the same global batch"
+    return f"{text}; {devices} are {speedup:.2f} times as fast."
+
+
+def _kind_sentence(plan: Plan, kinds: dict[Kind, Candidate]) -> str:
+    winner = plan.winner
+    assert winner is not None
+    chosen = kind_of(winner.configuration.parallelism)
+    others = ", ".join(
+        f"{kind} {_outcome(candidate, plan.request.cluster)}"
+        for kind, candidate in kinds.items()
+        if kind is not chosen
+    )
+    tail = f"; alone, {others}" if others else ""
+    illegal = [kind for kind in _PURE if kind not in kinds]
+    if illegal and plan.request.cluster.devices > 1:
+        devices = plan.request.cluster.devices
+        tail += f"; over all {devices} devices {_listed(illegal)} cannot be split evenly"
+    return f"Use {chosen} ({winner.strategy}, {_milliseconds(winner)}){tail}."
+
+
+_PURE = (Kind.DATA, Kind.TENSOR, Kind.PIPELINE)
+
+
+def _listed(kinds: list[Kind]) -> str:
+    return " and ".join([", ".join(kinds[:-1]), kinds[-1]]) if kinds[1:] else str(kinds[0])
+
+
+def _outcome(candidate: Candidate, cluster: Cluster) -> str:
+    if candidate.fits:
+        return f"takes {_milliseconds(candidate)}"
+    capacity = cluster.device.memory_bytes / GIB
+    return f"needs {candidate.memory.total / GIB:.0f} of {capacity:.0f} GiB"
+
+
+def _milliseconds(candidate: Candidate) -> str:
+    total = candidate.seconds.total
+    return f"{total:.1f} s" if total >= 10 else f"{1e3 * total:.0f} ms"

@@ -1,0 +1,103 @@
+"""From options to a request: defaults, units, and one sentence for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import fields, replace
+from pathlib import Path
+
+from tools.plan.cluster import Calibration, Cluster
+from tools.plan.configuration import Configuration, configuration_of
+from tools.plan.hardware import device_by_key, link_by_key
+from tools.plan.memory import PRECISIONS
+from tools.plan.search import Request
+from tools.recipe.model import load_model
+from tools.recipe.strategy import batch_for
+from tools.records import Batch, Parallelism
+
+USUAL_NODE = 8
+
+
+class RequestError(ValueError):
+    """A request that contradicts itself or asks for what is not there; the message says which."""
+
+
+def request_from_options(options: Namespace) -> Request:
+    """Build the request.
+
+    Raises:
+        RequestError: Contradictory or impossible numbers.
+        UnknownModelError: No such model.
+        UnknownHardwareError: No such device or link.
+    """
+    model = load_model(options.model)
+    devices, per_node = _devices_and_node(options)
+    device = device_by_key(options.gpu)
+    dtype = options.dtype or model.dtype
+    if dtype not in PRECISIONS:
+        raise RequestError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
+    batch = (
+        options.global_batch or batch_for(model.batch, Parallelism(data=devices)).global_batch_size
+    )
+    if batch < 1:
+        raise RequestError(f"The global batch is {batch}; use 1 or more.")
+    template = _template(configuration_of(model, Parallelism(), Batch(1, batch)), options.seq)
+    cluster = Cluster(
+        device=device,
+        devices=devices,
+        per_node=per_node,
+        intra=link_by_key(options.intra or device.link),
+        inter=link_by_key(options.inter or device.network),
+        calibration=load_calibration(options.calibration),
+    )
+    return Request(model, cluster, batch, replace(template, dtype=dtype))
+
+
+def load_calibration(path: Path | None) -> Calibration:
+    """Measured constants from a JSON file with the names of `Calibration`; without one, the defaults.
+
+    Raises:
+        RequestError: The file is missing, is not JSON, or has a name that is not known.
+    """
+    if path is None:
+        return Calibration()
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"The calibration {path} cannot be read: {error}.") from None
+    known = {field.name for field in fields(Calibration)}
+    if not isinstance(values, dict) or not set(values) <= known:
+        raise RequestError(
+            f"The calibration {path} may hold {', '.join(sorted(known))} and no more."
+        )
+    return Calibration(**{"source": str(path), **values})
+
+
+def _devices_and_node(options: Namespace) -> tuple[int, int]:
+    """Devices in all and in a node, from any two of the three options."""
+    for name in ("gpus", "nodes", "gpus_per_node"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise RequestError(f"--{name.replace('_', '-')} is {value}; use 1 or more.")
+    devices, nodes, per_node = options.gpus, options.nodes, options.gpus_per_node
+    if devices is None:
+        devices = (nodes or 1) * (per_node or (USUAL_NODE if nodes else 1))
+    if per_node is None:
+        per_node = -(-devices // nodes) if nodes else min(devices, USUAL_NODE)
+    if nodes is not None and nodes * per_node != devices:
+        raise RequestError(
+            f"{nodes} node(s) of {per_node} have {nodes * per_node} GPUs, not {devices}; leave one of "
+            "--gpus, --nodes and --gpus-per-node out."
+        )
+    return devices, per_node
+
+
+def _template(configuration: Configuration, seq_length: int | None) -> Configuration:
+    if seq_length is None:
+        return configuration
+    shape = configuration.shape
+    if seq_length < 1:
+        raise RequestError(f"The sequence length is {seq_length}; use 1 or more.")
+    positions = max(shape.positions, seq_length) if shape.positions else 0
+    return replace(configuration, shape=replace(shape, seq_length=seq_length, positions=positions))

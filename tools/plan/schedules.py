@@ -1,0 +1,204 @@
+"""Pipeline schedules, event by event: GPipe, 1F1B, interleaved 1F1B, and PipeDream's.
+
+Every worker has a list of passes in a fixed order and runs each as soon as its input has arrived.
+Sources: GPipe arXiv:1811.06965; PipeDream arXiv:1806.03377 (asynchronous 1F1B with weight
+stashing); 1F1B with flushes and interleaving arXiv:2104.04473 §2.2 and Megatron's
+`pipeline_parallel/schedules.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Schedule(StrEnum):
+    """The four that are compared."""
+
+    GPIPE = "GPipe"
+    ONE_F_ONE_B = "1F1B"
+    INTERLEAVED = "interleaved 1F1B"
+    PIPEDREAM = "PipeDream"
+
+
+class Pass(StrEnum):
+    """Direction of a pass through a stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """One pass of one micro batch through one chunk of one worker."""
+
+    direction: Pass
+    microbatch: int
+    """Counted over all iterations."""
+    chunk: int = 0
+    """Virtual stage of the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A step with its time."""
+
+    worker: int
+    step: Step
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Time of a whole stage's pass, and of one message."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    transfer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated schedule."""
+
+    schedule: Schedule
+    pipeline: int
+    microbatches: int
+    """In one iteration."""
+    iterations: int
+    virtual: int
+    durations: Durations
+    events: tuple[Event, ...]
+
+    @property
+    def length(self) -> float:
+        """Time from the first start to the last end."""
+        return max(event.end for event in self.events)
+
+
+def simulate(
+    schedule: Schedule,
+    pipeline: int,
+    microbatches: int,
+    *,
+    iterations: int = 1,
+    virtual: int = 2,
+    durations: Durations | None = None,
+) -> Timeline:
+    """Run a schedule.
+
+    GPipe and both 1F1B flush: the next iteration starts when all stages have finished this one.
+    PipeDream updates after every backward and never flushes.
+
+    Raises:
+        ValueError: Degrees below 1, or interleaving with a number of micro batches that PP does
+            not divide.
+    """
+    if min(pipeline, microbatches, iterations, virtual) < 1:
+        raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
+    durations = durations or Durations()
+    if schedule is not Schedule.INTERLEAVED:
+        virtual = 1
+    elif microbatches % pipeline:
+        raise ValueError(
+            f"Interleaving needs micro batches in multiples of the {pipeline} stages, not "
+            f"{microbatches}; use {-(-microbatches // pipeline) * pipeline}."
+        )
+    rounds = [(0, microbatches * iterations)]
+    if schedule is not Schedule.PIPEDREAM:
+        rounds = [(i * microbatches, microbatches) for i in range(iterations)]
+    events: list[Event] = []
+    start = 0.0
+    for first, count in rounds:
+        orders = [_order(schedule, worker, pipeline, count, virtual) for worker in range(pipeline)]
+        events += _run(orders, first, start, virtual, durations)
+        start = max(event.end for event in events)
+    return Timeline(schedule, pipeline, microbatches, iterations, virtual, durations, tuple(events))
+
+
+def _order(schedule: Schedule, worker: int, pipeline: int, count: int, virtual: int) -> list[Step]:
+    forwards = [_virtual_step(Pass.FORWARD, k, pipeline, virtual) for k in range(count * virtual)]
+    backwards = [_virtual_step(Pass.BACKWARD, k, pipeline, virtual) for k in range(count * virtual)]
+    if schedule is Schedule.GPIPE:
+        return forwards + backwards[::-1]
+    warmup = pipeline - worker - 1
+    if schedule is Schedule.INTERLEAVED and virtual > 1:
+        warmup = 2 * warmup + (virtual - 1) * pipeline
+    warmup = min(warmup, len(forwards))
+    steps = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        steps += [forward, backward]
+    return steps + backwards[len(forwards) - warmup :]
+
+
+def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> Step:
+    """Megatron's order: groups of `pipeline` micro batches go through each chunk in turn."""
+    if virtual == 1:
+        return Step(direction, index)
+    group, place = divmod(index, pipeline * virtual)
+    chunk = place // pipeline
+    if direction is Pass.BACKWARD:
+        chunk = virtual - 1 - chunk
+    return Step(direction, group * pipeline + place % pipeline, chunk)
+
+
+def _run(
+    orders: list[list[Step]], first: int, start: float, virtual: int, durations: Durations
+) -> list[Event]:
+    """Start every step when its worker is free and its input is there."""
+    pipeline = len(orders)
+    done: dict[tuple[int, Step], float] = {}
+    free, position = [start] * pipeline, [0] * pipeline
+    events: list[Event] = []
+    waiting = sum(map(len, orders))
+    while waiting:
+        before = waiting
+        for worker, order in enumerate(orders):
+            while position[worker] < len(order):
+                step = order[position[worker]]
+                ready = _ready(step, worker, pipeline, virtual, done, durations)
+                if ready is None:
+                    break
+                begin = max(free[worker], ready)
+                whole = durations.forward if step.direction is Pass.FORWARD else durations.backward
+                end = begin + whole / virtual
+                done[worker, step] = free[worker] = end
+                shown = Step(step.direction, step.microbatch + first, step.chunk)
+                events.append(Event(worker, shown, begin, end))
+                position[worker] += 1
+                waiting -= 1
+        if waiting == before:
+            raise RuntimeError("The schedule deadlocks.")
+    return events
+
+
+def _ready(
+    step: Step,
+    worker: int,
+    pipeline: int,
+    virtual: int,
+    done: dict[tuple[int, Step], float],
+    durations: Durations,
+) -> float | None:
+    """When a step's input is on its worker; None while what makes it has not run."""
+    source = _source(step, worker, pipeline, virtual)
+    if source is None:
+        return 0.0
+    finished = done.get(source)
+    if finished is None:
+        return None
+    return finished + (durations.transfer if source[0] != worker else 0.0)
+
+
+def _source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[int, Step] | None:
+    """The step whose output this one needs."""
+    forward = step.direction is Pass.FORWARD
+    stage = step.chunk * pipeline + worker
+    last = pipeline * virtual - 1
+    if forward and stage == 0:
+        return None
+    if not forward and stage == last:
+        return worker, Step(Pass.FORWARD, step.microbatch, step.chunk)
+    chunk, neighbour = divmod(stage - 1 if forward else stage + 1, pipeline)
+    return neighbour, Step(step.direction, step.microbatch, chunk)

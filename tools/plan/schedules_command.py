@@ -1,0 +1,109 @@
+"""`python -m tools.plan schedules`: four pipeline schedules beside one another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.plan.schedule_figures import (
+    closed_form_activations,
+    closed_form_bubble,
+    figures,
+)
+from tools.plan.schedules import Durations, Schedule, Timeline, simulate
+
+
+def main(arguments: list[str]) -> int:
+    """Simulate, print, draw; 2 and one sentence on stderr for what cannot be."""
+    options = _parser().parse_args(arguments)
+    durations = Durations(options.forward, options.backward, options.transfer)
+    try:
+        timelines = [
+            simulate(
+                schedule,
+                options.pipeline,
+                options.microbatches,
+                iterations=options.iterations,
+                virtual=options.virtual,
+                durations=durations,
+            )
+            for schedule in Schedule
+        ]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps([timeline_as_data(timeline) for timeline in timelines], indent=2))
+    else:
+        _print(timelines)
+    if options.svg:
+        from tools.plan.schedule_picture import draw_schedules
+
+        draw_schedules(timelines, options.svg)
+    return 0
+
+
+def timeline_as_data(timeline: Timeline) -> dict[str, Any]:
+    """One schedule's figures, measured and in closed form."""
+    measured = figures(timeline)
+    return {
+        "schedule": str(timeline.schedule),
+        "length": timeline.length,
+        "bubble": measured.bubble,
+        "bubble_closed_form": closed_form_bubble(timeline),
+        "idle_share": measured.idle_share,
+        "activations": list(measured.activations),
+        "activations_closed_form": list(closed_form_activations(timeline)),
+        "weight_versions": list(measured.weight_versions),
+        "staleness": list(measured.staleness),
+    }
+
+
+def _print(timelines: list[Timeline]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    first = timelines[0]
+    title = (
+        f"{first.pipeline} stages, {first.microbatches} micro batches an iteration, "
+        f"{first.iterations} iteration(s)"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("schedule")
+    columns = ("time", "idle", "bubble", "closed form", "held, by stage", "versions", "staleness")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for timeline in timelines:
+        measured = figures(timeline)
+        table.add_row(
+            str(timeline.schedule),
+            f"{timeline.length:g}",
+            f"{100 * measured.idle_share:.1f}%",
+            f"{measured.bubble:.4f}",
+            f"{closed_form_bubble(timeline):.4f}",
+            " ".join(f"{held:g}" for held in measured.activations),
+            " ".join(map(str, measured.weight_versions)),
+            " ".join(map(str, measured.staleness)),
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan schedules",
+        description="Compare GPipe, 1F1B, interleaved 1F1B and PipeDream, event by event.",
+    )
+    parser.add_argument("--pipeline", type=int, default=4, help="stages")
+    parser.add_argument("--microbatches", type=int, default=8, help="in one iteration")
+    parser.add_argument("--iterations", type=int, default=2, help="PipeDream fills once over all")
+    parser.add_argument("--virtual", type=int, default=2, help="virtual stages, interleaved")
+    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
+    parser.add_argument("--backward", type=float, default=2.0, help="time of a stage's backward")
+    parser.add_argument("--transfer", type=float, default=0.0, help="time of a message")
+    parser.add_argument("--svg", type=Path, help="write the picture here")
+    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+    return parser
