@@ -175,6 +175,11 @@ def check_texts(
             return Problem(Kind.MISSING_KEY, number, f"'{key}'")
         if value is None:
             return Problem(Kind.NULL_TEXT, number, f"key '{key}'")
+        if isinstance(value, bytes):  # of a table: a binary column, or text that is not UTF-8
+            try:
+                value = value.decode()
+            except UnicodeDecodeError as error:
+                return Problem(Kind.INVALID_UTF8, number, f"byte {error.start + 1} of '{key}'")
         if not isinstance(value, str) and not _is_sentences(value):
             return Problem(Kind.NOT_TEXT, number, f"key '{key}' holds {type(value).__name__}")
         if not _is_encodable(value):

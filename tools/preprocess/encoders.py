@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import unicodedata
@@ -168,6 +169,7 @@ def _template(spec: TokenizerSpec) -> tuple[Ids, Ids]:
     return nothing, nothing
 
 
+@functools.cache
 def _load_hugging_face(spec: TokenizerSpec) -> Any:
     # The pipeline's own threads keep all cores busy; the setting is read at the first batch.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

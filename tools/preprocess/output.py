@@ -28,10 +28,11 @@ class Output:
             ".lengths": sum(shard.sequences for shard in done) * 4,
             ".counts": sum(shard.documents for shard in done) * 4,
         }
-        self._files: list[BinaryIO] = []
-        for suffix, size in sizes.items():
-            self._files.append(_open_at(base.with_name(base.name + suffix), size))
-        self._rehash(base.with_name(base.name + ".bin"))
+        if done:
+            self._rehash(base.with_name(base.name + ".bin"))
+        self._files = [
+            _open_at(base.with_name(base.name + suffix), size) for suffix, size in sizes.items()
+        ]
 
     @property
     def sha256(self) -> str:

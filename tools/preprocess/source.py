@@ -156,7 +156,7 @@ def _value(scalar: object) -> object:
     try:
         return scalar.as_py()  # type: ignore[attr-defined]
     except UnicodeDecodeError:
-        return b""
+        return scalar.as_buffer().to_pybytes()  # type: ignore[attr-defined]
 
 
 def _join(text: Text) -> str:

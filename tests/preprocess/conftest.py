@@ -1,0 +1,127 @@
+"""Shared by the tests of `tools.preprocess`: Megatron as the reference, and a tool to run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tools.preprocess.cli import main
+from tools.preprocess.encoders import Encoder, GigatokenEncoder, HuggingFaceEncoder
+from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Reference = Callable[..., tuple[bytes, bytes]]
+Tool = Callable[..., int]
+
+
+@pytest.fixture(scope="session")
+def gpt2() -> TokenizerSpec:
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="session")
+def gigatoken_gpt2(gpt2: TokenizerSpec) -> Encoder:
+    return GigatokenEncoder(gpt2)
+
+
+@pytest.fixture(scope="session")
+def hugging_face_gpt2(gpt2: TokenizerSpec) -> Encoder:
+    return HuggingFaceEncoder(gpt2)
+
+
+@pytest.fixture(scope="session")
+def indexed_dataset() -> Iterator[ModuleType]:
+    """Megatron's own module, from the installed wheel."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("RANK", "0")  # it warns without
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+
+        yield indexed_dataset
+
+
+@pytest.fixture(scope="session")
+def reference(
+    indexed_dataset: ModuleType,
+    hugging_face_gpt2: Encoder,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Reference:
+    """`.bin` and `.idx` as Megatron's builder writes them for Hugging Face `tokenizers`' ids."""
+
+    def build(
+        documents: Iterable[str | list[str]],
+        eod: int | None = 50256,
+        encoder: Encoder = hugging_face_gpt2,
+        vocabulary: int = 50257,
+    ) -> tuple[bytes, bytes]:
+        folder = tmp_path_factory.mktemp("megatron")
+        dtype = indexed_dataset.DType.optimal_dtype(vocabulary)
+        builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "x.bin"), dtype=dtype)
+        for document in documents:
+            sentences = [document] if isinstance(document, str) else document
+            ids = [encoder.encode([sentence])[0].tolist() for sentence in sentences]
+            ids = [sentence for sentence in ids if sentence]
+            if ids and eod is not None:
+                ids[-1].append(eod)
+            builder.add_document([i for part in ids for i in part], [len(part) for part in ids])
+        builder.finalize(str(folder / "x.idx"))
+        return (folder / "x.bin").read_bytes(), (folder / "x.idx").read_bytes()
+
+    return build
+
+
+@pytest.fixture
+def tool() -> Tool:
+    """Runs the tool in this process; its exit status."""
+
+    def run(*arguments: object) -> int:
+        return main([str(argument) for argument in arguments])
+
+    return run
+
+
+@pytest.fixture
+def write_lines(tmp_path: Path) -> Callable[..., Path]:
+    """Writes JSON lines `{"text": …}`, or rows as they are, and returns the file."""
+
+    def write(documents: Sequence[object], name: str = "in.jsonl") -> Path:
+        rows = [d if isinstance(d, dict) else {"text": d} for d in documents]
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def process() -> Callable[..., subprocess.Popen[str]]:
+    """Starts the tool as a process of its own."""
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tools.preprocess", *map(str, arguments)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def pair(prefix: Path) -> tuple[bytes, bytes]:
+    """Bytes of a data set's two files."""
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+@pytest.fixture
+def read_pair() -> Callable[[Path], tuple[bytes, bytes]]:
+    return pair

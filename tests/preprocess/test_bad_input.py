@@ -1,0 +1,211 @@
+"""Whatever is wrong with an input is named with its place, counted, and harms nothing."""
+
+import errno
+import gzip
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tools.preprocess import output
+
+GOOD = ["one", "two", "three"]
+BAD_LINES = {
+    "broken JSON line": b'{"text": "a"',
+    "missing key ('text')": b'{"body": "a"}',
+    "null text (key 'text')": b'{"text": null}',
+    "invalid UTF-8 (byte 11 of the line)": b'{"text": "\xff"}',
+}
+
+
+def write_bad(tmp_path, line):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text":"one"}\n{"text":"two"}\n' + line + b'\n{"text":"three"}\n')
+    return path
+
+
+@pytest.mark.parametrize(("said", "line"), BAD_LINES.items())
+def test_a_bad_line_stops_the_run_and_is_named(tool, tmp_path, capsys, said, line):
+    path = write_bad(tmp_path, line)
+    assert tool("--input", path, "--output-prefix", tmp_path / "o") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}:3: {said}")
+    assert "--on-error skip" in error
+    assert not (tmp_path / "o_text_document.idx").exists()
+
+
+@pytest.mark.parametrize(("said", "line"), BAD_LINES.items())
+def test_skipping_leaves_out_the_bad_line_and_counts_it(
+    tool, tmp_path, capsys, said, line, reference, read_pair
+):
+    path = write_bad(tmp_path, line)
+    assert tool("--input", path, "--output-prefix", tmp_path / "o", "--on-error", "skip") == 0
+    printed = capsys.readouterr()
+    assert f"{path}:3: {said}" in printed.err
+    assert f"1 × {said.partition(' (')[0]}" in printed.out
+    assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
+
+
+def test_a_run_that_stopped_goes_on_with_skip(tool, tmp_path, capsys, reference, read_pair):
+    documents = [f"document {i}" for i in range(400)]
+    lines = [json.dumps({"text": d}) for d in documents]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join([*lines[:399], "broken", lines[399]]) + "\n")
+    flags = ("--input", path, "--output-prefix", tmp_path / "o", "--commit-mib", "0.0001")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.preprocess.lines.BLOCK_BYTES", 1 << 10)
+        assert tool(*flags) == 1
+        assert f"{path}:400: broken JSON" in capsys.readouterr().err
+        assert tool(*flags, "--on-error", "skip") == 0
+    said = capsys.readouterr().err
+    assert "Going on after" in said
+    assert f"{path}:400: broken JSON" in said
+    assert read_pair(tmp_path / "o_text_document") == reference(documents, None)
+
+
+def test_a_line_is_named_by_its_number_in_the_whole_file_also_in_a_part(tool, tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text":"a"}\n' * 99 + "broken\n")
+    flags = ("--input", path, "--output-prefix", tmp_path / "o", "--shard", "1/2")
+    assert tool(*flags) == 1
+    assert f"{path}:100: broken JSON" in capsys.readouterr().err
+
+
+def test_an_empty_file_is_named(tool, tmp_path, capsys, write_lines, reference, read_pair):
+    (tmp_path / "a.jsonl").touch()
+    flags = ("--input", tmp_path / "a.jsonl", write_lines(GOOD, "b.jsonl"))
+    flags = (*flags, "--output-prefix", tmp_path / "o")
+    assert tool(*flags) == 1
+    assert f"{tmp_path / 'a.jsonl'}: empty file" in capsys.readouterr().err
+    assert tool(*flags, "--on-error", "skip") == 0
+    assert "1 × empty file" in capsys.readouterr().out
+    assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
+
+
+def test_an_empty_document_is_kept_as_megatron_keeps_it_and_named(
+    tool, tmp_path, capsys, write_lines, reference, read_pair
+):
+    path = write_lines(["one", "", "two"])
+    assert tool("--input", path, "--output-prefix", tmp_path / "o", "--append-eod") == 0
+    printed = capsys.readouterr()
+    assert f"{path}:2: empty document (noted)" in printed.err
+    assert "1 × empty document" in printed.out
+    assert read_pair(tmp_path / "o_text_document") == reference(["one", "", "two"])
+
+
+def test_a_truncated_archive_is_named(tool, tmp_path, capsys, write_lines):
+    packed = gzip.compress(write_lines([f"text {i}" for i in range(5000)]).read_bytes())
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(packed[: len(packed) // 2])
+    flags = ("--input", path, "--output-prefix", tmp_path / "o")
+    assert tool(*flags) == 1
+    assert "truncated or damaged archive" in capsys.readouterr().err
+    assert tool(*flags, "--on-error", "skip") == 0
+    printed = capsys.readouterr()
+    assert "1 × truncated or damaged archive" in printed.out
+    assert "documents" in printed.out
+
+
+def test_a_truncated_parquet_file_is_named(tool, tmp_path, capsys):
+    (tmp_path / "in.parquet").write_bytes(b"PAR1" + bytes(100))
+    assert tool("--input", tmp_path / "in.parquet", "--output-prefix", tmp_path / "o") == 1
+    assert "truncated or damaged archive" in capsys.readouterr().err
+
+
+def test_documents_over_the_limit_are_refused(
+    tool, tmp_path, capsys, write_lines, reference, read_pair
+):
+    path = write_lines(["short", "x" * 2000, "also short"])
+    flags = ("--input", path, "--output-prefix", tmp_path / "o", "--max-document-mb", "0.001")
+    assert tool(*flags) == 1
+    assert f"{path}:2: document over --max-document-mb (2000 bytes)" in capsys.readouterr().err
+    assert tool(*flags, "--on-error", "skip") == 0
+    assert read_pair(tmp_path / "o_text_document") == reference(["short", "also short"], None)
+
+
+def test_an_output_of_another_run_is_not_touched(tool, tmp_path, capsys, write_lines, read_pair):
+    path = write_lines(GOOD)
+    flags = ("--input", path, "--output-prefix", tmp_path / "o")
+    assert tool(*flags) == 0
+    before = read_pair(tmp_path / "o_text_document")
+    capsys.readouterr()
+    assert tool(*flags) == 0
+    assert "Nothing to do" in capsys.readouterr().err
+    assert tool(*flags, "--append-eod") == 1
+    error = capsys.readouterr().err
+    assert "exists already, but --append-eod (end-of-document id) was None, now 50256" in error
+    assert read_pair(tmp_path / "o_text_document") == before
+    assert tool(*flags, "--append-eod", "--overwrite") == 0
+    assert read_pair(tmp_path / "o_text_document") != before
+
+
+def test_an_output_without_a_manifest_is_not_touched(tool, tmp_path, capsys, write_lines):
+    (tmp_path / "o_text_document.bin").write_bytes(b"precious")
+    flags = ("--input", write_lines(GOOD), "--output-prefix", tmp_path / "o")
+    assert tool(*flags) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "o_text_document.bin").read_bytes() == b"precious"
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
+    tool, tmp_path, capsys, write_lines, reference, read_pair, monkeypatch
+):
+    path = write_lines(GOOD)
+    flags = ("--input", path, "--output-prefix", tmp_path / "o")
+
+    def full(_stream):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "sync", full)
+        assert tool(*flags) == 1
+    error = capsys.readouterr().err
+    assert "The disk is full or limited" in error
+    assert error.count("\n") == 1
+    assert tool(*flags) == 0
+    assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
+
+
+def test_a_limit_on_file_sizes_is_one_sentence(tmp_path, write_lines):
+    """A real limit of the system, in a process of its own: what a full disk looks like."""
+    path = write_lines(["word " * 20_000])
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tools.preprocess",
+            "--input",
+            path,
+            "--output-prefix",
+            tmp_path / "o",
+        ],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "The disk is full or limited" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "o_text_document.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--json-keys", "a/b"), "cannot name a data set"),
+        (("--json-keys", "text", "text"), "cannot name a data set"),
+        (("--max-document-mb", "-1"), "is not positive"),
+        (("--shard", "2/2"), "parts count from 0"),
+        (("--workers", "-1"), "is negative"),
+        (("--tokenizer", "gpt-2"), "did you mean gpt2?"),
+        (("--tokenizer", "nowhere/at/all"), "folder that holds a tokenizer.json"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_refused(tool, tmp_path, capsys, write_lines, flags, said):
+    assert tool("--input", write_lines(GOOD), "--output-prefix", tmp_path / "o", *flags) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

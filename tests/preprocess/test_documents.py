@@ -1,0 +1,113 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.preprocess.documents import Kind, LineParser, Problem, parse_rows, refuse_large
+
+PARSER = LineParser(["text"])
+
+
+def kinds(data):
+    return [(problem.kind, problem.line) for problem in PARSER.parse(data).problems]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (b'{"text": "a"', Kind.BROKEN_JSON),
+        (b'{"text": "a"} {"text": "b"}', Kind.BROKEN_JSON),
+        (b'{"text": "a",}', Kind.BROKEN_JSON),
+        (b'["a"]', Kind.BROKEN_JSON),
+        (b'\xef\xbb\xbf{"text": "a"}', Kind.BROKEN_JSON),
+        (b'{"text": "tab\tin it"}', Kind.BROKEN_JSON),
+        (b'{"other": "a"}', Kind.MISSING_KEY),
+        (b'{"text": null}', Kind.NULL_TEXT),
+        (b'{"text": 7}', Kind.NOT_TEXT),
+        (b'{"text": ["a", 7]}', Kind.NOT_TEXT),
+        (b'{"text": "a\xff"}', Kind.INVALID_UTF8),
+        (b'{"text": "a", "other": "\xff"}', Kind.INVALID_UTF8),
+        (b'{"text": "\\ud800"}', Kind.INVALID_UTF8),
+        (b"", Kind.BLANK_LINE),
+        (b"  \t", Kind.BLANK_LINE),
+    ],
+)
+def test_each_kind_of_bad_line_is_named_with_its_place(line, kind):
+    data = b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n'
+    documents = PARSER.parse(data)
+    assert kinds(data) == [(kind, 1)]
+    assert list(documents.columns[0]) == ["one", "two"]
+    assert list(documents.lines) == [0, 2]
+    assert documents.line_count == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"text": "a", "n": NaN}',
+        b'{"text": "a", "n": [1e999, -Infinity]}',
+        b'{"text": "b", "text": "a"}',
+        b'{"te\\u0078t": "a"}',
+        b'  {"text": "a"}  ',
+        b'{"text": "a", "odd": "\\ud800"}',
+    ],
+)
+def test_what_pythons_json_reads_is_read(line):
+    assert json.loads(line)["text"] == "a"
+    documents = PARSER.parse(line + b"\n")
+    assert list(documents.columns[0]) == ["a"]
+    assert not documents.problems
+
+
+def test_an_object_over_two_lines_does_not_pass_because_two_share_a_line():
+    data = b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n'
+    assert [kind for kind, _ in kinds(data)] == [Kind.BROKEN_JSON] * 3
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.fixed_dictionaries({"text": json_values, "other": json_values}), max_size=5)
+)
+def test_any_json_is_taken_or_refused_as_by_pythons_json(rows):
+    lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows]
+    documents = PARSER.parse(b"".join(line + b"\n" for line in lines))
+    expected = [
+        row["text"]
+        for row in rows
+        if isinstance(row["text"], str)
+        or (isinstance(row["text"], list) and all(isinstance(x, str) for x in row["text"]))
+    ]
+    assert list(documents.columns[0]) == expected
+    assert len(documents.problems) + len(expected) == len(rows) or not rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=80))
+def test_any_bytes_give_documents_or_problems_but_no_crash(data):
+    documents = PARSER.parse(data or b"\n")
+    assert len(documents.lines) + len(documents.problems) == documents.line_count
+
+
+def test_rows_of_tables_are_held_to_the_same_rules():
+    documents = parse_rows(["text"], [["a", None, 3, ["b", "c"], "\ud800"]])
+    assert list(documents.columns[0]) == ["a", ["b", "c"]]
+    assert [(p.kind, p.line) for p in documents.problems] == [
+        (Kind.NULL_TEXT, 1),
+        (Kind.NOT_TEXT, 2),
+        (Kind.INVALID_UTF8, 4),
+    ]
+
+
+def test_large_documents_are_refused_by_their_utf8_size():
+    documents = PARSER.parse('{"text":"éé"}\n{"text":"abcd"}\n{"text":"abcde"}\n'.encode())
+    kept = refuse_large(documents, 4)
+    assert list(kept.columns[0]) == ["éé", "abcd"]
+    assert kept.problems == (Problem(Kind.TOO_LARGE, 2, "5 bytes"),)

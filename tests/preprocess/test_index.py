@@ -1,0 +1,64 @@
+import io
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.preprocess.errors import DatasetError
+from tools.preprocess.index import IndexHeader, read_array, read_header, token_dtype, write_index
+
+
+def test_uint16_below_65500_entries_and_int32_from_there_on():
+    assert token_dtype(50_257) == np.uint16
+    assert token_dtype(65_499) == np.uint16
+    assert token_dtype(65_500) == np.int32
+
+
+def test_the_layout_byte_by_byte(tmp_path):
+    (tmp_path / "lengths").write_bytes(struct.pack("<2i", 3, 2))
+    (tmp_path / "counts").write_bytes(struct.pack("<3i", 1, 0, 1))
+    stream = io.BytesIO()
+    write_index(stream, np.dtype(np.uint16), tmp_path / "lengths", tmp_path / "counts")
+    assert stream.getvalue() == (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 2, 4)
+        + struct.pack("<2i", 3, 2)
+        + struct.pack("<2q", 0, 6)
+        + struct.pack("<4q", 0, 1, 1, 2)
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts=st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=20))
+def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
+    folder = tmp_path_factory.mktemp("index")
+    lengths = [n for document in counts for n in document]
+    np.array(lengths, "<i4").tofile(folder / "lengths")
+    np.array([len(document) for document in counts], "<i4").tofile(folder / "counts")
+    with (folder / "x.idx").open("wb") as stream:
+        write_index(stream, np.dtype(np.int32), folder / "lengths", folder / "counts")
+    header = read_header(folder / "x.idx")
+    assert header == IndexHeader("int32", len(lengths), len(counts))
+    assert (folder / "x.idx").stat().st_size == header.size_bytes
+    at = header.boundaries_offset
+    boundaries = np.concatenate(list(read_array(folder / "x.idx", at, "<i8", len(counts) + 1)))
+    assert boundaries.tolist() == np.cumsum([0, *(len(d) for d in counts)]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no Megatron index"),
+        (b"MMIDIDX\0\0" + b"\1", "no Megatron index"),
+        (b"PK" + bytes(40), "no Megatron index"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 2, 8, 0, 1), "version 2"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 99, 0, 1), "dtype code 99"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0), "0 document boundaries"),
+    ],
+)
+def test_a_damaged_header_is_named(tmp_path, content, said):
+    (tmp_path / "x.idx").write_bytes(content)
+    with pytest.raises(DatasetError, match=said):
+        read_header(tmp_path / "x.idx")

@@ -1,0 +1,74 @@
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools.preprocess import progress
+from tools.preprocess.filling import Progress
+from tools.preprocess.sample import sample_documents
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def state(done):
+    return Progress(1000, done_bytes=done, text_bytes=done * 1_000_000, documents=7, tokens=9)
+
+
+def test_without_a_terminal_there_is_one_line_a_minute(clock):
+    stream = io.StringIO()
+    with progress.progress_on(Console(file=stream, width=200)) as show:
+        for second in range(0, 181, 10):
+            clock[0] = float(second)
+            show(state(second))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "1.0 MB/s · 7 documents · 9 tokens · 6% · 0:15:40 left"
+
+
+def test_an_input_of_unknown_size_shows_no_share(clock):
+    stream = io.StringIO()
+    with progress.progress_on(Console(file=stream, width=200)) as show:
+        clock[0] = 61.0
+        show(Progress(0, text_bytes=122_000_000, documents=1, tokens=2))
+    assert stream.getvalue() == "2.0 MB/s · 1 documents · 2 tokens\n"
+
+
+def test_on_a_terminal_a_bar_is_drawn(clock):
+    stream = io.StringIO()
+    with progress.progress_on(Console(file=stream, force_terminal=True, width=120)) as show:
+        for second in (1.0, 2.0):
+            clock[0] = second
+            show(state(500))
+    assert "50%" in stream.getvalue()
+    assert "7 documents" in stream.getvalue()
+
+
+def test_the_sample_is_large_enough_and_made_only_once(tmp_path):
+    assert sum(map(len, sample_documents())) > 400_000
+    command = [sys.executable, "-m", "tools.preprocess", "sample"]
+    command += ["--output-prefix", str(tmp_path / "sample")]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    tokens = int(first.stdout.split(" tokens")[0].split(" ")[-1].replace(",", ""))
+    assert tokens >= 100_000
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Nothing to do" in again.stderr
+
+
+def test_help_lists_the_commands(capsys):
+    from tools.preprocess.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    for name in ("merge", "verify", "stats", "bench", "sample"):
+        assert name in out

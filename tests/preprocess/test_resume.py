@@ -1,0 +1,198 @@
+"""Killed at any moment, the same command again ends in the same files."""
+
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+
+from tools.preprocess.english import write_english
+
+KILL_FLAGS = ("--append-eod", "--commit-mib", "4", "--workers", "2")
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory):
+    path = tmp_path_factory.mktemp("english") / "in.jsonl"
+    write_english(path, 24_000_000, seed=7)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(english, tmp_path_factory):
+    from tools.preprocess.cli import main
+
+    prefix = tmp_path_factory.mktemp("whole") / "o"
+    arguments = ["--input", str(english), "--output-prefix", str(prefix), *KILL_FLAGS]
+    assert main(arguments) == 0
+    return outputs(prefix)
+
+
+def outputs(prefix):
+    folder = prefix.parent
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def kill_until_done(process, english, folder, delays):
+    """Run the tool again and again, killing it after each delay, then to the end."""
+    arguments = ("--input", english, "--output-prefix", folder / "o", *KILL_FLAGS)
+    for delay in delays:
+        running = process(*arguments)
+        time.sleep(delay)
+        running.send_signal(signal.SIGKILL)
+        running.communicate()
+        for name in ("o_text_document.idx", "o_text_document.bin"):
+            if running.returncode == -signal.SIGKILL and name.endswith("idx"):
+                index = folder / name
+                assert not index.exists() or (folder / "o_text_document.bin").exists()
+    running = process(*arguments)
+    printed, _ = running.communicate()
+    assert running.returncode == 0, printed
+    return printed
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_twice_it_ends_in_identical_files(process, english, undisturbed, tmp_path, seed):
+    pick = random.Random(seed)
+    kill_until_done(process, english, tmp_path, [pick.uniform(0.4, 1.6) for _ in range(2)])
+    assert outputs(tmp_path / "o") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_killed_at_twenty_random_moments(process, english, undisturbed, tmp_path, seed):
+    pick = random.Random(1000 + seed)
+    kill_until_done(process, english, tmp_path, [pick.uniform(0.1, 1.5) for _ in range(3)])
+    assert outputs(tmp_path / "o") == undisturbed
+
+
+def stop_after(monkeypatch, commits):
+    """Let the tool die, as from a kill, right after so many commits."""
+    from tools.preprocess import workspace
+
+    commit, done = workspace.Workspace.commit, 0
+
+    def dying(self, *arguments, **named):
+        nonlocal done
+        commit(self, *arguments, **named)
+        done += 1
+        if done == commits:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(workspace.Workspace, "commit", dying)
+
+
+@pytest.fixture
+def interrupted(tool, english, tmp_path, monkeypatch, capsys):
+    arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert tool(*arguments) == 130
+    assert "goes on from the last commit" in capsys.readouterr().err
+    return arguments
+
+
+def test_it_goes_on_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
+    assert not list(tmp_path.glob("*.idx"))
+    assert tool(*interrupted) == 0
+    assert "Going on after 2 committed shard(s)" in capsys.readouterr().err
+    assert outputs(tmp_path / "o") == undisturbed
+    assert not (tmp_path / "o.partial").exists()
+
+
+def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed, tmp_path):
+    for name in ("text.bin", "text.lengths", "text.counts", "journal.jsonl"):
+        with (tmp_path / "o.partial" / name).open("ab") as stream:
+            stream.write(b"half a line")
+    assert tool(*interrupted) == 0
+    assert outputs(tmp_path / "o") == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--json-keys", "body"), "--json-keys was ('text',), now ('body',)"),
+        (("--max-document-mb", "5"), "--max-document-mb (in bytes) was None, now 5000000"),
+        (("--commit-mib", "2"), "--commit-mib (in bytes) was 4194304, now 2097152"),
+        (("--shard", "0/2"), "--shard was 0/1, now 0/2"),
+    ],
+)
+def test_a_changed_flag_is_refused_with_the_difference(tool, interrupted, capsys, flags, said):
+    assert tool(*interrupted, *flags) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_changed_input_is_refused_with_the_difference(
+    tool, english, tmp_path, monkeypatch, capsys
+):
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(english, copy)
+    arguments = ("--input", copy, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        assert tool(*arguments) == 130
+    with copy.open("a") as stream:
+        stream.write('{"text":"more"}\n')
+    capsys.readouterr()
+    assert tool(*arguments) == 1
+    assert re.search(r"input copy.jsonl was \d+ bytes, now \d+", capsys.readouterr().err)
+    assert tool(*arguments, "--restart") == 0
+
+
+def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, capsys):
+    with (tmp_path / "o.partial" / "text.bin").open("r+b") as stream:
+        stream.seek(1000)
+        stream.write(b"\xff\xff")
+    assert tool(*interrupted) == 1
+    assert "Shard 0" in capsys.readouterr().err
+
+
+def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
+    from tools.preprocess.durable import lock
+
+    held = lock(tmp_path / "o.partial")
+    assert tool(*interrupted) == 1
+    held.close()
+    assert "Another process is writing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_killed_while_renaming_it_finishes_the_renames(
+    tool, english, undisturbed, tmp_path, monkeypatch, moves
+):
+    from tools.preprocess import workspace
+
+    arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
+    with monkeypatch.context() as patch:
+        move, done = workspace.move, 0
+
+        def dying(source, target):
+            nonlocal done
+            if done == moves:
+                raise KeyboardInterrupt
+            move(source, target)
+            done += 1
+
+        patch.setattr(workspace, "move", dying)
+        assert tool(*arguments) == 130
+    assert not (tmp_path / "o_text_document.idx").exists()
+    assert tool(*arguments) == 0
+    assert outputs(tmp_path / "o") == undisturbed
+
+
+def test_an_archive_is_resumed_too(tool, english, tmp_path, monkeypatch):
+    import gzip
+
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress(english.read_bytes()[:12_000_000].rpartition(b"\n")[0], 1))
+    arguments = ("--input", packed, "--append-eod", "--commit-mib", "4")
+    assert tool(*arguments, "--output-prefix", tmp_path / "whole") == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        assert tool(*arguments, "--output-prefix", tmp_path / "o") == 130
+    assert tool(*arguments, "--output-prefix", tmp_path / "o") == 0
+    for suffix in ("bin", "idx", "manifest.json"):
+        whole = (tmp_path / f"whole_text_document.{suffix}").read_bytes()
+        assert (tmp_path / f"o_text_document.{suffix}").read_bytes() == whole

