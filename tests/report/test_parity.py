@@ -106,3 +106,17 @@ def test_reference_that_nothing_is_compared_with_is_none(tmp_path):
     other = replace(run_record("a", "tp2"), start_checkpoint=None)
     found = verdicts(tmp_path, (other, LOSSES), (run_record("b"), LOSSES))
     assert (found["a"].verdict, found["b"].verdict) == ("not comparable", "")
+
+
+def test_each_batch_size_has_a_reference_of_its_own(tmp_path):
+    double = {"batch": Batch(2, 16)}
+    found = verdicts(
+        tmp_path,
+        (run_record("b"), LOSSES),
+        (run_record("d", "dp2", **double), LOSSES),
+        (run_record("t", "tp2", **double), changed(LOSSES, 3, 1e-6)),
+        (run_record("p", "pp2", **double), changed(LOSSES, 3, 1e-2)),
+    )
+    assert found["b"].verdict == ""
+    assert (found["d"].verdict, found["t"].verdict) == ("reference", "held")
+    assert (found["p"].verdict, found["p"].reference) == ("broken@3", "d")

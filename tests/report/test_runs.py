@@ -106,7 +106,7 @@ def test_unreadable_path_is_a_sentence_and_the_rest_still_loads(tmp_path):
 def test_only_run_folders_are_found(tmp_path):
     write_run(tmp_path, run_record("b"), "x")
     write_run(tmp_path, run_record("a"), None, None)
-    (tmp_path / ".start").mkdir()
+    write_run(tmp_path, run_record(".start"), "x")
     (tmp_path / "stray.txt").write_text("x")
     assert [folder.name for folder in find_run_folders(tmp_path)] == ["a", "b"]
     assert find_run_folders(tmp_path / "none") == []

@@ -85,6 +85,7 @@ def point_latest(folder: Path) -> None:
 def _entry_json(entry: Entry) -> dict[str, Any]:
     run, configuration = entry.run, entry.configuration
     return asdict(entry.row) | {
+        "label": entry.label,
         "runs": [one.name for one in configuration.runs],
         "window": run.window.text,
         "estimate": _estimate_json(entry),
@@ -98,6 +99,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "speed": entry.speed,
         "published": [msgspec.to_builtins(match) for match in entry.matches],
         "memory": run.log.memory,
+        "device_samples": run.samples.series,
         "timers": run.log.timers,
         "validation": run.log.validation,
         "parameters_by_rank": run.log.parameters,

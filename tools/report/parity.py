@@ -42,26 +42,28 @@ class Parity:
 
 
 def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
-    """The verdict on each row, against the first row of its cohort: `baseline` where there is one.
+    """The verdict on each row, against the reference of those it must agree with.
 
-    A cohort is one model on one kind of data; see `_obstacle` for what makes runs comparable.
+    The reference is `baseline` where there is one. A row that need not agree with any other of its
+    model is not comparable, with the reason against the model's main reference.
     """
-    cohorts: dict[str, list[int]] = {}
+    models: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
         if row.newest.setup.model and loss_curve(row.newest):
-            cohorts.setdefault(row.newest.setup.model, []).append(place)
+            models.setdefault(row.newest.setup.model, []).append(place)
     result = [Parity() for _ in rows]
-    for places in cohorts.values():
-        if len(places) < 2:
-            continue
-        reference = min(places, key=lambda place: _rank(rows[place]))
-        spread, pairs = _spread([rows[place] for place in places])
+    for places in models.values():
+        main = min(places, key=lambda place: _rank(rows[place]))
+        for group in _comparable(rows, places):
+            judged = _judge_group([rows[place] for place in group])
+            for place, parity in zip(group, judged, strict=True):
+                result[place] = parity
         for place in places:
-            if place == reference:
-                result[place] = Parity(REFERENCE, reference=rows[place].newest.name)
-            else:
-                result[place] = _judge(rows[reference].newest, rows[place].newest, spread, pairs)
-    return _without_lonely_references(result, cohorts)
+            if place != main and not result[place].verdict:
+                reason = _obstacle(rows[main].newest, rows[place].newest)
+                name = rows[main].newest.name
+                result[place] = Parity(NOT_COMPARABLE, reason or "nothing to compare", name)
+    return result
 
 
 def loss_curve(run: Run) -> Curve:
@@ -83,10 +85,31 @@ def last_digit(value: float) -> float:
     return float(10.0 ** (math.floor(math.log10(abs(value))) + 1 - _PRINTED_DIGITS))
 
 
+def _comparable(rows: Sequence[Configuration], places: Sequence[int]) -> list[list[int]]:
+    """Groups of at least two rows that must print the same losses."""
+    groups: list[list[int]] = []
+    for place in places:
+        for group in groups:
+            if not _obstacle(rows[group[0]].newest, rows[place].newest):
+                group.append(place)
+                break
+        else:
+            groups.append([place])
+    return [group for group in groups if len(group) > 1]
+
+
+def _judge_group(rows: Sequence[Configuration]) -> list[Parity]:
+    reference = min(rows, key=_rank)
+    spread, pairs = _spread(rows)
+    return [
+        Parity(REFERENCE, reference=row.newest.name)
+        if row is reference
+        else _judge(reference.newest, row.newest, spread, pairs)
+        for row in rows
+    ]
+
+
 def _judge(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
-    obstacle = _obstacle(reference, other)
-    if obstacle:
-        return Parity(NOT_COMPARABLE, obstacle, reference.name)
     ours, theirs = loss_curve(reference), loss_curve(other)
     common = sorted(ours.keys() & theirs.keys())
     if not common:
@@ -112,6 +135,7 @@ def _obstacle(reference: Run, other: Run) -> str:
     differing = [
         name
         for name, a, b in (
+            ("device", one.device, two.device),
             ("data", _data(reference), _data(other)),
             ("seed", one.seed, two.seed),
             ("global batch", _global_batch(reference), _global_batch(other)),
@@ -149,17 +173,6 @@ def _rank(row: Configuration) -> tuple[int, int]:
     """Baseline first, and of all rows those that ended well."""
     setup = row.newest.setup
     return (0 if row.newest.counts else 1, 0 if setup.strategy == "baseline" else 1)
-
-
-def _without_lonely_references(result: list[Parity], cohorts: dict[str, list[int]]) -> list[Parity]:
-    """A reference that nothing was compared with is none."""
-    for places in cohorts.values():
-        verdicts = [result[place].verdict for place in places]
-        if all(verdict in (REFERENCE, NOT_COMPARABLE, "") for verdict in verdicts):
-            for place in places:
-                if result[place].verdict == REFERENCE:
-                    result[place] = Parity()
-    return result
 
 
 def _data(run: Run) -> str | None:

@@ -68,7 +68,9 @@ def find_run_folders(root: Path) -> list[Path]:
     return sorted(
         folder
         for folder in root.iterdir()
-        if folder.is_dir() and any((folder / name).exists() for name in known)
+        if folder.is_dir()
+        and not folder.name.startswith(".")  # Hidden ones are the launcher's own.
+        and any((folder / name).exists() for name in known)
     )
 
 

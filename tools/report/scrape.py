@@ -22,6 +22,8 @@ from tools.report.scraped import ErrorTrace, ScrapedLog
 
 __all__ = ["find_iterations", "scrape_log", "scrape_runs"]
 
+_SHORTEST = 8
+"""Characters of the shortest line that can say anything."""
 _STARTS = ("--- arguments ---", "before the start of training step")
 
 
@@ -70,6 +72,8 @@ class _Scraper:
         return [*self._done, (self._run, self._errors.trace())]
 
     def _feed_other(self, line: str) -> None:
+        if len(line) < _SHORTEST:
+            return
         if self._pending is None and self._run.has_iterations and any(s in line for s in _STARTS):
             # A start inside the file: a resume or another run, the next iteration line tells.
             self._pending, self._pending_errors = RunBuilder(), ErrorCollector()
