@@ -5,26 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.plan.activations import layer_activation_bytes, layers_in_flight, logits_bytes
-from tools.plan.configuration import Configuration, Recompute, configuration_of
+from tools.plan.configuration import Configuration, Recompute
 from tools.plan.memory import MIB, estimate_peak_bytes, fullest_rank, memory_of_rank
 from tools.plan.parameters import parameters_total
+from tools.plan.residuals import Residual, h200_configuration, memory_residuals
 from tools.recipe.model import ModelShape, load_model
-from tools.recipe.strategy import batch_for, parse_strategy
 from tools.records import Batch, Parallelism, Sharding
 
 LARGE = load_model("gpt2-large")
-
-PUBLISHED = [
-    ("baseline", 0, 80161),
-    ("dp2", 0, 80543),
-    ("tp2", 0, 85969),
-    ("sp2", 0, 71571),
-    ("cp2", 0, 81917),
-    ("cp2", 0, 81557),
-    ("pp2", 0, 61249),
-    ("pp2", 1, 88299),
-]
-"""Strategy, pipeline rank, and what nvidia-smi printed on 2 H200, in MiB."""
 
 TINY = ModelShape(
     layers=4,
@@ -40,26 +28,21 @@ TINY = ModelShape(
 )
 
 
-def published(strategy: str) -> Configuration:
-    parallelism = parse_strategy(strategy, 1 if strategy == "baseline" else 2)
-    return configuration_of(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
-
-
 def tiny(parallelism: Parallelism | None = None, **changes: object) -> Configuration:
     plain = Configuration(TINY, parallelism or Parallelism(), Batch(2, 64))
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("strategy", "rank", "measured"), PUBLISHED)
-def test_every_published_reading_is_predicted_within_five_percent(
-    strategy: str, rank: int, measured: int
-) -> None:
-    predicted = memory_of_rank(published(strategy), rank).total / MIB
-    assert predicted == pytest.approx(measured, rel=0.05)
+@pytest.mark.parametrize("residual", memory_residuals(), ids=lambda r: r.case)
+def test_every_published_reading_is_predicted_within_three_percent(residual: Residual) -> None:
+    assert abs(residual.error) < 0.03
 
 
 def test_the_published_saving_of_sequence_parallelism_is_predicted() -> None:
-    saved = memory_of_rank(published("tp2")).total - memory_of_rank(published("sp2")).total
+    saved = (
+        memory_of_rank(h200_configuration("tp2")).total
+        - memory_of_rank(h200_configuration("sp2")).total
+    )
     assert saved / MIB == pytest.approx(85969 - 71571, rel=0.02)
 
 
@@ -150,7 +133,7 @@ def test_few_micro_batches_keep_few_activations() -> None:
 
 
 def test_the_last_stage_alone_holds_logits() -> None:
-    configuration = published("pp2")
+    configuration = h200_configuration("pp2")
     last = memory_of_rank(configuration, 1)
     assert last.temporaries == logits_bytes(configuration) == 6 * 64 * 1024 * 50304
     assert memory_of_rank(configuration, 0).temporaries < last.temporaries / 10

@@ -1,6 +1,7 @@
 """`python -m tools.plan --model gpt2-large --gpus 2 --gpu h200`: which configuration, and why.
 
-`python -m tools.plan schedules --pipeline 4 --microbatches 8` compares pipeline schedules.
+`python -m tools.plan schedules --pipeline 4 --microbatches 8` compares pipeline schedules,
+`python -m tools.plan residuals` prints how far the published figures are missed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.plan.schedules_command import main as schedules
 
         return schedules(words[1:])
+    if words == ["residuals"]:
+        from tools.plan.residuals import residual_tables
+
+        print("\n".join(residual_tables()))
+        return 0
     options = _parser().parse_args(words)
     try:
         return _plan(options)

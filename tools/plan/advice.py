@@ -7,11 +7,12 @@ from dataclasses import replace
 from enum import StrEnum
 
 from tools.plan.candidates import base, micro_batches, recomputes, splits, variants
-from tools.plan.cluster import Cluster
+from tools.plan.cluster import Cluster, route
 from tools.plan.memory import fullest_rank
 from tools.plan.parameters import parameters_total
 from tools.plan.search import Candidate, Plan, Request, evaluate
 from tools.plan.timing import TIME_COMPONENTS
+from tools.plan.wire import Group
 from tools.records import Parallelism, Sharding
 
 GIB = 2**30
@@ -102,11 +103,11 @@ def no_fit_sentence(plan: Plan) -> str:
             f"{request.global_batch} and {request.model.name}'s layers, heads and sequence; use a "
             "global batch that is a multiple of the number of devices."
         )
-    missing = plan.lightest.memory.total - cluster.device.memory_bytes
+    missing = plan.lightest.memory.total - request.capacity
     return (
         f"{request.model.name} does not fit on {cluster.devices} {cluster.device.name}: the closest, "
         f"{plan.lightest.strategy}, needs {plan.lightest.memory.total / GIB:.1f} GiB on its fullest "
-        f"rank and misses by {missing / GIB:.1f} GiB."
+        f"rank and misses by {missing / GIB:.1f} GiB (3% of the device is kept free)."
     )
 
 
@@ -140,7 +141,12 @@ def binding(plan: Plan) -> str:
     overheads = {name: getattr(winner.seconds, name) for name in _OVERHEADS}
     largest = max(overheads, key=lambda name: overheads[name])
     if overheads[largest] > 0.1 * winner.seconds.total:
-        return _COMPONENT_WORDS[largest].removeprefix("the ")
+        words = _COMPONENT_WORDS[largest].removeprefix("the ")
+        group = _OVERHEADS[largest]
+        if group is None:
+            return words
+        way = route(plan.request.cluster, winner.configuration.parallelism, group)
+        return f"{way.link} ({words})"
     if winner.memory.total > 0.9 * plan.request.cluster.device.memory_bytes:
         return "memory"
     return "arithmetic"
@@ -162,14 +168,15 @@ def binding_sentence(plan: Plan) -> str:
     )
 
 
-_OVERHEADS = (
-    "tensor_parallel",
-    "context_parallel",
-    "expert_parallel",
-    "pipeline_messages",
-    "bubble",
-    "gradient_sync",
-)
+_OVERHEADS = {
+    "tensor_parallel": Group.TENSOR,
+    "context_parallel": Group.CONTEXT,
+    "expert_parallel": Group.EXPERT,
+    "pipeline_messages": Group.PIPELINE,
+    "bubble": None,
+    "gradient_sync": Group.DATA_CONTEXT,
+}
+"""What is not work, and the group whose link it waits for."""
 
 
 def _pure_candidates(request: Request) -> Iterator[Candidate]:

@@ -33,6 +33,8 @@ from tools.recipe.model import Model
 from tools.records import Parallelism
 
 KEPT = 10
+MEMORY_RESERVE = 0.03
+"""Of a device's memory, left free: the published readings are predicted within 2.2%."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Request:
     global_batch: int
     template: Configuration
     """The model with its dtype, sequence length and dropout; degrees and batch are the search's."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that a rank may be planned to hold."""
+        return int(self.cluster.device.memory_bytes * (1 - MEMORY_RESERVE))
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
     Raises:
         NoPeakError: The device has no matrix rate in the requested dtype.
     """
-    capacity = request.cluster.device.memory_bytes
+    capacity = request.capacity
     best: dict[str, Candidate] = {}
     examined: list[Candidate] = []
     found = _bounds(request)
@@ -128,7 +135,7 @@ def evaluate(
         memory=memory,
         memory_rank=rank,
         seconds=seconds,
-        fits=memory.total <= cluster.device.memory_bytes,
+        fits=memory.total <= request.capacity,
         tokens_per_second=samples * shape.seq_length / seconds.total,
         mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak),
     )
@@ -162,7 +169,7 @@ def _bounds(request: Request) -> _Bases:
     whose lightest combination does not fit is left at once.
     """
     found, template = _Bases(), request.template
-    capacity = request.cluster.device.memory_bytes
+    capacity = request.capacity
     for split in splits(template.shape, request.cluster.devices):
         sizes = micro_batches(split, request.global_batch)
         if not sizes:
@@ -183,7 +190,7 @@ def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: lis
     for recompute in recomputes(template):
         for size in sizes:
             plain = base(template, split, size, recompute)
-            if fullest_rank(frugal(plain))[1].total > cluster.device.memory_bytes:
+            if fullest_rank(frugal(plain))[1].total > request.capacity:
                 break
             for comm_type in comm_types(template.shape, split):
                 chosen = plain if comm_type == "p2p" else replace(plain, cp_comm_type=comm_type)

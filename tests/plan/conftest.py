@@ -1,0 +1,28 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tools.plan.cluster import Cluster
+from tools.plan.configuration import configuration_of
+from tools.plan.hardware import device_by_key, link_by_key
+from tools.plan.search import Request
+from tools.recipe.model import load_model
+from tools.records import Batch, Parallelism
+
+MakeRequest = Callable[..., Request]
+
+
+@pytest.fixture(scope="session")
+def make_request() -> MakeRequest:
+    """Builds a request for a model on some devices."""
+
+    def build(name: str, devices: int, gpu: str, global_batch: int, per_node: int = 8) -> Request:
+        model, device = load_model(name), device_by_key(gpu)
+        cluster = Cluster(
+            device, devices, per_node, link_by_key(device.link), link_by_key(device.network)
+        )
+        template = configuration_of(model, Parallelism(), Batch(1, global_batch))
+        return Request(model, cluster, global_batch, replace(template))
+
+    return build

@@ -1,0 +1,78 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tools.plan.advice import Kind, advice, best_of_each_kind, binding, kind_of, no_fit_sentence
+from tools.plan.search import Request, search
+from tools.records import Parallelism, Sharding
+
+MakeRequest = Callable[..., Request]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "kind"),
+    [
+        (Parallelism(), Kind.SINGLE),
+        (Parallelism(data=2), Kind.DATA),
+        (Parallelism(data=2, sharding=Sharding.ZERO1), Kind.DATA),
+        (Parallelism(data=2, sharding=Sharding.ZERO3), Kind.SHARDED_DATA),
+        (Parallelism(tensor=2, sequence_parallel=True), Kind.TENSOR),
+        (Parallelism(pipeline=2), Kind.PIPELINE),
+        (Parallelism(data=2, tensor=2), Kind.HYBRID),
+    ],
+)
+def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: Kind) -> None:
+    assert kind_of(parallelism) is kind
+
+
+def test_a_small_model_is_told_that_one_device_is_enough(make_request: MakeRequest) -> None:
+    sentences = advice(search(make_request("gpt2-large", 2, "h200", 64)))
+    assert "One device is enough" in sentences[1]
+    assert sentences[2].startswith("Use data parallelism (dp2-zero1")
+    assert "pipeline parallelism takes" in sentences[2]
+    assert "Binding is arithmetic" in sentences[-1]
+
+
+def test_a_large_model_is_told_to_combine(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
+    sentences = advice(plan)
+    assert sentences[1].startswith("One device is not enough")
+    assert sentences[2].startswith("Use a hybrid (")
+    assert "cannot be split evenly" in sentences[2]
+
+
+def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-1.3b", 8, "rtx4090", 64))
+    sentence = advice(plan)[3]
+    first, second = plan.ranked[:2]
+    assert first.strategy in sentence
+    assert second.strategy in sentence
+    assert "ms of" in sentence
+
+
+def test_a_slow_network_is_what_binds(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-1.3b", 8, "rtx4090", 64, per_node=1))
+    assert binding(plan).startswith("ethernet-10g (")
+
+
+def test_memory_binds_where_the_device_is_full(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-1.3b", 8, "a100", 512))
+    assert binding(plan) == "memory"
+    assert "Binding is memory" in advice(plan)[-1]
+
+
+def test_what_does_not_fit_is_told_by_how_much(make_request: MakeRequest) -> None:
+    sentence = no_fit_sentence(search(make_request("gpt3-13b", 2, "rtx4090", 2)))
+    assert "does not fit on 2 GeForce RTX 4090" in sentence
+    assert "misses by" in sentence
+
+
+def test_each_pure_family_is_judged_by_its_best(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 2, "h200", 64)
+    kinds = best_of_each_kind(request)
+    pure = {Kind.DATA, Kind.SHARDED_DATA, Kind.TENSOR, Kind.CONTEXT, Kind.PIPELINE}
+    assert set(kinds) == pure
+    small = replace(request.cluster.device, memory_bytes=2**30)
+    cramped = replace(request, cluster=replace(request.cluster, device=small))
+    assert not any(candidate.fits for candidate in best_of_each_kind(cramped).values())

@@ -1,0 +1,144 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tools.plan.__main__ import main
+
+CONTRACT = ["--model", "gpt2-large", "--gpus", "2", "--gpu", "h200", "--global-batch", "64"]
+
+
+def test_json_holds_the_ranking_with_every_component(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CONTRACT, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["winner"]["strategy"] == "dp2-zero1"
+    assert len(plan["ranked"]) == 10
+    for entry in plan["ranked"]:
+        assert sum(entry["memory"].values()) == entry["memory_bytes"]
+        assert sum(entry["time"].values()) == pytest.approx(entry["iteration_seconds"])
+        assert entry["command"].startswith("make train-")
+    assert [entry["strategy"] for entry in plan["named"]] == ["dp2", "cp2", "sp2", "tp2", "pp2"]
+    assert plan["assumptions"]
+
+
+def test_text_opens_with_advice_and_ends_with_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(CONTRACT) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0].startswith("gpt2-large has 0.77 billion parameters")
+    assert "One device is enough" in lines[1]
+    assert lines[-1] == "make train-dp2-zero1-gpt2-large-2gpu"
+
+
+def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CONTRACT, "--tokens", "9e9", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["training_days"] == pytest.approx(9e9 / 154_215 / 86400, rel=0.05)
+    assert plan["scaling"]["devices"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model gpt2-larg --gpus 2", "did you mean gpt2-large"),
+        ("--model gpt2-large --gpus 2 --gpu h20", "did you mean h200"),
+        ("--model gpt2-large --gpus 2 --intra nvlnk4", "did you mean nvlink4"),
+        ("--model gpt2-large --gpus 0", "--gpus is 0; use 1 or more."),
+        ("--model gpt2-large --gpus 12 --nodes 2 --gpus-per-node 8", "have 16 GPUs, not 12"),
+        ("--model gpt2-large --gpus 2 --dtype fp64", "no dtype 'fp64'; use fp16, bf16, fp32"),
+        ("--model gpt2-large --gpus 2 --global-batch -3", "global batch is -3"),
+        ("--model gpt2-large --gpus 2 --seq 0", "sequence length is 0"),
+        ("--model gpt2-large --gpus 2 --calibration nowhere.json", "nowhere.json cannot be read"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_model_that_does_not_fit_says_how_many_devices_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2"
+    assert main(words.split()) == 1
+    error = capsys.readouterr().err
+    assert "misses by" in error
+    assert "It fits on" in error
+
+
+def test_an_indivisible_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "gpt2-large", "--gpus", "7", "--global-batch", "6"]) == 1
+    assert "multiple of the number of devices" in capsys.readouterr().err
+
+
+def test_calibrated_constants_change_the_times(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps({"matmul": 0.29}))
+    times = []
+    for extra in ([], ["--calibration", str(file)]):
+        assert main([*CONTRACT, "--json", *extra]) == 0
+        times.append(json.loads(capsys.readouterr().out)["winner"]["time"]["matmul"])
+    assert times[1] > 1.5 * times[0]
+    file.write_text(json.dumps({"speed": 1}))
+    assert main([*CONTRACT, "--calibration", str(file)]) == 2
+    assert "may hold attention, contention" in capsys.readouterr().err
+
+
+def test_a_longer_sequence_is_planned_with_more_positions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*CONTRACT, "--seq", "4096", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["seq_length"] == 4096
+    assert "--seq-length 4096" in plan["winner"]["command"]
+
+
+def test_the_picture_is_an_svg_with_both_panels(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for picture in pictures:
+        assert main([*CONTRACT, "--svg", str(picture)]) == 0
+    text = pictures[0].read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "Winner: dp2-zero1" in text
+    assert "device memory" in text
+    assert text == pictures[1].read_text()
+    assert capsys.readouterr().out
+
+
+def test_schedules_are_compared_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "schedules.svg"
+    words = f"schedules --pipeline 4 --microbatches 8 --json --svg {picture}"
+    assert main(words.split()) == 0
+    schedules = json.loads(capsys.readouterr().out)
+    assert [entry["bubble"] for entry in schedules] == pytest.approx([0.375, 0.375, 0.1875, 0.1875])
+    assert "up to 4 weight versions" in picture.read_text()
+    assert main(["schedules", "--pipeline", "4", "--microbatches", "6"]) == 2
+    assert "use 8" in capsys.readouterr().err
+    assert main(["schedules", "--pipeline", "2", "--microbatches", "4"]) == 0
+    assert "interleaved 1F1B" in capsys.readouterr().out
+
+
+def test_the_planner_never_imports_torch_nor_draws_unasked() -> None:
+    program = (
+        "import sys; from tools.plan.__main__ import main; "
+        f"main({CONTRACT!r} + ['--json']); "
+        "loaded = {'torch', 'matplotlib', 'numpy'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}' if loaded else 0)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, stdout=subprocess.DEVNULL)

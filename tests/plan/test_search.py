@@ -1,0 +1,192 @@
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from time import process_time
+
+import pytest
+
+from tools.plan.candidates import divisors, variants, virtual_stages
+from tools.plan.configuration import Configuration, Recompute
+from tools.plan.memory import fullest_rank
+from tools.plan.named import named_candidates
+from tools.plan.naming import make_command, strategy_name
+from tools.plan.scaling import devices_needed, scaling, training_days
+from tools.plan.search import Request, evaluate, frontier, search
+from tools.recipe.model import ModelShape
+from tools.recipe.strategy import parse_strategy
+from tools.records import Batch, Parallelism, Sharding
+
+MakeRequest = Callable[..., Request]
+
+
+def every_legal_configuration(request: Request) -> Iterator[Configuration]:
+    """By trying all numbers and asking `violations`, without the search's shortcuts."""
+    devices, batch = request.cluster.devices, request.global_batch
+    degrees = divisors(devices)
+    for tensor, context, pipeline in product(degrees, repeat=3):
+        data, rest = divmod(devices, tensor * context * pipeline)
+        if rest:
+            continue
+        for sequence, size, kind in product(
+            (False, True), divisors(batch), ("p2p", "all_gather", "a2a")
+        ):
+            if (sequence and tensor == 1) or (kind != "p2p" and context == 1):
+                continue
+            plain = Parallelism(data, tensor, pipeline, context, sequence_parallel=sequence)
+            for virtual, sharding in product(divisors(36), tuple(Sharding)[:4]):
+                if sharding and data * context == 1:
+                    continue
+                for recompute in (Recompute.NONE, Recompute.FULL):
+                    configuration = replace(
+                        request.template,
+                        parallelism=replace(plain, virtual_stages=virtual, sharding=sharding),
+                        batch=Batch(size, batch),
+                        recompute=recompute,
+                        cp_comm_type=kind,
+                    )
+                    if not configuration.violations():
+                        yield configuration
+
+
+@pytest.mark.parametrize(("devices", "batch", "gpu"), [(2, 6, "h200"), (4, 8, "rtx4090")])
+def test_the_search_finds_what_trying_everything_finds(
+    make_request: MakeRequest, devices: int, batch: int, gpu: str
+) -> None:
+    request = make_request("gpt2-large", devices, gpu, batch)
+    plan = search(request)
+    every = list(every_legal_configuration(request))
+    assert plan.legal == len(every)
+    fitting = [c for c in every if fullest_rank(c)[1].total <= request.capacity]
+    fastest = min(evaluate(request, c).seconds.total for c in fitting)
+    assert plan.winner is not None
+    assert plan.winner.seconds.total == pytest.approx(fastest)
+    assert plan.lightest is not None
+    assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
+    times = [candidate.seconds.total for candidate in plan.ranked]
+    assert times == sorted(times)
+    assert all(not candidate.configuration.violations() for candidate in plan.ranked)
+
+
+def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt2-large", 2, "h200", 64))
+    assert plan.ranked[0].strategy in {"dp2", "dp2-zero1"}
+    assert len({candidate.strategy for candidate in plan.ranked}) == 10
+
+
+def test_the_named_strategies_come_in_the_published_order(make_request: MakeRequest) -> None:
+    named = named_candidates(make_request("gpt2-large", 2, "h200", 64))
+    assert [candidate.strategy for candidate in named] == ["dp2", "cp2", "sp2", "tp2", "pp2"]
+    times = {candidate.strategy: candidate.seconds.total for candidate in named}
+    assert times["tp2"] == pytest.approx(times["sp2"], rel=0.02)
+
+
+def test_illegal_named_strategies_are_left_out(make_request: MakeRequest) -> None:
+    named = named_candidates(make_request("gpt2-xl", 2, "h200", 32))
+    assert {candidate.strategy for candidate in named} == {"dp2", "cp2", "pp2"}
+    assert named_candidates(make_request("gpt2-large", 2, "h200", 60)) == []
+
+
+def test_175b_on_1024_devices_is_searched_within_three_seconds(make_request: MakeRequest) -> None:
+    request = make_request("gpt3-175b", 1024, "a100", 1536)
+    start = process_time()
+    plan = search(request)
+    assert process_time() - start < 3
+    assert plan.legal > 100_000
+    assert plan.winner is not None
+    split = plan.winner.configuration.parallelism
+    assert split.tensor > 1
+    assert split.pipeline > 1
+    assert split.data > 1
+
+
+def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 4, "h200", 8)
+    shape = replace(
+        request.template.shape, experts=8, experts_per_token=2, expert_ffn_hidden=5120, bias=False
+    )
+    template = replace(request.template, shape=shape, dtype="bf16")
+    plan = search(replace(request, template=template))
+    degrees = {c.configuration.parallelism.expert for c in plan.examined}
+    assert degrees == {1, 2, 4}
+    assert all(not c.configuration.violations() for c in plan.ranked)
+
+
+def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt2-large", 2, "h200", 16), slack=2.0)
+    edge = frontier(plan.examined)
+    assert edge[0].seconds.total == min(c.seconds.total for c in plan.examined)
+    assert edge[-1].memory.total == min(c.memory.total for c in plan.examined)
+    sizes = [c.memory.total for c in edge]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRequest) -> None:
+    request = make_request("gpt3-175b", 8, "rtx4090", 8)
+    plan = search(request)
+    assert plan.winner is None
+    assert plan.lightest is not None
+    assert not plan.lightest.fits
+    needed = devices_needed(request)
+    assert needed is not None
+    assert needed > 64
+
+
+def test_a_batch_that_cannot_be_divided_leaves_nothing_legal(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 7, "h200", 6)
+    plan = search(request)
+    assert plan.legal == 0
+    assert plan.winner is plan.lightest is None
+
+
+def test_scaling_is_against_the_fewest_devices_that_hold_the_model(
+    make_request: MakeRequest,
+) -> None:
+    plan = search(make_request("gpt3-13b", 8, "h200", 64))
+    scaled = scaling(plan)
+    assert scaled is not None
+    assert scaled.devices in {1, 2, 4}
+    assert 0.5 < scaled.efficiency < 1.2
+    days = training_days(plan, 300e9)
+    assert plan.winner is not None
+    assert days == pytest.approx(300e9 / plan.winner.tokens_per_second / 86400)
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        Parallelism(),
+        Parallelism(data=2),
+        Parallelism(data=2, sharding=Sharding.ZERO1),
+        Parallelism(tensor=2, sequence_parallel=True),
+        Parallelism(data=4, tensor=2, pipeline=2, virtual_stages=2),
+        Parallelism(data=4, context=2, expert=2),
+    ],
+)
+def test_names_are_those_of_the_grammar(parallelism: Parallelism) -> None:
+    assert parse_strategy(strategy_name(parallelism), parallelism.world_size) == parallelism
+
+
+def test_the_command_says_only_what_differs_from_the_recipe(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 2, "h200", 64)
+    split = Parallelism(data=2)
+    usual = replace(request.template, parallelism=split, batch=Batch(32, 64))
+    assert make_command(request.model, usual) == "make train-dp2-gpt2-large-2gpu"
+    changed = replace(usual, batch=Batch(8, 64), recompute=Recompute.FULL, dtype="bf16")
+    assert make_command(request.model, changed) == (
+        "make train-dp2-gpt2-large-2gpu MICRO_BATCH=8 "
+        'EXTRA="--recompute-granularity full --recompute-method uniform '
+        '--recompute-num-layers 1 --bf16"'
+    )
+
+
+def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
+    shape = small_shape()
+    odd = Configuration(shape, Parallelism(pipeline=2), Batch(1, 3))
+    even = replace(odd, batch=Batch(1, 4))
+    assert virtual_stages(odd) == [1]
+    assert virtual_stages(even) == [1, 2, 3, 6]
+    assert len(list(variants(even))) == 4
+
+
+def small_shape() -> ModelShape:
+    return ModelShape(12, 8, 2, 2, 4, 32, 16, 16)

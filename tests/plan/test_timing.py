@@ -1,0 +1,108 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools import plan
+from tools.plan.cluster import Calibration, Cluster, route
+from tools.plan.compute import NoPeakError
+from tools.plan.configuration import Configuration
+from tools.plan.hardware import device_by_key, link_by_key
+from tools.plan.microbatch import after_hiding
+from tools.plan.residuals import (
+    ITERATION_TIMES,
+    Residual,
+    a100_residuals,
+    h200_configuration,
+    h200_residuals,
+    residual_tables,
+)
+from tools.plan.timing import IterationSeconds, iteration_seconds
+from tools.plan.wire import Group
+from tools.recipe.model import load_model
+from tools.records import Batch, Parallelism, Sharding
+
+LARGE = load_model("gpt2-large")
+
+
+def cluster(gpu: str, devices: int, **changes: float) -> Cluster:
+    device = device_by_key(gpu)
+    links = link_by_key(device.link), link_by_key(device.network)
+    return Cluster(device, devices, 8, *links, Calibration(**changes))  # type: ignore[arg-type]
+
+
+def h200(strategy: str) -> IterationSeconds:
+    configuration = h200_configuration(strategy)
+    return iteration_seconds(configuration, cluster("h200", configuration.parallelism.world_size))
+
+
+@pytest.mark.parametrize("residual", h200_residuals(), ids=lambda r: r.case)
+def test_every_published_h200_time_is_predicted_within_5_percent(residual: Residual) -> None:
+    assert abs(residual.error) < 0.05
+
+
+def test_the_published_order_is_predicted_and_tp_and_sp_are_alike() -> None:
+    seconds = {name: h200(name).total for name, _, _ in ITERATION_TIMES}
+    two = [name for name in sorted(seconds, key=lambda n: seconds[n]) if name != "baseline"]
+    assert two == ["dp2", "cp2", "sp2", "tp2", "pp2"]
+    assert seconds["tp2"] == pytest.approx(seconds["sp2"], rel=0.02)
+
+
+@pytest.mark.parametrize("residual", a100_residuals(), ids=lambda r: r.case)
+def test_published_a100_times_are_predicted_within_10_percent(residual: Residual) -> None:
+    assert abs(residual.error) < 0.10
+
+
+def test_the_readme_holds_the_residuals_of_today() -> None:
+    readme = Path(plan.__file__).with_name("README.md").read_text()
+    assert "\n".join(residual_tables()).strip() in readme
+
+
+def test_one_micro_batch_makes_the_bubble_of_two_stages_a_whole_stage() -> None:
+    seconds = h200("pp2")
+    assert seconds.bubble == pytest.approx(0.44 * seconds.total, rel=0.05)
+
+
+def test_virtual_stages_shrink_the_bubble_by_their_number() -> None:
+    plain = Configuration(LARGE.shape, Parallelism(pipeline=2), Batch(4, 64))
+    interleaved = replace(plain, parallelism=Parallelism(pipeline=2, virtual_stages=3))
+    machines = cluster("h200", 2)
+    bubbles = [iteration_seconds(c, machines).bubble for c in (plain, interleaved)]
+    assert bubbles[1] == pytest.approx(bubbles[0] / 3)
+
+
+def test_hidden_communication_costs_only_its_contention() -> None:
+    assert after_hiding(1.0, 4.0, 0.25) == 0.25
+    assert after_hiding(5.0, 4.0, 0.25) == 2.0
+    assert after_hiding(5.0, 0.0, 0.25) == 5.0
+
+
+def test_the_distributed_optimizer_divides_the_optimizers_time() -> None:
+    machines = cluster("h200", 2)
+    plain = Configuration(LARGE.shape, Parallelism(data=2), Batch(32, 64), "fp16")
+    sharded = replace(plain, parallelism=Parallelism(data=2, sharding=Sharding.ZERO1))
+    seconds = [iteration_seconds(c, machines) for c in (plain, sharded)]
+    assert seconds[1].optimizer == pytest.approx(seconds[0].optimizer / 2, rel=0.05)
+    assert seconds[1].gradient_sync == pytest.approx(seconds[0].gradient_sync, rel=0.05)
+
+
+def test_a_dtype_the_device_lacks_is_refused() -> None:
+    configuration = Configuration(LARGE.shape, Parallelism(), Batch(1, 1), dtype="fp8")
+    with pytest.raises(NoPeakError, match=r"A100 SXM 80 GB has no fp8 rate; use another --dtype"):
+        iteration_seconds(configuration, cluster("a100", 1))
+
+
+@pytest.mark.parametrize(
+    ("group", "link", "ports"),
+    [
+        (Group.TENSOR, "nvlink4", 0),
+        (Group.DATA_CONTEXT, "ib-400g", 2),
+        (Group.PIPELINE, "ib-400g", 1),
+    ],
+)
+def test_groups_get_the_link_they_span(group: Group, link: str, ports: int) -> None:
+    machines = cluster("h200", 32, link=1.0)
+    way = route(machines, Parallelism(data=4, tensor=4, pipeline=2), group)
+    assert way.link == link
+    expected = 450e9 if link == "nvlink4" else ports * 50e9
+    assert way.bytes_per_second == expected
