@@ -5,9 +5,11 @@ from __future__ import annotations
 from megatron_patches import (
     context_parallel_attention,
     dataset_helpers,
+    device_mesh,
     gradient_norm,
     host_device,
     sequence_parallel_norm,
+    start_weights,
     tensors_on_host,
 )
 from megatron_patches.registry import Patch
@@ -15,8 +17,10 @@ from megatron_patches.registry import Patch
 PATCHES: tuple[Patch, ...] = (
     host_device.PATCH,
     tensors_on_host.PATCH,
+    device_mesh.PATCH,
     dataset_helpers.PATCH,
     gradient_norm.PATCH,
     sequence_parallel_norm.PATCH,
     context_parallel_attention.PATCH,
+    start_weights.PATCH,
 )

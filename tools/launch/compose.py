@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.launch.entry import find_entry, release
 from tools.launch.options import Options
-from tools.recipe.arguments import merge_flags, read_args_file
+from tools.recipe.arguments import Flags, merge_flags, read_args_file
 from tools.recipe.model import ROOT, Model
 from tools.recipe.strategy import batch_for, parallelism_from_flags
 from tools.records import Batch, DeviceKind, Entry, Parallelism, Sharding
@@ -22,6 +22,8 @@ DEFAULT_DATA = {
     DeviceKind.GPU: "owt-ds/openwebtext-10k_text_document",
 }
 RUN_PLACEHOLDER = "<run folder>"
+FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+UNTIED = "--untie-embeddings-and-output-weights"
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def compose(
     entry = find_entry(options.megatron_lm)
     batch = _batch(model, parallelism, options)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
-    shared = shared and parallelism.sharding not in (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
-    start = start_checkpoint_path(model, entry, options) if shared else None
+    untied = Flags((*model.flags, *strategy_flags, *options.extra)).has(UNTIED)
+    start = start_checkpoint_path(model, entry, options, untied) if shared else None
     data = options.data or DEFAULT_DATA[device]
     dropout = model.dropout if options.dropout is None else options.dropout
     iterations = options.iterations or (
@@ -92,7 +94,7 @@ def compose(
     flags = merge_flags(
         model_flags(model, device),
         strategy_flags,
-        runtime_flags(device),
+        runtime_flags(device, parallelism),
         ("--micro-batch-size", str(batch.micro_batch_size)),
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(dropout) if options.dropout is not None else (),
@@ -116,7 +118,7 @@ def compose(
         data=data,
         start_checkpoint=start,
         flags=flags,
-        environment=environment_for(device, parallelism),
+        environment=environment_for(device, parallelism, start),
     )
 
 
@@ -127,9 +129,14 @@ def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
     return tuple(flag for flag in flags if flag not in half)
 
 
-def runtime_flags(device: DeviceKind) -> tuple[str, ...]:
+def runtime_flags(device: DeviceKind, parallelism: Parallelism) -> tuple[str, ...]:
     """What the machine needs, whatever is trained."""
-    return read_args_file(RUNTIMES / ("cpu.args" if device is DeviceKind.CPU else "host.args"))
+    if device is DeviceKind.GPU:
+        return read_args_file(RUNTIMES / "host.args")
+    # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo does not have.
+    fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
+    divide = ("--no-gradient-reduce-div-fusion",) if fsdp else ()
+    return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
 
 
 def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
@@ -157,24 +164,36 @@ def start_flags(checkpoint: Path, parallelism: Parallelism) -> tuple[str, ...]:
     Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
     dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
     """
+    multiple = ("--make-vocab-size-divisible-by", str(max(1, 128 // parallelism.tensor)))
+    if parallelism.sharding in FSDP:
+        return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
     load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
-    multiple = str(max(1, 128 // parallelism.tensor))
-    return (*load, "--ckpt-format", "torch_dist", "--make-vocab-size-divisible-by", multiple)
+    return (*load, "--ckpt-format", "torch_dist", *multiple)
 
 
-def start_checkpoint_path(model: Model, entry: Entry, options: Options) -> Path:
-    """Where the shared starting weights of this model, seed and Megatron are kept."""
-    identity = "\n".join((*model.flags, str(options.seed), entry.megatron_version))
+def start_checkpoint_path(
+    model: Model, entry: Entry, options: Options, untied: bool = False
+) -> Path:
+    """Where the shared starting weights of this model, seed and Megatron are kept.
+
+    A model with an output layer of its own (`untied`) is another model, with other weights.
+    """
+    own = (UNTIED,) if untied else ()
+    identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return options.runs / ".start" / f"{model.name}-{key}"
 
 
-def environment_for(device: DeviceKind, parallelism: Parallelism) -> dict[str, str]:
+def environment_for(
+    device: DeviceKind, parallelism: Parallelism, start: Path | None = None
+) -> dict[str, str]:
     """What the kit sets for the ranks, beyond the caller's environment."""
     environment = {"KIT_DEVICE": device.value, "HF_HUB_OFFLINE": "1"}
-    if parallelism.sharding not in (Sharding.ZERO2, Sharding.ZERO3):
-        # TP and SP need it before Blackwell; Megatron-FSDP refuses it.
+    if parallelism.sharding not in FSDP:
+        # TP and SP need it before Blackwell; both FSDPs refuse it.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    elif start:
+        environment["KIT_START_WEIGHTS"] = from_root(start)
     if device is DeviceKind.CPU:
         # A rank is one core, so that two ranks have twice what one has; no JIT: it would compile.
         environment |= {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.compose import Launch, compose, from_root
+from tools.launch.compose import UNTIED, Launch, compose, from_root
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
 from tools.launch.options import Options
@@ -50,6 +50,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         *("--lr", "0", "--min-lr", "0", "--exit-interval", "1"),
         *("--save", from_root(folder), "--save-interval", "1", "--ckpt-format", "torch_dist"),
         *("--no-save-optim", "--no-save-rng"),
+        *((UNTIED,) if UNTIED in launch.flags else ()),
     )
     single = replace(
         options,
