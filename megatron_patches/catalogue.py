@@ -8,6 +8,7 @@ from megatron_patches import (
     device_mesh,
     gradient_norm,
     host_device,
+    ledger,
     sequence_parallel_norm,
     start_weights,
     tensors_on_host,
@@ -22,5 +23,6 @@ PATCHES: tuple[Patch, ...] = (
     gradient_norm.PATCH,
     sequence_parallel_norm.PATCH,
     context_parallel_attention.PATCH,
+    ledger.PATCH,
     start_weights.PATCH,
 )

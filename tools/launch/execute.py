@@ -18,6 +18,7 @@ from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.ranks import Ranks
 from tools.launch.run_folder import create_run_folder, utc_now
 from tools.launch.samples import Sampler
+from tools.ledger.collect import collect
 from tools.report.diagnosis import diagnose
 
 POLL_SECONDS = 0.2
@@ -63,6 +64,7 @@ def execute(
         interrupted = True
         raise
     finally:
+        collect(folder)
         status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
         status = replace(
             status, finished_utc=utc_now(), wall_seconds=round(time.monotonic() - started, 1)
@@ -95,6 +97,5 @@ def run_ranks(
 def _train(launch: Launch, folder: Path, console: Console, title: str) -> int:
     where = from_root(folder)
     with RunProgress(console, title, launch.iterations) as progress:
-        return run_ranks(
-            launch.command(where), launch.environment, folder / records.LOG_FILE, progress
-        )
+        environment = {**launch.environment, "KIT_LEDGER": f"{where}/{records.LEDGER_FOLDER}"}
+        return run_ranks(launch.command(where), environment, folder / records.LOG_FILE, progress)

@@ -1,55 +1,65 @@
-"""`comm.json` and `memory.json`, as far as the report needs them."""
+"""The ledgers of a run folder, read so that a missing or damaged one is a note, not an error."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tools.records import COMMUNICATION_FILE, MEMORY_FILE
+import msgspec
+
+from tools.measurements import (
+    COMMUNICATION_FILE,
+    MEMORY_FILE,
+    CommunicationRecord,
+    MemoryRecord,
+    read_communication,
+    read_memory,
+)
 
 
 @dataclass(frozen=True)
 class Ledgers:
-    """What the ledgers say."""
+    """What the ledgers say; None where there is none."""
 
-    peak_memory_bytes_by_rank: Mapping[int, int] | None = None
-    comm_bytes_by_rank: Mapping[int, int] | None = None
-    """Bytes a rank puts on the wire in one iteration."""
+    memory: MemoryRecord | None = None
+    communication: CommunicationRecord | None = None
+
+    @property
+    def peak_memory_bytes_by_rank(self) -> Mapping[int, int]:
+        """Peak of each rank whose memory was counted."""
+        return {r.rank: r.peak_bytes for r in self.memory.ranks} if self.memory else {}
+
+    @property
+    def memory_categories_by_rank(self) -> Mapping[int, Mapping[str, int]]:
+        """What each rank's peak was for; sums to it."""
+        if self.memory is None:
+            return {}
+        return {
+            rank.rank: {category.value: size for category, size in rank.categories.items()}
+            for rank in self.memory.ranks
+        }
+
+    @property
+    def sent_bytes_by_rank(self) -> Mapping[int, int]:
+        """Bytes a rank puts on the wire in a steady iteration."""
+        return (
+            {r.rank: r.wire_bytes for r in self.communication.ranks} if self.communication else {}
+        )
 
 
 def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
-    """Read the ledgers of a run folder and what is wrong with them."""
+    """Read the ledgers of a run folder, and say what is wrong with them."""
     notes: list[str] = []
-    memory = _read(folder / MEMORY_FILE, notes)
-    communication = _read(folder / COMMUNICATION_FILE, notes)
-    ledgers = Ledgers(
-        _by_rank(memory, "peak_bytes"), _by_rank(communication, "bytes_sent_per_iteration")
-    )
-    return ledgers, notes
+    memory = _read(read_memory, folder, MEMORY_FILE, notes)
+    return Ledgers(memory, _read(read_communication, folder, COMMUNICATION_FILE, notes)), notes
 
 
-def _by_rank(document: Any, field: str) -> dict[int, int] | None:
-    """`{"ranks": [{"rank": 0, field: …}, …]}` as a mapping; None where it is not there."""
-    if not isinstance(document, dict) or not isinstance(document.get("ranks"), list):
-        return None
-    found = {
-        entry["rank"]: int(entry[field])
-        for entry in document["ranks"]
-        if isinstance(entry, dict)
-        and isinstance(entry.get("rank"), int)
-        and isinstance(entry.get(field), int | float)
-    }
-    return found or None
-
-
-def _read(path: Path, notes: list[str]) -> Any:
+def _read[T](read: Callable[[Path], T], folder: Path, name: str, notes: list[str]) -> T | None:
     try:
-        return json.loads(path.read_bytes())
+        return read(folder)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be used ({error})")
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        notes.append(f"{name} cannot be used ({error})")
         return None

@@ -1,0 +1,85 @@
+"""Tells the ledger where an iteration and its parts begin and end, from Megatron's own timers.
+
+Megatron starts and stops a timer around every forward, backward, transfer, gradient sync and
+optimizer step, by the same names in every version; most are switched off by the log level, but the
+calls are made. `train_step` is one iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.registry import Patch, Replacement
+from tools.ledger.recorder import Recorder
+from tools.ledger.timeline import Timeline
+
+_recorder = Recorder.from_environment()
+
+
+class WatchedTimer:
+    """A Megatron timer that also opens and closes a span."""
+
+    def __init__(self, timer: Any, name: str, timeline: Timeline) -> None:
+        self._timer = timer
+        self._name = name
+        self._timeline = timeline
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        """Start the timer, then the span, so that a barrier the timer waits at is not in it."""
+        self._timer.start(*args, **kwargs)
+        self._timeline.begin(self._name)
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """End the span, then the timer."""
+        self._timeline.end(self._name)
+        self._timer.stop(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._timer, name)
+
+
+def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
+    assert _recorder is not None
+    timeline = _recorder.timeline
+
+    @functools.wraps(original)
+    def call(timers: Any, name: str, *args: Any, **kwargs: Any) -> WatchedTimer:
+        return WatchedTimer(original(timers, name, *args, **kwargs), name, timeline)
+
+    return call
+
+
+def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    recorder = _recorder
+    assert recorder is not None
+    recorder.install()
+
+    @functools.wraps(original)
+    def train_step(
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        recorder.begin_iteration(model, optimizer)
+        try:
+            return original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+        finally:
+            recorder.end_step()
+
+    return train_step
+
+
+PATCH = Patch(
+    name="ledger",
+    reason="Megatron does not say what it sends, holds and waits for",
+    needed=lambda situation: _recorder is not None,
+    replacements=(
+        Replacement("megatron.core.timers:Timers.__call__", _watch_timers),
+        Replacement("megatron.training.training:train_step", _watch_steps),
+    ),
+)

@@ -1,0 +1,198 @@
+"""What a rank's bytes are for at its fullest, measured over one warm-up iteration.
+
+Every storage that comes to life is seen where operators are dispatched, every tensor that autograd
+keeps where it packs it. Nothing of the iteration itself changes; it is only slower, so it is not one
+of the timed ones. On a CPU this is exact; on a GPU it is what the allocator was asked for, without
+the blocks it rounds up or keeps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tools.ledger.model_state import gradients_of, optimizer_tensors, weights_of
+from tools.ledger.module_path import ModulePath
+from tools.ledger.timeline import Timeline
+from tools.measurements import MemoryCategory, Phase, RankMemory
+
+
+@dataclass
+class _Storage:
+    size: int
+    category: MemoryCategory
+    is_logits: bool
+    keepers: int = 0
+    """Nodes of the autograd graph that hold it."""
+
+
+class MemoryLedger:
+    """Follows live bytes by category from `start` to `stop`."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._tracker: _Tracker | None = None
+        self.result: RankMemory | None = None
+
+    def start(self, rank: int, iteration: int, models: Any, optimizer: Any) -> None:
+        """Follow from here on."""
+        self._tracker = _Tracker(self._timeline, models, optimizer)
+        self._rank, self._iteration = rank, iteration
+        self._tracker.enter()
+
+    def stop(self) -> None:
+        """Stop following and keep the result; nothing if it was not started."""
+        if self._tracker is not None:
+            self._tracker.leave()
+            self.result = self._tracker.result(self._rank, self._iteration)
+            self._tracker = None
+
+
+class _Tracker:
+    def __init__(self, timeline: Timeline, models: Any, optimizer: Any) -> None:
+        self._timeline = timeline
+        self._optimizer = optimizer
+        self._models = list(models)
+        self._modules = ModulePath(self._models)
+        self._live: dict[int, _Storage] = {}
+        self._bytes: Counter[MemoryCategory] = Counter()
+        self._peak = 0
+        self._at_peak: Counter[MemoryCategory] = Counter()
+        self._peak_phase, self._peak_module = Phase.OTHER, ""
+        self._phase_peaks: dict[Phase, int] = {}
+        self._kept_by_layer: Counter[str] = Counter()
+        self._vocabulary = _vocabulary_rows(self._models)
+        self._stack = ExitStack()
+
+    def enter(self) -> None:
+        for category, tensors in self._state():
+            for tensor in tensors:
+                self._meet(tensor, category)
+        self._stack.enter_context(self._modules)
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+        self._stack.enter_context(_SeeEveryTensor(self._meet_results))
+
+    def leave(self) -> None:
+        self._stack.close()
+
+    def result(self, rank: int, iteration: int) -> RankMemory:
+        return RankMemory(
+            rank=rank,
+            iteration=iteration,
+            peak_bytes=self._peak,
+            peak_phase=self._peak_phase,
+            peak_module=self._peak_module,
+            categories={category: self._at_peak[category] for category in MemoryCategory},
+            activations_by_layer=dict(self._kept_by_layer),
+            phase_peak_bytes=self._phase_peaks,
+        )
+
+    def _state(self) -> Iterator[tuple[MemoryCategory, Iterable[torch.Tensor]]]:
+        yield MemoryCategory.WEIGHTS, weights_of(self._models)
+        yield MemoryCategory.GRADIENTS, gradients_of(self._models)
+        yield MemoryCategory.OPTIMIZER_STATE, optimizer_tensors(self._optimizer)
+
+    def _meet_results(self, results: Any) -> None:
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                self._meet(leaf, MemoryCategory.TEMPORARY)
+        self._note_peak()
+
+    def _meet(self, tensor: torch.Tensor, category: MemoryCategory) -> _Storage | None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is None and size:
+            is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
+            if category is MemoryCategory.TEMPORARY and is_logits:
+                category = MemoryCategory.LOGITS
+            known = self._live[key] = _Storage(size, category, is_logits)
+            self._bytes[category] += size
+            weakref.finalize(storage, self._forget, key)
+        elif known is not None and size != known.size:
+            # Megatron frees a stage's output by resizing its storage to nothing.
+            self._bytes[known.category] += size - known.size
+            known.size = size
+        return known
+
+    def _forget(self, key: int) -> None:
+        storage = self._live.pop(key, None)
+        if storage is not None:
+            self._bytes[storage.category] -= storage.size
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept:
+        storage = self._meet(tensor, MemoryCategory.TEMPORARY)
+        if storage is None or storage.category not in _MAY_BE_KEPT:
+            return _Kept(tensor)
+        if storage.keepers == 0:
+            self._kept_by_layer[self._modules.layer] += storage.size
+            self._move(storage, MemoryCategory.ACTIVATIONS)
+        storage.keepers += 1
+        return _Kept(tensor, self, storage)
+
+    def _release(self, storage: _Storage) -> None:
+        storage.keepers -= 1
+        if storage.keepers == 0:
+            self._move(storage, MemoryCategory.TEMPORARY)
+
+    def _move(self, storage: _Storage, category: MemoryCategory) -> None:
+        self._bytes[storage.category] -= storage.size
+        storage.category = MemoryCategory.LOGITS if storage.is_logits else category
+        self._bytes[storage.category] += storage.size
+
+    def _note_peak(self) -> None:
+        total, phase = sum(self._bytes.values()), self._timeline.phase
+        self._phase_peaks[phase] = max(total, self._phase_peaks.get(phase, 0))
+        if total > self._peak:
+            self._peak, self._at_peak = total, Counter(self._bytes)
+            self._peak_phase, self._peak_module = phase, self._modules.current
+
+
+_MAY_BE_KEPT = (MemoryCategory.TEMPORARY, MemoryCategory.ACTIVATIONS, MemoryCategory.LOGITS)
+
+
+class _Kept:
+    """A tensor in the autograd graph; the graph lets go of it together with this."""
+
+    def __init__(
+        self, tensor: torch.Tensor, tracker: _Tracker | None = None, storage: _Storage | None = None
+    ) -> None:
+        self.tensor = tensor
+        if tracker is not None and storage is not None:
+            weakref.finalize(self, tracker._release, storage)
+
+
+def _unpack(kept: _Kept) -> torch.Tensor:
+    return kept.tensor
+
+
+class _SeeEveryTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, see: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self._see(results)
+        return results
+
+
+def _vocabulary_rows(models: Iterable[torch.nn.Module]) -> int:
+    """Columns of this rank's logits: rows of its output layer, or of the embedding it is tied to."""
+    rows = [
+        parameter.shape[0]
+        for model in models
+        for name, parameter in model.named_parameters()
+        if name.endswith(("word_embeddings.weight", "output_layer.weight"))
+    ]
+    return rows[0] if rows else -1

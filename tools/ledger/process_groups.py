@@ -1,0 +1,181 @@
+"""Sees every call that Python makes on a torch process group.
+
+torch.distributed's functions all end in a method of the group, also when they were imported early or
+coalesced, so the methods are wrapped, once, on the class. Functional collectives go from an operator
+straight to C++; the operators are wrapped by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup, Work
+
+from tools.ledger.communication import Call, CommunicationLedger, Pending
+from tools.ledger.groups import group_name
+from tools.ledger.timeline import Span, Timeline
+from tools.measurements import Operation
+
+# Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
+_METHODS = {
+    "allreduce": (Operation.ALL_REDUCE, 0),
+    "allreduce_coalesced": (Operation.ALL_REDUCE, 0),
+    "allgather": (Operation.ALL_GATHER, 0),
+    "_allgather_base": (Operation.ALL_GATHER, 0),
+    "all_gather_single": (Operation.ALL_GATHER, 0),
+    "allgather_coalesced": (Operation.ALL_GATHER, 0),
+    "allgather_into_tensor_coalesced": (Operation.ALL_GATHER, 0),
+    "all_gather_single_coalesced": (Operation.ALL_GATHER, 0),
+    "reduce_scatter": (Operation.REDUCE_SCATTER, 1),
+    "_reduce_scatter_base": (Operation.REDUCE_SCATTER, 1),
+    "reduce_scatter_single": (Operation.REDUCE_SCATTER, 1),
+    "reduce_scatter_tensor_coalesced": (Operation.REDUCE_SCATTER, 1),
+    "reduce_scatter_single_coalesced": (Operation.REDUCE_SCATTER, 1),
+    "alltoall": (Operation.ALL_TO_ALL, 1),
+    "alltoall_base": (Operation.ALL_TO_ALL, 1),
+    "all_to_all_single": (Operation.ALL_TO_ALL, 1),
+    "broadcast": (Operation.BROADCAST, 0),
+    "reduce": (Operation.REDUCE, 0),
+    "gather": (Operation.GATHER, 0),
+    "scatter": (Operation.SCATTER, 1),
+    "send": (Operation.SEND, 0),
+    "recv": (Operation.RECEIVE, 0),
+    "recv_anysource": (Operation.RECEIVE, 0),
+    "barrier": (Operation.BARRIER, 0),
+}
+# Functional operator: operation; its input is the first argument, its group's name the last.
+_FUNCTIONAL = {
+    "all_reduce": Operation.ALL_REDUCE,
+    "all_reduce_": Operation.ALL_REDUCE,
+    "all_gather_into_tensor": Operation.ALL_GATHER,
+    "reduce_scatter_tensor": Operation.REDUCE_SCATTER,
+    "all_to_all_single": Operation.ALL_TO_ALL,
+    "broadcast": Operation.BROADCAST,
+}
+
+
+class CallWatcher:
+    """Reports every call and every wait to a ledger, while it is installed."""
+
+    def __init__(self, ledger: CommunicationLedger, timeline: Timeline) -> None:
+        self._ledger = ledger
+        self._timeline = timeline
+        # Holding the work keeps its Python object, so that its id names it until it is waited for.
+        self._pending: dict[int, tuple[Any, Pending]] = {}
+
+    def install(self) -> None:
+        """Wrap torch's classes and operators; for the life of the process."""
+        for name, (operation, position) in _METHODS.items():
+            if hasattr(ProcessGroup, name):
+                setattr(ProcessGroup, name, self._method(name, operation, position))
+        setattr(Work, "wait", self._wait(Work.wait))  # noqa: B010 - mypy knows it as a method
+        functional = torch.ops._c10d_functional
+        for name, operation in _FUNCTIONAL.items():
+            setattr(functional, name, self._functional(getattr(functional, name), operation))
+
+    def forget_pending(self) -> None:
+        """Let go of works that nobody has waited for."""
+        self._pending.clear()
+
+    def _method(self, name: str, operation: Operation, position: int) -> Callable[..., Any]:
+        original = getattr(ProcessGroup, name)
+
+        @functools.wraps(original, updated=())
+        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            call = self._describe(group, operation, position, args)
+            started = time.perf_counter_ns()
+            work = original(group, *args, **kwargs)
+            self._ledger.add(call, time.perf_counter_ns() - started)
+            if work is not None:
+                self._pending[id(work)] = (work, Pending(call, started))
+            return work
+
+        return method
+
+    def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            _, pending = self._pending.pop(id(work), (None, None))
+            began = time.perf_counter_ns()
+            answer = original(work, *args, **kwargs)
+            if pending is not None:
+                now = time.perf_counter_ns()
+                self._ledger.waited(pending, now - began, now)
+                self._trace(pending, now)
+            return answer
+
+        return wait
+
+    def _functional(self, original: Any, operation: Operation) -> Callable[..., Any]:
+        def operator(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            group = _resolve_process_group(args[-1])
+            whole = group.size() if operation is Operation.ALL_GATHER else 1
+            call = self._call(group, operation, [tensor], None, times=whole)
+            started = time.perf_counter_ns()
+            result = original(tensor, *args, **kwargs)
+            self._ledger.add(call, time.perf_counter_ns() - started)
+            return result
+
+        return operator
+
+    def _describe(
+        self, group: ProcessGroup, operation: Operation, position: int, args: Sequence[Any]
+    ) -> Call:
+        tensors = list(_tensors(args[position])) if operation is not Operation.BARRIER else []
+        sent = None
+        if operation is Operation.ALL_TO_ALL:
+            sent = _bytes(tensors) - _own_part(group, tensors, args)
+        return self._call(group, operation, tensors, sent)
+
+    def _call(
+        self,
+        group: ProcessGroup,
+        operation: Operation,
+        tensors: Sequence[torch.Tensor],
+        sent_bytes: int | None,
+        times: int = 1,
+    ) -> Call:
+        return Call(
+            group=group_name(group.group_desc),
+            ranks=group.size(),
+            operation=operation,
+            phase=self._timeline.phase,
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            payload_bytes=times * _bytes(tensors),
+            sent_bytes=sent_bytes,
+        )
+
+    def _trace(self, pending: Pending, now_ns: int) -> None:
+        if self._timeline.spans is not None:
+            name = f"{pending.call.operation} {pending.call.group}"
+            span = Span(name, "communication", pending.started_ns, now_ns)
+            self._timeline.spans.append(span)
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    """Tensors of an argument: one, a list, or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _own_part(group: ProcessGroup, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
+    """Bytes of an all-to-all that stay on this rank."""
+    rank, ranks = group.rank(), group.size()
+    if len(tensors) == ranks and len(tensors) > 1:
+        return _bytes([tensors[rank]])
+    splits = args[3] if len(args) > 3 and isinstance(args[3], Sequence) else []
+    if not splits:
+        return _bytes(tensors) // ranks
+    rows = max(sum(splits), 1)
+    return _bytes(tensors) * int(splits[rank]) // rows

@@ -1,0 +1,104 @@
+"""The one object a backend talks to: it marks iterations and spans, and writes the rank's files."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.ledger.communication import CommunicationLedger
+from tools.ledger.memory import MemoryLedger
+from tools.ledger.process_groups import CallWatcher
+from tools.ledger.timeline import Span, Timeline
+from tools.measurements import RankCommunication, RankMemory, RankTime
+
+FOLDER_VARIABLE = "KIT_LEDGER"
+"""Names the folder that ranks write to; without it nothing is installed and nothing costs anything."""
+
+MEMORY_ITERATION = 2
+"""The first iteration has no optimizer state before its end; this one is still warm-up."""
+
+TRACED_ITERATION = 4
+WRITE_EVERY = 100
+"""Iterations; a killed rank leaves what it had counted until then."""
+
+
+class RankLedger(msgspec.Struct, frozen=True):
+    """A rank's own file, `rank<N>.json`."""
+
+    rank: int
+    communication: RankCommunication
+    time: RankTime
+    memory: RankMemory | None
+    spans: tuple[Span, ...]
+
+
+class Recorder:
+    """Counts for one rank from its first iteration on."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._iteration = 0
+        self._began_ns = 0
+        self._communication = CommunicationLedger()
+        self._spans: tuple[Span, ...] = ()
+        self.timeline = Timeline()
+        self.memory = MemoryLedger(self.timeline)
+        self._watcher = CallWatcher(self._communication, self.timeline)
+
+    @classmethod
+    def from_environment(cls) -> Recorder | None:
+        """A recorder where `KIT_LEDGER` names a folder, else None."""
+        folder = os.environ.get(FOLDER_VARIABLE)
+        return cls(Path(folder), int(os.environ.get("RANK", "0"))) if folder else None
+
+    def install(self) -> None:
+        """Begin to watch this process."""
+        self._watcher.install()
+        atexit.register(self._write)
+
+    def begin_iteration(self, models: Any, optimizer: Any) -> None:
+        """An optimizer step begins; the one before it, with what was logged after it, ends here."""
+        now = time.perf_counter_ns()
+        phases = self.timeline.take()
+        if self._iteration:
+            self._finish_iteration(now - self._began_ns, phases)
+        self._communication.forget()
+        self._iteration += 1
+        self._began_ns = now
+        if self._iteration == TRACED_ITERATION:
+            self.timeline.spans = []
+        if self._iteration == MEMORY_ITERATION:
+            self.memory.start(self._rank, self._iteration, models, optimizer)
+
+    def end_step(self) -> None:
+        """The optimizer step is done; logging and evaluation may follow before the next."""
+        self.memory.stop()
+
+    def _finish_iteration(self, nanoseconds: int, phases: dict[Any, int]) -> None:
+        if self._iteration != MEMORY_ITERATION:
+            self._communication.end_iteration(nanoseconds, phases)
+        if self._iteration == TRACED_ITERATION:
+            self._spans, self.timeline.spans = tuple(self.timeline.spans or ()), None
+        self._watcher.forget_pending()
+        if self._iteration % WRITE_EVERY == 0:
+            self._write()
+
+    def _write(self) -> None:
+        ledger = RankLedger(
+            self._rank,
+            self._communication.communication(self._rank),
+            self._communication.time(self._rank),
+            self.memory.result,
+            self._spans,
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(ledger))
+        partial.replace(path)

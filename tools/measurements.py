@@ -1,0 +1,199 @@
+"""What the ledgers of a run's ranks leave in its folder: communication, memory, time.
+
+Beside `records`, and like it without torch and without any other part of the kit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from tools.records import COMMUNICATION_FILE as COMMUNICATION_FILE
+from tools.records import MEMORY_FILE as MEMORY_FILE
+from tools.records import TIME_FILE
+
+
+class Operation(StrEnum):
+    """Collectives and messages as torch.distributed knows them."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SEND = "send"
+    RECEIVE = "receive"
+    BARRIER = "barrier"
+
+
+ALGORITHMS = {
+    Operation.ALL_REDUCE: "ring, 2(n-1)/n of the tensor",
+    Operation.ALL_GATHER: "ring, (n-1)/n of the gathered tensor",
+    Operation.REDUCE_SCATTER: "ring, (n-1)/n of the whole tensor",
+    Operation.ALL_TO_ALL: "pairwise, (n-1)/n of the tensor",
+    Operation.BROADCAST: "chain, (n-1)/n of the tensor on average over the ranks",
+    Operation.REDUCE: "chain, (n-1)/n of the tensor on average over the ranks",
+    Operation.GATHER: "direct, (n-1)/n of the gathered tensor on average over the ranks",
+    Operation.SCATTER: "direct, (n-1)/n of the whole tensor on average over the ranks",
+    Operation.SEND: "one message; its receive sends nothing",
+    Operation.RECEIVE: "counted at its sender",
+    Operation.BARRIER: "no tensor",
+}
+"""What `wire_bytes` assumes about each operation."""
+
+
+def wire_bytes(operation: Operation, payload_bytes: int, ranks: int) -> int:
+    """Bytes one rank sends for one call, rounded down; nothing in a group of one rank.
+
+    Args:
+        operation: What is called.
+        payload_bytes: The whole tensor: gathered, before scattering, or as sent.
+        ranks: Ranks of the group.
+    """
+    if ranks == 1 or operation in (Operation.RECEIVE, Operation.BARRIER):
+        return 0
+    if operation is Operation.SEND:
+        return payload_bytes
+    passes = 2 if operation is Operation.ALL_REDUCE else 1
+    return passes * (ranks - 1) * payload_bytes // ranks
+
+
+class Phase(StrEnum):
+    """Part of an iteration."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    PIPELINE = "pipeline"
+    """Sending to and waiting for the neighbouring stages: the bubble is in here."""
+    GRADIENT_SYNC = "gradient_sync"
+    OPTIMIZER = "optimizer"
+    OTHER = "other"
+    """Outside Megatron's own timers: loss reduction, logging, the step's bookkeeping."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Equal calls of one rank in one steady iteration."""
+
+    group: str
+    """`tp`, `cp`, `dp`, `dp_cp`, `pp`, …; of a group this kit does not know, the name it was given."""
+    ranks: int
+    operation: Operation
+    phase: Phase
+    dtype: str
+    calls: int
+    payload_bytes: int
+    """Of one call."""
+    wire_bytes: int
+    """Sent by this rank over all these calls, for the algorithm."""
+    algorithm: str
+    wait_seconds: float
+    """The rank stood still: in the call and in waiting for its result; mean of an iteration."""
+    transfer_seconds: float
+    """From issuing a call to having its result; more than the wait where work went on meanwhile."""
+
+
+@dataclass(frozen=True)
+class RankCommunication:
+    """One rank's part of `comm.json`."""
+
+    rank: int
+    steady_iterations: int
+    """Iterations that made exactly these calls; all the following figures are of one such."""
+    other_iterations: int
+    """Those that made other calls: the first, evaluations, checkpoints."""
+    calls: tuple[Calls, ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes this rank sends in an iteration."""
+        return sum(item.wire_bytes for item in self.calls)
+
+
+@dataclass(frozen=True)
+class CommunicationRecord:
+    """`comm.json`: the ranks whose ledgers were found, in order."""
+
+    ranks: tuple[RankCommunication, ...]
+    schema: int = 1
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """One rank's part of `time.json`: mean seconds of a steady iteration."""
+
+    rank: int
+    iteration_seconds: float
+    phase_seconds: dict[Phase, float]
+    """Sums to the iteration."""
+    communication_seconds: dict[Phase, float]
+    """Of those, spent in calls and in waiting for them: exposed communication."""
+
+
+@dataclass(frozen=True)
+class TimeRecord:
+    """`time.json`."""
+
+    ranks: tuple[RankTime, ...]
+    schema: int = 1
+
+
+class MemoryCategory(StrEnum):
+    """What live bytes are for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATIONS = "activations"
+    """Kept for backward."""
+    LOGITS = "logits"
+    """Tensors with a column for each word of the rank's vocabulary, kept or not."""
+    COMMUNICATION = "communication"
+    TEMPORARY = "temporary"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's part of `memory.json`, of one warm-up iteration."""
+
+    rank: int
+    iteration: int
+    peak_bytes: int
+    peak_phase: Phase
+    peak_module: str
+    """The innermost module that was computing at the peak; empty between modules."""
+    categories: dict[MemoryCategory, int]
+    """At the peak; sums to it."""
+    activations_by_layer: dict[str, int]
+    """Bytes kept for backward, summed over the iteration's micro batches, by who saved them."""
+    phase_peak_bytes: dict[Phase, int]
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """`memory.json`."""
+
+    ranks: tuple[RankMemory, ...]
+    schema: int = 1
+
+
+def read_communication(folder: Path) -> CommunicationRecord:
+    """Read `comm.json`; raises as `read_run` does."""
+    return msgspec.json.decode((folder / COMMUNICATION_FILE).read_bytes(), type=CommunicationRecord)
+
+
+def read_memory(folder: Path) -> MemoryRecord:
+    """Read `memory.json`; raises as `read_run` does."""
+    return msgspec.json.decode((folder / MEMORY_FILE).read_bytes(), type=MemoryRecord)
+
+
+def read_time(folder: Path) -> TimeRecord:
+    """Read `time.json`; raises as `read_run` does."""
+    return msgspec.json.decode((folder / TIME_FILE).read_bytes(), type=TimeRecord)
