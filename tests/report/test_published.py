@@ -5,7 +5,12 @@ import pytest
 from tests.report.factory import log_text, run_record, write_run
 from tools.recipe.strategy import NAMED
 from tools.records import Batch, DeviceKind, Entry, Host
-from tools.report.published import figure_for, load_published, match_figure
+from tools.report.published import (
+    figure_for,
+    load_published,
+    match_figure,
+    relative_to_baseline,
+)
 from tools.report.runs import load_folder
 
 PUBLISHED = load_published()
@@ -98,3 +103,10 @@ def test_strategy_nobody_published_has_no_figure(tmp_path):
 
 def test_missing_file_publishes_nothing(tmp_path):
     assert load_published(tmp_path / "none.yaml").figures == ()
+
+
+def test_published_ratio_to_baseline_is_a_sample():
+    figures = {f.strategy: f for f in PUBLISHED.figures if f.source.key == "003"}
+    ratio = relative_to_baseline(figures["tp2"], PUBLISHED)
+    assert ratio == pytest.approx((543.2 / 64) / (437.5 / 32))
+    assert relative_to_baseline(figures["baseline"], PUBLISHED) == 1.0

@@ -75,7 +75,7 @@ def _published(report: Report) -> str:
         [
             entry.label,
             match.quantity,
-            f"{wording.number(match.measured)} {match.unit}",
+            f"{wording.number(match.measured)} {match.unit}" if match.measured else wording.DASH,
             f"{', '.join(wording.number(v) for v in match.published)} {match.unit}"
             f" ({match.figure.model}, source {match.figure.source.key})",
             match.verdict,

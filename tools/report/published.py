@@ -121,6 +121,15 @@ def figure_for(run: Run, published: Published) -> Figure | None:
     return next(iter(exact or main), None)
 
 
+def relative_to_baseline(figure: Figure, published: Published) -> float | None:
+    """The published time a sample over that of the same write-up's baseline."""
+    same = [f for f in published.figures if f.source == figure.source and f.model == figure.model]
+    baseline = next((f for f in same if f.strategy == "baseline"), None)
+    if baseline is None or not baseline.ms_per_sample or not figure.ms_per_sample:
+        return None
+    return figure.ms_per_sample / baseline.ms_per_sample
+
+
 def match_figure(
     run: Run, figure: Figure, iteration_ms: float | None, memory_bytes: int | None
 ) -> list[Match]:

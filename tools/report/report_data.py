@@ -11,7 +11,15 @@ from tools.report.configurations import Configuration, configurations, essential
 from tools.report.fairness import SpeedComparison, compare_speed
 from tools.report.labels import labels
 from tools.report.parity import Parity, parity_of
-from tools.report.published import Correction, Figure, Match, Published, figure_for, match_figure
+from tools.report.published import (
+    Correction,
+    Figure,
+    Match,
+    Published,
+    figure_for,
+    match_figure,
+    relative_to_baseline,
+)
 from tools.report.rates import Rates, rates_of
 from tools.report.rows import Row, row_of
 from tools.report.runs import Run
@@ -31,6 +39,8 @@ class Entry:
     """Against the cohort's reference; None for the reference itself."""
     figure: Figure | None = None
     matches: tuple[Match, ...] = ()
+    published_ratio: float | None = None
+    """The figure's time a sample over its own baseline's; beside `speed.per_token`."""
 
     @property
     def run(self) -> Run:
@@ -97,7 +107,8 @@ def _entry(label: str, row: Configuration, parity: Parity, published: Published)
         if figure
         else []
     )
-    return Entry(label, row, line, rates, parity, None, figure, tuple(matches))
+    ratio = relative_to_baseline(figure, published) if figure else None
+    return Entry(label, row, line, rates, parity, None, figure, tuple(matches), ratio)
 
 
 def _with_speeds(entries: list[Entry]) -> list[Entry]:

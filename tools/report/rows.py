@@ -71,7 +71,7 @@ def row_of(configuration: Configuration, rates: Rates, parity: Parity) -> Row:
     setup, split, batch = run.setup, run.setup.parallelism, run.setup.batch
     estimate = configuration.estimate
     memory, memory_rank = peak_memory(run)
-    sent = run.ledgers.comm_bytes_by_rank
+    sent = run.ledgers.sent_bytes_by_rank
     return Row(
         run=run.name,
         status=run.status.status.value,
@@ -104,7 +104,7 @@ def row_of(configuration: Configuration, rates: Rates, parity: Parity) -> Row:
         peak_memory_bytes=memory,
         peak_memory_rank=memory_rank,
         device_memory_bytes=device_memory(run),
-        comm_bytes_per_iteration=max(sent.values()) if sent else None,
+        comm_bytes_per_iteration=max(sent.values(), default=None),
         parameters_total=_parameters_total(run),
         parameters_max_rank=max((c.parameters for c in run.log.parameters), default=None),
         final_loss=final_loss(run),

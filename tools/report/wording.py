@@ -65,6 +65,14 @@ def ratio(found: Comparison) -> str:
     return f"×{found.ratio:.2f} {found.verdict}"
 
 
+def against_baseline(entry: Entry) -> str:
+    """Time a sample over baseline's, here and as published."""
+    token = entry.speed.per_token if entry.speed else None
+    here = f"×{token.ratio:.2f}" if token else DASH
+    there = f"×{entry.published_ratio:.2f}" if entry.published_ratio else DASH
+    return DASH if here == there == DASH else f"{here} | {there}"
+
+
 def published(entry: Entry) -> str:
     """The published time of the strategy, marked if it is another model's."""
     figure = entry.figure
