@@ -82,6 +82,8 @@ def _refusal(plan: Plan) -> str:
 
 
 def _nodes_sentence(request: Request, devices: int) -> str:
+    if request.cluster.nodes == 1:
+        return f"It fits on {devices}."
     nodes = -(-devices // request.cluster.per_node)
     return f"It fits on {devices} ({nodes} nodes of {request.cluster.per_node})."
 
