@@ -53,6 +53,7 @@ class _Kind:
     wait_ns: Counter[Call] = field(default_factory=Counter)
     transfer_ns: Counter[Call] = field(default_factory=Counter)
     phase_ns: Counter[Phase] = field(default_factory=Counter)
+    blocked_ns: Counter[Phase] = field(default_factory=Counter)
 
 
 class CommunicationLedger:
@@ -62,16 +63,19 @@ class CommunicationLedger:
         self._counts: Counter[Call] = Counter()
         self._wait_ns: Counter[Call] = Counter()
         self._transfer_ns: Counter[Call] = Counter()
+        self._blocked_ns: Counter[Phase] = Counter()
         self._kinds: dict[frozenset[tuple[Call, int]], _Kind] = {}
 
     def add(self, call: Call, issue_ns: int) -> None:
         """Count a call that took `issue_ns` to be issued."""
         self._counts[call] += 1
         self._wait_ns[call] += issue_ns
+        self._blocked_ns[call.phase] += issue_ns
 
-    def waited(self, pending: Pending, wait_ns: int, now_ns: int) -> None:
-        """Somebody waited for the call's result and has it now."""
+    def waited(self, pending: Pending, phase: Phase, wait_ns: int, now_ns: int) -> None:
+        """Somebody waited for the call's result, in a later phase perhaps, and has it now."""
         self._wait_ns[pending.call] += wait_ns
+        self._blocked_ns[phase] += wait_ns
         self._transfer_ns[pending.call] += now_ns - pending.started_ns
 
     def end_iteration(self, nanoseconds: int, phase_ns: dict[Phase, int]) -> None:
@@ -82,11 +86,13 @@ class CommunicationLedger:
         kind.wait_ns += self._wait_ns
         kind.transfer_ns += self._transfer_ns
         kind.phase_ns += Counter(phase_ns)
+        kind.blocked_ns += self._blocked_ns
         self.forget()
 
     def forget(self) -> None:
         """Drop what was counted since the last iteration ended."""
-        self._counts, self._wait_ns, self._transfer_ns = Counter(), Counter(), Counter()
+        for counter in (self._counts, self._wait_ns, self._transfer_ns, self._blocked_ns):
+            counter.clear()
 
     def communication(self, rank: int) -> RankCommunication:
         """Calls of a steady iteration."""
@@ -102,15 +108,12 @@ class CommunicationLedger:
         if not self._kinds:
             return RankTime(rank, 0.0, {}, {})
         _, kind = self._steady()
-        waits: Counter[Phase] = Counter()
-        for call, nanoseconds in kind.wait_ns.items():
-            waits[call.phase] += nanoseconds
         per_iteration = NANO / kind.iterations
         return RankTime(
             rank,
             kind.nanoseconds * per_iteration,
             {phase: ns * per_iteration for phase, ns in kind.phase_ns.items()},
-            {phase: ns * per_iteration for phase, ns in waits.items()},
+            {phase: ns * per_iteration for phase, ns in kind.blocked_ns.items()},
         )
 
     def _steady(self) -> tuple[frozenset[tuple[Call, int]], _Kind]:

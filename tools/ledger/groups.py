@@ -8,7 +8,8 @@ _NAMES = {
     "DATA_PARALLEL_GROUP": "dp",
     "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
     "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
-    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer_instance",
+    # With one instance of the distributed optimizer, which is the default, these are all ranks.
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "world",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
     "EMBEDDING_GROUP": "embedding",
     "POSITION_EMBEDDING_GROUP": "position_embedding",

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from tools.ledger.communication import Call, CommunicationLedger, Pending
 from tools.ledger.groups import group_name
 from tools.ledger.timeline import Span, Timeline
-from tools.measurements import Operation
+from tools.measurements import Operation, Phase
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
 _METHODS = {
@@ -104,7 +104,7 @@ class CallWatcher:
             answer = original(work, *args, **kwargs)
             if pending is not None:
                 now = time.perf_counter_ns()
-                self._ledger.waited(pending, now - began, now)
+                self._ledger.waited(pending, self._timeline.phase, now - began, now)
                 self._trace(pending, now)
             return answer
 
@@ -139,11 +139,16 @@ class CallWatcher:
         sent_bytes: int | None,
         times: int = 1,
     ) -> Call:
+        phase = self._timeline.phase
+        name = group_name(group.group_desc)
+        if phase is Phase.PIPELINE:
+            # With two stages Megatron sends one direction over the default group, so that both flow.
+            name = "pp"
         return Call(
-            group=group_name(group.group_desc),
+            group=name,
             ranks=group.size(),
             operation=operation,
-            phase=self._timeline.phase,
+            phase=phase,
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
             payload_bytes=times * _bytes(tensors),
             sent_bytes=sent_bytes,

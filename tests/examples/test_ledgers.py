@@ -1,0 +1,153 @@
+"""What real runs sent and held, against the planner's closed forms, exactly."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.examples.conftest import ITERATIONS, Run, Trainer
+from tools.measurements import (
+    MemoryCategory,
+    Operation,
+    Phase,
+    RankCommunication,
+    read_communication,
+    read_memory,
+    read_time,
+)
+from tools.plan.communication import communication_of_rank
+from tools.plan.configuration import Configuration, configuration_of
+from tools.plan.parameters import rank_parameters
+from tools.recipe.arguments import Flags
+from tools.recipe.model import load_model
+from tools.recipe.strategy import NAMED
+from tools.records import LEDGER_FOLDER, TRACE_FILE
+
+MORE = ("vpp2", "zero1")
+PARALLEL = (*NAMED[1:], *MORE)
+Key = tuple[str, str, int]
+
+
+@pytest.fixture(scope="session")
+def runs(six: dict[str, Run], train: Trainer) -> dict[str, Run]:
+    return six | {name: train(f"train-{name}-gpt2-tiny-2cpu") for name in MORE}
+
+
+def configuration(run: Run) -> Configuration:
+    """The run's configuration as the planner sees it: fp32, K and V gathered, no dropout."""
+    model = load_model(run.record.model)
+    flags = Flags(run.record.argv)
+    multiple = flags.integer("--make-vocab-size-divisible-by", 128)
+    as_run = replace(model, shape=replace(model.shape, vocabulary_multiple=multiple))
+    return replace(
+        configuration_of(as_run, run.record.parallelism, run.record.batch),
+        dtype="fp32",
+        cp_comm_type="all_gather",
+    )
+
+
+def pipeline_rank(run: Run, rank: int) -> int:
+    degrees = run.record.parallelism
+    return rank // (degrees.world_size // degrees.pipeline)
+
+
+def measured(rank: RankCommunication) -> Counter[Key]:
+    found: Counter[Key] = Counter()
+    for row in rank.calls:
+        if row.ranks > 1 and row.operation not in (Operation.RECEIVE, Operation.BARRIER):
+            found[row.group, row.operation, row.payload_bytes] += row.calls
+    return found
+
+
+def predicted(run: Run, rank: int) -> Counter[Key]:
+    expected: Counter[Key] = Counter()
+    for item in communication_of_rank(configuration(run), pipeline_rank(run, rank)):
+        expected[item.group, item.operation, item.payload_bytes] += item.calls
+    return expected
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_every_call_of_a_steady_iteration_is_in_the_closed_form(
+    runs: dict[str, Run], name: str
+) -> None:
+    for rank in read_communication(runs[name].folder).ranks:
+        assert measured(rank) == predicted(runs[name], rank.rank)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str) -> None:
+    for rank in read_communication(runs[name].folder).ranks:
+        traffic = communication_of_rank(
+            configuration(runs[name]), pipeline_rank(runs[name], rank.rank)
+        )
+        assert rank.wire_bytes == sum(item.wire_bytes for item in traffic)
+
+
+@pytest.mark.parametrize("name", ["baseline", *PARALLEL])
+def test_all_iterations_but_warm_up_and_the_last_are_steady(
+    runs: dict[str, Run], name: str
+) -> None:
+    for rank in read_communication(runs[name].folder).ranks:
+        # The first starts groups, the second is the memory ledger's, the last never sees the next begin.
+        assert rank.steady_iterations + rank.other_iterations == ITERATIONS - 2
+        assert rank.steady_iterations >= ITERATIONS - 3
+
+
+@pytest.mark.parametrize("name", ["baseline", *PARALLEL])
+def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
+    runs: dict[str, Run], name: str
+) -> None:
+    run = runs[name]
+    for rank in read_memory(run.folder).ranks:
+        held = rank_parameters(
+            configuration(run).shape, run.record.parallelism, pipeline_rank(run, rank.rank)
+        ).total
+        assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held
+        gradients = rank.categories[MemoryCategory.GRADIENTS]
+        state = rank.categories[MemoryCategory.OPTIMIZER_STATE]
+        if name != "zero1":
+            assert gradients == 4 * held
+            # Besides its two moments Adam keeps a step count of four bytes for each tensor.
+            assert 0 <= state - 8 * held < 4 * 200
+
+
+@pytest.mark.parametrize("name", ["baseline", *PARALLEL])
+def test_categories_sum_to_the_peak(runs: dict[str, Run], name: str) -> None:
+    for rank in read_memory(runs[name].folder).ranks:
+        assert sum(rank.categories.values()) == rank.peak_bytes
+        assert rank.peak_bytes == max(rank.phase_peak_bytes.values())
+
+
+def test_sequence_parallelism_halves_what_norms_keep(runs: dict[str, Run]) -> None:
+    kept = {n: read_memory(runs[n].folder).ranks[0].activations_by_layer for n in ("tp2", "sp2")}
+    assert kept["sp2"]["decoder.final_layernorm"] * 2 == kept["tp2"]["decoder.final_layernorm"]
+
+
+def test_only_the_last_stage_of_a_pipeline_holds_logits(runs: dict[str, Run]) -> None:
+    first, last = read_memory(runs["pp2"].folder).ranks
+    assert first.categories[MemoryCategory.LOGITS] == 0
+    one_micro_batch = 4 * 2 * 64 * 50304
+    assert last.categories[MemoryCategory.LOGITS] in (one_micro_batch, 2 * one_micro_batch)
+
+
+@pytest.mark.parametrize("name", ["baseline", *PARALLEL])
+def test_phases_sum_to_the_iteration(runs: dict[str, Run], name: str) -> None:
+    for rank in read_time(runs[name].folder).ranks:
+        assert sum(rank.phase_seconds.values()) == pytest.approx(rank.iteration_seconds, rel=0.02)
+        assert rank.phase_seconds[Phase.FORWARD] > 0
+        assert rank.phase_seconds[Phase.BACKWARD] > 0
+        for phase, seconds in rank.communication_seconds.items():
+            assert seconds <= rank.phase_seconds[phase]
+
+
+def test_a_pipeline_stage_waits_for_its_neighbour(runs: dict[str, Run]) -> None:
+    first, _ = read_time(runs["pp2"].folder).ranks
+    assert first.phase_seconds[Phase.PIPELINE] > 0.05 * first.iteration_seconds
+
+
+def test_the_trace_shows_both_ranks_and_every_micro_batch(runs: dict[str, Run]) -> None:
+    events = json.loads((runs["pp2"].folder / TRACE_FILE).read_text())["traceEvents"]
+    forwards = Counter(event["pid"] for event in events if event["name"] == "forward-compute")
+    assert forwards == {0: 4, 1: 4}
+    assert (runs["pp2"].folder / LEDGER_FOLDER / "rank1.json").is_file()
