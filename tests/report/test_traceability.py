@@ -22,10 +22,13 @@ class Tables(HTMLParser):
     def __init__(self):
         super().__init__()
         self.section, self.rows, self.open = "", {}, False
+        self.sentences = []
 
     def handle_starttag(self, tag, attrs):
         if tag == "section":
             self.section = dict(attrs)["id"]
+        elif tag == "li" and self.section == "summary":
+            self.sentences.append("")
         elif tag == "tr":
             self.rows.setdefault(self.section, []).append([])
         elif tag in ("td", "th"):
@@ -37,13 +40,20 @@ class Tables(HTMLParser):
             self.open = False
 
     def handle_data(self, data):
+        if self.section == "summary" and self.sentences:
+            self.sentences[-1] += data
         if self.open:
             self.rows[self.section][-1][-1] += data
 
 
-def tables_of(folder):
+def parsed(folder):
     parser = Tables()
     parser.feed((folder / "report.html").read_text())
+    return parser
+
+
+def tables_of(folder):
+    parser = parsed(folder)
     return {
         section: [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
         for section, rows in parser.rows.items()
@@ -68,7 +78,7 @@ def digits(value):
 
 
 def numbers(text):
-    return re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", text)
+    return re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?", text)
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +91,13 @@ def demo_page(tmp_path_factory):
         logs[name] = log_text(times, losses, micro=True)
         write_run(root / "runs", run_record(f"run-{name}", name), logs[name])
     _, _, folder = made(root)
-    return tables_of(folder), logs, (folder / "iteration-time.svg").read_text()
+    chart = (folder / "iteration-time.svg").read_text()
+    return tables_of(folder), logs, chart, parsed(folder).sentences
 
 
 @pytest.mark.parametrize("strategy", NAMED)
 def test_every_number_of_a_results_row_is_recomputed(demo_page, strategy):
-    tables, logs, chart = demo_page
+    tables, logs, chart, _ = demo_page
     (row,) = (r for r in tables["results"] if r["Strategy"].split()[0] == strategy)
     times = [ms for ms, _ in lines_of(logs[strategy])][2:]
     reference = [ms for ms, _ in lines_of(logs["baseline"])][2:]
@@ -118,7 +129,7 @@ def test_every_number_of_a_results_row_is_recomputed(demo_page, strategy):
 
 @pytest.mark.parametrize("strategy", NAMED)
 def test_every_number_of_how_it_was_measured_is_recomputed(demo_page, strategy):
-    tables, logs, _ = demo_page
+    tables, logs, _, _ = demo_page
     (row,) = (r for r in tables["measured"] if r["Strategy"].split()[0] == strategy)
     times = [ms for ms, _ in lines_of(logs[strategy])][2:]
     median = statistics.median(times)
@@ -130,7 +141,7 @@ def test_every_number_of_how_it_was_measured_is_recomputed(demo_page, strategy):
 
 
 def test_every_number_of_the_speed_comparison_is_recomputed(demo_page):
-    tables, logs, _ = demo_page
+    tables, logs, _, _ = demo_page
     medians = {n: statistics.median([ms for ms, _ in lines_of(t)][2:]) for n, t in logs.items()}
     assert len(tables["speed"]) == len(NAMED) - 1
     for row in tables["speed"]:
@@ -142,6 +153,34 @@ def test_every_number_of_the_speed_comparison_is_recomputed(demo_page):
         assert row["Tokens/s/device"] == f"{1 / ratio / RANKS:.1%}"
         differing = numbers(row["What differs"])
         assert differing == ["1", "2"] + (["50304", "50432"] if name in ("tp2", "sp2") else [])
+
+
+def test_every_number_of_the_summary_is_recomputed(demo_page):
+    _, logs, _, sentences = demo_page
+    medians = {n: statistics.median([ms for ms, _ in lines_of(t)][2:]) for n, t in logs.items()}
+    texts = {" ".join(sentence.split()) for sentence in sentences}
+    assert {t for t in texts if t.startswith("6 runs")} == {
+        "6 runs in 6 configurations, all ended well."
+    }
+    explained = 1
+    for text in texts:
+        if " baseline ×1: ×" in text:
+            ratio = medians[text.split()[0]] / medians["baseline"]
+            *_, ranks, one, shown, percent, low, high = [*numbers(text)][:6]
+            assert (ranks, one, shown, percent) == ("2", "1", f"{ratio:.3f}", "95")
+            assert float(low) <= ratio <= float(high)
+            scatter = numbers(text)[6:]
+            assert len(scatter) == ("scatter" in text)
+        elif text.startswith("Medians rest"):
+            assert numbers(text) == ["23"]
+        elif text.startswith("Loss parity held"):
+            # Five strategies on two ranks; 25 iterations less the averaged one; nothing differs.
+            assert numbers(text) == [*["2"] * 5, "24", "0"]
+        elif not text.startswith("6 runs"):
+            assert numbers(text) == [], text
+            continue
+        explained += 1
+    assert explained == 1 + 1 + 5 + 1 + 1
 
 
 def test_numbers_of_a_real_foreign_log_are_recomputed(tmp_path):

@@ -92,6 +92,7 @@ def sentences(report: Report) -> list[str]:
             "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
             "compute and communication is in them; losses, parameters and bytes are exact."
         )
+    result += _window_sentences(report)
     result += [text for entry in report.entries if (text := speed_sentence(entry, report))]
     result += _parity_sentences(report)
     result += _published_sentences(report)
@@ -149,6 +150,17 @@ def _status_sentence(report: Report) -> str:
         )
         + "."
     )
+
+
+def _window_sentences(report: Report) -> list[str]:
+    counts = [e.configuration.estimate.count for e in report.entries if e.configuration.estimate]
+    if not counts:
+        return []
+    span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
+    return [
+        f"Medians rest on {span} samples a row; which lines were left out, and why, stands under"
+        " 'How it was measured' in report.html and report.md."
+    ]
 
 
 def _parity_sentences(report: Report) -> list[str]:

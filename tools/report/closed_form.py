@@ -1,0 +1,73 @@
+"""A run as the planner's closed forms see it: the same shape, split, batch and choices."""
+
+from __future__ import annotations
+
+from tools.plan.configuration import Configuration, Recompute
+from tools.plan.megatron import LATEST, Megatron
+from tools.report.runs import Run
+
+_BACKEND = "megatron"
+_OLD = ("0.14", "0.15")
+"""Versions whose calls are those of f4fa7d6b."""
+
+
+class NoClosedFormError(ValueError):
+    """The closed forms say nothing of this run; the message says why."""
+
+
+def configuration_of_run(run: Run) -> Configuration:
+    """The planner's configuration of a run.
+
+    Raises:
+        NoClosedFormError: The run is not Megatron's, or its split or batch is not known.
+    """
+    setup = run.setup
+    if setup.backend != _BACKEND:
+        raise NoClosedFormError(
+            f"the closed forms describe Megatron, this run's backend is {setup.backend or 'unknown'}"
+        )
+    if setup.shape is None or setup.parallelism is None or setup.batch is None:
+        raise NoClosedFormError("shape, split or batch of the run are not known")
+    # Megatron's own layers, for hosts without Transformer Engine, keep the scores of attention; their
+    # context parallelism gathers K and V (megatron_patches/context_parallel_attention.py).
+    local = setup.device == "cpu" or _argument(run, "transformer_impl") == "local"
+    return Configuration(
+        shape=setup.shape,
+        parallelism=setup.parallelism,
+        batch=setup.batch,
+        dtype=setup.dtype or "fp32",
+        dropout=setup.dropout or 0.0,
+        recompute=_recompute(setup.recompute),
+        fused_attention=not local or setup.parallelism.context > 1,
+        cp_comm_type="all_gather" if local else _cp_comm_type(run),
+    )
+
+
+def megatron_of_run(run: Run) -> Megatron:
+    """The version whose calls the run makes; the newest where that is not known."""
+    return Megatron.F4FA7D6B if run.setup.megatron.startswith(_OLD) else LATEST
+
+
+def pipeline_rank(configuration: Configuration, rank: int) -> int:
+    """The pipeline stage of a global rank; Megatron numbers stages outermost."""
+    split = configuration.parallelism
+    return rank // (split.world_size // split.pipeline)
+
+
+def known_ranks(configuration: Configuration, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those ranks that the split has; a ledger of another run's ranks must not break the report."""
+    return tuple(rank for rank in ranks if 0 <= rank < configuration.parallelism.world_size)
+
+
+def _recompute(name: str) -> Recompute:
+    return Recompute(name) if name in {"selective", "full"} else Recompute.NONE
+
+
+def _cp_comm_type(run: Run) -> str:
+    value = _argument(run, "cp_comm_type").strip("[]' ")
+    return value if value in {"p2p", "all_gather", "a2a"} else "p2p"
+
+
+def _argument(run: Run, name: str) -> str:
+    arguments = run.setup.arguments
+    return arguments.get(name) or arguments.get("--" + name.replace("_", "-"), "")

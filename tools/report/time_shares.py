@@ -1,0 +1,80 @@
+"""Where each rank's iteration went: the breakdown of write-up 002, from `time.json`.
+
+Phases are Megatron's own timers on the host's clock; on a GPU a phase ends when its kernels were
+launched unless the timers synchronise, so there the shares are the launching thread's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tools.measurements import Phase, RankTime, TimeRecord, read_time
+from tools.records import TIME_FILE
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """One rank's steady iteration, taken apart."""
+
+    rank: int
+    iteration_seconds: float
+    phases: Mapping[Phase, float]
+    """Share of the iteration; communication and waiting inside a phase are part of it. Sums to 1."""
+    exposed_communication: float
+    """Share spent in calls, and in waiting for them, over all phases; it lies inside `phases`."""
+
+    @property
+    def pipeline_wait(self) -> float:
+        """Share spent in sending to the neighbouring stages and waiting for them."""
+        return self.phases.get(Phase.PIPELINE, 0.0)
+
+    @property
+    def as_published(self) -> tuple[float, float, float]:
+        """Forward, backward with gradient sync, optimizer: shares of these three, as 002 gives them."""
+        forward = self.phases.get(Phase.FORWARD, 0.0)
+        backward = self.phases.get(Phase.BACKWARD, 0.0) + self.phases.get(Phase.GRADIENT_SYNC, 0.0)
+        optimizer = self.phases.get(Phase.OPTIMIZER, 0.0)
+        whole = forward + backward + optimizer or 1.0
+        return forward / whole, backward / whole, optimizer / whole
+
+
+def read_time_ledger(folder: Path) -> tuple[TimeRecord | None, str]:
+    """The time ledger of a run folder, or why there is none."""
+    try:
+        return read_time(folder), ""
+    except (FileNotFoundError, NotADirectoryError):
+        return None, f"no {TIME_FILE}"
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        return None, f"{TIME_FILE} cannot be used ({error})"
+
+
+def time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
+    """Shares of every rank that had a steady iteration."""
+    return tuple(_shares(rank) for rank in record.ranks if rank.iteration_seconds > 0)
+
+
+def busy_seconds(rank: RankTime) -> float:
+    """Seconds in forward and backward of an iteration, communication inside them included."""
+    phases = rank.phase_seconds
+    return phases.get(Phase.FORWARD, 0.0) + phases.get(Phase.BACKWARD, 0.0)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Mean; 0 of nothing."""
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def _shares(rank: RankTime) -> TimeShares:
+    # Phases are summed from their own clock readings, a few microseconds beside the iteration's.
+    whole = sum(rank.phase_seconds.values()) or rank.iteration_seconds
+    return TimeShares(
+        rank=rank.rank,
+        iteration_seconds=rank.iteration_seconds,
+        phases={phase: seconds / whole for phase, seconds in rank.phase_seconds.items()},
+        exposed_communication=sum(rank.communication_seconds.values()) / whole,
+    )
