@@ -48,7 +48,7 @@ def test_baseline_is_the_reference_and_one_digit_off_is_held(tmp_path):
 
 
 def test_two_digits_off_is_broken_at_the_first_such_iteration(tmp_path):
-    losses = changed(changed(LOSSES, 4, 3e-5), 5, 1.0)
+    losses = changed(changed(LOSSES, 4, 2e-5), 5, 1.0)
     found = verdicts(tmp_path, (run_record("a", "tp2"), losses), (run_record("b"), LOSSES))
     assert found["a"].verdict == "broken@4"
 
