@@ -104,6 +104,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class DeviceLink:
+    """How two ranks' GPUs are joined; None is what the driver does not tell."""
+
+    first: int
+    second: int
+    topology: str | None = None
+    """Their nearest common ancestor, such as `one PCIe switch`."""
+    nvlinks: int | None = None
+    """Active NVLinks between them, directly or over a switch; 0 is none."""
+    peer_access: bool | None = None
+    """Whether one reads the other's memory directly."""
+
+
+@dataclass(frozen=True)
 class Host:
     """Where a run was made."""
 
@@ -115,6 +129,8 @@ class Host:
     """One name a rank; CPU ranks carry the processor's name."""
     driver: str | None = None
     interconnect: str | None = None
+    links: tuple[DeviceLink, ...] = ()
+    """One for each pair of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +163,10 @@ class RunRecord:
     start_checkpoint: str | None = None
     """Identity of the shared starting weights; runs are comparable in loss only if it is equal."""
     kit_commit: str | None = None
+    runtime: str = "host"
+    """`docker` or `host`."""
+    image: str | None = None
+    """The container's image and its digest, `name@sha256:…`."""
     schema: int = 1
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.launch import docker, wandb_logging
 from tools.launch.entry import find_entry, release
+from tools.launch.image import MEGATRON_IN_IMAGE
 from tools.launch.options import Options
+from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
 from tools.recipe.model import ROOT, Model
 from tools.recipe.strategy import batch_for, parallelism_from_flags
@@ -45,6 +48,7 @@ class Launch:
     flags: tuple[str, ...]
     """Megatron's arguments but for those that name the run folder."""
     environment: dict[str, str]
+    runtime: Runtime = ON_HOST
 
     @property
     def devices(self) -> int:
@@ -53,17 +57,21 @@ class Launch:
 
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Megatron's arguments for a run written to `run_folder`."""
-        return (*self.flags, "--tensorboard-dir", f"{run_folder}/tensorboard")
+        # TensorBoard always: Megatron hands W&B only what it writes there.
+        written = ("--tensorboard-dir", f"{run_folder}/tensorboard")
+        return (*self.flags, *written, *wandb_logging.folder_flags(self.flags, run_folder))
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
-        """The whole command, from the repository root."""
-        return (
-            *torchrun(self.devices),
-            "-m",
-            "megatron_patches",
-            self.entry.path,
+        """The whole command, from the repository root; in a container, with what starts it."""
+        container = self.runtime.container
+        ranks = (
+            *torchrun(self.devices, docker.PYTHON if container else _python()),
+            *("-m", "megatron_patches", self.entry.path),
             *self.arguments(run_folder),
         )
+        if container is None:
+            return ranks
+        return container.wrap(ranks, self.environment, docker.container_name(run_folder))
 
 
 def compose(
@@ -73,6 +81,7 @@ def compose(
     devices: int,
     device: DeviceKind,
     options: Options,
+    runtime: Runtime = ON_HOST,
 ) -> Launch:
     """Decide everything about a run.
 
@@ -81,7 +90,7 @@ def compose(
         StrategyError: The flags' degrees do not multiply to `devices`.
     """
     parallelism = parallelism_from_flags((*strategy_flags, *options.extra), devices)
-    entry = find_entry(options.megatron_lm)
+    entry = entry_of(runtime, options)
     batch = _batch(model, parallelism, options)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     untied = Flags((*model.flags, *strategy_flags, *options.extra)).has(UNTIED)
@@ -94,7 +103,7 @@ def compose(
     flags = merge_flags(
         model_flags(model, device),
         strategy_flags,
-        runtime_flags(device, parallelism),
+        runtime_flags(device, parallelism, runtime),
         ("--micro-batch-size", str(batch.micro_batch_size)),
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(dropout) if options.dropout is not None else (),
@@ -102,6 +111,7 @@ def compose(
         tokenizer_flags(model, entry),
         start_flags(start, parallelism) if start else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
+        options.wandb.flags if options.wandb else (),
         options.extra,
     )
     return Launch(
@@ -118,7 +128,9 @@ def compose(
         data=data,
         start_checkpoint=start,
         flags=flags,
-        environment=environment_for(device, parallelism, start),
+        environment=environment_for(device, parallelism, start)
+        | (options.wandb.environment if options.wandb else {}),
+        runtime=_with_mounts(runtime, data, options),
     )
 
 
@@ -129,14 +141,32 @@ def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
     return tuple(flag for flag in flags if flag not in half)
 
 
-def runtime_flags(device: DeviceKind, parallelism: Parallelism) -> tuple[str, ...]:
-    """What the machine needs, whatever is trained."""
-    if device is DeviceKind.GPU:
+def entry_of(runtime: Runtime, options: Options) -> Entry:
+    """Which Megatron trains: in a container the checkout of its image.
+
+    Raises:
+        LaunchError: No Megatron is there.
+    """
+    pair = runtime.pair
+    if pair is None:
+        return find_entry(options.megatron_lm)
+    entry = f"{MEGATRON_IN_IMAGE}/pretrain_gpt.py"
+    return Entry(entry, pair.megatron_version, pair.megatron_commit[:12])
+
+
+def runtime_flags(
+    device: DeviceKind, parallelism: Parallelism, runtime: Runtime = ON_HOST
+) -> tuple[str, ...]:
+    """What the machine needs, whatever is trained; nothing where NVIDIA's image has it all."""
+    if device is DeviceKind.CPU:
+        # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
+        fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
+        divide = ("--no-gradient-reduce-div-fusion",) if fsdp else ()
+        return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
+    if not runtime.transformer_engine:
         return read_args_file(RUNTIMES / "host.args")
-    # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo does not have.
-    fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
-    divide = ("--no-gradient-reduce-div-fusion",) if fsdp else ()
-    return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
+    # The output layer is Megatron's own also with Transformer Engine, and its fusion is Apex's.
+    return () if runtime.apex else ("--no-gradient-accumulation-fusion",)
 
 
 def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
@@ -194,6 +224,9 @@ def environment_for(
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     elif start:
         environment["KIT_START_WEIGHTS"] = from_root(start)
+    if device is DeviceKind.GPU:
+        # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if device is DeviceKind.CPU:
         # A rank is one core, so that two ranks have twice what one has; no JIT: it would compile.
         environment |= {
@@ -204,17 +237,28 @@ def environment_for(
     return environment
 
 
-def torchrun(ranks: int) -> tuple[str, ...]:
+def torchrun(ranks: int, python: str) -> tuple[str, ...]:
     """torchrun on this machine alone; it finds a free port by itself."""
-    python = Path(sys.executable)
-    shown = str(python.relative_to(ROOT) if python.is_relative_to(ROOT) else python)
-    return (shown, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
 def from_root(path: Path) -> str:
     """A path as the ranks see it: relative to the repository root where it lies inside."""
     resolved = path.resolve()
     return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
+
+
+def _python() -> str:
+    python = Path(sys.executable)
+    return str(python.relative_to(ROOT) if python.is_relative_to(ROOT) else python)
+
+
+def _with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
+    """A container sees the kit, and what was named outside it: the data set, the runs."""
+    if runtime.container is None:
+        return runtime
+    folders = (*docker.data_folders(ROOT / data), options.runs.absolute())
+    return replace(runtime, container=runtime.container.mounting(*folders))
 
 
 def _batch(model: Model, parallelism: Parallelism, options: Options) -> Batch:

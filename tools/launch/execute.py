@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,13 @@ from rich.console import Console
 
 from tools import records
 from tools.launch.compose import Launch, from_root
+from tools.launch.devices import visible_gpus
+from tools.launch.docker import container_name
+from tools.launch.gpu_samples import GpuRanks
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.ranks import Ranks
 from tools.launch.run_folder import create_run_folder, utc_now
-from tools.launch.samples import Sampler
+from tools.launch.samples import CpuRanks, Sampler, Source
 from tools.ledger.collect import collect
 from tools.report.diagnosis import diagnose
 
@@ -74,12 +77,19 @@ def execute(
 
 
 def run_ranks(
-    command: tuple[str, ...], environment: dict[str, str], log: Path, progress: RunProgress
+    launch: Launch, log: Path, progress: RunProgress, also: Mapping[str, str] | None = None
 ) -> int:
-    """Start the ranks, follow their log, return torchrun's exit code; ends them all on any way out."""
+    """Start a launch's ranks, follow their log, return torchrun's exit code; ends them on any way out.
+
+    The log's folder is the run folder; `also` is set for the ranks beside the launch's environment.
+    """
+    where = from_root(log.parent)
+    container = container_name(where) if launch.runtime.container else None
     with (
-        Ranks(command, environment, log) as ranks,
-        Sampler(ranks, log.with_name(records.SAMPLES_FILE)),
+        Ranks(
+            launch.command(where), {**launch.environment, **(also or {})}, log, container
+        ) as ranks,
+        Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
         follower = LogFollower(log)
         try:
@@ -95,7 +105,12 @@ def run_ranks(
 
 
 def _train(launch: Launch, folder: Path, console: Console, title: str) -> int:
-    where = from_root(folder)
     with RunProgress(console, title, launch.iterations) as progress:
-        environment = {**launch.environment, "KIT_LEDGER": f"{where}/{records.LEDGER_FOLDER}"}
-        return run_ranks(launch.command(where), environment, folder / records.LOG_FILE, progress)
+        ledger = {"KIT_LEDGER": f"{from_root(folder)}/{records.LEDGER_FOLDER}"}
+        return run_ranks(launch, folder / records.LOG_FILE, progress, ledger)
+
+
+def _source(launch: Launch, ranks: Ranks) -> Source:
+    if launch.device is records.DeviceKind.GPU:
+        return GpuRanks(visible_gpus()[: launch.devices])
+    return CpuRanks(ranks)

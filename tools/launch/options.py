@@ -6,10 +6,19 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from tools.launch.errors import LaunchError
+from tools.launch.wandb_logging import Wandb, wandb_from_environment
 from tools.recipe.model import ROOT
+
+
+class RuntimeName(StrEnum):
+    """Where GPU ranks find torch and Megatron: in NVIDIA's container, or on this machine."""
+
+    DOCKER = "docker"
+    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,10 @@ class Options:
     dry_run: bool = False
     megatron_lm: Path | None = None
     runs: Path = ROOT / "runs"
+    runtime: RuntimeName | None = None
+    image: str | None = None
+    """NGC tag of one of the pairs in `docker/versions.env`; the first is the default."""
+    wandb: Wandb | None = None
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -49,6 +62,9 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         dry_run=read("DRY_RUN", _truth, "0 or 1") or False,
         megatron_lm=read("MEGATRON_LM", _folder, "a folder with pretrain_gpt.py"),
         runs=read("RUNS", Path, "a folder") or Options.runs,
+        runtime=read("RUNTIME", RuntimeName, "docker or host"),
+        image=read("IMAGE", str, "an NGC tag"),
+        wandb=wandb_from_environment(environment) if read("WANDB", _truth, "0 or 1") else None,
     )
 
 

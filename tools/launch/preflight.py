@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from tools.launch.compose import Launch
-from tools.launch.devices import gpu_names
 from tools.launch.errors import LaunchError
+from tools.launch.preflight_gpu import gpu_problems, runtime_problems
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
 from tools.plan.parameters import UnevenSplitError, parameters_total
@@ -41,10 +42,14 @@ def check(launch: Launch, runs: Path) -> None:
             dtype=launch.dtype,
         )
     )
-    problems += _device_problems(launch)
     problems += _data_problems(launch)
+    if launch.device is DeviceKind.CPU and not problems:
+        problems += _memory_problems(launch)
+    if launch.device is DeviceKind.GPU and not problems:
+        problems += gpu_problems(launch)
+    problems += (*runtime_problems(launch), *_wandb_problems(launch))
     if not problems:
-        problems += (*_memory_problems(launch), *_disk_problems(launch, runs))
+        problems += _disk_problems(launch, runs)
     if problems:
         raise LaunchError("\n".join(problems))
 
@@ -52,18 +57,6 @@ def check(launch: Launch, runs: Path) -> None:
 def data_path(launch: Launch) -> Path:
     """The data set's prefix; relative ones are seen from the repository root, as the ranks see them."""
     return ROOT / launch.data
-
-
-def _device_problems(launch: Launch) -> Iterator[str]:
-    if launch.device is DeviceKind.CPU:
-        return
-    found = len(gpu_names())
-    if found < launch.devices:
-        yield (
-            f"{launch.devices} GPU(s) are wanted and {found} found; run "
-            f"'make train-{launch.strategy}-gpt2-tiny-{launch.devices}cpu' to see the strategy on CPU "
-            "ranks, or 'make plan' for what it would need."
-        )
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:
@@ -114,8 +107,6 @@ def _vocabulary_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
 
 
 def _memory_problems(launch: Launch) -> Iterator[str]:
-    if launch.device is not DeviceKind.CPU:
-        return
     try:
         needed = (
             estimate_peak_bytes(launch.model, launch.parallelism, launch.batch, launch.dtype)
@@ -132,6 +123,15 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
             f"{launch.devices} CPU rank(s), and {available / 2**30:.1f} GiB are free; lower "
             "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
         )
+
+
+def _wandb_problems(launch: Launch) -> Iterator[str]:
+    if "--wandb-project" not in launch.flags or launch.runtime.container is not None:
+        return
+    # Without TensorBoard Megatron hands W&B no training metric, and says so only in passing.
+    for package in ("wandb", "tensorboard"):
+        if importlib.util.find_spec(package) is None:
+            yield f"WANDB=1 needs the package {package}, which is not installed; run 'make setup'."
 
 
 def _disk_problems(launch: Launch, runs: Path) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import BinaryIO, Self
 
 import psutil
 
+from tools.launch.docker import remove_container
 from tools.recipe.model import ROOT
 
 GRACE_SECONDS = 4.0
@@ -22,7 +23,14 @@ GRACE_SECONDS = 4.0
 class Ranks:
     """torchrun with its ranks, in a session of their own, all output to one file."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        container: str | None = None,
+    ) -> None:
+        self._container = container
         self._log: BinaryIO = log.open("ab")
         self._seen: dict[int, psutil.Process] = {}
         # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
@@ -66,7 +74,10 @@ class Ranks:
         return found
 
     def stop(self) -> None:
-        """End every process of the run: SIGTERM, then SIGKILL."""
+        """End every process of the run: SIGTERM, then SIGKILL, then the container if there is one.
+
+        Docker's client passes SIGTERM on; SIGKILL ends the client alone, so the container is removed.
+        """
         self._descendants()
         for number in (signal.SIGTERM, signal.SIGKILL):
             running = [process for process in self._seen.values() if alive(process)]
@@ -74,6 +85,8 @@ class Ranks:
                 _signal(process, number)
             _wait_until_gone(running, GRACE_SECONDS)
         self._torchrun.wait()
+        if self._container is not None:
+            remove_container(self._container)
 
     def _descendants(self) -> list[psutil.Process]:
         """Look again; those once seen are remembered, because orphans have no parent to find them by."""

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import shlex
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
-
 from tools import records
 from tools.launch.compose import Launch, from_root
-from tools.launch.devices import driver_version, gpu_names, processor_name
 from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
 from tools.launch.preflight import data_path
+from tools.launch.provenance import Provenance, find_provenance
 from tools.preprocess.dataset import open_dataset
-
-PACKAGES = (
-    "torch",
-    "megatron-core",
-    "numpy",
-    "transformer-engine",
-    "nvidia-nccl-cu13",
-    "nvidia-cudnn-cu13",
-)
 
 
 def create_run_folder(launch: Launch, runs: Path) -> Path:
@@ -38,7 +24,7 @@ def create_run_folder(launch: Launch, runs: Path) -> Path:
     """
     try:
         folder = _make_folder(launch, runs)
-        record = describe(launch, folder)
+        record = describe(launch, folder, find_provenance(launch, runs))
         records.write_record(folder / records.RUN_FILE, record)
         (folder / records.COMMAND_FILE).write_text(command_script(record))
         (folder / records.COMMAND_FILE).chmod(0o755)
@@ -54,7 +40,7 @@ def create_run_folder(launch: Launch, runs: Path) -> Path:
     return folder
 
 
-def describe(launch: Launch, folder: Path) -> records.RunRecord:
+def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.RunRecord:
     """Everything `run.json` holds."""
     where = from_root(folder)
     return records.RunRecord(
@@ -75,11 +61,13 @@ def describe(launch: Launch, folder: Path) -> records.RunRecord:
         command=launch.command(where),
         environment=launch.environment,
         entry=launch.entry,
-        host=_host(launch),
-        software=_software(),
+        host=provenance.host,
+        software=provenance.software,
         dataset=records.DatasetIdentity(launch.data, open_dataset(data_path(launch)).bin_sha256),
         start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
         kit_commit=kit_commit(),
+        runtime=launch.runtime.name,
+        image=provenance.image,
     )
 
 
@@ -114,27 +102,3 @@ def _make_folder(launch: Launch, runs: Path) -> Path:
             time.sleep(0.2)  # The same run was started within this second; names are by the second.
             continue
         return folder
-
-
-def _host(launch: Launch) -> records.Host:
-    on_cpu = launch.device is records.DeviceKind.CPU
-    names = (processor_name(),) * launch.devices if on_cpu else gpu_names()[: launch.devices]
-    return records.Host(
-        name=platform.node(),
-        cpu=processor_name(),
-        cores=psutil.cpu_count() or 1,
-        memory_bytes=psutil.virtual_memory().total,
-        devices=names,
-        driver=driver_version(),
-        interconnect="gloo over loopback" if on_cpu and launch.devices > 1 else None,
-    )
-
-
-def _software() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": sys.platform}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

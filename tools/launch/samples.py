@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import psutil
 
@@ -17,12 +18,23 @@ from tools.records import SAMPLE_COLUMNS
 
 INTERVAL_SECONDS = 1.0
 
+Reading = Mapping[str, object]
+"""Of one device: values by column of `samples.csv`; what the device does not tell is left out."""
+
+
+class Source(Protocol):
+    """Where readings come from."""
+
+    def read(self) -> Iterable[tuple[int, Reading]]:
+        """One reading for each rank whose device answers."""
+        ...
+
 
 class Sampler:
-    """Samples CPU ranks in a thread while the `with` block runs: share of a core, resident memory."""
+    """Writes a source's readings to a file, in a thread, while the `with` block runs."""
 
-    def __init__(self, ranks: Ranks, path: Path) -> None:
-        self._ranks = ranks
+    def __init__(self, source: Source, path: Path) -> None:
+        self._source = source
         self._path = path
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -42,22 +54,33 @@ class Sampler:
 
     def _sample(self) -> None:
         start = time.monotonic()
-        known: dict[int, psutil.Process] = {}
         with self._path.open("w", newline="") as file:
             writer = csv.DictWriter(file, SAMPLE_COLUMNS)
             writer.writeheader()
             while not self._done.wait(INTERVAL_SECONDS):
-                for rank, process in sorted(self._ranks.by_rank().items()):
-                    # cpu_percent measures since its last call, so the process object must be kept.
-                    row = _row(known.setdefault(rank, process))
-                    if row:
-                        writer.writerow(
-                            {"seconds": f"{time.monotonic() - start:.1f}", "rank": rank, **row}
-                        )
+                for rank, reading in self._source.read():
+                    seconds = f"{time.monotonic() - start:.1f}"
+                    writer.writerow({"seconds": seconds, "rank": rank, **reading})
                 file.flush()
 
 
-def _row(process: psutil.Process) -> dict[str, object] | None:
+class CpuRanks:
+    """CPU ranks: each process's share of a core and resident memory, through psutil."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._known: dict[int, psutil.Process] = {}
+
+    def read(self) -> Iterable[tuple[int, Reading]]:
+        """As `Source.read`."""
+        for rank, process in sorted(self._ranks.by_rank().items()):
+            # cpu_percent measures since its last call, so the process object must be kept.
+            reading = _reading(self._known.setdefault(rank, process))
+            if reading:
+                yield rank, reading
+
+
+def _reading(process: psutil.Process) -> Reading | None:
     try:
         return {
             "device": processor_name(),

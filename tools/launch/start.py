@@ -36,7 +36,7 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
     writer = _writing_launch(launch, options, partial)
     log = partial / LOG_FILE
     with RunProgress(console, "starting checkpoint", 1) as progress:
-        exit_code = run_ranks(writer.command(from_root(partial)), writer.environment, log, progress)
+        exit_code = run_ranks(writer, log, progress)
     if exit_code != 0:
         reason = diagnose(log, exit_code, interrupted=False).reason
         raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")
@@ -59,7 +59,8 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         micro_batch_size=1,
         global_batch_size=1,
         dropout=None,
+        wandb=None,
     )
-    composed = compose("baseline", (), launch.model, 1, launch.device, single)
+    composed = compose("baseline", (), launch.model, 1, launch.device, single, launch.runtime)
     assert composed.batch == Batch(1, 1)
     return composed

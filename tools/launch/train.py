@@ -15,6 +15,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.preflight import check
+from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target, parse_target, script_of
 from tools.recipe.model import ROOT, load_model
@@ -66,8 +67,10 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
     return 0 if status.status is Status.OK else 1
 
 
-def compose_target(target: Target, flags: Sequence[str], options: Options) -> Launch:
-    """Compose a target's launch.
+def compose_target(
+    target: Target, flags: Sequence[str], options: Options, runtime: Runtime | None = None
+) -> Launch:
+    """Compose a target's launch, on the runtime that the options ask for unless one is given.
 
     Raises:
         LaunchError: Its strategy, its flags and its devices do not fit each other.
@@ -75,7 +78,10 @@ def compose_target(target: Target, flags: Sequence[str], options: Options) -> La
     try:
         parse_strategy(target.strategy, target.devices)
         model = load_model(target.model)
-        return compose(target.strategy, flags, model, target.devices, target.device, options)
+        runtime = runtime or choose_runtime(options, target.device)
+        return compose(
+            target.strategy, flags, model, target.devices, target.device, options, runtime
+        )
     except StrategyError as error:
         raise LaunchError(str(error)) from None
 

@@ -1,0 +1,122 @@
+"""What must be so before GPUs train: enough of them, free, large enough; and a container that starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tools.launch.compose import Launch
+from tools.launch.devices import Gpu, all_gpus, memory_used_bytes, process_ids, visible_gpus
+from tools.launch.docker import check_container
+from tools.launch.errors import LaunchError
+from tools.plan.configuration import configuration_of
+from tools.plan.legality import divisors
+from tools.plan.memory import memory_of_rank
+from tools.records import Batch
+
+BUSY_BYTES = 2 << 30
+"""More than a desktop or an idle driver holds; published readings began at 3 MiB."""
+
+GIB = 2**30
+
+
+def gpu_problems(launch: Launch) -> Iterator[str]:
+    """Why the GPUs here cannot do it, a sentence each."""
+    gpus = visible_gpus()
+    if len(gpus) < launch.devices:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
+        yield (
+            f"{launch.devices} GPU(s) are wanted and {len(gpus)} found{shown}; run "
+            f"'make train-{launch.strategy}-gpt2-tiny-{launch.devices}cpu' to see the strategy on CPU "
+            "ranks, or 'make plan' for what it would need."
+        )
+        return
+    yield from _busy(gpus[: launch.devices])
+    yield from _too_small(launch, min(gpus[: launch.devices], key=lambda gpu: gpu.memory_bytes))
+
+
+def runtime_problems(launch: Launch) -> Iterator[str]:
+    """Why the runtime cannot start, a sentence."""
+    pair = launch.runtime.pair
+    if pair is not None:
+        try:
+            check_container(pair.name, pair.ngc_tag)
+        except LaunchError as error:
+            yield str(error)
+        return
+    if _lacks_compiler(Path(launch.entry.path).parent):
+        yield (
+            f"Megatron {launch.entry.megatron_version} asks nvcc for its version at start-up, and there "
+            "is none; install the CUDA toolkit and set CUDA_HOME, or unset MEGATRON_LM for the wheel."
+        )
+
+
+def peak_bytes(launch: Launch, batch: Batch) -> int:
+    """What the fullest rank needs on a GPU.
+
+    Without Transformer Engine Megatron's attention keeps its scores; the kit's own for context
+    parallelism is fused.
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits.
+    """
+    parallelism = launch.parallelism
+    configuration = replace(
+        configuration_of(launch.model, parallelism, batch),
+        dtype=launch.dtype,
+        fused_attention=launch.runtime.transformer_engine or parallelism.context > 1,
+    )
+    return max(memory_of_rank(configuration, rank).total for rank in range(parallelism.pipeline))
+
+
+def _busy(gpus: Sequence[Gpu]) -> Iterator[str]:
+    used = {gpu: memory_used_bytes(gpu) for gpu in all_gpus()}
+    free = ",".join(str(gpu.index) for gpu, size in used.items() if size <= BUSY_BYTES)
+    for gpu in gpus:
+        if used[gpu] <= BUSY_BYTES:
+            continue
+        processes = ", ".join(map(str, process_ids(gpu)))
+        by = f" by process {processes}" if processes else ""
+        others = f", or choose others with CUDA_VISIBLE_DEVICES={free}" if free else ""
+        yield (
+            f"GPU {gpu.index} ({gpu.name}) is busy: {used[gpu] / GIB:.1f} GiB are in use{by}; wait for "
+            f"it or end it{others}."
+        )
+
+
+def _too_small(launch: Launch, gpu: Gpu) -> Iterator[str]:
+    needed = peak_bytes(launch, launch.batch)
+    if needed <= gpu.memory_bytes:
+        return
+    batch = launch.batch
+    smaller = reversed(divisors(batch.micro_batch_size, batch.micro_batch_size - 1))
+    fitting = next(
+        (
+            micro
+            for micro in smaller
+            if peak_bytes(launch, replace(batch, micro_batch_size=micro)) <= gpu.memory_bytes
+        ),
+        None,
+    )
+    way = (
+        f"MICRO_BATCH={fitting} fits, with the global batch of {batch.global_batch_size} in more steps"
+        if fitting
+        else "not even a micro batch of 1 fits, so use more GPUs ('make plan') or a smaller model"
+    )
+    yield (
+        f"{launch.model.name} with {launch.strategy} and a micro batch of {batch.micro_batch_size} "
+        f"needs about {needed / GIB:.0f} GiB a GPU, and GPU {gpu.index} ({gpu.name}) has "
+        f"{gpu.memory_bytes / GIB:.0f}; {way}."
+    )
+
+
+def _lacks_compiler(checkout: Path) -> bool:
+    """Whether this is a checkout whose fused kernels call nvcc, and torch would find none."""
+    if not (checkout / "megatron/legacy/fused_kernels/__init__.py").is_file():
+        return False
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return not (named or shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists())

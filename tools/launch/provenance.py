@@ -1,0 +1,79 @@
+"""Where a run is made: machine, devices and how they are joined, software of host or image."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tools import records
+from tools.launch import docker
+from tools.launch.compose import Launch
+from tools.launch.devices import driver_version, gpu_names, processor_name, visible_gpus
+from tools.launch.interconnect import describe_links, find_links
+from tools.launch.versions import installed_versions
+
+PROBE_SECONDS = 180.0
+IMAGES_FOLDER = ".images"
+"""In the runs folder: what was found in each image, by digest, so that it is asked once."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What `run.json` says about where."""
+
+    host: records.Host
+    software: dict[str, str]
+    image: str | None = None
+
+
+def find_provenance(launch: Launch, runs: Path) -> Provenance:
+    """Look at machine and software."""
+    container = launch.runtime.container
+    if container is None:
+        return Provenance(_host(launch), installed_versions())
+    digest = docker.image_id(container.image) or "unknown"
+    software = _software_of_image(container, runs / IMAGES_FOLDER / f"{digest}.json")
+    return Provenance(_host(launch), software, f"{container.image}@{digest}")
+
+
+def _host(launch: Launch) -> records.Host:
+    on_cpu = launch.device is records.DeviceKind.CPU
+    names = (processor_name(),) * launch.devices if on_cpu else gpu_names()[: launch.devices]
+    links = () if on_cpu else find_links(visible_gpus()[: launch.devices])
+    loopback = "gloo over loopback" if on_cpu and launch.devices > 1 else None
+    return records.Host(
+        name=platform.node(),
+        cpu=processor_name(),
+        cores=psutil.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        devices=names,
+        driver=driver_version(),
+        interconnect=describe_links(links) or loopback,
+        links=links,
+    )
+
+
+def _software_of_image(container: docker.Container, cache: Path) -> dict[str, str]:
+    """Versions inside an image; empty if it does not tell, because a run must not fail for that."""
+    try:
+        return dict(json.loads(cache.read_text()))
+    except (OSError, ValueError):
+        pass
+    probe = docker.Container(container.image, container.user, gpus=False)
+    command = probe.wrap((docker.PYTHON, "-m", "tools.launch.versions"), (), "kit-versions")
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PROBE_SECONDS
+        )
+        # The image's greeting comes first; the versions are the last line.
+        software = dict(json.loads(answer.stdout.strip().rpartition("\n")[2]))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.write_text(json.dumps(software, indent=2) + "\n")
+    return software

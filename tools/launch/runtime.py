@@ -1,0 +1,113 @@
+"""Where GPU ranks run: in the kit's image, or on this machine with what is installed here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tools.launch import docker
+from tools.launch.devices import visible_gpus
+from tools.launch.errors import LaunchError
+from tools.launch.image import ImagePair, find_pair
+from tools.launch.options import Options, RuntimeName
+from tools.records import DeviceKind
+
+IMPORT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What the ranks of a run find."""
+
+    name: RuntimeName = RuntimeName.HOST
+    transformer_engine: bool = False
+    apex: bool = False
+    """NVIDIA Apex's gradient accumulation, which Megatron's output layer wants even with TE."""
+    pair: ImagePair | None = None
+    container: docker.Container | None = None
+
+
+ON_HOST = Runtime()
+
+
+def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
+    """The runtime that is asked for or fits; whether it works is the preflight's question.
+
+    CPU ranks run on the host: no image is needed for them, and RUNTIME= does not move them.
+
+    Raises:
+        LaunchError: IMAGE= names no pair, or MEGATRON_LM= a checkout that the image cannot see.
+    """
+    if device is DeviceKind.CPU:
+        return ON_HOST
+    if inside_image() or (options.runtime or default_runtime()) is RuntimeName.HOST:
+        return host_runtime()
+    if options.megatron_lm is not None:
+        raise LaunchError(
+            f"MEGATRON_LM={options.megatron_lm} is a checkout of this machine, but in a container the "
+            "image's own trains; unset it, or set RUNTIME=host."
+        )
+    return docker_runtime(find_pair(options.image))
+
+
+def host_runtime() -> Runtime:
+    """Ranks on this machine; also inside the kit's image, where Transformer Engine and Apex are."""
+    return Runtime(
+        transformer_engine=transformer_engine_imports(),
+        apex=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+    )
+
+
+def docker_runtime(pair: ImagePair, *needed: str) -> Runtime:
+    """A container of a pair's image, with `needed` variables besides those that training is given."""
+    container = docker.Container(pair.name, _caller(), inherited=docker.inherited_names(*needed))
+    return Runtime(RuntimeName.DOCKER, True, True, pair, container)
+
+
+def default_runtime() -> RuntimeName:
+    """Docker where an NVIDIA GPU is and an engine that can give it to containers; else the host."""
+    if inside_container() or not visible_gpus():
+        return RuntimeName.HOST
+    try:
+        docker.client()
+        usable = docker.ask_engine().has_nvidia_runtime
+    except LaunchError:
+        usable = False
+    return RuntimeName.DOCKER if usable else RuntimeName.HOST
+
+
+def inside_image(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is already a container of the kit's image, where targets run directly."""
+    return bool(environment.get("KIT_IMAGE"))
+
+
+def inside_container() -> bool:
+    """Whether this is a container of any kind; mounts would name another machine's paths."""
+    markers = (Path("/.dockerenv"), Path("/run/.containerenv"))
+    return inside_image() or any(marker.exists() for marker in markers)
+
+
+@cache
+def transformer_engine_imports() -> bool:
+    """Whether Transformer Engine works here; one that is installed for another torch does not import."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    command = (sys.executable, "-c", "import transformer_engine.pytorch")
+    try:
+        answer = subprocess.run(command, capture_output=True, check=False, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return answer.returncode == 0
+
+
+def _caller() -> str:
+    try:
+        return docker.caller(docker.ask_engine())
+    except LaunchError:  # A dry run needs no engine, and a real one is refused by the preflight.
+        return docker.caller()
