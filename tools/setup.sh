@@ -15,8 +15,8 @@ fits() { # a pyenv shim of a version that is not chosen exists and fails, so the
 find_python() {
   local candidate
   for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.13 python3 python \
-    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python \
-    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.13*/bin/python \
+    "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12*/bin/python \
+    "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.13*/bin/python \
     "$(uv python find 3.12 2> /dev/null || uv python find 3.13 2> /dev/null || true)"; do
     if [[ -n $candidate ]] && fits "$candidate"; then
       echo "$candidate"
