@@ -1,0 +1,126 @@
+"""`trace.json` as data: who did what when in one iteration, with micro batches numbered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from tools.plan.schedules import Pass, Schedule, Step, simulate
+from tools.records import TRACE_FILE, Parallelism
+
+_LANE_OF_CALLS = "communication"
+_PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A span of one rank's time."""
+
+    rank: int
+    name: str
+    category: str
+    """A phase's name, or `communication`."""
+    start_ms: float
+    end_ms: float
+    step: Step | None = None
+    """Which micro batch, through which virtual stage; of forward and backward passes only."""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a communication call, from being issued to having its result."""
+        return self.category == _LANE_OF_CALLS
+
+    @property
+    def group(self) -> str:
+        """The process group of a call."""
+        return self.name.rpartition(" ")[2] if self.is_call else ""
+
+    @property
+    def milliseconds(self) -> float:
+        """How long it lasted."""
+        return self.end_ms - self.start_ms
+
+
+class _Event(msgspec.Struct, frozen=True):
+    ph: str
+    pid: int
+    name: str
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    traceEvents: tuple[_Event, ...]  # noqa: N815 - Chrome's name
+
+
+def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Piece, ...]:
+    """The pieces of a run folder's trace, by rank and start; empty if nothing was traced.
+
+    Raises:
+        FileNotFoundError: The run left no trace.
+        msgspec.DecodeError: The file is not a trace of this kit.
+    """
+    trace = msgspec.json.decode((folder / TRACE_FILE).read_bytes(), type=_Trace)
+    pieces = [_piece(event) for event in trace.traceEvents if event.ph == "X"]
+    ranks = sorted({piece.rank for piece in pieces})
+    found: list[Piece] = []
+    for rank in ranks:
+        own = sorted((p for p in pieces if p.rank == rank), key=lambda p: (p.start_ms, -p.end_ms))
+        found += _numbered(own, rank, split, microbatches)
+    return tuple(found)
+
+
+def schedule_of(split: Parallelism) -> Schedule:
+    """The schedule that Megatron runs."""
+    return Schedule.INTERLEAVED if split.virtual_stages > 1 else Schedule.ONE_F_ONE_B
+
+
+def passes(pieces: Iterable[Piece]) -> list[Piece]:
+    """Forward and backward passes, outermost spans only."""
+    return [piece for piece in pieces if piece.name in _PASSES]
+
+
+def idle_share(pieces: Sequence[Piece]) -> dict[int, float]:
+    """Share of the time from the first forward to the last backward that each rank computed nothing."""
+    worked = passes(pieces)
+    if not worked:
+        return {}
+    length = max(p.end_ms for p in worked) - min(p.start_ms for p in worked)
+    busy: dict[int, float] = {}
+    for piece in worked:
+        busy[piece.rank] = busy.get(piece.rank, 0.0) + piece.milliseconds
+    return {rank: 1 - milliseconds / length for rank, milliseconds in sorted(busy.items())}
+
+
+def _piece(event: _Event) -> Piece:
+    start = event.ts / 1000
+    return Piece(event.pid, event.name, event.cat, start, start + event.dur / 1000)
+
+
+def _numbered(
+    pieces: Sequence[Piece], rank: int, split: Parallelism, microbatches: int
+) -> list[Piece]:
+    """Number the passes as the schedule orders them on this rank's stage."""
+    steps = {
+        direction: _steps(direction, rank, split, microbatches) for direction in _PASSES.values()
+    }
+    numbered = []
+    for piece in pieces:
+        order = steps[_PASSES[piece.name]] if piece.name in _PASSES else []
+        numbered.append(replace(piece, step=order.pop(0)) if order else piece)
+    return numbered
+
+
+def _steps(direction: Pass, rank: int, split: Parallelism, microbatches: int) -> list[Step]:
+    if split.pipeline == 1:
+        return [Step(direction, number) for number in range(microbatches)]
+    worker = rank // (split.world_size // split.pipeline)
+    timeline = simulate(
+        schedule_of(split), split.pipeline, microbatches, virtual=split.virtual_stages
+    )
+    events = sorted(timeline.events, key=lambda event: event.start)
+    return [e.step for e in events if e.worker == worker and e.step.direction is direction]
