@@ -110,7 +110,7 @@ class CallWatcher:
 
         return wait
 
-    def _functional(self, original: Any, operation: Operation) -> Callable[..., Any]:
+    def _functional(self, original: Any, operation: Operation) -> _Operator:
         def operator(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             group = _resolve_process_group(args[-1])
             whole = group.size() if operation is Operation.ALL_GATHER else 1
@@ -120,7 +120,7 @@ class CallWatcher:
             self._ledger.add(call, time.perf_counter_ns() - started)
             return result
 
-        return operator
+        return _Operator(original, operator)
 
     def _describe(
         self, group: ProcessGroup, operation: Operation, position: int, args: Sequence[Any]
@@ -159,6 +159,23 @@ class CallWatcher:
             name = f"{pending.call.operation} {pending.call.group}"
             span = Span(name, "communication", pending.started_ns, now_ns)
             self._timeline.spans.append(span)
+
+
+class _Operator:
+    """A torch operator that is called otherwise and is itself in everything else.
+
+    Under a TorchDispatchMode, such as the memory ledger's, torch looks its overloads up by attribute.
+    """
+
+    def __init__(self, original: Any, call: Callable[..., Any]) -> None:
+        self._original = original
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
