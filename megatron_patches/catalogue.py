@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_patches import (
     context_parallel_attention,
+    cuda_extensions,
     dataset_helpers,
     device_mesh,
     gradient_norm,
@@ -18,6 +19,7 @@ from megatron_patches.registry import Patch
 PATCHES: tuple[Patch, ...] = (
     host_device.PATCH,
     tensors_on_host.PATCH,
+    cuda_extensions.PATCH,
     device_mesh.PATCH,
     dataset_helpers.PATCH,
     gradient_norm.PATCH,
