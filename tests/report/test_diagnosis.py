@@ -180,3 +180,15 @@ def test_missing_log_is_no_log(tmp_path):
 
 def test_handled_exception_does_not_spoil_a_finished_run(tmp_path):
     assert judged(tmp_path, traceback("ImportError: apex") + log_text([1, 1])).status is Status.OK
+
+
+def test_what_a_stopped_run_raises_while_it_ends_is_no_crash(tmp_path):
+    text = traceback("KeyboardInterrupt", "[rank1]: ") + traceback("ValueError: bad", "[rank0]: ")
+    assert judged(tmp_path, text, 1).status is Status.INTERRUPTED
+
+
+def test_ranks_that_torchrun_stops_after_a_kill_were_not_interrupted(tmp_path):
+    stopped = "[exiting program after receiving SIGTERM.] datetime: 2025-09-08 00:00:00 \n"
+    found = judged(tmp_path, stopped + EPILOGUE.replace("exitcode  : 1", "exitcode  : -11"), 1)
+    assert (found.status, found.rank) == (Status.CRASHED, 1)
+    assert "SIGSEGV" in found.reason

@@ -44,7 +44,10 @@ def _times(entries: Sequence[Entry]) -> list[Chart]:
     timed = [entry for entry in entries if entry.configuration.estimate]
     if not timed:
         return []
-    text = "Each dot is an iteration that counts; the bar is the median with its 95% interval."
+    text = (
+        "Each dot is an iteration that counts, an arrow one far beyond; the bar is the median with"
+        " its 95% interval."
+    )
     painter = partial(draw_times, entries=timed[:MAX_TIMES])
     return [draw("iteration-time", "Iteration time", _limited(text, timed, MAX_TIMES), painter)]
 

@@ -21,6 +21,8 @@ _CAPACITY = re.compile(
     r"(?: of which ([\d.]{1,12} [A-Za-z]{1,6}) is free)?"
 )
 _NAN = re.compile(r"found NaN|found Inf|Unexpected result (?:nan|-?inf|NaN)|is NaN", re.IGNORECASE)
+_STOPPED = (None, 1, -2, -15, 130, 143)
+"""Root causes that a stopped run has; torchrun also stops the others when one is killed."""
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV"} | {
     15: "SIGTERM"
 }
@@ -48,13 +50,13 @@ def judge(log: ScrapedLog, exit_code: int | None = None, interrupted: bool = Fal
         return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, "on request"))
     if exit_code == 0 or (exit_code is None and _finished(log)):
         return _judge_finished(log, exit_code)
+    if log.trace.interrupted_by and log.trace.root_cause_exit_code in _STOPPED:
+        # Noted only if nothing had failed before it: what a rank raises while it ends is no news.
+        how = f"by {log.trace.interrupted_by}"
+        return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, how))
     error = first_error(log)
-    if error is not None and not (log.trace.interrupted_by and error.secondary):
+    if error is not None:
         return _judge_error(log, error, exit_code)
-    if log.trace.interrupted_by:
-        return StatusRecord(
-            Status.INTERRUPTED, exit_code, _interruption(log, f"by {log.trace.interrupted_by}")
-        )
     return _judge_silence(log, exit_code)
 
 
