@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -107,11 +108,12 @@ class _Tracker:
         self._note_peak()
 
     def _meet(self, tensor: torch.Tensor, category: MemoryCategory) -> _Storage | None:
+        tensor = _held(tensor)
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._live.get(key)
         if known is None and size:
-            is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
+            is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
             if category is MemoryCategory.TEMPORARY and is_logits:
                 category = MemoryCategory.LOGITS
             known = self._live[key] = _Storage(size, category, is_logits)
@@ -174,6 +176,11 @@ def _unpack(kept: _Kept) -> torch.Tensor:
     return kept.tensor
 
 
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds: a DTensor says its whole size, and has memory for its own part alone."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class _SeeEveryTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, see: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,12 +194,14 @@ class _SeeEveryTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
-def _vocabulary_rows(models: Iterable[torch.nn.Module]) -> int:
-    """Columns of this rank's logits: rows of its output layer, or of the embedding it is tied to."""
-    rows = [
-        parameter.shape[0]
+def _vocabulary_rows(models: Iterable[torch.nn.Module]) -> frozenset[int]:
+    """Columns that this rank's logits may have: rows of its output layer, or of the embedding it is
+    tied to. FSDP computes with all of a DTensor's rows, tensor parallelism with the rank's own.
+    """
+    return frozenset(
+        rows
         for model in models
         for name, parameter in model.named_parameters()
         if name.endswith(("word_embeddings.weight", "output_layer.weight"))
-    ]
-    return rows[0] if rows else -1
+        for rows in (parameter.shape[0], _held(parameter).shape[0])
+    )
