@@ -209,3 +209,10 @@ def test_a_flag_that_makes_no_sense_is_refused(tool, tmp_path, capsys, write_lin
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_large_document_is_announced(tool, tmp_path, capsys, write_lines, monkeypatch):
+    monkeypatch.setattr("tools.preprocess.filling.ANNOUNCED_BYTES", 1 << 20)
+    path = write_lines(["small", "large " * 1_000_000])
+    assert tool("--input", path, "--output-prefix", tmp_path / "o") == 0
+    assert "has a document of 5 MiB" in capsys.readouterr().err

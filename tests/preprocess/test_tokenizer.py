@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from tools.preprocess import encoders
 from tools.preprocess import tokenizer as module
 from tools.preprocess.encoders import (
     GigatokenEncoder,
@@ -163,3 +164,17 @@ def test_ids_too_large_for_their_dtype_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
     with pytest.raises(TokenizerError, match="id 70000"):
         load_tokenizer(str(tmp_path))
+
+
+def test_gigatokens_cache_is_dropped_when_it_has_grown_and_the_ids_stay(gpt2, monkeypatch):
+    loads = []
+    load = encoders._load_gigatoken
+    monkeypatch.setattr(encoders, "_load_gigatoken", lambda spec: loads.append(1) or load(spec))
+    monkeypatch.setattr(encoders, "_LEAST_CHARACTERS", 10)
+    encoder = GigatokenEncoder(gpt2)
+    first = encoder.encode(TEXTS)[0].tolist()
+    assert len(loads) == 1
+    monkeypatch.setattr(encoders, "_resident_bytes", lambda: 1 << 40)
+    assert encoder.encode(TEXTS)[0].tolist() == first
+    assert encoder.encode(["short"])[0].tolist() == [19509]
+    assert len(loads) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -25,26 +26,39 @@ _CEILING_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
+class Rate:
+    """One whole process."""
+
+    megabytes_per_second: float
+    """Of input, by the clock."""
+    processor_seconds: float
+    """Of all its threads and children: what is left of a comparison on a busy machine."""
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Rates in MB/s of input, as whole processes."""
+    """Rates on one file, as whole processes."""
 
     input_bytes: int
     threads: int
-    ours: tuple[float, ...]
+    ours: tuple[Rate, ...]
     """Each repetition."""
     shares: dict[str, float]
     """Of this tool's processor time, by stage."""
-    ceiling: float
+    ceiling_megabytes_per_second: float
     """gigatoken alone on texts in memory, on all cores."""
-    tokenizers: float
-    megatron: float | None = None
+    tokenizers: Rate
+    megatron: Rate | None = None
     same_bytes: bool | None = None
     """Whether both files equal those of Megatron's script."""
 
     @property
-    def median(self) -> float:
-        """This tool's median rate."""
-        return statistics.median(self.ours)
+    def median(self) -> Rate:
+        """This tool's median rate, and its median processor time."""
+        return Rate(
+            statistics.median(rate.megabytes_per_second for rate in self.ours),
+            statistics.median(rate.processor_seconds for rate in self.ours),
+        )
 
 
 def compare(
@@ -55,63 +69,54 @@ def compare(
     Raises:
         PreprocessError: One of the programs fails.
     """
-    size = source.stat().st_size
-    ours: list[float] = []
-    seconds: dict[str, float] = {}
+    ours: list[Rate] = []
+    shares: dict[str, float] = {}
 
     def measure_ours() -> None:
-        summary = _run_ours(source, folder)
-        ours.append(size / 1e6 / summary.wall_seconds)
-        seconds.update(summary.processor_seconds)
-        say(f"this tool: {ours[-1]:.1f} MB/s")
+        rate, shares_now = _run_ours(source, folder)
+        ours.append(rate)
+        shares.update(shares_now)
+        say(f"this tool: {rate.megabytes_per_second:.1f} MB/s")
 
     measure_ours()
-    tokenizers = size / 1e6 / _run_tokenizers(source, folder)
-    say(f"Hugging Face tokenizers: {tokenizers:.1f} MB/s")
+    tokenizers = _run_tokenizers(source, folder)
+    say(f"Hugging Face tokenizers: {tokenizers.megabytes_per_second:.1f} MB/s")
     measure_ours()
     theirs = same = None
     if megatron is not None:
-        theirs = size / 1e6 / _run_megatron(source, folder, megatron)
-        say(f"Megatron's preprocess_data.py: {theirs:.1f} MB/s")
+        theirs = _run_megatron(source, folder, megatron)
+        say(f"Megatron's preprocess_data.py: {theirs.megabytes_per_second:.1f} MB/s")
         same = _same(folder / "ours_text_document", folder / "megatron_text_document")
     while len(ours) < repeats:
         measure_ours()
-    spent = sum(seconds.values())
     return Comparison(
-        input_bytes=size,
+        input_bytes=source.stat().st_size,
         threads=default_threads(),
         ours=tuple(ours),
-        shares={name: value / spent for name, value in seconds.items()},
-        ceiling=_ceiling(source),
+        shares=shares,
+        ceiling_megabytes_per_second=_ceiling(source),
         tokenizers=tokenizers,
         megatron=theirs,
         same_bytes=same,
     )
 
 
-@dataclass(frozen=True)
-class _Summary:
-    wall_seconds: float
-    processor_seconds: dict[str, float]
-
-
-def _run_ours(source: Path, folder: Path) -> _Summary:
+def _run_ours(source: Path, folder: Path) -> tuple[Rate, dict[str, float]]:
+    """The rate, and the stages' shares of the processor time."""
     arguments = ["-m", "tools.preprocess", "--input", str(source), "--append-eod", "--overwrite"]
     arguments += ["--output-prefix", str(folder / "ours"), "--json"]
-    start = time.monotonic()
-    printed = _run([sys.executable, *arguments])
-    wall = time.monotonic() - start
-    return _Summary(wall, msgspec.json.decode(printed)["processor_seconds"])
+    rate, printed = _run([sys.executable, *arguments], source)
+    seconds: dict[str, float] = msgspec.json.decode(printed)["processor_seconds"]
+    return rate, {name: value / sum(seconds.values()) for name, value in seconds.items()}
 
 
-def _run_tokenizers(source: Path, folder: Path) -> float:
+def _run_tokenizers(source: Path, folder: Path) -> Rate:
     module = "tools.preprocess.bench_tokenizers"
-    start = time.monotonic()
-    _run([sys.executable, "-m", module, str(source), str(folder / "tokenizers.bin")])
-    return time.monotonic() - start
+    target = folder / "tokenizers.bin"
+    return _run([sys.executable, "-m", module, str(source), str(target)], source)[0]
 
 
-def _run_megatron(source: Path, folder: Path, checkout: Path) -> float:
+def _run_megatron(source: Path, folder: Path, checkout: Path) -> Rate:
     script = checkout / "tools" / "preprocess_data.py"
     if not script.is_file():
         raise PreprocessError(f"MEGATRON_LM={checkout} holds no tools/preprocess_data.py.")
@@ -120,13 +125,17 @@ def _run_megatron(source: Path, folder: Path, checkout: Path) -> float:
     arguments += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
     arguments += ["--vocab-file", vocabulary, "--merge-file", merges]
     arguments += ["--workers", str(default_threads())]
-    start = time.monotonic()
     # The checkout has to come before the installed megatron-core.
-    _run([sys.executable, str(script), *arguments], {"PYTHONPATH": str(checkout)})
-    return time.monotonic() - start
+    environment = {"PYTHONPATH": str(checkout)}
+    return _run([sys.executable, str(script), *arguments], source, environment)[0]
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+def _run(
+    command: Sequence[str], source: Path, environment: Mapping[str, str] | None = None
+) -> tuple[Rate, str]:
+    """Run to the end; the rate, and what was printed."""
+    before = _children_seconds()
+    start = time.monotonic()
     run = subprocess.run(
         command,
         env={**os.environ, **(environment or {})},
@@ -134,10 +143,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -
         text=True,
         check=False,
     )
+    wall = time.monotonic() - start
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
         raise PreprocessError(f"'{' '.join(command[:3])} …' failed: {last}")
-    return run.stdout
+    rate = Rate(source.stat().st_size / 1e6 / wall, _children_seconds() - before)
+    return rate, run.stdout
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _same(ours: Path, theirs: Path) -> bool:

@@ -188,6 +188,14 @@ def check_texts(
     return texts
 
 
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8, found without a copy of a large one."""
+    if text.isascii():
+        return len(text)
+    starts = range(0, len(text), _UTF8_STRIDE)
+    return sum(len(text[start : start + _UTF8_STRIDE].encode()) for start in starts)
+
+
 _MISSING = object()
 
 
@@ -202,7 +210,7 @@ def _split_lines(data: bytes | bytearray) -> Sequence[bytes | bytearray]:
 
 
 def _size(text: Text) -> int:
-    return len((text if isinstance(text, str) else "".join(text)).encode())
+    return sum(map(utf8_size, [text] if isinstance(text, str) else text))
 
 
 def _is_sentences(value: object) -> bool:

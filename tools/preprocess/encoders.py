@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from tools.preprocess.tokenizer import GPT2, TokenizerSpec
@@ -22,6 +24,12 @@ _HF_BATCH_CHARACTERS = 1 << 19
 """Text given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
 _CHECKED_CHARACTERS = 1 << 14
 """Of each document that is encoded twice, this much from its start."""
+
+
+_CACHE_BYTES = 224 << 20
+"""Growth of the process's memory at which gigatoken's cache is dropped."""
+_LEAST_CHARACTERS = 16 << 20
+"""Encoded between two such drops, however large the process is for other reasons."""
 
 
 class Encoder(Protocol):
@@ -43,18 +51,33 @@ class GigatokenEncoder:
     name = "gigatoken"
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        import gigatoken.gigatoken_rs as native  # not every command encodes
-
-        self._tokenizer = native.load_hf_json(spec.definition)
+        self._spec = spec
         self._prefix, self._suffix = _template(spec)
+        self._native = _load_gigatoken(spec)
+        self._most_bytes = _resident_bytes() + _CACHE_BYTES
+        self._since_load = 0
+        self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """See `Encoder.encode`."""
-        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
+        native = self._bounded(sum(map(len, texts)))
+        layout = native.encode_batch(texts, parallel=False).layout
         ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
         if len(self._prefix) or len(self._suffix):
             return self._wrap(ids, offsets)
         return ids, offsets
+
+    def _bounded(self, size: int) -> Any:
+        """The native tokenizer; a fresh one once its cache of words has grown too large.
+
+        The cache has no bound of its own: 160 MB of random words made it take 1 GiB.
+        """
+        with self._lock:
+            self._since_load += size
+            if self._since_load > _LEAST_CHARACTERS and _resident_bytes() > self._most_bytes:
+                self._native = _load_gigatoken(self._spec)
+                self._since_load = 0
+            return self._native
 
     def _wrap(self, ids: Ids, offsets: Offsets) -> tuple[Ids, Offsets]:
         """Put each text between the special tokens of the post-processor."""
@@ -145,6 +168,16 @@ def _probes(spec: TokenizerSpec) -> list[str]:
 
 
 _SURROUNDINGS = (("", ""), ("a", "b"), (" a ", " b"), ("\n", "\n"))
+
+
+def _load_gigatoken(spec: TokenizerSpec) -> Any:
+    import gigatoken.gigatoken_rs as native  # not every command encodes
+
+    return native.load_hf_json(spec.definition)
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def _has_single_words(spec: TokenizerSpec) -> bool:

@@ -19,6 +19,8 @@ ANNOUNCED_BYTES = 64 << 20
 """A document larger than this is told of before it is encoded."""
 MEMORY_MULTIPLE = 12
 """Peak memory of such a document, as a multiple of its size; measured, see the README."""
+UNBROKEN_MULTIPLE = 40
+"""The same for a document without a space or a sign in it: one word of many MiB."""
 _NAMED_PROBLEMS = 10
 """Places named for each kind of problem; the others are only counted."""
 
@@ -94,7 +96,8 @@ class Filling:
                 self._say(
                     f"{self._source.slices[index].name} has a document of "
                     f"{block.size_bytes >> 20} MiB ending at {block.next_offset}: it takes up to "
-                    f"{MEMORY_MULTIPLE} times that in memory (--max-document-mb refuses such)."
+                    f"{MEMORY_MULTIPLE} times that in memory ({UNBROKEN_MULTIPLE} times if it is "
+                    "one unbroken word); --max-document-mb refuses such."
                 )
             yield found
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.preprocess.documents import Text
+from tools.preprocess.documents import Text, utf8_size
 from tools.preprocess.encoders import Encoder, Ids, Offsets
 from tools.preprocess.index import TokenType
 
@@ -40,8 +40,7 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
     """
     flat, sentences = _flatten(texts)
     ids, offsets = encoder.encode(flat)
-    # After encoding, so that the UTF-8 form is one that Python has at hand already.
-    text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in flat)
+    text_bytes = sum(map(utf8_size, flat))
     lengths = np.diff(offsets).astype(np.int32)
     counts = _sequences_a_document(lengths, sentences)
     lengths = lengths[lengths > 0]

@@ -66,6 +66,8 @@ class Pipeline:
     def _encode(self, index: int, block: Block) -> Encoded:
         start = time.thread_time()
         documents = self.parse(block)
+        if isinstance(block.data, bytearray):
+            block.data.clear()  # a large document; its text is all that is still needed
         parsed = time.thread_time()
         packed = tuple(
             pack(column, self.encoder, self.dtype, self.eod) for column in documents.columns

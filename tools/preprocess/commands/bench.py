@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.preprocess.bench import Comparison, compare
+from tools.preprocess.bench import Comparison, Rate, compare
 from tools.preprocess.english import write_english
 from tools.preprocess.errors import PreprocessError
 
@@ -52,24 +52,31 @@ def _say(sentence: str) -> None:
 
 def _describe(found: Comparison) -> Iterator[str]:
     ours = found.median
+    rates = [rate.megabytes_per_second for rate in found.ours]
     yield f"{found.input_bytes / 1e6:,.0f} MB of JSON lines, {found.threads} cores, whole processes:"
-    spread = f"{min(found.ours):.1f} to {max(found.ours):.1f}"
-    yield f"  this tool                 {ours:8.1f} MB/s  (median of {len(found.ours)}, {spread})"
-    yield (
-        f"  Hugging Face tokenizers   {found.tokenizers:8.1f} MB/s  "
-        f"this tool is {ours / found.tokenizers:.1f} times as fast"
-    )
-    if found.megatron is not None:
-        yield (
-            f"  preprocess_data.py        {found.megatron:8.1f} MB/s  "
-            f"this tool is {ours / found.megatron:.1f} times as fast; "
-            f"{'same' if found.same_bytes else 'DIFFERENT'} bytes"
-        )
-    else:
+    yield f"{_line('this tool', ours)}  median of {len(rates)}, {min(rates):.1f} to {max(rates):.1f}"
+    yield f"{_line('Hugging Face tokenizers', found.tokenizers)}  {_ratio(ours, found.tokenizers)}"
+    if found.megatron is None:
         yield "  preprocess_data.py        not measured: set MEGATRON_LM to a Megatron-LM checkout"
+    else:
+        same = "same bytes" if found.same_bytes else "DIFFERENT bytes"
+        ratio = _ratio(ours, found.megatron)
+        yield f"{_line('preprocess_data.py', found.megatron)}  {ratio}, {same}"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
-    yield f"  processor time: {shares}"
-    yield (
-        f"  gigatoken alone, in memory {found.ceiling:7.1f} MB/s: "
-        f"{ours / found.ceiling:.0%} of it is reached end to end"
+    yield f"  this tool's processor time: {shares}"
+    ceiling = found.ceiling_megabytes_per_second
+    share = ours.megabytes_per_second / ceiling
+    yield f"  gigatoken alone, in memory: {ceiling:.1f} MB/s; {share:.0%} of it reached end to end"
+
+
+def _line(name: str, rate: Rate) -> str:
+    return (
+        f"  {name:25} {rate.megabytes_per_second:7.1f} MB/s {rate.processor_seconds:8.1f} s of "
+        "processor time"
     )
+
+
+def _ratio(ours: Rate, theirs: Rate) -> str:
+    by_clock = ours.megabytes_per_second / theirs.megabytes_per_second
+    by_processor = theirs.processor_seconds / ours.processor_seconds
+    return f"this tool is {by_clock:.1f} times as fast ({by_processor:.1f} by processor time)"

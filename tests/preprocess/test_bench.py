@@ -1,0 +1,52 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tools.preprocess.english import english_documents
+
+
+def test_it_measures_and_prints_a_ratio(tool, capsys, monkeypatch):
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    assert tool("bench", "--mb", "0.3", "--repeats", "2") == 0
+    out = capsys.readouterr().out
+    assert "this tool is" in out
+    assert "times as fast" in out
+    assert "reading" in out
+    assert "set MEGATRON_LM" in out
+
+
+def test_figures_as_json(tool, capsys, monkeypatch):
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    assert tool("bench", "--mb", "0.3", "--repeats", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["ours"]) == 2
+    assert found["tokenizers"]["megabytes_per_second"] > 0
+    assert found["tokenizers"]["processor_seconds"] > 0
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["megatron"] is None
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tool, tmp_path, capsys):
+    assert tool("bench", "--mb", "0.1", "--megatron-lm", tmp_path) == 1
+    assert "holds no tools/preprocess_data.py" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_is_twenty_times_as_fast_as_megatrons_script_with_the_same_bytes(tool, capsys):
+    checkout = os.environ.get("MEGATRON_LM")
+    if not checkout or not (Path(checkout) / "tools" / "preprocess_data.py").is_file():
+        pytest.skip("set MEGATRON_LM to a Megatron-LM checkout")
+    assert tool("bench", "--mb", "128", "--megatron-lm", checkout, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same_bytes"]
+    rates = sorted(rate["megabytes_per_second"] for rate in found["ours"])
+    assert rates[1] > 20 * found["megatron"]["megabytes_per_second"]
+
+
+def test_english_is_the_same_for_the_same_seed_and_of_the_size_asked_for():
+    one, again = list(english_documents(50_000, 3)), list(english_documents(50_000, 3))
+    assert one == again
+    assert 50_000 <= sum(map(len, one)) < 120_000
+    assert one != list(english_documents(50_000, 4))
