@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tools.plan.configuration import Configuration, Recompute
 from tools.plan.megatron import LATEST, Megatron
+from tools.report.predicted_moments import Kernels
 from tools.report.runs import Run
 
 _BACKEND = "megatron"
@@ -40,6 +41,16 @@ def configuration_of_run(run: Run) -> Configuration:
         recompute=_recompute(setup.recompute),
         fused_attention=not local or setup.parallelism.context > 1,
         cp_comm_type="all_gather" if local else _cp_comm_type(run),
+    )
+
+
+def kernels_of_run(run: Run) -> Kernels:
+    """Which of the kernels that save memory the run had; CPU ranks have torch's plain Adam."""
+    arguments = run.setup.arguments
+    unfused = "--no-gradient-accumulation-fusion" in arguments
+    printed = arguments.get("gradient_accumulation_fusion")
+    return Kernels(
+        fused_gradients=not unfused and printed != "False", fused_adam=run.setup.device != "cpu"
     )
 
 

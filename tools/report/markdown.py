@@ -11,15 +11,15 @@ from tools.report.report_data import Entry, Report
 
 def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
     """The report as Markdown, charts linked from beside it."""
-    parts = [f"# Report {_plain(report.name)}", f"Made {report.created_utc} UTC."]
-    parts.append("\n".join(f"- {_plain(text)}" for text in wording.sentences(report)))
+    parts = [f"# Report {plain(report.name)}", f"Made {report.created_utc} UTC."]
+    parts.append("\n".join(f"- {plain(text)}" for text in wording.sentences(report)))
     if report.problems:
-        parts.append("\n".join(f"- {_plain(text)}" for text in report.problems))
+        parts.append("\n".join(f"- {plain(text)}" for text in report.problems))
     if report.entries:
         parts += ["## Results", _results(report), "## How it was measured", _windows(report)]
         parts += ["## Beside the published figures", _published(report)]
     parts += [
-        f"![{_plain(chart.title)}: {_plain(chart.text)}]({chart.name}.svg)" for chart in charts
+        f"![{plain(chart.title)}: {plain(chart.text)}]({chart.name}.svg)" for chart in charts
     ]
     if report.corrections:
         parts += ["## What the write-ups got wrong", _corrections(report)]
@@ -29,7 +29,7 @@ def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; cells are escaped."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(plain(cell) for cell in line) + " |" for line in lines)
 
 
 def _results(report: Report) -> str:
@@ -95,7 +95,7 @@ def _corrections(report: Report) -> str:
     return table(["Source", "It says", "Right"], rows)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text that stays in its cell and starts no markup."""
     flat = " ".join(str(text).split())
     for sign in "\\`*_|<>[]":

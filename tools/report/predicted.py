@@ -15,6 +15,7 @@ from tools.plan.parameters import UnevenSplitError, rank_parameters
 from tools.report.closed_form import (
     NoClosedFormError,
     configuration_of_run,
+    kernels_of_run,
     known_ranks,
     megatron_of_run,
 )
@@ -23,7 +24,12 @@ from tools.report.predicted_bubble import compare_bubble
 from tools.report.predicted_calls import CallComparison, compare_calls
 from tools.report.predicted_memory import compare_memory
 from tools.report.runs import Run
-from tools.report.time_shares import TimeShares, read_time_ledger, time_shares
+from tools.report.time_shares import (
+    TimeShares,
+    read_time_ledger,
+    time_shares,
+    with_pipeline_waits,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Findings:
 def findings_of(run: Run) -> Findings:
     """Compare one run with its closed forms; whatever is missing becomes a note."""
     times, problem = read_time_ledger(run.path)
+    times = with_pipeline_waits(times, run.ledgers.communication) if times else None
     notes = [*_missing(run), *([problem] if problem else [])]
     shares = time_shares(times) if times else ()
     try:
@@ -98,4 +105,4 @@ def _memory(run: Run, configuration: Configuration) -> Iterator[Compared]:
     wanted = known_ranks(configuration, tuple(rank.rank for rank in record.ranks))
     for rank in record.ranks:
         if rank.rank in wanted:
-            yield from compare_memory(configuration, rank)
+            yield from compare_memory(configuration, rank, kernels_of_run(run))

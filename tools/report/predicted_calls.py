@@ -91,7 +91,7 @@ def _rows(measured: Iterable[Calls], predicted: Iterable[Traffic]) -> list[CallR
         CallRow(
             group=group,
             operation=operation,
-            what=", ".join(dict.fromkeys(i.what for i in named[group, operation])),
+            what="; ".join(dict.fromkeys(i.what for i in named[group, operation])),
             measured_calls=sum(call.calls for call in made[group, operation]),
             predicted_calls=sum(item.calls for item in named[group, operation]),
             measured_wire_bytes=sum(call.wire_bytes for call in made[group, operation]),

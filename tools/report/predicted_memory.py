@@ -9,54 +9,44 @@ from tools.plan.configuration import Configuration
 from tools.plan.memory import memory_of_rank
 from tools.report.closed_form import pipeline_rank
 from tools.report.compared import Compared
+from tools.report.predicted_moments import Kernels, fullest_moment
 
 _ADAM_STEP_BYTES = 4
 
 
-def compare_memory(configuration: Configuration, rank: RankMemory) -> Iterator[Compared]:
-    """Components in the order they are allocated, then their sum.
-
-    The model's peak is the sum of each component's own; the ledger's is one moment. So the sum may
-    be predicted too high although every component is right.
-    """
-    model = memory_of_rank(configuration, pipeline_rank(configuration, rank.rank))
+def compare_memory(
+    configuration: Configuration, rank: RankMemory, kernels: Kernels
+) -> Iterator[Compared]:
+    """Components in the order they are allocated, then their sum."""
+    stage = pipeline_rank(configuration, rank.rank)
+    model = memory_of_rank(configuration, stage)
+    moment = fullest_moment(configuration, stage, kernels)
     held = {category: rank.categories.get(category, 0) for category in MemoryCategory}
     temporaries = held[MemoryCategory.LOGITS] + held[MemoryCategory.TEMPORARY]
     optimizer = model.main_parameters + model.optimizer_state
-    extra = held[MemoryCategory.OPTIMIZER_STATE] - optimizer
-    yield Compared(rank.rank, "weights", held[MemoryCategory.WEIGHTS], model.weights)
-    yield Compared(rank.rank, "gradients", held[MemoryCategory.GRADIENTS], model.gradients)
-    yield Compared(
-        rank.rank,
-        "optimizer state",
-        held[MemoryCategory.OPTIMIZER_STATE],
-        optimizer,
-        _adam_note(extra),
-    )
-    yield Compared(
-        rank.rank,
-        "activations",
-        held[MemoryCategory.ACTIVATIONS],
-        model.activations,
-        f"kept for backward at the peak, in {rank.peak_phase.value}",
-    )
-    yield Compared(
-        rank.rank,
-        "logits and temporaries",
-        temporaries,
-        model.temporaries,
-        "the model counts the larger of the loss and one layer's gradients",
-    )
-    yield Compared(
-        rank.rank,
-        "communication buffers",
-        held[MemoryCategory.COMMUNICATION],
-        model.communication,
-    )
-    yield Compared(rank.rank, "peak of live tensors", rank.peak_bytes, model.live)
+    peak = model.state + moment.total + model.communication
+    where = f"predicted at {moment.name}; measured in {rank.peak_phase.value}"
+    for component, measured, predicted, note in (
+        ("weights", held[MemoryCategory.WEIGHTS], model.weights, ""),
+        ("gradients", held[MemoryCategory.GRADIENTS], model.gradients, ""),
+        _optimizer(held[MemoryCategory.OPTIMIZER_STATE], optimizer),
+        ("activations", held[MemoryCategory.ACTIVATIONS], moment.activations, ""),
+        ("logits and temporaries", temporaries, moment.temporaries, ""),
+        _buffers(held[MemoryCategory.COMMUNICATION], model.communication),
+        ("peak of live tensors", rank.peak_bytes, peak, where),
+    ):
+        yield Compared(rank.rank, component, measured, predicted, note)
 
 
-def _adam_note(extra: int) -> str:
-    if 0 < extra < 1000 * _ADAM_STEP_BYTES and extra % _ADAM_STEP_BYTES == 0:
-        return f"Adam's step counts: {extra // _ADAM_STEP_BYTES} tensors, 4 bytes each"
-    return ""
+def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:
+    missing = predicted and not measured
+    note = "the ledger counts a received message as the activation it becomes" if missing else ""
+    return "communication buffers", measured, predicted, note
+
+
+def _optimizer(measured: int, predicted: int) -> tuple[str, int, int, str]:
+    extra = measured - predicted
+    steps, remainder = divmod(extra, _ADAM_STEP_BYTES)
+    plausible = 0 < steps < 100_000 and not remainder
+    note = f"Adam's step counts, {_ADAM_STEP_BYTES} bytes a tensor: {steps}" if plausible else ""
+    return "optimizer state", measured, predicted, note

@@ -7,12 +7,20 @@ launched unless the timers synchronise, so there the shares are the launching th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from tools.measurements import Phase, RankTime, TimeRecord, read_time
+from tools.measurements import (
+    CommunicationRecord,
+    Operation,
+    Phase,
+    RankCommunication,
+    RankTime,
+    TimeRecord,
+    read_time,
+)
 from tools.records import TIME_FILE
 
 
@@ -57,6 +65,20 @@ def time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
     return tuple(_shares(rank) for rank in record.ranks if rank.iteration_seconds > 0)
 
 
+def with_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | None) -> TimeRecord:
+    """Count waiting for neighbouring stages as such where no timer of Megatron's is around it.
+
+    The interleaved schedule waits for its messages between its timers; the communication ledger has
+    these waits by call.
+    """
+    waits = (
+        {rank.rank: _message_wait(rank) for rank in communication.ranks} if communication else {}
+    )
+    return replace(
+        times, ranks=tuple(_moved(rank, waits.get(rank.rank, 0.0)) for rank in times.ranks)
+    )
+
+
 def busy_seconds(rank: RankTime) -> float:
     """Seconds in forward and backward of an iteration, communication inside them included."""
     phases = rank.phase_seconds
@@ -67,6 +89,25 @@ def mean(values: Iterable[float]) -> float:
     """Mean; 0 of nothing."""
     found = list(values)
     return sum(found) / len(found) if found else 0.0
+
+
+def _message_wait(rank: RankCommunication) -> float:
+    """Seconds in messages between stages and in waiting for them; a ring's are context parallelism."""
+    messages = (Operation.SEND, Operation.RECEIVE)
+    calls = [call for call in rank.calls if call.operation in messages and call.group != "cp"]
+    return sum(call.wait_seconds for call in calls)
+
+
+def _moved(rank: RankTime, waited: float) -> RankTime:
+    phases, calls = dict(rank.phase_seconds), dict(rank.communication_seconds)
+    outside = waited - calls.get(Phase.PIPELINE, 0.0)
+    outside = min(outside, calls.get(Phase.OTHER, 0.0), phases.get(Phase.OTHER, 0.0))
+    if outside <= 0:
+        return rank
+    for seconds in (phases, calls):
+        seconds[Phase.OTHER] -= outside
+        seconds[Phase.PIPELINE] = seconds.get(Phase.PIPELINE, 0.0) + outside
+    return replace(rank, phase_seconds=phases, communication_seconds=calls)
 
 
 def _shares(rank: RankTime) -> TimeShares:

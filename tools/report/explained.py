@@ -1,0 +1,95 @@
+"""What an explanation works on: a report's entries with what their ledgers found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.records import Parallelism
+from tools.report.predicted import Findings, findings_of
+from tools.report.report_data import Entry, Report
+from tools.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One configuration of a report, its newest run explained."""
+
+    entry: Entry
+    findings: Findings
+
+    @property
+    def label(self) -> str:
+        """How tables and charts call it."""
+        return self.entry.label
+
+    @property
+    def run(self) -> Run:
+        """The run whose ledgers are read."""
+        return self.entry.run
+
+    @property
+    def split(self) -> Parallelism:
+        """How it was split; whole where that is not known."""
+        return self.run.setup.parallelism or Parallelism()
+
+    @property
+    def cohort(self) -> tuple[object, ...]:
+        """Subjects that may be held against each other: model, device, backend and precision."""
+        setup = self.run.setup
+        return setup.model, setup.device, setup.backend, setup.dtype
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Sentences on one question."""
+
+    question: str
+    sentences: tuple[str, ...]
+
+
+def subjects_of(report: Report) -> tuple[Subject, ...]:
+    """Every entry with its findings."""
+    return tuple(Subject(entry, findings_of(entry.run)) for entry in report.entries)
+
+
+def find(
+    subjects: Sequence[Subject], like: Subject, strategy: str, *, same_batch: bool = False
+) -> Subject | None:
+    """The subject of a strategy in the cohort of another, and of its batch if asked."""
+    return next(
+        (
+            other
+            for other in subjects
+            if other.run.setup.strategy == strategy
+            and other.cohort == like.cohort
+            and (not same_batch or other.run.setup.batch == like.run.setup.batch)
+        ),
+        None,
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, three digits where there are as many."""
+    value = 1000 * seconds
+    text = f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms"
+    return text.replace("-", "−")
+
+
+def amount(size_bytes: float) -> str:
+    """Bytes with four digits, in the unit that leaves the fewest zeros; the sign only if negative."""
+    for name, unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size_bytes) >= unit:
+            return f"{size_bytes / unit:.4g} {name}".replace("-", "−")
+    return f"{size_bytes:.0f} bytes".replace("-", "−")
+
+
+def signed(text: str) -> str:
+    """A plus sign before what has no minus."""
+    plain = text.replace("-", "−")
+    return plain if plain.startswith("−") else f"+{plain}"
+
+
+def joined(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))

@@ -1,0 +1,50 @@
+"""`explain`: which cost, why uneven, why less, what if; in sentences and tables from a report's runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tools.report.explain_costs import cost_sentences
+from tools.report.explain_memory import (
+    pipeline_memory_sentences,
+    sequence_parallel_sentences,
+    sharding_sentences,
+)
+from tools.report.explain_pipeline import bubble_sentences
+from tools.report.explain_tables import Table, tables
+from tools.report.explain_traffic import context_sentences, traffic_sentences
+from tools.report.explained import Subject, Topic, subjects_of
+from tools.report.report_data import Report
+
+_QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
+    ("Which cost separates each strategy from baseline?", cost_sentences),
+    ("What does each strategy send?", traffic_sentences),
+    ("How does context parallelism compare with tensor parallelism?", context_sentences),
+    ("What does the pipeline wait for, and would more micro batches help?", bubble_sentences),
+    ("Why is a pipeline's memory uneven?", pipeline_memory_sentences),
+    ("What does sequence parallelism save?", sequence_parallel_sentences),
+    ("What does sharding the optimizer save?", sharding_sentences),
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Sentences by question, and the tables they rest on; empty without a ledger."""
+
+    topics: tuple[Topic, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def explain(report: Report) -> Explanation:
+    """Explain the runs of a report whose ledgers were kept; nothing if no run has one."""
+    subjects = subjects_of(report)
+    if not any(_has_ledger(subject) for subject in subjects):
+        return Explanation()
+    topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
+    return Explanation(tuple(topic for topic in topics if topic.sentences), tables(subjects))
+
+
+def _has_ledger(subject: Subject) -> bool:
+    ledgers = subject.run.ledgers
+    return bool(ledgers.communication or ledgers.memory or subject.findings.times)
