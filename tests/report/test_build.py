@@ -336,3 +336,18 @@ def test_scrape_prints_the_contracts_json(tmp_path):
     assert first["iterations"][0]["lm_loss"] == 9.5
     assert {"parameters", "memory", "timers", "validation"} <= first.keys()
     assert second["status"] == "no_log"
+
+
+@pytest.mark.parametrize("last", [{"skipped": 1}, {"loss": float("nan")}, {"loss": None}])
+def test_final_loss_is_of_a_whole_step(tmp_path, last):
+    lines = [iteration_line(n, 9.0, 10.0 - n) for n in range(1, 5)]
+    text = "\n".join([*lines, iteration_line(5, 9.0, **({"loss": 0.0} | last))])
+    write_run(tmp_path / "runs", run_record("a"), text)
+    _, _, folder = made(tmp_path)
+    assert read_csv(folder)["a"]["final_loss"] == "6.0"
+
+
+def test_averaged_line_is_no_final_loss(tmp_path):
+    write_run(tmp_path / "runs", run_record("a"), log_text([9.0, 8.0], [10.0, 9.0], micro=True))
+    _, _, folder = made(tmp_path)
+    assert read_csv(folder)["a"]["final_loss"] == "10.0"

@@ -106,7 +106,7 @@ HOSTILE = {
     "timers": b"name ...: (1.0, 2.0) " * (TEN_MB // 21),
     "brackets": b"[" * TEN_MB,
     "dotted error": b"Traceback (most recent call last):\n" + b"A.b" * (TEN_MB // 3),
-    "checkpoint": b"saving checkpoint " * (TEN_MB // 18),
+    "checkpoints": b"successfully loaded checkpoint from " * (TEN_MB // 36),
     "gzip bomb": gzip.compress(b"0" * (4 * TEN_MB)),
 }
 

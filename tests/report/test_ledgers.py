@@ -76,3 +76,16 @@ def test_samples_give_the_devices_peak_and_survive_cut_lines(tmp_path):
     assert series.memory_bytes == (500, 700, None)
     assert series.power_watts == (None, 300.5, None)
     assert (series.peak_memory_bytes, series.throttled) == (700, ("power",))
+
+
+def test_resident_memory_of_a_cpu_rank_is_no_device_memory(tmp_path):
+    folder = write_run(tmp_path / "runs", run_record("a"), log_text([9.0] * 9))
+    lines = [
+        ",".join(records.SAMPLE_COLUMNS),
+        "1.0,0,cpu,99,500000000,,,,",
+        "2.0,0,cpu,99,500000000,,,,",
+    ]
+    (folder / records.SAMPLES_FILE).write_text("\n".join(lines) + "\n")
+    _, _, report = made(tmp_path)
+    assert read_csv(report)["a"]["device_memory_bytes"] == ""
+    assert (report / "devices.svg").exists()

@@ -105,6 +105,24 @@ def test_line_after_evaluation_or_checkpoint_is_marked(tmp_path):
     assert log.checkpoints == (CheckpointEvent("saved", 5),)
 
 
+def test_checkpoint_lines_of_every_version_are_read(tmp_path):
+    text = "\n".join(
+        (
+            "saving checkpoint at iteration       8 to /a b/ckpt in torch_dist format",
+            "[2026-01-01 00:00:00.000000] saving checkpoint at iteration       9 to ckpt",
+            "  successfully saved local checkpoint from iteration      10",
+            "  successfully loaded checkpoint from /a b/ckpt [ t 1/2, p 1/1 ] at iteration 11",
+            " loading checkpoint from nowhere",
+        )
+    )
+    assert scrape(tmp_path, text).checkpoints == (
+        CheckpointEvent("saving", 8),
+        CheckpointEvent("saving", 9),
+        CheckpointEvent("saved", 10),
+        CheckpointEvent("loaded", 11),
+    )
+
+
 def test_tee_prefixes_and_glued_memory_lines_do_not_hide_anything(tmp_path):
     memory = (
         "[Rank 1] (after 2 iterations) memory (MB) | allocated: 1.5 | max allocated: 2.5 |"

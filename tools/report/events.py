@@ -38,8 +38,9 @@ _VALIDATION = re.compile(
 )
 _VALIDATION_VALUE = re.compile(rf"([A-Za-z][\w ]{{0,40}}?) value: {_NUMBER} \|")
 _CHECKPOINT = re.compile(
-    r"(saving|successfully saved|successfully loaded)(?: local)? checkpoint"
-    r"[^|]{0,300}?(?:at|from) iteration {1,12}(\d{1,12})"
+    r"(saving)(?: [a-z]{1,20})? checkpoint at iteration {1,12}(\d{1,12})"
+    r"|successfully (saved)(?: local)? checkpoint from iteration {1,12}(\d{1,12})"
+    r"|successfully (loaded)(?: local)? checkpoint from [^|]{0,300}? at iteration {1,12}(\d{1,12})"
 )
 _EXIT = re.compile(
     r"\[(exiting program [^\]]{1,80}|after training is done)\]"
@@ -104,7 +105,10 @@ def validation(line: str) -> Validation | None:
 def checkpoint(line: str) -> CheckpointEvent | None:
     """A checkpoint that is being saved, was saved or was loaded."""
     m = _CHECKPOINT.search(line)
-    return CheckpointEvent(m[1].removeprefix("successfully "), int(m[2])) if m else None
+    if m is None:
+        return None
+    action, iteration = (text for text in m.groups() if text)
+    return CheckpointEvent(action, int(iteration))
 
 
 def exit_reason(line: str) -> str | None:
