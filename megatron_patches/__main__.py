@@ -26,11 +26,12 @@ def main(arguments: list[str]) -> None:
         )
     try:
         situation = find_situation(entry, os.environ.get("KIT_DEVICE", "gpu"))
+        # The kit's modules first: a checkout has a package called `tools` as well.
+        from megatron_patches.catalogue import PATCHES
+
         # As if the entry had been started itself: its folder comes first, its arguments are sys.argv.
         sys.path.insert(0, str(entry.resolve().parent))
         sys.argv = [str(entry), *arguments[1:]]
-        from megatron_patches.catalogue import PATCHES
-
         applied = apply_patches(PATCHES, situation)
     except (PatchError, LookupError) as error:
         sys.exit(str(error))
