@@ -1,4 +1,7 @@
-"""The command line: `scrape` prints what logs say, `build` writes a report, `bench` measures."""
+"""The command line: `scrape` prints what logs say, `build` writes a report, `bench` measures.
+
+`explain` answers from ledgers what a strategy costs, `trace` draws an iteration.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,22 @@ def _build(arguments: argparse.Namespace) -> int:
     return build(options, Console(highlight=False))
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tools.report.explain_command import explain_runs
+
+    return explain_runs(arguments.paths, arguments.runs, Console(highlight=False))
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tools.report.explain_command import trace_run
+
+    return trace_run(arguments.wanted, arguments.runs, Console(highlight=False))
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     from tools.report.bench import bench_scrape
 
@@ -99,6 +118,14 @@ def _parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="also rows of older versions and other machines"
     )
     build.set_defaults(run=_build)
+    explain = commands.add_parser("explain", help="say from the ledgers what each strategy costs")
+    explain.add_argument("paths", nargs="*", type=Path, metavar="RUN", help="default: all runs")
+    explain.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are")
+    explain.set_defaults(run=_explain)
+    trace = commands.add_parser("trace", help="draw one iteration of a run, all ranks on one axis")
+    trace.add_argument("wanted", nargs="?", metavar="RUN_OR_TARGET", help="default: the newest run")
+    trace.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are")
+    trace.set_defaults(run=_trace)
     bench = commands.add_parser("bench", help="measure how fast a long log is scraped")
     bench.add_argument("--iterations", type=int, default=500_000)
     bench.set_defaults(run=_bench)

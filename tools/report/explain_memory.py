@@ -136,9 +136,9 @@ def _saving(subject: Subject, plain: Subject | None, strategy: str) -> str:
         f"{subject.label}: forward keeps {amount(after)} for backward over an iteration's "
         f"{configuration.microbatches} micro batch(es) on rank 0, {plain.label} {amount(before)}: "
         f"{amount(before - after)} less, where the closed form has {amount(predicted)} (inputs of norms "
-        f"and of the matrices behind them, and dropout masks, split over {configuration.sequence_shards} "
-        f"ranks instead of held by each). The final norm alone: {amount(norm[0])} to {amount(norm[1])}. "
-        "Nothing is moved to the host."
+        "and of the matrices behind them, and dropout masks, split over "
+        f"{configuration.sequence_shards} ranks instead of held by each). The final norm alone: "
+        f"{amount(norm[0])} to {amount(norm[1])}. Nothing is moved to the host."
     )
 
 

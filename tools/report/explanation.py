@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tools.report.explain_costs import cost_sentences
 from tools.report.explain_memory import (
@@ -15,6 +15,7 @@ from tools.report.explain_pipeline import bubble_sentences
 from tools.report.explain_tables import Table, tables
 from tools.report.explain_traffic import context_sentences, traffic_sentences
 from tools.report.explained import Subject, Topic, subjects_of
+from tools.report.predicted import Findings
 from tools.report.report_data import Report
 
 _QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
@@ -34,6 +35,8 @@ class Explanation:
 
     topics: tuple[Topic, ...] = ()
     tables: tuple[Table, ...] = ()
+    findings: Mapping[str, Findings] = field(default_factory=dict)
+    """The same as numbers, by run."""
 
 
 def explain(report: Report) -> Explanation:
@@ -42,7 +45,11 @@ def explain(report: Report) -> Explanation:
     if not any(_has_ledger(subject) for subject in subjects):
         return Explanation()
     topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
-    return Explanation(tuple(topic for topic in topics if topic.sentences), tables(subjects))
+    return Explanation(
+        tuple(topic for topic in topics if topic.sentences),
+        tables(subjects),
+        {subject.run.name: subject.findings for subject in subjects},
+    )
 
 
 def _has_ledger(subject: Subject) -> bool:

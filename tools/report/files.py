@@ -11,10 +11,13 @@ from typing import Any
 import msgspec
 
 from tools.report.charts import draw_charts
+from tools.report.explanation import Explanation, explain
+from tools.report.explanation_text import explanation_markdown
 from tools.report.markdown import render_markdown
 from tools.report.page import render_page
 from tools.report.report_data import Entry, Report
 from tools.report.rows import COLUMNS
+from tools.report.timelines import timeline_charts
 from tools.report.wording import sentences
 
 MAX_SAMPLES = 2000
@@ -28,12 +31,13 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    charts = draw_charts(report)
+    charts = [*draw_charts(report), *timeline_charts(report.entries)]
+    explanation = explain(report)
     contents = {
         "results.csv": csv_text(report),
-        "results.json": json_text(report),
-        "report.md": render_markdown(report, charts),
-        "report.html": render_page(report, charts),
+        "results.json": json_text(report, explanation),
+        "report.md": render_markdown(report, charts) + explanation_markdown(explanation),
+        "report.html": render_page(report, charts, explanation),
     } | {f"{chart.name}.svg": chart.svg for chart in charts}
     for stale in folder.glob("*.svg"):
         if stale.name not in contents:
@@ -54,7 +58,7 @@ def csv_text(report: Report) -> str:
     return buffer.getvalue()
 
 
-def json_text(report: Report) -> str:
+def json_text(report: Report, explanation: Explanation) -> str:
     """`results.json`: every row with all that the page shows of it."""
     document = {
         "schema": 1,
@@ -67,6 +71,7 @@ def json_text(report: Report) -> str:
         "corrections": report.corrections,
         "baseline": report.baseline,
         "changes": report.changes,
+        "explanation": explanation,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 

@@ -18,9 +18,7 @@ def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
     if report.entries:
         parts += ["## Results", _results(report), "## How it was measured", _windows(report)]
         parts += ["## Beside the published figures", _published(report)]
-    parts += [
-        f"![{plain(chart.title)}: {plain(chart.text)}]({chart.name}.svg)" for chart in charts
-    ]
+    parts += [f"![{plain(chart.title)}: {plain(chart.text)}]({chart.name}.svg)" for chart in charts]
     if report.corrections:
         parts += ["## What the write-ups got wrong", _corrections(report)]
     return "\n\n".join(parts) + "\n"

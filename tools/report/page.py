@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tools.report import wording
 from tools.report.chart_canvas import Chart
+from tools.report.explanation import Explanation
 from tools.report.report_data import Entry, Report
 from tools.report.rows import memory_by_rank
 
@@ -26,7 +27,9 @@ class Cell:
     """Class of the cell: `number`, or a status that has a colour."""
 
 
-def render_page(report: Report, charts: Sequence[Chart]) -> str:
+def render_page(
+    report: Report, charts: Sequence[Chart], explanation: Explanation | None = None
+) -> str:
     """The whole report as one HTML file."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -41,6 +44,7 @@ def render_page(report: Report, charts: Sequence[Chart]) -> str:
     return environment.get_template("page.html.j2").render(
         report=report,
         charts=charts,
+        explanation=explanation or Explanation(),
         sentences=wording.sentences(report),
         header=header,
         lines=lines,
