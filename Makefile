@@ -5,8 +5,8 @@ SHELL := /bin/bash
 VENV_PYTHON := .venv/bin/python
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help setup list demo report parity plan schedules bench bench-scrape bench-preprocess \
-	prepare-ds prepare-ds-sample install-dependencies test test-slow lint clean
+.PHONY: help setup list demo report explain parity plan schedules bench bench-scrape bench-preprocess \
+	bench-ledger prepare-ds prepare-ds-sample install-dependencies test test-slow lint clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
@@ -37,9 +37,16 @@ install-dependencies: setup ## the published name of setup
 train-%: setup ## train-<strategy>-<model>-<N>cpu or -<N>gpu
 	@$(VENV_PYTHON) -m tools.launch target $@
 
+trace-%: setup ## one iteration of such a run as a picture, and for Perfetto (6 iterations are trained)
+	@ITERS=$(or $(ITERS),6) $(VENV_PYTHON) -m tools.launch target train-$* \
+		$(if $(DRY_RUN),,&& $(VENV_PYTHON) -m tools.report trace $* $(if $(RUNS),--runs $(RUNS)))
+
 ## Looking at results
 report: setup ## all runs, or LOGS="a.log b.log": table, plots, verdicts in reports/latest
 	@$(VENV_PYTHON) -m tools.report build $(LOGS) $(if $(NAME),--name $(NAME))
+
+explain: setup ## which cost, why uneven, why less, what if: sentences from all runs' ledgers, or RUNS="a b"
+	@$(VENV_PYTHON) -m tools.report explain $(RUNS)
 
 ## Working on the kit
 test: setup ## the default suite
@@ -47,6 +54,9 @@ test: setup ## the default suite
 
 test-slow: setup ## the long tests
 	@$(VENV_PYTHON) -m pytest -q -m slow
+
+bench-ledger: setup ## what the ledger costs: on against off, interleaved (TARGET= ITERS= REPEATS=)
+	@$(VENV_PYTHON) -m tools.launch.bench_ledger
 
 lint: setup ## ruff, mypy, shellcheck, hadolint, import-linter
 	@tools/lint.sh

@@ -49,6 +49,8 @@ class Launch:
     """Megatron's arguments but for those that name the run folder."""
     environment: dict[str, str]
     runtime: Runtime = ON_HOST
+    ledger: bool = True
+    """Whether ranks count what they send, hold and wait for."""
 
     @property
     def devices(self) -> int:
@@ -131,6 +133,7 @@ def compose(
         environment=environment_for(device, parallelism, start)
         | (options.wandb.environment if options.wandb else {}),
         runtime=_with_mounts(runtime, data, options),
+        ledger=options.ledger,
     )
 
 

@@ -106,7 +106,8 @@ def run_ranks(
 
 def _train(launch: Launch, folder: Path, console: Console, title: str) -> int:
     with RunProgress(console, title, launch.iterations) as progress:
-        ledger = {"KIT_LEDGER": f"{from_root(folder)}/{records.LEDGER_FOLDER}"}
+        place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
+        ledger = {"KIT_LEDGER": place} if launch.ledger else {}
         return run_ranks(launch, folder / records.LOG_FILE, progress, ledger)
 
 

@@ -41,6 +41,8 @@ class Options:
     image: str | None = None
     """NGC tag of one of the pairs in `docker/versions.env`; the first is the default."""
     wandb: Wandb | None = None
+    ledger: bool = True
+    """Count what ranks send, hold and wait for."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -65,6 +67,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         runtime=read("RUNTIME", RuntimeName, "docker or host"),
         image=read("IMAGE", str, "an NGC tag"),
         wandb=wandb_from_environment(environment) if read("WANDB", _truth, "0 or 1") else None,
+        ledger=read("LEDGER", _truth, "0 or 1") is not False,
     )
 
 

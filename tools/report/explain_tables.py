@@ -44,7 +44,7 @@ def tables(subjects: Sequence[Subject]) -> tuple[Table, ...]:
                 "ms",
                 *(name for _, name in _PHASES),
                 "of it communication",
-                "as 002",
+                "fwd/bwd+sync/opt",
             ),
             _lines(subjects, _time_lines),
         ),
