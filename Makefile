@@ -33,6 +33,9 @@ prepare-ds: setup ## owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
 
 install-dependencies: setup ## the published name of setup
 
+setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --requirement requirements-deepspeed.txt
+
 ## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" DRY_RUN=1
 train-%: setup ## train-<strategy>-<model>-<N>cpu or -<N>gpu
 	@$(VENV_PYTHON) -m tools.launch target $@

@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.launch import docker, wandb_logging
 from tools.launch.entry import find_entry, release
 from tools.launch.image import MEGATRON_IN_IMAGE
-from tools.launch.options import Options
+from tools.launch.options import Backend, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
 from tools.recipe.model import ROOT, Model
@@ -51,6 +51,7 @@ class Launch:
     runtime: Runtime = ON_HOST
     ledger: bool = True
     """Whether ranks count what they send, hold and wait for."""
+    backend: Backend = Backend.MEGATRON
 
     @property
     def devices(self) -> int:
@@ -68,12 +69,18 @@ class Launch:
         container = self.runtime.container
         ranks = (
             *torchrun(self.devices, docker.PYTHON if container else _python()),
-            *("-m", "megatron_patches", self.entry.path),
+            *self._program(),
             *self.arguments(run_folder),
         )
         if container is None:
             return ranks
         return container.wrap(ranks, self.environment, docker.container_name(run_folder))
+
+    def _program(self) -> tuple[str, ...]:
+        if self.backend is Backend.MEGATRON:
+            return ("-m", "megatron_patches", self.entry.path)
+        # As a module, so that it finds the kit beside it.
+        return ("-m", self.entry.path.removesuffix(".py").replace("/", "."))
 
 
 def compose(

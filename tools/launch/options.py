@@ -21,6 +21,15 @@ class RuntimeName(StrEnum):
     HOST = "host"
 
 
+class Backend(StrEnum):
+    """What trains; `bare` is forward and backward of the native model alone, to measure against."""
+
+    MEGATRON = "megatron"
+    NATIVE = "native"
+    DEEPSPEED = "deepspeed"
+    BARE = "bare"
+
+
 @dataclass(frozen=True)
 class Options:
     """Make variables; None is "not given"."""
@@ -43,6 +52,7 @@ class Options:
     wandb: Wandb | None = None
     ledger: bool = True
     """Count what ranks send, hold and wait for."""
+    backend: Backend = Backend.MEGATRON
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -68,6 +78,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         image=read("IMAGE", str, "an NGC tag"),
         wandb=wandb_from_environment(environment) if read("WANDB", _truth, "0 or 1") else None,
         ledger=read("LEDGER", _truth, "0 or 1") is not False,
+        backend=read("BACKEND", Backend, "megatron, native, deepspeed or bare") or Backend.MEGATRON,
     )
 
 

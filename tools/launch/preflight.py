@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tools.launch.backends import backend_problems
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.preflight_gpu import gpu_problems, runtime_problems
@@ -42,6 +43,7 @@ def check(launch: Launch, runs: Path) -> None:
             dtype=launch.dtype,
         )
     )
+    problems += backend_problems(launch)
     problems += _data_problems(launch)
     if launch.device is DeviceKind.CPU and not problems:
         problems += _memory_problems(launch)

@@ -46,7 +46,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
     return records.RunRecord(
         run=folder.name,
         created_utc=utc_now(),
-        backend="megatron",
+        backend=launch.backend,
         strategy=launch.strategy,
         model=launch.model.name,
         device=launch.device,

@@ -15,7 +15,7 @@ from rich.console import Console
 from tools.launch.compose import UNTIED, Launch, compose, from_root
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
-from tools.launch.options import Options
+from tools.launch.options import Backend, Options
 from tools.launch.progress import RunProgress
 from tools.records import LOG_FILE, Batch
 from tools.report.diagnosis import diagnose
@@ -59,6 +59,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         micro_batch_size=1,
         global_batch_size=1,
         dropout=None,
+        backend=Backend.MEGATRON,
         wandb=None,
     )
     composed = compose("baseline", (), launch.model, 1, launch.device, single, launch.runtime)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
-from tools.launch.options import Options
+from tools.launch.options import Backend, Options
 from tools.launch.preflight import check
 from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
@@ -79,9 +80,10 @@ def compose_target(
         parse_strategy(target.strategy, target.devices)
         model = load_model(target.model)
         runtime = runtime or choose_runtime(options, target.device)
-        return compose(
+        launch = compose(
             target.strategy, flags, model, target.devices, target.device, options, runtime
         )
+        return for_backend(launch, options)
     except StrategyError as error:
         raise LaunchError(str(error)) from None
 
@@ -100,8 +102,14 @@ def describe(launch: Launch) -> str:
     return (
         f"{launch.iterations} iterations on {launch.devices} {launch.device.upper()} rank(s), "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{launch.dtype}, Megatron {launch.entry.megatron_version}"
+        f"{launch.dtype}, {_trainer(launch)}"
     )
+
+
+def _trainer(launch: Launch) -> str:
+    if launch.backend is Backend.MEGATRON:
+        return f"Megatron {launch.entry.megatron_version}"
+    return f"backend {launch.backend}"
 
 
 def outcome(folder: Path, status: StatusRecord) -> str:

@@ -15,7 +15,15 @@ import re
 import sys
 from pathlib import Path
 
-PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "datasets", "wandb")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "numpy",
+    "transformer-engine",
+    "datasets",
+    "wandb",
+    "deepspeed",
+)
 LIBRARIES = {"nccl": "nvidia-nccl-cu", "cudnn": "nvidia-cudnn-cu"}
 """As PyPI packages, whose names end in CUDA's major version."""
 

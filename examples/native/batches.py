@@ -1,0 +1,96 @@
+"""Megatron's training batches in Megatron's order, from the same `.bin/.idx`.
+
+Megatron shuffles the documents of the training split epoch by epoch, lays them end to end, cuts the
+stream into samples of `seq_length` tokens (plus one, the last label), and shuffles the samples. Both
+shuffles come from one `numpy.random.RandomState(seed)`, so the order can be had without Megatron.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tools.preprocess.dataset import idx_path, open_dataset
+from tools.preprocess.index import read_array, read_header
+
+SEPARATE_LAST_EPOCH_BELOW = 0.80
+"""Megatron keeps the last epoch out of the shuffle if less than this share of it is used."""
+
+
+class TrainingSamples:
+    """The training split as samples of `seq_length` + 1 tokens, in the order they are consumed."""
+
+    def __init__(self, prefix: Path, split: str, samples: int, seq_length: int, seed: int) -> None:
+        dataset = open_dataset(prefix)
+        lengths = sequence_lengths(prefix)
+        self._tokens: NDArray[Any] = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
+        self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        self._seq_length = seq_length
+        documents = training_documents(split, len(lengths))
+        per_epoch = int(lengths[documents].sum(dtype=np.int64))
+        epochs = -(-(samples * seq_length + 1) // per_epoch)
+        before_last = ((epochs - 1) * per_epoch - 1) // seq_length
+        a_whole_epoch = (per_epoch - 1) // seq_length
+        separate = epochs > 1 and samples - before_last < int(
+            SEPARATE_LAST_EPOCH_BELOW * a_whole_epoch
+        )
+        random = np.random.RandomState(seed)
+        self._documents = _document_order(documents, epochs, separate, random)
+        # Where each document of the order begins in the stream.
+        self._offsets = np.concatenate(([0], np.cumsum(lengths[self._documents], dtype=np.int64)))
+        total = (epochs * per_epoch - 1) // seq_length
+        self._samples = _sample_order(before_last if separate else total, total, random)
+
+    def __getitem__(self, number: int) -> NDArray[np.int64]:
+        """Sample `number` in consumption order, shape [seq_length + 1]."""
+        begin = int(self._samples[number]) * self._seq_length
+        end = begin + self._seq_length + 1
+        pieces = []
+        place = int(np.searchsorted(self._offsets, begin, side="right")) - 1
+        while begin < end:
+            start = self._starts[self._documents[place]] - self._offsets[place]
+            stop = min(end, int(self._offsets[place + 1]))
+            pieces.append(self._tokens[start + begin : start + stop])
+            begin, place = stop, place + 1
+        return np.concatenate(pieces).astype(np.int64)
+
+    def batch(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels of samples `first` to `first + size`, each [size, seq_length]."""
+        rows = torch.from_numpy(np.stack([self[first + offset] for offset in range(size)]))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def sequence_lengths(prefix: Path) -> NDArray[np.int32]:
+    """Tokens of each sequence, as the `.idx` lists them."""
+    header = read_header(idx_path(prefix))
+    chunks = read_array(idx_path(prefix), header.lengths_offset, "<i4", header.sequences)
+    return np.concatenate(list(chunks))
+
+
+def training_documents(split: str, documents: int) -> NDArray[np.int32]:
+    """The documents of the first share of a split such as `949,50,1`."""
+    shares = [float(share) for share in split.split(",")]
+    return np.arange(round(shares[0] / sum(shares) * documents), dtype=np.int32)
+
+
+def _document_order(
+    documents: NDArray[np.int32], epochs: int, separate: bool, random: np.random.RandomState
+) -> NDArray[np.int32]:
+    if separate:
+        first = _document_order(documents, epochs - 1, False, random)
+        return np.concatenate((first, _document_order(documents, 1, False, random)))
+    order = np.tile(documents, epochs)
+    random.shuffle(order)
+    return order
+
+
+def _sample_order(first: int, total: int, random: np.random.RandomState) -> NDArray[np.int64]:
+    """0 to `total`, the first `first` shuffled among themselves and the rest among themselves."""
+    order = np.arange(total)
+    random.shuffle(order[:first])
+    random.shuffle(order[first:])
+    return order

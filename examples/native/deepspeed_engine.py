@@ -1,0 +1,75 @@
+"""The same iteration under DeepSpeed's ZeRO: `--engine deepspeed --zero-stage {0,1,2,3}`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed  # type: ignore[import-not-found]
+import torch
+from torch import Tensor
+
+from examples.native.engines import MicroBatch, Update
+from examples.native.model import GPT, mean_loss
+from examples.native.optimizer import adamw
+from examples.native.parallel import Ranks
+from examples.native.settings import Settings
+from examples.native.watch import Watch
+
+
+class DeepSpeedEngine:
+    """DeepSpeed wraps model and optimizer, accumulates, clips, and communicates as its stage does."""
+
+    def __init__(self, model: GPT, settings: Settings, ranks: Ranks, watch: Watch) -> None:
+        self._watch = watch
+        self._settings = settings
+        os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
+        micro_batches = settings.global_batch_size // (settings.micro_batch_size * ranks.data_size)
+        self._engine: Any = deepspeed.initialize(
+            model=model,
+            optimizer=adamw(model, settings),
+            config=configuration(settings, micro_batches),
+            dist_init_required=False,
+        )[0]
+
+    def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """DeepSpeed divides by the number of micro batches itself."""
+        self._watch.begin_iteration(self._engine.module, self._engine.optimizer)
+        total = torch.zeros((), device=batches[0][0].device)
+        for number, (tokens, labels) in enumerate(batches, start=1):
+            with self._watch("forward-compute"):
+                loss = mean_loss(self._engine(tokens), labels)
+            with self._watch("backward-compute"):
+                self._engine.backward(loss)
+            total += loss.detach() / len(batches)
+            if number < len(batches):
+                self._engine.step()  # Counts the micro batch; only the last one updates.
+        return total
+
+    def update(self, learning_rate: float) -> Update:
+        """The step of the last micro batch, which is the update."""
+        with self._watch("optimizer"):
+            for group in self._engine.optimizer.param_groups:
+                group["lr"] = learning_rate
+            skipped = self._engine.skipped_steps
+            self._engine.step()
+        self._watch.end_step()
+        scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+        norm = self._engine.get_global_grad_norm()
+        return Update(float(norm), scale, skipped=self._engine.skipped_steps > skipped)
+
+
+def configuration(settings: Settings, micro_batches: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for Megatron's flags."""
+    return {
+        "train_micro_batch_size_per_gpu": settings.micro_batch_size,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": settings.clip_grad,
+        "zero_optimization": {"stage": settings.zero_stage},
+        # The optimizer is PyTorch's AdamW, the same as under the other engines.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "fp16": {"enabled": settings.fp16, "initial_scale_power": 32, "loss_scale_window": 1000},
+        "bf16": {"enabled": settings.bf16},
+    }

@@ -1,0 +1,117 @@
+"""Data, fully sharded and tensor parallelism through PyTorch's own APIs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.native.model import GPT
+from examples.native.settings import Settings
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all; data parallelism is what tensor parallelism leaves over."""
+
+    rank: int
+    world_size: int
+    tensor_size: int
+    device: torch.device
+
+    @property
+    def data_size(self) -> int:
+        """Replicas, sharded or not."""
+        return self.world_size // self.tensor_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a global batch this rank reads."""
+        return self.rank // self.tensor_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of the matrices this rank holds."""
+        return self.rank % self.tensor_size
+
+
+def refuse_combinations(settings: Settings, world_size: int) -> None:
+    """Exit with a sentence where this backend has no such combination."""
+    tensor = settings.tensor_model_parallel_size
+    if tensor > 1 and (tensor != world_size or settings.use_torch_fsdp2):
+        sys.exit(
+            f"The native backend splits tensors over all ranks or none, not TP {tensor} of {world_size} "
+            "ranks with data parallelism; use BACKEND=megatron for products."
+        )
+    if settings.num_attention_heads % tensor:
+        sys.exit(
+            f"TP {tensor} does not divide {settings.num_attention_heads} heads; use another TP."
+        )
+
+
+def parallelise(model: GPT, settings: Settings, ranks: Ranks) -> nn.Module:
+    """Wrap or split a model that already has its weights."""
+    if ranks.world_size == 1 or settings.engine == "bare":
+        return model
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    if ranks.tensor_size > 1:
+        return split_tensors(model, mesh)
+    if settings.use_torch_fsdp2:
+        return shard_fully(model, mesh, settings)
+    return DistributedDataParallel(model)
+
+
+def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
+    """Tensor parallelism as Megatron's: two all-reduces a layer forward, two backward.
+
+    The vocabulary is split too; the logits stay split, and the loss is computed on the parts.
+    """
+    layer = {
+        "attention.qkv": ColwiseParallel(),
+        "attention.proj": RowwiseParallel(),
+        "fc1": ColwiseParallel(),
+        "fc2": RowwiseParallel(),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, layer)
+    outside = {
+        "word_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "output_layer": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, outside)
+    model.output_layer.weight = (
+        model.word_embeddings.weight
+    )  # Both are rows of the vocabulary; splitting untied them.
+    return model
+
+
+def shard_fully(model: GPT, mesh: DeviceMesh, settings: Settings) -> GPT:
+    """FSDP2, layer by layer; the tied embedding belongs to the root, which uses it at both ends."""
+    half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def start_ranks(settings: Settings) -> Ranks:
+    """Join the process group: NCCL between GPUs, gloo between CPU ranks."""
+    on_gpu = os.environ.get("KIT_DEVICE") == "gpu"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    world_size = dist.get_world_size()
+    refuse_combinations(settings, world_size)
+    return Ranks(dist.get_rank(), world_size, settings.tensor_model_parallel_size, device)

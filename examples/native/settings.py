@@ -1,0 +1,136 @@
+"""What to train, read from Megatron's own flags, so that both backends are given the same command.
+
+Flags that only choose how Megatron computes are accepted and have no meaning here; a flag that would
+change the model, the data or the loss and is not implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_WITHOUT_MEANING = {
+    "--attention-backend": 1,
+    "--distributed-backend": 1,
+    "--transformer-impl": 1,
+    "--no-masked-softmax-fusion": 0,
+    "--no-bias-dropout-fusion": 0,
+    "--no-persist-layer-norm": 0,
+    "--no-gradient-accumulation-fusion": 0,
+    "--num-workers": 1,
+    "--log-throughput": 0,
+    "--timing-log-level": 1,
+    "--tokenizer-type": 1,
+    "--eval-interval": 1,
+    "--eval-iters": 1,
+    "--save-interval": 1,
+    "--tensorboard-dir": 1,
+    "--wandb-project": 1,
+    "--wandb-exp-name": 1,
+    "--wandb-save-dir": 1,
+}
+"""Megatron's flags that choose kernels, validation or output, with their number of values."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run; sizes as in Megatron's arguments of the same names."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    max_position_embeddings: int
+    vocab_size: int
+    make_vocab_size_divisible_by: int
+    init_method_std: float
+    no_bias_gelu_fusion: bool
+    """Megatron's fused GELU is the tanh approximation, its plain one exact (erf)."""
+    attention_dropout: float
+    hidden_dropout: float
+    micro_batch_size: int
+    global_batch_size: int
+    train_iters: int
+    exit_interval: int
+    log_interval: int
+    seed: int
+    data_path: str
+    split: str
+    start_weights: Path | None
+    """Folder of the shared start; None initialises afresh."""
+    lr: float
+    min_lr: float
+    lr_decay_style: str
+    lr_decay_iters: int
+    lr_warmup_fraction: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    clip_grad: float
+    fp16: bool
+    bf16: bool
+    tensor_model_parallel_size: int
+    use_torch_fsdp2: bool
+    engine: str
+    """`torch`, `deepspeed`, or `bare`: forward and backward alone, no communication, no update."""
+    zero_stage: int
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding; Megatron pads to a multiple of this times TP."""
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+
+def parse_settings(words: Sequence[str]) -> Settings:
+    """Read the flags; exits with a sentence that names what this backend does not do."""
+    known, unknown = _parser().parse_known_args(words)
+    if unknown:
+        sys.exit(
+            f"{unknown[0]} is not implemented by the native backend; leave it out, or train with "
+            "BACKEND=megatron."
+        )
+    fields = Settings.__dataclass_fields__
+    return Settings(**{name: value for name, value in vars(known).items() if name in fields})
+
+
+def unknown_flags(words: Sequence[str]) -> list[str]:
+    """Flags among `words` that mean something to Megatron and nothing here."""
+    known = _parser()._option_string_actions
+    return [word for word in words if word.startswith("--") and word not in known]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pretrain_native.py", allow_abbrev=False)
+    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("micro-batch-size", "global-batch-size", "train-iters", "exit-interval"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("max-position-embeddings", "vocab-size", "lr-decay-iters", "seed"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("lr", "min-lr", "weight-decay", "adam-beta1", "adam-beta2", "clip-grad"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    parser.add_argument("--lr-warmup-fraction", type=float, default=0.0)
+    parser.add_argument("--lr-decay-style", choices=("cosine", "linear", "constant"), required=True)
+    parser.add_argument("--attention-dropout", type=float, default=0.1)
+    parser.add_argument("--hidden-dropout", type=float, default=0.1)
+    parser.add_argument("--init-method-std", type=float, default=0.02)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    parser.add_argument("--log-interval", type=int, default=1)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=0)
+    parser.add_argument("--engine", choices=("torch", "deepspeed", "bare"), default="torch")
+    parser.add_argument("--data-path", required=True)
+    parser.add_argument("--split", default="969,30,1")
+    parser.add_argument("--start-weights", type=Path)
+    for name in ("no-bias-gelu-fusion", "fp16", "bf16", "use-torch-fsdp2"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for flag, values in _WITHOUT_MEANING.items():
+        if values:
+            parser.add_argument(flag)
+        else:
+            parser.add_argument(flag, action="store_true")
+    return parser

@@ -1,0 +1,84 @@
+"""The shared start's weights, read from Megatron's torch_dist checkpoint without Megatron.
+
+torch_dist is PyTorch's own distributed checkpoint. Layers are stacked: one tensor holds a weight of all
+of them, [layers, …]. Layer norms carry the names that Transformer Engine gives them, fused into the
+linear layer that follows.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from examples.native.model import GPT
+
+_LAYER = {
+    "self_attention.linear_qkv.layer_norm_": "norm1.",
+    "self_attention.linear_qkv.": "attention.qkv.",
+    "self_attention.linear_proj.": "attention.proj.",
+    "mlp.linear_fc1.layer_norm_": "norm2.",
+    "mlp.linear_fc1.": "fc1.",
+    "mlp.linear_fc2.": "fc2.",
+}
+_OUTSIDE = {
+    "word_embeddings.weight": "embedding.word_embeddings.weight",
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "norm.bias": "decoder.final_layernorm.bias",
+}
+
+
+def load_start(model: GPT, checkpoint: Path) -> None:
+    """Copy the checkpoint's weights into a model that is not parallel yet.
+
+    Exits with a sentence if the checkpoint is of another model.
+    """
+    stored = read_tensors(checkpoint)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            source, layer = _source(name)
+            value = stored.get(source)
+            if value is not None and layer is not None:
+                # Indexing past the last layer would say nothing of the model; comparing shapes does.
+                value = value[layer] if value.shape[0] == len(model.blocks) else value
+            if value is None or value.shape != parameter.shape:
+                found = "nothing" if value is None else list(value.shape)
+                sys.exit(
+                    f"{checkpoint} is of another model: {name} should be {list(parameter.shape)} and "
+                    f"its {source} is {found}; remove it, and it is made again."
+                )
+            parameter.copy_(value)
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint's newest iteration, by Megatron's name."""
+    iteration = int((checkpoint / "latest_checkpointed_iteration.txt").read_text())
+    reader = FileSystemReader(checkpoint / f"iter_{iteration:07d}")
+    described = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in described.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        # It warns that no_dist reads in this process alone, which is what is wanted of it.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def _source(name: str) -> tuple[str, int | None]:
+    """Megatron's name for one of ours, and the layer where it is stacked."""
+    if not name.startswith("blocks."):
+        return _OUTSIDE[name], None
+    _, number, rest = name.split(".", 2)
+    theirs, ours = next((t, o) for t, o in _LAYER.items() if rest.startswith(o))
+    return f"decoder.layers.{theirs}{rest.removeprefix(ours)}", int(number)

@@ -1,0 +1,124 @@
+"""Backends beside Megatron: the same run, composed for plain PyTorch or DeepSpeed.
+
+A launch is composed for Megatron first, so model, data, batch, seed and schedule are decided once. What
+only Megatron's layouts need is then taken out of its flags, and what the backend is told instead put in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from examples.native.settings import unknown_flags
+from tools.launch.compose import UNTIED, Launch, from_root, start_checkpoint_path
+from tools.launch.options import Backend, Options
+from tools.recipe.arguments import merge_flags
+from tools.recipe.strategy import strategy_flags
+from tools.records import DeviceKind, Sharding
+
+NATIVE_ENTRY = "examples/gpt3/pretrain_native.py"
+DEEPSPEED_REQUIREMENTS = "requirements-deepspeed.txt"
+
+_ONLY_MEGATRON = (
+    *("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format", UNTIED),
+    *("--no-gradient-reduce-div-fusion", "--tokenizer-type", "--vocab-size"),
+)
+_ZERO_STAGES = {Sharding.NONE: 0, Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
+
+
+def for_backend(launch: Launch, options: Options) -> Launch:
+    """The same launch for the backend that the options name."""
+    if options.backend is Backend.MEGATRON:
+        return launch
+    started = launch.start_checkpoint is not None and options.backend is not Backend.BARE
+    start = start_checkpoint_path(launch.model, launch.entry, options) if started else None
+    layout = strategy_flags(launch.parallelism)
+    dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
+    multiple = launch.model.shape.vocabulary_multiple // launch.parallelism.tensor
+    flags = merge_flags(
+        without(launch.flags, dropped),
+        backend_flags(launch, options.backend),
+        ("--vocab-size", str(launch.model.shape.vocabulary)),
+        ("--make-vocab-size-divisible-by", str(max(1, multiple))),
+        ("--start-weights", from_root(start)) if start else (),
+    )
+    environment = {k: v for k, v in launch.environment.items() if k != "KIT_START_WEIGHTS"}
+    if options.backend is Backend.DEEPSPEED:
+        environment["DS_ACCELERATOR"] = "cpu" if launch.device is DeviceKind.CPU else "cuda"
+    return replace(
+        launch,
+        backend=options.backend,
+        entry=replace(launch.entry, path=NATIVE_ENTRY),
+        start_checkpoint=start,
+        flags=flags,
+        environment=environment,
+    )
+
+
+def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
+    """How the backend is told its parallelism; data parallelism is what the others leave over."""
+    parallelism = launch.parallelism
+    if backend is Backend.DEEPSPEED:
+        stage = _ZERO_STAGES.get(parallelism.sharding, 0)
+        return ("--engine", "deepspeed", "--zero-stage", str(stage))
+    if backend is Backend.BARE:
+        return ("--engine", "bare")
+    if parallelism.sharding is Sharding.FSDP2:
+        return ("--use-torch-fsdp2",)
+    tensor = parallelism.tensor
+    return ("--tensor-model-parallel-size", str(tensor)) if tensor > 1 else ()
+
+
+def backend_problems(launch: Launch) -> Iterator[str]:
+    """Why a backend cannot run this launch, each in one sentence."""
+    if launch.backend is Backend.MEGATRON:
+        return
+    yield from _layout_problems(launch)
+    shape = launch.model.shape
+    if shape.experts or shape.gated or shape.rms_norm or not shape.positions or not shape.bias:
+        yield (
+            f"{launch.model.name} is not the GPT that BACKEND={launch.backend} builds (dense, with "
+            "LayerNorm, GELU, biases and learned positions); use BACKEND=megatron."
+        )
+    elif unknown := unknown_flags(launch.flags):
+        yield f"BACKEND={launch.backend} does not know {unknown[0]}; leave it out of EXTRA=."
+    if launch.backend is Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
+        yield (
+            "BACKEND=deepspeed needs the package deepspeed, which is optional; "
+            "'make setup-deepspeed' installs it."
+        )
+
+
+def without(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Flags without those named, and without their values."""
+    kept: list[str] = []
+    keeping = True
+    for word in words:
+        if word.startswith("--"):
+            keeping = word not in names
+        if keeping:
+            kept.append(word)
+    return tuple(kept)
+
+
+def _layout_problems(launch: Launch) -> Iterator[str]:
+    parallelism, ranks = launch.parallelism, launch.devices
+    only_data = parallelism.data == ranks
+    only_tensor = parallelism.tensor == ranks and not parallelism.sequence_parallel
+    if launch.backend is Backend.NATIVE:
+        known = "baseline, dpN, tpN and fsdp2"
+        fits = (
+            only_data and parallelism.sharding in (Sharding.NONE, Sharding.FSDP2)
+        ) or only_tensor
+    elif launch.backend is Backend.DEEPSPEED:
+        known = "baseline, dpN, zero1, zero2 and zero3"
+        fits = only_data and parallelism.sharding in _ZERO_STAGES
+    else:
+        known = "baseline and dpN"
+        fits = only_data and parallelism.sharding is Sharding.NONE
+    if not fits or parallelism.expert > 1:
+        yield (
+            f"BACKEND={launch.backend} has {known}, and no {launch.strategy}; use one of these, or "
+            "BACKEND=megatron."
+        )
