@@ -2,11 +2,13 @@
 # Variables such as ITERS=50 reach the tools through the environment (see `make help`).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-VENV_PYTHON := .venv/bin/python
+# In the kit's image KIT_PYTHON is the image's own Python, and there is nothing to set up.
+VENV_PYTHON := $(or $(KIT_PYTHON),.venv/bin/python)
 export PYTHONPATH := $(CURDIR)
 
 .PHONY: help setup list demo report explain parity plan schedules bench bench-scrape bench-preprocess \
-	bench-ledger prepare-ds prepare-ds-sample install-dependencies test test-slow lint clean
+	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
+	doctor image reproduce test test-slow lint clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
@@ -19,15 +21,21 @@ setup: ## .venv with everything pinned in requirements.txt (other targets do it 
 demo: setup ## six strategies of gpt2-tiny on CPU ranks, and a report that compares them
 	@$(VENV_PYTHON) -m tools.launch demo
 
+doctor: ## what this machine can do, as a table with the way to mend what is missing; needs no setup
+	@tools/doctor.sh
+
 list: setup ## models with their true sizes, strategies, what this machine can run
 	@$(VENV_PYTHON) -m tools.launch list
 
 ## Data
 prepare-ds-sample: setup ## owt-ds/sample: text that every Python ships, as GPT-2 tokens
-	@$(VENV_PYTHON) -m tools.preprocess sample --output-prefix owt-ds/sample
+	@$(VENV_PYTHON) -m tools.launch module tools.preprocess sample --output-prefix owt-ds/sample
+
+prepare-ds-openwebtext-10k: setup ## the published data set, from the hub; HF_ENDPOINT= names a mirror
+	@$(VENV_PYTHON) -m tools.launch module tools.launch.openwebtext
 
 prepare-ds: setup ## owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
-	@$(VENV_PYTHON) -m tools.preprocess --input $(or $(INPUT),$(error Say which text: make prepare-ds INPUT=file.jsonl NAME=name)) \
+	@$(VENV_PYTHON) -m tools.launch module tools.preprocess --input $(or $(INPUT),$(error Say which text: make prepare-ds INPUT=file.jsonl NAME=name)) \
 		--output-prefix owt-ds/$(or $(NAME),$(error Say its name: make prepare-ds INPUT=file.jsonl NAME=name)) \
 		--tokenizer $(or $(TOKENIZER),gpt2) --append-eod
 
@@ -36,7 +44,14 @@ install-dependencies: setup ## the published name of setup
 setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --requirement requirements-deepspeed.txt
 
-## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" DRY_RUN=1
+## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" DRY_RUN=1 WANDB=1
+## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>
+image: setup ## docker/Dockerfile for RUNTIME=docker: NVIDIA's PyTorch with the paired Megatron-LM
+	@$(VENV_PYTHON) -m tools.launch image
+
+reproduce: setup ## the six published runs on two GPUs, then the report; repeating goes on
+	@$(VENV_PYTHON) -m tools.launch reproduce
+
 train-%: setup ## train-<strategy>-<model>-<N>cpu or -<N>gpu
 	@$(VENV_PYTHON) -m tools.launch target $@
 

@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+[[ -n ${KIT_IMAGE:-} ]] && exit 0 # the kit's image has everything, and its own torch
+
 VENV=.venv
 STAMP=$VENV/.requirements.sha256
 
@@ -27,6 +29,11 @@ find_python() {
     "install one (for example 'uv python install 3.12' or 'pyenv install 3.12') and run make again." >&2
   return 1
 }
+
+if [[ ${1:-} == --python ]]; then # which one setup would take
+  find_python
+  exit
+fi
 
 wanted=$(sha256sum requirements.txt)
 [[ -f $STAMP && $(< "$STAMP") == "$wanted" ]] && exit 0

@@ -2,7 +2,8 @@
 
 python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
-python -m tools.launch demo | list
+python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
+python -m tools.launch demo | list | image | reproduce
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ def _dispatch(command: argparse.Namespace, console: Console) -> int:
         from tools.launch.demo import demo
 
         return demo(options, console)
+    if command.command == "image":
+        from tools.launch.image import build
+
+        return build(options)
+    if command.command == "module":
+        from tools.launch.module import run_module
+
+        return run_module(command.words, options)
+    if command.command == "reproduce":
+        from tools.launch.reproduce import reproduce
+
+        return reproduce(options, console)
     return _train(command, options, console)
 
 
@@ -73,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("flags", nargs="*", help="after --")
     commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
     commands.add_parser("list", help="models, strategies, and what runs here")
+    commands.add_parser("image", help="build the container's image")
+    commands.add_parser("reproduce", help="the six published runs, then the report")
+    module = commands.add_parser("module", help="run a module of the kit where RUNTIME says")
+    module.add_argument("words", nargs=argparse.REMAINDER, help="its name and arguments")
     return parser
 
 

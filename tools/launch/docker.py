@@ -71,6 +71,10 @@ class Container:
                 mounts.append(folder)
         return replace(self, mounts=tuple(mounts))
 
+    def without_gpus(self) -> Container:
+        """The same for work that needs none."""
+        return replace(self, gpus=False)
+
 
 @dataclass(frozen=True)
 class Engine:

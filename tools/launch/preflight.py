@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 
 from tools.launch.backends import backend_problems
-from tools.launch.compose import Launch
+from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
-from tools.launch.preflight_gpu import gpu_problems, runtime_problems
+from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
 from tools.plan.parameters import UnevenSplitError, parameters_total
-from tools.preprocess.dataset import Dataset, largest_token, open_dataset
+from tools.preprocess.dataset import Dataset, idx_path, largest_token, open_dataset
 from tools.preprocess.errors import DatasetError
 from tools.recipe.arguments import Flags
 from tools.recipe.model import ROOT
@@ -44,13 +44,12 @@ def check(launch: Launch, runs: Path) -> None:
         )
     )
     problems += backend_problems(launch)
-    problems += _data_problems(launch)
-    if launch.device is DeviceKind.CPU and not problems:
-        problems += _memory_problems(launch)
-    if launch.device is DeviceKind.GPU and not problems:
+    on_gpu = launch.device is DeviceKind.GPU
+    if on_gpu:
         problems += gpu_problems(launch)
-    problems += (*runtime_problems(launch), *_wandb_problems(launch))
+    problems += (*runtime_problems(launch), *_wandb_problems(launch), *_data_problems(launch))
     if not problems:
+        problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
         problems += _disk_problems(launch, runs)
     if problems:
         raise LaunchError("\n".join(problems))
@@ -62,6 +61,13 @@ def data_path(launch: Launch) -> Path:
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:
+    published = DEFAULT_DATA[DeviceKind.GPU]
+    if launch.data == published and not idx_path(data_path(launch)).is_file():
+        yield (
+            f"The published data set {published} is not there; run 'make prepare-ds-openwebtext-10k', "
+            "or name another with DATA=."
+        )
+        return
     try:
         dataset = open_dataset(data_path(launch))
     except DatasetError as error:

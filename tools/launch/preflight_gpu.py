@@ -36,7 +36,15 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
         )
         return
     yield from _busy(gpus[: launch.devices])
-    yield from _too_small(launch, min(gpus[: launch.devices], key=lambda gpu: gpu.memory_bytes))
+
+
+def gpu_memory_problems(launch: Launch) -> Iterator[str]:
+    """Whether the smallest GPU holds the fullest rank; a sentence with the batch that would fit.
+
+    Of a combination that Megatron refuses there is nothing to say, so the others are asked first.
+    """
+    smallest = min(visible_gpus()[: launch.devices], key=lambda gpu: gpu.memory_bytes)
+    yield from _too_small(launch, smallest)
 
 
 def runtime_problems(launch: Launch) -> Iterator[str]:

@@ -1,0 +1,170 @@
+"""The six published commands: flags as published, and what the kit is known to add."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.launch.image import ImagePair, find_pair
+from tools.launch.options import Options
+from tools.launch.runtime import Runtime, docker_runtime
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.recipe.arguments import read_args_file
+from tools.recipe.model import ROOT
+from tools.recipe.strategy import NAMED
+
+GOLDEN = Path(__file__).parent / "golden"
+TARGETS = [f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in NAMED]
+PUBLISHED_PAIR = find_pair("25.06-py3")
+NEWER_PAIR = ImagePair("26.08-py3", "5" * 40, "0.19.0")
+RUN = "runs/RUN"
+CHECKOUTS = [Path(text) for text in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if text]
+VARIANTS = [
+    (runtime, version) for runtime in ("docker", "host") for version in ("f4fa7d6b", "0.19")
+]
+
+Flags = dict[str, tuple[str, ...]]
+
+
+@pytest.fixture(scope="session")
+def checkout_of_the_commit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As much of a checkout as the launcher looks at."""
+    folder = tmp_path_factory.mktemp("megatron-lm")
+    (folder / "megatron" / "core").mkdir(parents=True)
+    text = "MAJOR = 0\nMINOR = 15\nPATCH = 0\nPRE_RELEASE = 'rc2'\n"
+    (folder / "megatron" / "core" / "package_info.py").write_text(text)
+    return folder
+
+
+def arguments(target: str, runtime: str, version: str, checkout: Path) -> tuple[str, ...]:
+    if runtime == "docker":
+        pair = PUBLISHED_PAIR if version == "f4fa7d6b" else NEWER_PAIR
+        options, chosen = Options(), docker_runtime(pair)
+    else:
+        options = Options(megatron_lm=checkout if version == "f4fa7d6b" else None)
+        chosen = Runtime()
+    parsed = parse_target(target)
+    launch = compose_target(parsed, flags_of_grammar(parsed), options, chosen)
+    return launch.arguments(RUN)
+
+
+def by_name(words: tuple[str, ...]) -> Flags:
+    flags: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            assert word not in flags, f"{word} stands twice"
+            flags[word] = values = []
+        else:
+            values.append(word)
+    return {name: tuple(values) for name, values in flags.items()}
+
+
+@pytest.mark.parametrize(("runtime", "version"), VARIANTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_published_target_passes_the_published_flags_and_the_known_additions_alone(
+    target: str, runtime: str, version: str, checkout_of_the_commit: Path
+) -> None:
+    published = by_name(read_args_file(GOLDEN / f"{target}.args"))
+    added = by_name(read_args_file(GOLDEN / f"added-{runtime}-{version}.args"))
+    assert published.keys() & added.keys() == set()
+    composed = by_name(arguments(target, runtime, version, checkout_of_the_commit))
+    assert composed == published | added
+
+
+def test_a_host_with_transformer_engine_and_apex_passes_what_the_container_passes() -> None:
+    parsed = parse_target("train-tp2-gpt2-large-2gpu")
+    equipped = Runtime(transformer_engine=True, apex=True)
+    launch = compose_target(parsed, flags_of_grammar(parsed), Options(), equipped)
+    golden = read_args_file(GOLDEN / "added-docker-0.19.args")
+    published = read_args_file(GOLDEN / "train-tp2-gpt2-large-2gpu.args")
+    assert by_name(launch.arguments(RUN)) == by_name((*published, *golden))
+
+
+def test_without_apex_its_fusion_is_off_also_with_transformer_engine() -> None:
+    parsed = parse_target("train-tp2-gpt2-large-2gpu")
+    launch = compose_target(
+        parsed, flags_of_grammar(parsed), Options(), Runtime(transformer_engine=True)
+    )
+    assert "--no-gradient-accumulation-fusion" in launch.flags
+    assert "--transformer-impl" not in launch.flags
+
+
+@pytest.mark.parametrize("runtime", ["docker", "host"])
+def test_the_345m_alias_is_one_gpu_with_the_published_batch(runtime: str) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "RUNTIME": runtime}
+    command = (sys.executable, "-m", "tools.launch", "target")
+    answer = subprocess.run(
+        (*command, "train-gpt3-345m-1gpu-x-model-parallelism"),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--micro-batch-size 1 --global-batch-size 1536" in answer.stdout
+    assert "--log-interval 5" in answer.stdout
+    assert ("docker run" in answer.stdout) == (runtime == "docker")
+
+
+PARSER = """
+import json, os, sys, torch, types
+checkout, lines = sys.argv[1], json.loads(sys.argv[2])
+if checkout:
+    sys.path.insert(0, checkout)
+torch.cuda.get_device_capability = lambda *_: (9, 0)  # both are asked while validating
+torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)
+from megatron.training.arguments import parse_args, validate_args
+for devices, line in lines:
+    os.environ["WORLD_SIZE"] = str(devices)
+    sys.argv = ["pretrain_gpt.py", *line]
+    args = parse_args()
+    validate_args(args, {})
+    seen = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
+    seen += [args.context_parallel_size, args.data_parallel_size, args.sequence_parallel]
+    print("SEEN", *map(int, seen), args.micro_batch_size, args.global_batch_size)
+"""
+SEEN = [
+    "SEEN 1 1 1 1 0 32 32",
+    "SEEN 1 1 1 2 0 32 64",
+    "SEEN 2 1 1 1 0 64 64",
+    "SEEN 2 1 1 1 1 64 64",
+    "SEEN 1 1 2 1 0 64 64",
+    "SEEN 1 2 1 1 0 64 64",
+]
+
+
+def accepted(checkout: Path | None, version: str, folder: Path) -> list[str]:
+    """What Megatron's own parser and checks make of all commands of a version."""
+    lines = [
+        (1 if "baseline" in target else 2, arguments(target, runtime, version, folder))
+        for runtime in ("docker", "host")
+        for target in TARGETS
+    ]
+    answer = subprocess.run(
+        (sys.executable, "-c", PARSER, str(checkout or ""), json.dumps(lines)),
+        env={**os.environ, "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    return [line for line in answer.stdout.splitlines() if line.startswith("SEEN")]
+
+
+def test_the_installed_megatron_accepts_every_command(checkout_of_the_commit: Path) -> None:
+    assert accepted(None, "0.19", checkout_of_the_commit) == SEEN * 2
+
+
+@pytest.mark.skipif(
+    not CHECKOUTS, reason="MEGATRON_LM_CHECKOUTS names no Megatron-LM checkouts (colon-separated)"
+)
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_a_checkout_accepts_every_command(checkout: Path, checkout_of_the_commit: Path) -> None:
+    info = (checkout / "megatron/core/package_info.py").read_text()
+    version = "f4fa7d6b" if "MINOR = 15" in info else "0.19"
+    assert accepted(checkout, version, checkout_of_the_commit) == SEEN * 2

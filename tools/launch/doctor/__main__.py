@@ -1,0 +1,73 @@
+"""Run every check and print the table; 1 if one failed."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tools.launch.doctor import devices, machine, network, software
+from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
+
+CHECKS: "tuple[Callable[[], Finding | list[Finding]], ...]" = (
+    software.check_python,
+    software.check_packages,
+    software.check_programs,
+    software.check_docker,
+    devices.check_devices,
+    machine.check_shared_memory,
+    machine.check_limits,
+    machine.check_disk,
+    network.check_hub,
+    network.check_package_index,
+    network.check_image_registry,
+    network.check_wandb,
+)
+COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
+
+
+def examine() -> "list[Finding]":
+    """Every check at once, since most of them wait; rows in the order of `CHECKS`."""
+    with ThreadPoolExecutor(len(CHECKS)) as threads:
+        answers = [threads.submit(check) for check in CHECKS]
+    rows = []  # type: list[Finding]
+    for answer in answers:
+        found = answer.result()
+        rows += found if isinstance(found, list) else [found]
+    return rows
+
+
+def table(findings: "list[Finding]", width: int, colour: bool) -> str:
+    """Status, what was looked at, what was found; below it the way to mend it."""
+    column = max(len(finding.what) for finding in findings) + 2
+    indent = " " * (6 + column)
+    lines = []
+    for finding in findings:
+        status = finding.status
+        if colour:
+            status = f"\x1b[{COLOURS[status]}m{status}\x1b[0m"
+        head = f"{status}  {finding.what:{column}}"
+        parts = [finding.found] + (["→ " + finding.mend] if finding.mend else [])
+        texts = [
+            text for part in parts for text in textwrap.wrap(part, max(30, width - len(indent)))
+        ]
+        lines.append(head + texts[0])
+        lines += [indent + text for text in texts[1:]]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table and a count."""
+    findings = examine()
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    text = table(findings, shutil.get_terminal_size((100, 24)).columns, colour)
+    counts = (f"{sum(f.status == s for f in findings)} {s}" for s in (PASS, WARN, FAIL))
+    # A terminal of the C locale takes ASCII alone, and a doctor must not fail for that.
+    output = text + "\n" + ", ".join(counts) + "\n"
+    sys.stdout.buffer.write(output.encode(sys.stdout.encoding or "ascii", "replace"))
+    return int(any(finding.status == FAIL for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

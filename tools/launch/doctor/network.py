@@ -1,0 +1,94 @@
+"""What can be reached: the hub, the package index, the image registry, W&B."""
+
+import netrc
+import os
+import re
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlparse
+
+from tools.launch.doctor.finding import PASS, ROOT, WARN, Finding, ask
+from tools.launch.doctor.software import VENV_PYTHON
+
+SECONDS = 8.0
+SMALL_PACKAGE = "six"
+WANDB_HOST = "api.wandb.ai"
+
+
+def check_hub() -> Finding:
+    """The data sets' hub, or the mirror that HF_ENDPOINT names."""
+    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    problem = unreachable(address)
+    if problem:
+        mend = "name a mirror with HF_ENDPOINT=; 'make prepare-ds-sample' and prepare-ds need none"
+        return Finding(WARN, "Hub", f"{address} is out of reach: {problem}", mend)
+    return Finding(PASS, "Hub", address)
+
+
+def check_package_index() -> Finding:
+    """Whichever index pip is set up for: pip itself is asked for a small package."""
+    python = str(VENV_PYTHON) if VENV_PYTHON.exists() else sys.executable
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
+    patience = ["--timeout", str(int(SECONDS)), "--retries", "0"]
+    with tempfile.TemporaryDirectory() as folder:
+        download = ["download", "--no-deps", "--dest", folder, SMALL_PACKAGE]
+        answer = ask([python, "-m", "pip", *download, *quiet, *patience], seconds=6 * SECONDS)
+    if answer.good:
+        return Finding(PASS, "Package index", "pip gets packages")
+    if "No module named pip" in answer.problem:
+        return Finding(
+            WARN, "Package index", "not asked: this Python has no pip", "run 'make setup'"
+        )
+    mend = (
+        "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
+    )
+    return Finding(WARN, "Package index", "pip gets no packages: " + answer.problem[:120], mend)
+
+
+def check_image_registry() -> Finding:
+    """The registry of the Dockerfile's FROM; its refusal of strangers is an answer."""
+    dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
+    match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
+    if match is None:
+        return Finding(
+            WARN, "Image registry", "docker/Dockerfile names none", "write FROM <registry>/…"
+        )
+    problem = unreachable(f"https://{match.group(1)}/v2/")
+    if problem:
+        mend = "'make image' needs it; RUNTIME=host does not"
+        return Finding(WARN, "Image registry", f"{match.group(1)} is out of reach: {problem}", mend)
+    return Finding(PASS, "Image registry", match.group(1))
+
+
+def check_wandb() -> Finding:
+    """Whether WANDB=1 would log online; only the key's presence is looked at."""
+    if os.environ.get("WANDB_API_KEY"):
+        return Finding(PASS, "W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://" + WANDB_HOST).hostname or ""
+    mend = "set WANDB_API_KEY to log online"
+    if _in_netrc(host):
+        found = "logged in, but no key in the environment: WANDB=1 logs offline"
+        return Finding(WARN, "W&B", found, mend + "; 'wandb sync' uploads a run later")
+    return Finding(WARN, "W&B", "not logged in: WANDB=1 logs offline", mend)
+
+
+def unreachable(address: str) -> str:
+    """Why an address gives no answer at all; empty if it gives any."""
+    request = urllib.request.Request(address, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS):
+            return ""
+    except urllib.error.HTTPError:
+        return ""
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", None) or error)
+
+
+def _in_netrc(host: str) -> bool:
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
