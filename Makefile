@@ -8,7 +8,7 @@ export PYTHONPATH := $(CURDIR)
 
 .PHONY: help setup list demo report explain parity plan schedules bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
-	doctor image reproduce test test-slow lint clean
+	doctor image reproduce setup-deepspeed compare-zero compare-backends test test-slow lint clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
@@ -46,6 +46,7 @@ setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 
 ## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" DRY_RUN=1 WANDB=1
 ## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>
+## BACKEND=native (plain PyTorch) or deepspeed trains the same model on the same batches without Megatron
 image: setup ## docker/Dockerfile for RUNTIME=docker: NVIDIA's PyTorch with the paired Megatron-LM
 	@$(VENV_PYTHON) -m tools.launch image
 
@@ -58,6 +59,13 @@ train-%: setup ## train-<strategy>-<model>-<N>cpu or -<N>gpu
 trace-%: setup ## one iteration of such a run as a picture, and for Perfetto (6 iterations are trained)
 	@ITERS=$(or $(ITERS),6) $(VENV_PYTHON) -m tools.launch target train-$* \
 		$(if $(DRY_RUN),,&& $(VENV_PYTHON) -m tools.report trace $* $(if $(RUNS),--runs $(RUNS)))
+
+## On equal terms: the same weights, batches and schedule (MODEL=gpt2-tiny unless you name one)
+compare-zero: setup ## data parallel, pipeline and ZeRO-1/2/3, as the tables of write-up 002
+	@$(VENV_PYTHON) -m tools.launch compare zero --model $(or $(MODEL),gpt2-tiny)
+
+compare-backends: setup ## Megatron, plain PyTorch and DeepSpeed, against bare forward and backward
+	@$(VENV_PYTHON) -m tools.launch compare backends --model $(or $(MODEL),gpt2-tiny)
 
 ## Looking at results
 report: setup ## all runs, or LOGS="a.log b.log": table, plots, verdicts in reports/latest

@@ -3,6 +3,7 @@
 python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
+python -m tools.launch compare zero|backends --model NAME     ZeRO's stages, or the backends
 python -m tools.launch demo | list | image | reproduce
 """
 
@@ -46,24 +47,38 @@ def _dispatch(command: argparse.Namespace, console: Console) -> int:
 
         show_list(console)
         return 0
-    options = options_from_environment()
-    if command.command == "demo":
-        from tools.launch.demo import demo
+    return _HANDLERS[command.command](command, options_from_environment(), console)
 
-        return demo(options, console)
-    if command.command == "image":
-        from tools.launch.image import build
 
-        return build(options)
-    if command.command == "module":
-        from tools.launch.module import run_module
+def _demo(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.demo import demo
 
-        return run_module(command.words, options)
-    if command.command == "reproduce":
-        from tools.launch.reproduce import reproduce
+    return demo(options, console)
 
-        return reproduce(options, console)
-    return _train(command, options, console)
+
+def _image(_: argparse.Namespace, options: Options, __: Console) -> int:
+    from tools.launch.image import build
+
+    return build(options)
+
+
+def _module(command: argparse.Namespace, options: Options, _: Console) -> int:
+    from tools.launch.module import run_module
+
+    return run_module(command.words, options)
+
+
+def _reproduce(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.reproduce import reproduce
+
+    return reproduce(options, console)
+
+
+def _compare(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.compare import compare_backends_of, compare_zero_stages
+
+    run = compare_zero_stages if command.what == "zero" else compare_backends_of
+    return run(command.model, options, console)
 
 
 def _train(command: argparse.Namespace, options: Options, console: Console) -> int:
@@ -73,6 +88,17 @@ def _train(command: argparse.Namespace, options: Options, console: Console) -> i
         return start_target(command.name, options, console)
     target = Target(command.strategy, load_model(command.model).name, *command.devices)
     return train(target, command.flags, options, console)
+
+
+_HANDLERS = {
+    "demo": _demo,
+    "image": _image,
+    "module": _module,
+    "reproduce": _reproduce,
+    "compare": _compare,
+    "target": _train,
+    "run": _train,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("devices", type=_devices, help="such as 2gpu or 2cpu")
     run.add_argument("flags", nargs="*", help="after --")
     commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
+    compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
+    compare.add_argument("what", choices=("zero", "backends"))
+    compare.add_argument("--model", default="gpt2-tiny")
     commands.add_parser("list", help="models, strategies, and what runs here")
     commands.add_parser("image", help="build the container's image")
     commands.add_parser("reproduce", help="the six published runs, then the report")

@@ -18,7 +18,10 @@ from tools.recipe.strategy import strategy_flags
 from tools.records import DeviceKind, Sharding
 
 NATIVE_ENTRY = "examples/gpt3/pretrain_native.py"
-DEEPSPEED_REQUIREMENTS = "requirements-deepspeed.txt"
+NO_DEEPSPEED = (
+    "BACKEND=deepspeed needs the package deepspeed, which is optional; "
+    "'make setup-deepspeed' installs it."
+)
 
 _ONLY_MEGATRON = (
     *("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format", UNTIED),
@@ -84,10 +87,7 @@ def backend_problems(launch: Launch) -> Iterator[str]:
     elif unknown := unknown_flags(launch.flags):
         yield f"BACKEND={launch.backend} does not know {unknown[0]}; leave it out of EXTRA=."
     if launch.backend is Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
-        yield (
-            "BACKEND=deepspeed needs the package deepspeed, which is optional; "
-            "'make setup-deepspeed' installs it."
-        )
+        yield NO_DEEPSPEED
 
 
 def without(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:

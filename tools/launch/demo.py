@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 from rich.console import Console
 
 from tools.launch.compose import DEFAULT_DATA
-from tools.launch.execute import execute
 from tools.launch.options import Options
-from tools.launch.preflight import check
-from tools.launch.start import ensure_start_checkpoint
+from tools.launch.series import build_report, run_module, run_series
 from tools.launch.target import Target
-from tools.launch.train import compose_target, flags_of_grammar, outcome
+from tools.launch.train import compose_target, flags_of_grammar
 from tools.preprocess.dataset import open_dataset
 from tools.preprocess.errors import DatasetError
 from tools.recipe.model import ROOT
@@ -44,21 +39,9 @@ def demo(options: Options, console: Console) -> int:
         Target(name, MODEL, 1 if name == "baseline" else 2, DeviceKind.CPU) for name in NAMED
     ]
     launches = [compose_target(target, flags_of_grammar(target), options) for target in targets]
-    for launch in launches:
-        check(launch, options.runs)
-    ensure_start_checkpoint(launches[0], options, console)
-    folders, started = [], time.monotonic()
-    for number, launch in enumerate(launches, start=1):
-        title = f"[{number}/{len(launches)}] {launch.strategy}"
-        folder, status = execute(launch, options.runs, console, title)
-        folders.append((folder, status))
-        remaining = (time.monotonic() - started) / number * (len(launches) - number)
-        left = f", about {remaining:.0f} s left" if number < len(launches) else ""
-        console.print(f"{title}: {outcome(folder, status)}{left}", highlight=False, markup=False)
-    reported = _module(
-        "tools.report", "build", *(str(folder) for folder, _ in folders), "--name", "demo"
-    )
-    return reported or int(any(status.status is not Status.OK for _, status in folders))
+    finished = run_series(launches, options, console)
+    reported = build_report(finished, "demo")
+    return reported or int(any(status.status is not Status.OK for _, status in finished))
 
 
 def ensure_sample(console: Console) -> None:
@@ -68,12 +51,8 @@ def ensure_sample(console: Console) -> None:
         open_dataset(prefix)
     except DatasetError:
         console.print("Making the sample data set from this Python's own documentation …")
-        _module("tools.preprocess", "sample", "--output-prefix", "owt-ds/sample")
+        run_module("tools.preprocess", "sample", "--output-prefix", "owt-ds/sample")
     dataset = open_dataset(prefix)
     console.print(
         f"Data: {dataset.tokens:,} GPT-2 tokens in {dataset.documents} documents.", highlight=False
     )
-
-
-def _module(*arguments: str) -> int:
-    return subprocess.run((sys.executable, "-m", *arguments), cwd=ROOT, check=False).returncode

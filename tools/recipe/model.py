@@ -12,7 +12,7 @@ from tools.records import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("gpt3", "moe")
-ALIASES = {"gpt3-354m": "gpt3-355m"}
+ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
 
 GPT2_VOCABULARY = 50257
 

@@ -1,0 +1,61 @@
+"""Several runs that belong together: all checked before the first starts, then one after another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.execute import execute
+from tools.launch.options import Backend, Options
+from tools.launch.preflight import check
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.train import outcome
+from tools.recipe.model import ROOT
+from tools.records import StatusRecord
+
+Finished = list[tuple[Path, StatusRecord]]
+
+
+def run_series(launches: Sequence[Launch], options: Options, console: Console) -> Finished:
+    """Train them all; return their folders and how they ended.
+
+    Raises:
+        LaunchError: One of them cannot work here; nothing was started.
+    """
+    for launch in launches:
+        check(launch, options.runs)
+    for launch in launches:
+        ensure_start_checkpoint(launch, options, console)
+    finished: Finished = []
+    started = time.monotonic()
+    for number, launch in enumerate(launches, start=1):
+        title = f"[{number}/{len(launches)}] {title_of(launch)}"
+        finished.append(execute(launch, options.runs, console, title))
+        remaining = (time.monotonic() - started) / number * (len(launches) - number)
+        left = f", about {remaining:.0f} s left" if number < len(launches) else ""
+        console.print(f"{title}: {outcome(*finished[-1])}{left}", highlight=False, markup=False)
+    return finished
+
+
+def title_of(launch: Launch) -> str:
+    """The strategy, and the backend unless it is Megatron."""
+    other = launch.backend is not Backend.MEGATRON
+    return f"{launch.backend} {launch.strategy}" if other else launch.strategy
+
+
+def build_report(finished: Finished, name: str) -> int:
+    """`python -m tools.report build` of these runs; its exit code."""
+    return run_module(
+        "tools.report", "build", *(str(folder) for folder, _ in finished), "--name", name
+    )
+
+
+def run_module(*arguments: str) -> int:
+    """`python -m …` from the repository root; its exit code."""
+    return subprocess.run((sys.executable, "-m", *arguments), cwd=ROOT, check=False).returncode
