@@ -1,31 +1,46 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tools.preprocess.bench import Comparison, Rate
+from tools.preprocess.commands.bench import describe
 from tools.preprocess.english import english_documents
 
 
-def test_it_measures_and_prints_a_ratio(tool, capsys, monkeypatch):
+def test_it_measures_this_tool_and_tokenizers(tool, capsys, monkeypatch):
     monkeypatch.delenv("MEGATRON_LM", raising=False)
-    assert tool("bench", "--mb", "0.3", "--repeats", "2") == 0
-    out = capsys.readouterr().out
-    assert "this tool is" in out
-    assert "times as fast" in out
-    assert "reading" in out
-    assert "set MEGATRON_LM" in out
-
-
-def test_figures_as_json(tool, capsys, monkeypatch):
-    monkeypatch.delenv("MEGATRON_LM", raising=False)
-    assert tool("bench", "--mb", "0.3", "--repeats", "2", "--json") == 0
+    assert tool("bench", "--mb", "0.2", "--repeats", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["ours"]) == 2
     assert found["tokenizers"]["megabytes_per_second"] > 0
     assert found["tokenizers"]["processor_seconds"] > 0
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert found["megatron"] is None
+
+
+def test_ratios_are_printed_with_the_median(capsys):
+    found = Comparison(
+        input_bytes=100_000_000,
+        threads=2,
+        ours=(Rate(80, 2), Rate(100, 2), Rate(50, 4)),
+        shares={"reading": 0.25, "encoding": 0.75},
+        ceiling_megabytes_per_second=160,
+        tokenizers=Rate(8, 20),
+        megatron=Rate(4, 40),
+        same_bytes=True,
+    )
+    text = "\n".join(describe(found))
+    assert "100 MB of JSON lines, 2 cores" in text
+    assert "80.0 MB/s" in text
+    assert "median of 3, 50.0 to 100.0" in text
+    assert "10.0 times as fast (10.0 by processor time)" in text
+    assert "20.0 times as fast (20.0 by processor time), same bytes" in text
+    assert "reading 25%, encoding 75%" in text
+    assert "160.0 MB/s; 50% of it reached" in text
+    assert "set MEGATRON_LM" in "\n".join(describe(replace(found, megatron=None)))
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tool, tmp_path, capsys):

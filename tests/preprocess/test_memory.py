@@ -46,8 +46,8 @@ def write_shifted(path, size_bytes, base_bytes=64_000_000):
 
 
 def test_memory_does_not_follow_the_input(tmp_path):
-    write_shifted(tmp_path / "small.jsonl", 8_000_000, 8_000_000)
-    write_shifted(tmp_path / "large.jsonl", 96_000_000, 8_000_000)
+    write_shifted(tmp_path / "small.jsonl", 4_000_000, 4_000_000)
+    write_shifted(tmp_path / "large.jsonl", 48_000_000, 4_000_000)
     small, large = (
         peak_bytes("--input", tmp_path / f"{name}.jsonl", "--output-prefix", tmp_path / name)
         for name in ("small", "large")

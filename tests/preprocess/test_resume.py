@@ -10,13 +10,13 @@ import pytest
 
 from tools.preprocess.english import write_english
 
-KILL_FLAGS = ("--append-eod", "--commit-mib", "4", "--workers", "2")
+KILL_FLAGS = ("--append-eod", "--commit-mib", "2", "--workers", "2")
 
 
 @pytest.fixture(scope="module")
 def english(tmp_path_factory):
     path = tmp_path_factory.mktemp("english") / "in.jsonl"
-    write_english(path, 24_000_000, seed=7)
+    write_english(path, 12_000_000, seed=7)
     return path
 
 
@@ -35,28 +35,36 @@ def outputs(prefix):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def kill_until_done(process, english, folder, delays):
-    """Run the tool again and again, killing it after each delay, then to the end."""
+def kill_after(running, journal, commits, delay):
+    """Kill the tool a moment after so many commits, or at once if it is done before."""
+    while running.poll() is None:
+        if journal.exists() and journal.read_bytes().count(b"\n") >= commits:
+            break
+        time.sleep(0.001)
+    time.sleep(delay)
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+
+
+def kill_until_done(process, english, folder, moments):
+    """Run the tool, killing it at each of the moments, then to the end."""
     arguments = ("--input", english, "--output-prefix", folder / "o", *KILL_FLAGS)
-    for delay in delays:
+    for commits, delay in moments:
         running = process(*arguments)
-        time.sleep(delay)
-        running.send_signal(signal.SIGKILL)
-        running.communicate()
-        for name in ("o_text_document.idx", "o_text_document.bin"):
-            if running.returncode == -signal.SIGKILL and name.endswith("idx"):
-                index = folder / name
-                assert not index.exists() or (folder / "o_text_document.bin").exists()
+        kill_after(running, folder / "o.partial" / "journal.jsonl", commits, delay)
+        if (folder / "o_text_document.idx").exists():
+            assert (folder / "o_text_document.bin").exists()
+            assert (folder / "o_text_document.manifest.json").exists()
     running = process(*arguments)
     printed, _ = running.communicate()
     assert running.returncode == 0, printed
-    return printed
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_twice_it_ends_in_identical_files(process, english, undisturbed, tmp_path, seed):
     pick = random.Random(seed)
-    kill_until_done(process, english, tmp_path, [pick.uniform(0.4, 1.6) for _ in range(2)])
+    moments = [(pick.randint(0, 2), pick.uniform(0, 0.05)), (pick.randint(3, 5), 0.01)]
+    kill_until_done(process, english, tmp_path, moments)
     assert outputs(tmp_path / "o") == undisturbed
 
 
@@ -64,7 +72,8 @@ def test_killed_twice_it_ends_in_identical_files(process, english, undisturbed, 
 @pytest.mark.parametrize("seed", range(20))
 def test_killed_at_twenty_random_moments(process, english, undisturbed, tmp_path, seed):
     pick = random.Random(1000 + seed)
-    kill_until_done(process, english, tmp_path, [pick.uniform(0.1, 1.5) for _ in range(3)])
+    moments = [(pick.randint(0, 7), pick.uniform(0, 0.1)) for _ in range(3)]
+    kill_until_done(process, english, tmp_path, moments)
     assert outputs(tmp_path / "o") == undisturbed
 
 
@@ -115,7 +124,7 @@ def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed,
     [
         (("--json-keys", "body"), "--json-keys was ('text',), now ('body',)"),
         (("--max-document-mb", "5"), "--max-document-mb (in bytes) was None, now 5000000"),
-        (("--commit-mib", "2"), "--commit-mib (in bytes) was 4194304, now 2097152"),
+        (("--commit-mib", "3"), "--commit-mib (in bytes) was 2097152, now 3145728"),
         (("--shard", "0/2"), "--shard was 0/1, now 0/2"),
     ],
 )
@@ -186,7 +195,7 @@ def test_an_archive_is_resumed_too(tool, english, tmp_path, monkeypatch):
     import gzip
 
     packed = tmp_path / "in.jsonl.gz"
-    packed.write_bytes(gzip.compress(english.read_bytes()[:12_000_000].rpartition(b"\n")[0], 1))
+    packed.write_bytes(gzip.compress(english.read_bytes()[:9_000_000].rpartition(b"\n")[0], 1))
     arguments = ("--input", packed, "--append-eod", "--commit-mib", "4")
     assert tool(*arguments, "--output-prefix", tmp_path / "whole") == 0
     with monkeypatch.context() as patch:

@@ -21,6 +21,7 @@ from tools.preprocess.pipeline import default_threads
 from tools.preprocess.source import Selection, open_source
 from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
 
+_SCRIPT = Path("tools/preprocess_data.py")
 _CEILING_BYTES = 128 << 20
 """Text held in memory to see how fast the encoder is with nothing around it."""
 
@@ -69,6 +70,8 @@ def compare(
     Raises:
         PreprocessError: One of the programs fails.
     """
+    if megatron is not None and not (megatron / _SCRIPT).is_file():
+        raise PreprocessError(f"MEGATRON_LM={megatron} holds no {_SCRIPT}.")
     ours: list[Rate] = []
     shares: dict[str, float] = {}
 
@@ -117,14 +120,12 @@ def _run_tokenizers(source: Path, folder: Path) -> Rate:
 
 
 def _run_megatron(source: Path, folder: Path, checkout: Path) -> Rate:
-    script = checkout / "tools" / "preprocess_data.py"
-    if not script.is_file():
-        raise PreprocessError(f"MEGATRON_LM={checkout} holds no tools/preprocess_data.py.")
     vocabulary, merges = map(str, gpt2_files())
     arguments = ["--input", str(source), "--output-prefix", str(folder / "megatron")]
     arguments += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
     arguments += ["--vocab-file", vocabulary, "--merge-file", merges]
     arguments += ["--workers", str(default_threads())]
+    script = checkout / _SCRIPT
     # The checkout has to come before the installed megatron-core.
     environment = {"PYTHONPATH": str(checkout)}
     return _run([sys.executable, str(script), *arguments], source, environment)[0]

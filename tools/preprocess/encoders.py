@@ -121,7 +121,7 @@ def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Enc
         say(f"Encoding with tokenizers: gigatoken does not honour single_word of '{spec.name}'.")
         return HuggingFaceEncoder(spec)
     try:
-        fast = GigatokenEncoder(spec)
+        fast = _gigatoken(spec)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         say(f"Encoding with tokenizers: gigatoken does not know '{spec.name}' ({reason}).")
@@ -168,6 +168,11 @@ def _probes(spec: TokenizerSpec) -> list[str]:
 
 
 _SURROUNDINGS = (("", ""), ("a", "b"), (" a ", " b"), ("\n", "\n"))
+
+
+@functools.cache
+def _gigatoken(spec: TokenizerSpec) -> GigatokenEncoder:
+    return GigatokenEncoder(spec)
 
 
 def _load_gigatoken(spec: TokenizerSpec) -> Any:

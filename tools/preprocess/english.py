@@ -6,6 +6,7 @@ as real text has: an encoder that remembers words must not find them all.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tools.preprocess.sample import sample_documents
 
-_TAIL_WORDS = 400_000
+_TAIL_WORDS = 200_000
 _TAIL_SHARE = 0.04
 """Of all words drawn."""
 _SYLLABLES = (
@@ -24,6 +26,7 @@ _SYLLABLES = (
     "la le li lo ma me mi mo na ne ni no ob or pa pe per pi po pre qua ra re ri ro sa se si so sta "
     "su ta te ti to tra tri un ur va ve vi za"
 )
+_MOST_SYLLABLES = 5
 _MEAN_WORDS = 780
 """Of a document: near OpenWebText's 4.9 kB."""
 
@@ -31,11 +34,11 @@ _MEAN_WORDS = 780
 def english_documents(size_bytes: int, seed: int = 0) -> Iterator[str]:
     """Documents of together at least `size_bytes`, log-normal in length."""
     random = np.random.default_rng(seed)
-    words, cumulative = _vocabulary(random)
+    words, cumulative = _vocabulary()
     written = 0
     while written < size_bytes:
         count = max(3, int(random.lognormal(np.log(_MEAN_WORDS) - 0.5, 1.0)))
-        drawn = np.searchsorted(cumulative, random.random(count))
+        drawn = np.searchsorted(cumulative[:-1], random.random(count))
         text = "".join([words[i] for i in drawn.tolist()]).strip()
         written += len(text)
         yield text
@@ -49,23 +52,17 @@ def write_english(path: Path, size_bytes: int, seed: int = 0) -> None:
             stream.write(encode({"text": text}) + b"\n")
 
 
-def _vocabulary(
-    random: np.random.Generator,
-) -> tuple[list[str], np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Words with what stands before and after them, and their cumulative frequencies."""
+@functools.cache
+def _vocabulary() -> tuple[list[str], NDArray[np.float64]]:
+    """Words with the space before them, and their cumulative frequencies."""
     found = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
-    syllables = _SYLLABLES.split()
-    tail = [
-        "".join(syllables[i] for i in random.integers(0, len(syllables), random.integers(2, 6)))
-        for _ in range(_TAIL_WORDS)
-    ]
     words = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in found]
-    words += [f" {word}" for word in tail]
-    rare = 1.0 / np.arange(1, len(tail) + 1)
-    weights = np.concatenate(
-        [
-            np.array(list(found.values())) / found.total() * (1 - _TAIL_SHARE),
-            rare / rare.sum() * _TAIL_SHARE,
-        ]
-    )
-    return words, np.cumsum(weights) / weights.sum()
+    syllables = np.array(_SYLLABLES.split())
+    random = np.random.default_rng(0)
+    drawn = syllables[random.integers(0, len(syllables), (_TAIL_WORDS, _MOST_SYLLABLES))].tolist()
+    counts = random.integers(2, _MOST_SYLLABLES + 1, _TAIL_WORDS).tolist()
+    words += [" " + "".join(word[:count]) for word, count in zip(drawn, counts, strict=True)]
+    common = np.array(list(found.values())) / found.total()
+    rare = 1.0 / np.arange(1, _TAIL_WORDS + 1)
+    weights = [common * (1 - _TAIL_SHARE), rare / rare.sum() * _TAIL_SHARE]
+    return words, np.cumsum(np.concatenate(weights))

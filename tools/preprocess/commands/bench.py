@@ -42,15 +42,12 @@ def run(flags: argparse.Namespace) -> int:
             source = folder / "english.jsonl"
             write_english(source, round(flags.mb * 1e6))
         found = compare(source, folder, flags.megatron_lm, flags.repeats, _say)
-    print(msgspec.json.encode(found).decode() if flags.json else "\n".join(_describe(found)))
+    print(msgspec.json.encode(found).decode() if flags.json else "\n".join(describe(found)))
     return 0
 
 
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
-
-
-def _describe(found: Comparison) -> Iterator[str]:
+def describe(found: Comparison) -> Iterator[str]:
+    """The figures as lines for people."""
     ours = found.median
     rates = [rate.megabytes_per_second for rate in found.ours]
     yield f"{found.input_bytes / 1e6:,.0f} MB of JSON lines, {found.threads} cores, whole processes:"
@@ -67,6 +64,10 @@ def _describe(found: Comparison) -> Iterator[str]:
     ceiling = found.ceiling_megabytes_per_second
     share = ours.megabytes_per_second / ceiling
     yield f"  gigatoken alone, in memory: {ceiling:.1f} MB/s; {share:.0%} of it reached end to end"
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def _line(name: str, rate: Rate) -> str:
