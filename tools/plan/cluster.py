@@ -88,6 +88,7 @@ def _stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]
         Group.TENSOR: (1, tensor),
         Group.EXPERT_TENSOR: (1, tensor),
         Group.CONTEXT: (tensor, context),
+        Group.TENSOR_CONTEXT: (1, tensor * context),
         Group.EXPERT: (tensor, parallelism.expert),
         Group.TENSOR_EXPERT: (1, tensor * parallelism.expert),
         Group.DATA_CONTEXT: (tensor, context * data),

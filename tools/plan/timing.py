@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from tools.measurements import Phase
 from tools.plan.cluster import Cluster
 from tools.plan.compute import optimizer_seconds, rates
 from tools.plan.configuration import Configuration
@@ -14,7 +15,7 @@ from tools.plan.traffic_bookkeeping import bookkeeping_traffic
 from tools.plan.traffic_data import gradient_traffic
 from tools.plan.traffic_pipeline import pipeline_traffic
 from tools.plan.traffic_tensor import replicated_gradients
-from tools.plan.wire import Group, Phase, Traffic
+from tools.plan.wire import Group, Traffic
 from tools.records import Batch, Sharding
 
 

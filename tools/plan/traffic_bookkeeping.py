@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tools.measurements import Operation, Phase
 from tools.plan.configuration import Configuration
 from tools.plan.megatron import Megatron
-from tools.plan.wire import Group, Operation, Phase, Traffic
+from tools.plan.wire import Group, Traffic
 from tools.records import Sharding
 
 _SCALAR_BYTES = 4
@@ -57,6 +58,7 @@ def group_size(configuration: Configuration, group: Group) -> int:
         Group.MODEL: replica,
         Group.EXPERT_MODEL: replica * parallelism.expert,
         Group.PIPELINE: parallelism.pipeline,
+        Group.TENSOR_CONTEXT: parallelism.tensor * parallelism.context,
         Group.DATA_CONTEXT: parallelism.data * parallelism.context,
     }[group]
 
@@ -64,12 +66,13 @@ def group_size(configuration: Configuration, group: Group) -> int:
 def _gradient_statistics(configuration: Configuration) -> Iterator[Traffic]:
     """Norm, and under fp16 the overflow flag, over all ranks that hold different gradients.
 
-    With expert parallelism two optimizers are chained, and each reduces its own.
+    With expert parallelism two optimizers are chained; each reduces its own, unless both are
+    distributed ones, whose norms have a group in common (`ChainedOptimizer.get_grad_norm`).
     """
     parallelism = configuration.parallelism
     groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if parallelism.expert > 1 else [])
     if parallelism.sharding is not Sharding.NONE:
-        groups = [Group.WORLD for _ in groups]
+        groups = [Group.WORLD]
     for group in groups:
         norm = "optimizer/clip_grads.py: get_grad_norm_fp32"
         yield _call(configuration, group, "squared gradient norm", norm)
@@ -80,7 +83,7 @@ def _gradient_statistics(configuration: Configuration) -> Iterator[Traffic]:
 
 def _load_balancing(configuration: Configuration) -> Iterator[Traffic]:
     """The auxiliary loss of every layer, for the log."""
-    for group in (Group.PIPELINE, Group.DATA_CONTEXT):
+    for group in (Group.TENSOR_CONTEXT, Group.PIPELINE, Group.DATA_CONTEXT):
         yield _call(
             configuration,
             group,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tools.measurements import Operation, Phase
 from tools.plan.configuration import Configuration, Recompute
-from tools.plan.wire import Group, Operation, Phase, Traffic
+from tools.plan.wire import Group, Traffic
 
 _RING = "Transformer Engine, AttnFuncWithCPAndKVP2P; arXiv:2310.01889"
 _GATHER = "Transformer Engine, AttnFuncWithCPAndKVAllGather; megatron_patches on hosts without it"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
+from tools.measurements import Operation, Phase
 from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import layer_parameters, rank_parameters
 from tools.plan.tensors import Buffer, chunk_buffers
-from tools.plan.wire import Group, Operation, Phase, Traffic
+from tools.plan.wire import Group, Traffic
 from tools.records import Sharding
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
@@ -59,36 +60,51 @@ def _all_reduced(configuration: Configuration, pipeline_rank: int) -> Iterator[T
 def _distributed_optimizer(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
     """Reduce-scatter of gradients, all-gather of updated weights, over padded buckets.
 
-    A tied embedding on several stages has a bucket of its own. Every tensor starts at a multiple of
-    64 elements and every bucket ends at one of lcm(ranks, 128).
+    A tied embedding on several stages has a bucket of its own; only in a rank's first virtual stage
+    is it also a call of its own (`partition_buckets(force_single_bucket_group=…)`). Every tensor
+    starts at a multiple of 64 elements and every bucket ends at one of lcm(ranks, 128).
+
+    With expert parallelism two optimizers are chained and each gathers the weights of both
+    (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).
     """
-    precision = PRECISIONS[configuration.dtype]
-    ranks, expert_ranks = data_parallel_ranks(configuration)
-    for chunk in chunk_buffers(configuration, pipeline_rank):
-        for group, size, buffer in (
-            (Group.DATA_CONTEXT, ranks, chunk.untied),
-            (Group.DATA_CONTEXT, ranks, chunk.tied),
-            (Group.EXPERT_DATA, expert_ranks, chunk.experts),
+    precision, gathers = PRECISIONS[configuration.dtype], _chained_optimizers(configuration)
+    for group, size, elements in _bucket_groups(configuration, pipeline_rank):
+        for operation, phase, what, calls, width, function in (
+            (
+                Operation.REDUCE_SCATTER,
+                Phase.GRADIENT_SYNC,
+                "gradients",
+                1,
+                precision.gradients,
+                "start_grad_sync",
+            ),
+            (
+                Operation.ALL_GATHER,
+                Phase.OPTIMIZER,
+                "updated weights",
+                gathers,
+                precision.weights,
+                "start_param_sync",
+            ),
         ):
-            elements = bucket_elements(buffer, size)
-            for operation, phase, what, width, function in (
-                (
-                    Operation.REDUCE_SCATTER,
-                    Phase.GRADIENT_SYNC,
-                    "gradients",
-                    precision.gradients,
-                    "start_grad_sync",
-                ),
-                (
-                    Operation.ALL_GATHER,
-                    Phase.OPTIMIZER,
-                    "updated weights",
-                    precision.weights,
-                    "start_param_sync",
-                ),
-            ):
-                source = f"{_BUCKETS}.{function}"
-                yield Traffic(group, size, operation, phase, what, 1, width * elements, source)
+            source = f"{_BUCKETS}.{function}"
+            yield Traffic(group, size, operation, phase, what, calls, width * elements, source)
+
+
+def _chained_optimizers(configuration: Configuration) -> int:
+    return 2 if configuration.parallelism.expert > 1 else 1
+
+
+def _bucket_groups(
+    configuration: Configuration, pipeline_rank: int
+) -> Iterator[tuple[Group, int, int]]:
+    """Buckets that one call moves: their group, its ranks, their elements."""
+    ranks, expert_ranks = data_parallel_ranks(configuration)
+    for stage, chunk in enumerate(chunk_buffers(configuration, pipeline_rank)):
+        shared = [bucket_elements(buffer, ranks) for buffer in (chunk.untied, chunk.tied)]
+        for elements in shared if stage == 0 else [sum(shared)]:
+            yield Group.DATA_CONTEXT, ranks, elements
+        yield Group.EXPERT_DATA, expert_ranks, bucket_elements(chunk.experts, expert_ranks)
 
 
 def bucket_elements(buffer: Buffer, ranks: int) -> int:

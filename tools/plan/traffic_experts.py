@@ -2,17 +2,19 @@
 
 How many tokens a rank receives depends on the router, and on average it is as many as it sends:
 top-k copies of its own. So the totals over the EP group are exact, those of one rank are means.
+Probabilities travel in the model's dtype (`--moe-router-dtype` is not modelled).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tools.measurements import Operation, Phase
 from tools.plan.configuration import Configuration, Recompute
-from tools.plan.wire import Group, Operation, Phase, Traffic
+from tools.plan.wire import Group, Traffic
 
 _DISPATCHER = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
-_FP32, _INT64 = 4, 8
+_INT64 = 8
 
 
 def expert_traffic(configuration: Configuration) -> Iterator[Traffic]:
@@ -21,6 +23,7 @@ def expert_traffic(configuration: Configuration) -> Iterator[Traffic]:
         return
     if configuration.parallelism.expert * configuration.parallelism.tensor > 1:
         yield _token_counts(configuration)
+    yield _balance(configuration)
     if configuration.parallelism.expert > 1:
         yield from _exchanges(configuration)
     if configuration.parallelism.tensor > 1:
@@ -54,6 +57,21 @@ def _token_counts(configuration: Configuration) -> Traffic:
     )
 
 
+def _balance(configuration: Configuration) -> Traffic:
+    """The auxiliary loss is that of whole samples: tokens of each expert, over the ranks of one."""
+    parallelism = configuration.parallelism
+    return Traffic(
+        Group.TENSOR_CONTEXT,
+        parallelism.tensor * parallelism.context,
+        Operation.ALL_REDUCE,
+        Phase.FORWARD,
+        "tokens for each expert, for the auxiliary loss",
+        _passes(configuration)[0],
+        configuration.shape.experts * _INT64,
+        "transformer/moe/router.py: TopKRouter._apply_aux_loss",
+    )
+
+
 def _exchanges(configuration: Configuration) -> Iterator[Traffic]:
     """Tokens out and back, their probabilities out; backward returns each one's gradient."""
     ranks = configuration.parallelism.expert
@@ -62,7 +80,7 @@ def _exchanges(configuration: Configuration) -> Iterator[Traffic]:
     forwards, backwards = _passes(configuration)
     for what, payload, times in (
         ("tokens to their experts and back", tokens, 2),
-        ("routing probabilities", routed * _FP32, 1),
+        ("routing probabilities", routed * configuration.element_bytes, 1),
     ):
         for phase, calls in ((Phase.FORWARD, forwards), (Phase.BACKWARD, backwards)):
             yield Traffic(
@@ -82,14 +100,15 @@ def _expert_tensor_parallel(configuration: Configuration) -> Iterator[Traffic]:
     ranks = configuration.parallelism.tensor
     forwards, backwards = _passes(configuration)
     routed = ranks * routed_tokens(configuration)
-    tokens = routed * configuration.shape.hidden * configuration.element_bytes
+    element = configuration.element_bytes
+    tokens = routed * configuration.shape.hidden * element
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     for operation, phase, what, payload, calls in (
         (gather, Phase.FORWARD, "inputs of experts", tokens, forwards),
-        (gather, Phase.FORWARD, "their probabilities", routed * _FP32, forwards),
+        (gather, Phase.FORWARD, "their probabilities", routed * element, forwards),
         (scatter, Phase.FORWARD, "outputs of experts", tokens, forwards),
         (gather, Phase.BACKWARD, "gradients of the outputs", tokens, backwards),
-        (scatter, Phase.BACKWARD, "gradients of the probabilities", routed * _FP32, backwards),
+        (scatter, Phase.BACKWARD, "gradients of the probabilities", routed * element, backwards),
         (scatter, Phase.BACKWARD, "gradients of the inputs", tokens, backwards),
     ):
         yield Traffic(

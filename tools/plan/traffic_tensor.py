@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tools.measurements import Operation, Phase
 from tools.plan.configuration import Configuration, Recompute
 from tools.plan.megatron import Megatron
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import norm_parameters
-from tools.plan.wire import Group, Operation, Phase, Traffic
+from tools.plan.wire import Group, Traffic
 
 _INT64, _FP32, _BOOL = 8, 4, 1
 

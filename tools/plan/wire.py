@@ -1,4 +1,7 @@
-"""What a collective puts on the wire: bytes that one rank sends, and the algorithm that assumes."""
+"""Calls of one rank, by group, and what they put on the wire.
+
+Operations, phases and the bytes an algorithm sends are those of the ledgers (`tools.measurements`).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class Operation(StrEnum):
-    """Collectives and messages as torch.distributed knows them."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    BROADCAST = "broadcast"
-    SEND = "send"
+from tools.measurements import Operation, Phase, wire_bytes
 
 
 class Group(StrEnum):
@@ -23,6 +17,8 @@ class Group(StrEnum):
 
     TENSOR = "tp"
     CONTEXT = "cp"
+    TENSOR_CONTEXT = "tp_cp"
+    """TP×CP: the ranks that hold one sample."""
     DATA_CONTEXT = "dp_cp"
     EXPERT = "ep"
     EXPERT_DATA = "expert_dp"
@@ -35,26 +31,6 @@ class Group(StrEnum):
     MODEL = "mp"
     """TP×PP: the ranks of one replica."""
     WORLD = "world"
-
-
-class Phase(StrEnum):
-    """Part of an iteration that a call belongs to."""
-
-    DATA = "data"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    GRADIENT_SYNC = "gradient_sync"
-    OPTIMIZER = "optimizer"
-
-
-ALGORITHMS = {
-    Operation.ALL_REDUCE: "ring, 2(n-1)/n of the tensor",
-    Operation.ALL_GATHER: "ring, (n-1)/n of the gathered tensor",
-    Operation.REDUCE_SCATTER: "ring, (n-1)/n of the whole tensor",
-    Operation.ALL_TO_ALL: "pairwise, (n-1)/n of the tensor",
-    Operation.BROADCAST: "chain, (n-1)/n of the tensor on average over the ranks",
-    Operation.SEND: "one message; its receive sends nothing",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +60,6 @@ class Traffic:
     def total_payload_bytes(self) -> int:
         """Payload over all these calls."""
         return self.calls * self.payload_bytes
-
-
-def wire_bytes(operation: Operation, payload_bytes: int, ranks: int) -> int:
-    """Bytes one rank sends for one call, rounded down; nothing in a group of one rank."""
-    if ranks == 1:
-        return 0
-    if operation is Operation.SEND:
-        return payload_bytes
-    passes = 2 if operation is Operation.ALL_REDUCE else 1
-    return passes * (ranks - 1) * payload_bytes // ranks
 
 
 def by_group(traffic: Iterable[Traffic]) -> dict[Group, int]:

@@ -1,0 +1,116 @@
+"""A dry run beside the closed forms: parameters, every call, and bytes by category."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tools.measurements import MemoryCategory, Operation
+from tools.plan.activations import layers_in_flight
+from tools.plan.communication import communication_of_rank
+from tools.plan.configuration import Configuration
+from tools.plan.dryrun.job import RankReport, as_dry_run, pipeline_rank
+from tools.plan.memory import memory_of_rank
+from tools.plan.parameters import rank_parameters
+from tools.plan.wire import total_wire_bytes
+
+_SILENT = (Operation.RECEIVE, Operation.BARRIER)
+_Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class CallDifference:
+    """Calls of one kind whose number differs."""
+
+    group: str
+    operation: str
+    payload_bytes: int
+    dry_run: int
+    closed_form: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.group} {self.operation} of {self.payload_bytes} bytes: {self.dry_run} calls in "
+            f"the dry run, {self.closed_form} in the closed form"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One rank, counted and calculated."""
+
+    report: RankReport
+    pipeline_rank: int
+    parameters: int
+    """Of the closed form, as is all that follows."""
+    wire_bytes: int
+    in_flight: int
+    memory: dict[str, tuple[int, int]]
+    """Bytes by what they are for: the dry run's, the closed form's."""
+    differences: tuple[CallDifference, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether parameters, every call and all bytes on the wire are equal."""
+        same = self.report.communication.wire_bytes == self.wire_bytes
+        return same and self.parameters == self.report.parameters and not self.differences
+
+
+def compare(configuration: Configuration, report: RankReport) -> Comparison:
+    """Put the closed forms beside a rank's dry run."""
+    stage = pipeline_rank(configuration, report.rank)
+    as_run = as_dry_run(configuration)
+    traffic = communication_of_rank(as_run, stage)
+    expected: Counter[_Key] = Counter()
+    for item in traffic:
+        expected[item.group, item.operation, item.payload_bytes] += item.calls
+    layers = layers_in_flight(as_run, stage)
+    chunk = configuration.layers_a_stage // configuration.parallelism.virtual_stages
+    return Comparison(
+        report=report,
+        pipeline_rank=stage,
+        parameters=rank_parameters(as_run.shape, as_run.parallelism, stage).total,
+        wire_bytes=total_wire_bytes(traffic),
+        in_flight=layers // chunk,
+        memory=_memory(as_run, report, stage),
+        differences=tuple(_differences(_counted(report), expected)),
+    )
+
+
+def _counted(report: RankReport) -> Counter[_Key]:
+    """Calls that move something, as the closed form lists them."""
+    found: Counter[_Key] = Counter()
+    for row in report.communication.calls:
+        if row.ranks > 1 and row.operation not in _SILENT and row.payload_bytes:
+            found[row.group, row.operation, row.payload_bytes] += row.calls
+    return found
+
+
+def _differences(found: Counter[_Key], expected: Counter[_Key]) -> list[CallDifference]:
+    return [
+        CallDifference(*key, dry_run=found[key], closed_form=expected[key])
+        for key in sorted(found | expected)
+        if found[key] != expected[key]
+    ]
+
+
+def _memory(
+    configuration: Configuration, report: RankReport, stage: int
+) -> dict[str, tuple[int, int]]:
+    held = report.memory.categories
+    closed = memory_of_rank(configuration, stage)
+    short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)
+    return {
+        "weights": (held[MemoryCategory.WEIGHTS], closed.weights),
+        "gradients": (held[MemoryCategory.GRADIENTS], closed.gradients),
+        "optimizer": (
+            held[MemoryCategory.OPTIMIZER_STATE],
+            closed.main_parameters + closed.optimizer_state,
+        ),
+        "activations": (held[MemoryCategory.ACTIVATIONS], closed.activations),
+        "logits and temporaries": (
+            sum(held[category] for category in short_lived),
+            closed.temporaries + closed.communication,
+        ),
+        "peak": (report.memory.peak_bytes, closed.live),
+    }

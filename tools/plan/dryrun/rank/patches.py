@@ -1,0 +1,154 @@
+"""What must change, beyond the CPU patches, where tensors have no contents and nobody else is there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+
+from megatron_patches.registry import Patch, Replacement
+
+_METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "recv_anysource",
+    "barrier",
+)
+"""Names changed over torch 2.8 to 2.15; those that this torch lacks are left out."""
+
+
+def _moved_at_once(_: Any) -> Callable[..., FakeWork]:
+    return lambda group, *args, **kwargs: FakeWork()
+
+
+def _without_random_state(_: Any) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def fork(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    return fork
+
+
+def _everybody_says_the_same(_: Any) -> Callable[..., None]:
+    def all_gather_object(answers: list[Any], own: Any, _: Any = None, **__: Any) -> None:
+        answers[:] = [own] * len(answers)
+
+    return all_gather_object
+
+
+def _converted_to(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.Module]]:
+    """`Module.half` and `.bfloat16`: torch swaps fake parameters in place, and cannot where
+    something refers to them weakly; here each is replaced, with what Megatron wrote on it."""
+
+    def convert(model: torch.nn.Module) -> torch.nn.Module:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_floating_point():
+                    module._parameters[name] = _converted(parameter, dtype)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
+        return model
+
+    return lambda _: convert
+
+
+def _converted(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    if parameter.dtype == dtype:
+        return parameter
+    converted = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+    converted.__dict__.update(parameter.__dict__)
+    return converted
+
+
+def _norm_without_copies(_: Any) -> Callable[..., tuple[torch.Tensor, None]]:
+    """A fused kernel, as on GPUs: shape [1], fp32."""
+    return lambda *args, **kwargs: (torch.zeros(1), None)
+
+
+def _fused(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **{"fused": True, **kwargs})
+
+    return init
+
+
+FAKE_PATCHES = (
+    Patch(
+        name="calls_end_at_the_group",
+        reason="torch has no fake kernel for some of c10d's operators (allreduce_coalesced_)",
+        needed=lambda situation: True,
+        replacements=tuple(
+            Replacement(f"torch.distributed:ProcessGroup.{name}", _moved_at_once)
+            for name in _METHODS
+            if hasattr(ProcessGroup, name)
+        ),
+    ),
+    Patch(
+        name="one_rank_alone",
+        reason="objects gathered from other ranks would be unpickled from empty tensors",
+        needed=lambda situation: True,
+        replacements=(
+            Replacement("torch.distributed:all_gather_object", _everybody_says_the_same),
+        ),
+    ),
+    Patch(
+        name="no_random_numbers",
+        reason="the RNG tracker compares the generator's state, which is no fake tensor",
+        needed=lambda situation: True,
+        replacements=(
+            Replacement(
+                "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+                _without_random_state,
+            ),
+        ),
+    ),
+    Patch(
+        name="fused_gradient_norm",
+        reason="the CPU patch's double precision would hold copies of gradients that no GPU holds",
+        needed=lambda situation: True,
+        replacements=(
+            Replacement("megatron.core.optimizer.clip_grads:l2_norm_impl", _norm_without_copies),
+        ),
+    ),
+    Patch(
+        name="fused_adam",
+        reason="torch's plain Adam holds temporaries that the fused ones of Transformer Engine do not",
+        needed=lambda situation: True,
+        replacements=(Replacement("torch.optim:AdamW.__init__", _fused),),
+    ),
+    Patch(
+        name="fake_parameters",
+        reason="torch converts a fake module's dtype by swapping tensors, which weak references forbid",
+        needed=lambda situation: True,
+        replacements=(
+            Replacement("torch.nn:Module.half", _converted_to(torch.float16)),
+            Replacement("torch.nn:Module.bfloat16", _converted_to(torch.bfloat16)),
+        ),
+    ),
+)
