@@ -7,7 +7,6 @@ checkout's Megatron; any other runs the installed wheel's.
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from pathlib import Path
 
@@ -40,7 +39,10 @@ def main(arguments: list[str]) -> None:
             f"> Megatron {situation.megatron}, patched: {', '.join(applied) or 'nothing'}",
             flush=True,
         )
-    runpy.run_path(str(entry), run_name="__main__")
+    # Not runpy: it would make the entry sys.modules["__main__"], and every process that Megatron
+    # spawns to write a checkpoint would import the entry, torch and Megatron again, unpatched.
+    code = compile(entry.read_bytes(), str(entry), "exec")
+    exec(code, {"__name__": "__main__", "__file__": str(entry)})
 
 
 if __name__ == "__main__":
