@@ -1,6 +1,7 @@
 """`python -m tools.plan --model gpt2-large --gpus 2 --gpu h200`: which configuration, and why.
 
-`python -m tools.plan schedules --pipeline 4 --microbatches 8` compares pipeline schedules,
+`python -m tools.plan dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8` runs Megatron's own
+iteration for chosen ranks, `… schedules --pipeline 4 --microbatches 8` compares pipeline schedules,
 `python -m tools.plan residuals` prints how far the published figures are missed.
 """
 
@@ -22,6 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.plan.schedules_command import main as schedules
 
         return schedules(words[1:])
+    if words[:1] == ["dryrun"]:
+        from tools.plan.dryrun.command import main as dryrun
+
+        return dryrun(words[1:])
     if words == ["residuals"]:
         from tools.plan.residuals import residual_tables
 
@@ -50,14 +55,17 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, plan: Plan) -> None:
+    from tools.plan.dryrun.verify import print_verified, verified_as_data, verify
     from tools.plan.scaling import scaling, training_days
 
     days = training_days(plan, options.tokens) if options.tokens else None
     scaled = scaling(plan) if options.tokens else None
+    verified = verify(plan, options.verify) if options.verify else []
     if options.json:
         from tools.plan.as_data import plan_as_data
 
-        print(json.dumps(plan_as_data(plan, days, scaled), indent=2))
+        data = plan_as_data(plan, days, scaled)
+        print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
         return
     from rich.console import Console
 
@@ -65,6 +73,8 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     print_plan(plan, console, days, scaled)
+    if verified:
+        print_verified(verified, console)
 
 
 def _refusal(plan: Plan) -> str:
@@ -108,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="fp16, bf16 or fp32 (the model's)")
     parser.add_argument("--tokens", type=float, help="tokens to train on: adds days and efficiency")
     parser.add_argument("--calibration", type=Path, help="JSON file of measured constants")
+    parser.add_argument("--verify", type=int, default=0, help="dry-run so many of the best")
     parser.add_argument("--svg", type=Path, help="write the picture here")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     return parser

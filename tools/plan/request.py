@@ -42,7 +42,7 @@ def request_from_options(options: Namespace) -> Request:
     )
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
-    template = _template(configuration_of(model, Parallelism(), Batch(1, batch)), options.seq)
+    template = with_sequence(configuration_of(model, Parallelism(), Batch(1, batch)), options.seq)
     cluster = Cluster(
         device=device,
         devices=devices,
@@ -74,6 +74,21 @@ def load_calibration(path: Path | None) -> Calibration:
     return Calibration(**{"source": str(path), **values})
 
 
+def with_sequence(configuration: Configuration, seq_length: int | None) -> Configuration:
+    """The configuration with another sequence length, and as many learned positions as it needs.
+
+    Raises:
+        RequestError: The length is below 1.
+    """
+    if seq_length is None:
+        return configuration
+    shape = configuration.shape
+    if seq_length < 1:
+        raise RequestError(f"The sequence length is {seq_length}; use 1 or more.")
+    positions = max(shape.positions, seq_length) if shape.positions else 0
+    return replace(configuration, shape=replace(shape, seq_length=seq_length, positions=positions))
+
+
 def _devices_and_node(options: Namespace) -> tuple[int, int]:
     """Devices in all and in a node, from any two of the three options."""
     for name in ("gpus", "nodes", "gpus_per_node"):
@@ -91,13 +106,3 @@ def _devices_and_node(options: Namespace) -> tuple[int, int]:
             "--gpus, --nodes and --gpus-per-node out."
         )
     return devices, per_node
-
-
-def _template(configuration: Configuration, seq_length: int | None) -> Configuration:
-    if seq_length is None:
-        return configuration
-    shape = configuration.shape
-    if seq_length < 1:
-        raise RequestError(f"The sequence length is {seq_length}; use 1 or more.")
-    positions = max(shape.positions, seq_length) if shape.positions else 0
-    return replace(configuration, shape=replace(shape, seq_length=seq_length, positions=positions))

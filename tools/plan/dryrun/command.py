@@ -1,0 +1,115 @@
+"""`python -m tools.plan dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+
+from tools.plan.configuration import Configuration, Recompute, configuration_of
+from tools.plan.dryrun.comparison import Comparison, compare
+from tools.plan.dryrun.job import DryRunError, Job, check, flags_of, ranks_named
+from tools.plan.dryrun.process import DryRunner
+from tools.plan.memory import PRECISIONS
+from tools.plan.request import with_sequence
+from tools.recipe.model import Model, load_model
+from tools.records import Batch, Parallelism, Sharding
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; 1 if a rank differs from its closed form, 2 for what cannot be."""
+    options = _parser().parse_args(arguments)
+    try:
+        model = load_model(options.model)
+        configuration = configuration_from(options, model)
+        ranks = ranks_named(options.ranks, configuration)
+        check(model, configuration)
+        with DryRunner(verbose=options.verbose) as runner:
+            comparisons = dry_run(runner, model, configuration, ranks)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    _show(options, model, configuration, comparisons)
+    return 0 if all(comparison.agrees for comparison in comparisons) else 1
+
+
+def dry_run(
+    runner: DryRunner, model: Model, configuration: Configuration, ranks: tuple[int, ...]
+) -> list[Comparison]:
+    """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
+    flags, world = flags_of(model, configuration), configuration.parallelism.world_size
+    reports = [runner.run(Job(flags, world, rank)) for rank in ranks]
+    return [compare(configuration, report) for report in reports]
+
+
+def configuration_from(options: argparse.Namespace, model: Model) -> Configuration:
+    """The configuration that the options name.
+
+    Raises:
+        DryRunError: An unknown dtype.
+    """
+    tensor = options.tensor
+    parallelism = Parallelism(
+        data=options.data,
+        tensor=tensor,
+        pipeline=options.pipeline,
+        context=options.context,
+        expert=options.expert,
+        virtual_stages=options.virtual,
+        # Experts under TP need it; Megatron drops it where there is no TP.
+        sequence_parallel=tensor > 1 and (options.sequence_parallel or bool(model.shape.experts)),
+        sharding=Sharding.ZERO1 if options.distributed_optimizer else Sharding.NONE,
+    )
+    dtype = options.dtype or model.dtype
+    if dtype not in PRECISIONS:
+        raise DryRunError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
+    micro = options.micro_batch or model.batch.micro_batch_size
+    # Twice as many micro batches as stages: the schedule reaches its steady state.
+    whole = options.global_batch or micro * options.data * 2 * options.pipeline
+    plain = configuration_of(model, parallelism, Batch(micro, whole))
+    recompute = Recompute(options.recompute)
+    return replace(with_sequence(plain, options.seq), dtype=dtype, recompute=recompute)
+
+
+def _show(
+    options: argparse.Namespace,
+    model: Model,
+    configuration: Configuration,
+    comparisons: list[Comparison],
+) -> None:
+    from tools.plan.dryrun.show import as_data, print_comparisons
+
+    if options.json:
+        print(json.dumps(as_data(model, configuration, comparisons), indent=2))
+    else:
+        print_comparisons(model, configuration, comparisons)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan dryrun",
+        description="One iteration of Megatron's own code for chosen ranks, without devices.",
+    )
+    parser.add_argument("--model", required=True, help="a model of examples/*/models")
+    for name, what in (
+        ("data", "data-parallel replicas"),
+        ("tensor", "TP degree"),
+        ("pipeline", "PP degree"),
+        ("context", "CP degree"),
+        ("expert", "EP degree, inside data and context"),
+        ("virtual", "virtual stages a rank"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=1, help=what)
+    parser.add_argument("--sequence-parallel", action="store_true", help="with TP")
+    parser.add_argument("--distributed-optimizer", action="store_true", help="ZeRO-1 over DP x CP")
+    parser.add_argument("--micro-batch", type=int, help="samples (the model's)")
+    parser.add_argument("--global-batch", type=int, help="samples (2 x PP micro batches a rank)")
+    parser.add_argument("--seq", type=int, help="sequence length (the model's)")
+    parser.add_argument("--dtype", help="fp16, bf16 or fp32 (the model's)")
+    recomputes = [str(choice) for choice in Recompute]
+    parser.add_argument("--recompute", choices=recomputes, default=str(Recompute.NONE))
+    parser.add_argument("--ranks", default="first,last", help="first,middle,last or numbers")
+    parser.add_argument("--json", action="store_true", help="print data instead of tables")
+    parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")
+    return parser
