@@ -6,7 +6,7 @@ SHELL := /bin/bash
 VENV_PYTHON := $(or $(KIT_PYTHON),.venv/bin/python)
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help setup list demo report explain parity plan schedules bench bench-scrape bench-preprocess \
+.PHONY: help setup list demo report explain bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
 	doctor image reproduce setup-deepspeed compare-zero compare-backends test test-slow lint clean
 
@@ -44,7 +44,7 @@ install-dependencies: setup ## the published name of setup
 setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --requirement requirements-deepspeed.txt
 
-## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" DRY_RUN=1 WANDB=1
+## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" REPEATS= DRY_RUN=1 WANDB=1
 ## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>
 ## BACKEND=native (plain PyTorch) or deepspeed trains the same model on the same batches without Megatron
 image: setup ## docker/Dockerfile for RUNTIME=docker: NVIDIA's PyTorch with the paired Megatron-LM
@@ -68,8 +68,9 @@ compare-backends: setup ## Megatron, plain PyTorch and DeepSpeed, against bare f
 	@$(VENV_PYTHON) -m tools.launch compare backends --model $(or $(MODEL),gpt2-tiny)
 
 ## Looking at results
-report: setup ## all runs, or LOGS="a.log b.log": table, plots, verdicts in reports/latest
-	@$(VENV_PYTHON) -m tools.report build $(LOGS) $(if $(NAME),--name $(NAME))
+report: setup ## all runs, or LOGS="a.log b.log"; BASELINE=reports/old compares, STRICT=1 fails on a finding
+	@$(VENV_PYTHON) -m tools.report build $(LOGS) $(if $(NAME),--name $(NAME)) \
+		$(if $(BASELINE),--baseline $(BASELINE)) $(if $(filter 1,$(STRICT)),--strict)
 
 explain: setup ## which cost, why uneven, why less, what if: sentences from all runs' ledgers, or RUNS="a b"
 	@$(VENV_PYTHON) -m tools.report explain $(RUNS)
@@ -80,6 +81,14 @@ test: setup ## the default suite
 
 test-slow: setup ## the long tests
 	@$(VENV_PYTHON) -m pytest -q -m slow
+
+bench: bench-scrape bench-preprocess bench-ledger ## all benchmarks below
+
+bench-scrape: setup ## lines a second that the report reads from a log
+	@$(VENV_PYTHON) -m tools.report bench
+
+bench-preprocess: setup ## text a second, beside Hugging Face tokenizers and MEGATRON_LM's own script
+	@$(VENV_PYTHON) -m tools.preprocess bench
 
 bench-ledger: setup ## what the ledger costs: on against off, interleaved (TARGET= ITERS= REPEATS=)
 	@$(VENV_PYTHON) -m tools.launch.bench_ledger

@@ -16,6 +16,7 @@ from tools import records
 from tools.launch.compose import Launch, from_root
 from tools.launch.devices import visible_gpus
 from tools.launch.docker import container_name
+from tools.launch.errors import LaunchError
 from tools.launch.gpu_samples import GpuRanks
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.ranks import Ranks
@@ -67,12 +68,11 @@ def execute(
         interrupted = True
         raise
     finally:
-        collect(folder)
         status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
         status = replace(
             status, finished_utc=utc_now(), wall_seconds=round(time.monotonic() - started, 1)
         )
-        records.write_record(folder / records.STATUS_FILE, status)
+        _finish(folder, status)
     return folder, status
 
 
@@ -102,6 +102,18 @@ def run_ranks(
                 time.sleep(POLL_SECONDS)
         finally:
             follower.close()
+
+
+def _finish(folder: Path, status: records.StatusRecord) -> None:
+    """Write how it ended, then what the ranks' ledgers hold."""
+    try:
+        records.write_record(folder / records.STATUS_FILE, status)
+        collect(folder)
+    except OSError as error:
+        raise LaunchError(
+            f"{folder} could not be completed ({error.strerror}); the run ended '{status.status}'. "
+            "Free some room before the next one."
+        ) from error
 
 
 def _train(launch: Launch, folder: Path, console: Console, title: str) -> int:

@@ -53,6 +53,8 @@ class Options:
     ledger: bool = True
     """Count what ranks send, hold and wait for."""
     backend: Backend = Backend.MEGATRON
+    repeats: int = 1
+    """The same run so often; the report pools them."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -79,6 +81,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         wandb=wandb_from_environment(environment) if read("WANDB", _truth, "0 or 1") else None,
         ledger=read("LEDGER", _truth, "0 or 1") is not False,
         backend=read("BACKEND", Backend, "megatron, native, deepspeed or bare") or Backend.MEGATRON,
+        repeats=read("REPEATS", _positive, "a whole number above 0") or Options.repeats,
     )
 
 

@@ -63,9 +63,13 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
     check(launch, options.runs)
     ensure_start_checkpoint(launch, options, console)
     console.print(f"{target.name}: {describe(launch)}", highlight=False)
-    folder, status = execute(launch, options.runs, console, target.strategy)
-    console.print(outcome(folder, status), highlight=False)
-    return 0 if status.status is Status.OK else 1
+    for repeat in range(1, options.repeats + 1):
+        title = target.strategy if options.repeats == 1 else f"{target.strategy} {repeat}"
+        folder, status = execute(launch, options.runs, console, title)
+        console.print(outcome(folder, status), highlight=False)
+        if status.status is not Status.OK:
+            return 1
+    return 0
 
 
 def compose_target(
