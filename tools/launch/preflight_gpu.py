@@ -20,6 +20,9 @@ from tools.records import Batch
 BUSY_BYTES = 2 << 30
 """More than a desktop or an idle driver holds; published readings began at 3 MiB."""
 
+CUDA_FOLDER = Path("/usr/local/cuda")
+"""Where torch looks for the toolkit last."""
+
 GIB = 2**30
 
 
@@ -127,4 +130,4 @@ def _lacks_compiler(checkout: Path) -> bool:
     if not (checkout / "megatron/legacy/fused_kernels/__init__.py").is_file():
         return False
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return not (named or shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists())
+    return not (named or shutil.which("nvcc") or (CUDA_FOLDER / "bin/nvcc").exists())

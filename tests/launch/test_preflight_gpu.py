@@ -1,0 +1,175 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import FakeDocker
+from tests.launch.fake_nvml import GIB, FakeNvml
+from tools.launch import devices, preflight_gpu
+from tools.launch.compose import Launch
+from tools.launch.docker import Container
+from tools.launch.errors import LaunchError
+from tools.launch.image import find_pair
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, peak_bytes
+from tools.launch.runtime import Runtime, docker_runtime
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.wandb_logging import Wandb
+from tools.recipe.strategy import NAMED
+
+EQUIPPED = Runtime(transformer_engine=True, apex=True)
+PUBLISHED_MIB = {
+    "baseline": 80161,
+    "dp2": 80543,
+    "tp2": 85969,
+    "sp2": 71571,
+    "cp2": 81917,
+    "pp2": 88299,
+}
+Composer = Callable[..., Launch]
+
+
+@pytest.fixture
+def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
+    def compose_named(strategy: str, runtime: Runtime = EQUIPPED, **changes: object) -> Launch:
+        name = f"train-{strategy}-gpt2-large-{1 if strategy == 'baseline' else 2}gpu"
+        options = Options(data=str(sample_prefix), runs=tmp_path / "runs", **changes)  # type: ignore[arg-type]
+        target = parse_target(name)
+        # The sample's documents leave the published test split empty, which is not what is tested here.
+        options = replace(options, extra=("--split", "90,9,1"))
+        return compose_target(target, flags_of_grammar(target), options, runtime)
+
+    return compose_named
+
+
+@pytest.mark.parametrize("strategy", NAMED)
+def test_the_published_runs_pass_on_the_published_machine(
+    composed: Composer, two_h200: FakeNvml, tmp_path: Path, strategy: str
+) -> None:
+    launch = composed(strategy)
+    check(launch, tmp_path / "runs")
+    assert peak_bytes(launch, launch.batch) / 2**20 == pytest.approx(
+        PUBLISHED_MIB[strategy], rel=0.03
+    )
+
+
+def test_one_gpu_where_two_are_needed_is_said_with_what_to_run_instead(
+    composed: Composer, two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert list(gpu_problems(composed("tp2"))) == [
+        "2 GPU(s) are wanted and 1 found (CUDA_VISIBLE_DEVICES=1); run 'make "
+        "train-tp2-gpt2-tiny-2cpu' to see the strategy on CPU ranks, or 'make plan' for what it would "
+        "need."
+    ]
+
+
+def test_a_busy_gpu_is_named_with_its_processes_and_the_free_ones(
+    composed: Composer, two_h200: FakeNvml
+) -> None:
+    two_h200.gpus[0].used_bytes = 40 * GIB
+    two_h200.gpus[0].processes = (4711,)
+    assert list(gpu_problems(composed("baseline"))) == [
+        "GPU 0 (NVIDIA H200) is busy: 40.0 GiB are in use by process 4711; wait for it or end it, or "
+        "choose others with CUDA_VISIBLE_DEVICES=1."
+    ]
+
+
+def test_a_desktops_gpu_is_not_busy(composed: Composer, two_h200: FakeNvml) -> None:
+    two_h200.gpus[0].used_bytes = 1 * GIB
+    assert list(gpu_problems(composed("baseline"))) == []
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "strategy", "way"),
+    [
+        (80, "pp2", "MICRO_BATCH=32 fits, with the global batch of 64 in more steps."),
+        (60, "baseline", "MICRO_BATCH=16 fits, with the global batch of 32 in more steps."),
+        (24, "baseline", "MICRO_BATCH=2 fits, with the global batch of 32 in more steps."),
+        (8, "baseline", "not even a micro batch of 1 fits, so use more GPUs"),
+    ],
+)
+def test_a_gpu_too_small_for_the_batch_is_told_the_batch_that_fits(
+    composed: Composer, two_h200: FakeNvml, memory_gib: int, strategy: str, way: str
+) -> None:
+    two_h200.gpus[0].memory_bytes = memory_gib * GIB
+    devices.all_gpus.cache_clear()
+    (problem,) = gpu_memory_problems(composed(strategy))
+    assert way in problem
+    assert f"GPU 0 (NVIDIA H200) has {memory_gib}" in problem
+
+
+def test_the_batch_that_is_said_to_fit_does(composed: Composer, two_h200: FakeNvml) -> None:
+    for gpu in two_h200.gpus:
+        gpu.memory_bytes = 60 * GIB
+    devices.all_gpus.cache_clear()
+    assert list(gpu_memory_problems(composed("baseline", micro_batch_size=16))) == []
+
+
+def test_without_transformer_engine_the_scores_of_attention_count(composed: Composer) -> None:
+    fused, unfused = composed("baseline"), composed("baseline", Runtime())
+    assert peak_bytes(unfused, unfused.batch) > 1.5 * peak_bytes(fused, fused.batch)
+    split = composed("cp2", Runtime())
+    assert peak_bytes(split, split.batch) == peak_bytes(composed("cp2"), split.batch)
+
+
+def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(
+    composed: Composer, docker: FakeDocker, two_h200: FakeNvml, tmp_path: Path
+) -> None:
+    docker.answer("image inspect", "", "No such image\n", 1)
+    launch = composed("tp2", docker_runtime(find_pair(None)))
+    with pytest.raises(
+        LaunchError, match=r"25.06-py3-f4fa7d6b is not built; run 'make image IMAGE=25"
+    ):
+        check(launch, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_published_data_set_is_asked_for_by_its_own_target(
+    composed: Composer, two_h200: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launch.preflight.data_path", lambda launch: tmp_path / "none")
+    launch = replace(composed("dp2"), data="owt-ds/openwebtext-10k_text_document")
+    with pytest.raises(LaunchError, match="run 'make prepare-ds-openwebtext-10k'"):
+        check(launch, tmp_path / "runs")
+
+
+def test_a_checkout_that_asks_nvcc_is_refused_where_there_is_none(
+    composed: Composer, two_h200: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = tmp_path / "mlm/megatron/legacy/fused_kernels"
+    kernels.mkdir(parents=True)
+    (kernels / "__init__.py").touch()
+    launch = composed("baseline")
+    entry = replace(launch.entry, path=str(tmp_path / "mlm/pretrain_gpt.py"))
+    monkeypatch.setattr(preflight_gpu, "CUDA_FOLDER", tmp_path / "no-cuda")
+    monkeypatch.setattr(preflight_gpu.shutil, "which", lambda name: None)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=r"asks nvcc for its version.*CUDA_HOME"):
+        check(replace(launch, entry=entry), tmp_path / "runs")
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    check(replace(launch, entry=entry), tmp_path / "runs")
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_wandb_needs_its_package_and_tensorboards(
+    composed: Composer,
+    two_h200: FakeNvml,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+) -> None:
+    launch = composed("baseline", wandb=Wandb())
+    check(launch, tmp_path / "runs")
+    monkeypatch.setattr(
+        "tools.launch.preflight.importlib.util.find_spec",
+        lambda name: None if name == package else object(),
+    )
+    with pytest.raises(LaunchError, match=f"WANDB=1 needs the package {package}"):
+        check(launch, tmp_path / "runs")
+    in_image = replace(launch, runtime=replace(EQUIPPED, container=Container("i", "1:1")))
+    check(in_image, tmp_path / "runs")  # the image has its own
