@@ -1,0 +1,245 @@
+"""The image's recipe as far as it goes without a Docker engine and a GPU image."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tools.launch.errors import LaunchError
+from tools.launch.image import (
+    RECIPE,
+    VERSIONS,
+    ImagePair,
+    build,
+    build_command,
+    find_pair,
+    read_pairs,
+)
+from tools.launch.options import Options
+from tools.recipe.model import ROOT
+
+PUBLISHED = "f4fa7d6bb9d10873a58fa736cacd22e11db706d2"
+OWN_OF_THE_IMAGE = (
+    "torch",
+    "transformer-engine",
+    "transformer_engine",
+    "apex",
+    "numpy",
+    "nvidia-nccl",
+)
+
+
+def run(*command: str, **named: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, **named)  # type: ignore[call-overload,no-any-return]
+
+
+def requirements(path: Path) -> dict[str, Requirement]:
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    parsed = [Requirement(line) for line in lines if line]
+    return {requirement.name.lower(): requirement for requirement in parsed}
+
+
+class TestVersions:
+    def test_the_default_is_the_published_pair(self) -> None:
+        assert find_pair(None) == ImagePair("25.06-py3", PUBLISHED, "0.15.0rc2")
+
+    def test_image_chooses_among_several_pairs(self, tmp_path: Path) -> None:
+        path = tmp_path / "versions.env"
+        path.write_text(f'{VERSIONS.read_text()}PAIR_26_08="26.08-py3 {"5" * 40} 0.19.0"\n')
+        assert find_pair("26.08-py3", path).name == "megatron-parallelism-kit:26.08-py3-55555555"
+        assert find_pair(None, path).ngc_tag == "25.06-py3"
+
+    def test_an_unknown_tag_gets_those_that_are_known(self) -> None:
+        with pytest.raises(LaunchError, match=r"IMAGE=25.07-py3 is no pair .*\(it has 25.06-py3\)"):
+            find_pair("25.07-py3")
+
+    @pytest.mark.parametrize("line", ['PAIR_A="25.06-py3 f4fa7d6b 0.15"', "25.06-py3", "PAIR_A="])
+    def test_a_line_that_is_no_pair_is_named(self, tmp_path: Path, line: str) -> None:
+        path = tmp_path / "versions.env"
+        path.write_text(f"# text\n{line}\n")
+        with pytest.raises(LaunchError, match=f"versions.env:2: '{re.escape(line)}' is no pair"):
+            read_pairs(path)
+
+    def test_a_shell_can_read_the_file_too(self) -> None:
+        answer = run("bash", "-c", f". {VERSIONS} && echo $PAIR_25_06")
+        assert answer.stdout.split()[:2] == ["25.06-py3", PUBLISHED]
+
+
+class TestDockerfile:
+    def test_hadolint_has_nothing_to_say(self) -> None:
+        hadolint = Path(sys.executable).with_name("hadolint")
+        answer = run(str(hadolint), str(RECIPE / "Dockerfile"))
+        assert (answer.returncode, answer.stdout) == (0, "")
+
+    def test_shellcheck_has_nothing_to_say(self) -> None:
+        shellcheck = Path(sys.executable).with_name("shellcheck")
+        answer = run(str(shellcheck), *map(str, RECIPE.glob("*.sh")))
+        assert (answer.returncode, answer.stdout) == (0, "")
+
+    def test_every_argument_is_given_by_the_build_or_has_a_default(self) -> None:
+        text = (RECIPE / "Dockerfile").read_text()
+        asked = set(re.findall(r"^ARG (\w+)$", text, re.MULTILINE))
+        given = {
+            word.removeprefix("--build-arg=").partition("=")[0]
+            for word in build_command(find_pair(None))
+            if word.startswith("--build-arg=")
+        }
+        assert asked == given
+
+    def test_copied_files_exist_and_scripts_may_be_run(self) -> None:
+        (copied,) = re.findall(r"^COPY (.+) /opt/kit/$", (RECIPE / "Dockerfile").read_text(), re.M)
+        for name in copied.split():
+            file = RECIPE / name
+            assert file.is_file()
+            assert not name.endswith(".sh") or file.stat().st_mode & 0o111
+
+
+class TestRequirements:
+    def test_the_images_own_stack_is_not_named(self) -> None:
+        named = requirements(RECIPE / "requirements.txt")
+        assert not [name for name in named if name.startswith(OWN_OF_THE_IMAGE)]
+
+    def test_pins_are_the_hosts_so_that_data_sets_are_the_same(self) -> None:
+        host = requirements(ROOT / "requirements.txt")
+        for name, requirement in requirements(RECIPE / "requirements.txt").items():
+            if "==" in str(requirement.specifier):
+                assert requirement.specifier == host[name].specifier
+
+    def test_the_hosts_versions_are_among_those_allowed(self) -> None:
+        """Resolved by pip offline against what is installed here: nothing more would be needed."""
+        answer = run(
+            *(sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet"),
+            *("--disable-pip-version-check", "--requirement", str(RECIPE / "requirements.txt")),
+        )
+        assert answer.returncode == 0, answer.stderr
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+# Stands for the image's Python: `pip list` tells a file, `pip install` does what the test says.
+echo "$PIP_CONSTRAINT $*" >> {folder}/calls
+case "$3" in
+  list) cat {folder}/installed ;;
+  install) {install} ;;
+esac
+"""
+
+
+class TestInstallation:
+    def install(
+        self, folder: Path, install: str, constraint: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        (folder / "installed").write_text("torch==2.8.0a0\ntransformer_engine==2.4\nrich==14\n")
+        python = folder / "python3"
+        python.write_text(FAKE_PYTHON.format(folder=folder, install=install))
+        python.chmod(0o755)
+        if constraint:
+            (folder / "constraint.txt").touch()
+        environment = {
+            "PATH": f"{folder}:/usr/bin:/bin",
+            "PIP_CONSTRAINT": f"{folder}/constraint.txt",
+        }
+        return run(str(RECIPE / "install_requirements.sh"), "r.txt", env=environment)
+
+    def test_the_constraint_file_is_honoured(self, tmp_path: Path) -> None:
+        answer = self.install(tmp_path, f"echo 'wandb==1' >> {tmp_path}/installed")
+        assert answer.returncode == 0, answer.stderr
+        calls = (tmp_path / "calls").read_text()
+        assert f"{tmp_path}/constraint.txt -m pip install" in calls
+
+    def test_without_a_constraint_file_nothing_is_installed(self, tmp_path: Path) -> None:
+        answer = self.install(tmp_path, "true", constraint=False)
+        assert answer.returncode == 1
+        assert (
+            "constraint.txt is missing, so nothing would keep the image's own torch"
+            in answer.stderr
+        )
+        assert not (tmp_path / "calls").exists()
+
+    def test_a_changed_torch_fails_the_build(self, tmp_path: Path) -> None:
+        answer = self.install(tmp_path, f"sed -i s/2.8.0a0/2.15.0/ {tmp_path}/installed")
+        assert answer.returncode == 1
+        assert "changed the image's own packages" in answer.stderr
+        assert "> torch==2.15.0" in answer.stderr
+
+    def test_packages_that_do_not_fit_are_one_sentence(self, tmp_path: Path) -> None:
+        answer = self.install(tmp_path, "exit 1")
+        assert answer.returncode == 1
+        assert "The packages of r.txt do not fit" in answer.stderr
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> tuple[Path, list[str]]:
+    """A repository with two commits, and their names."""
+    folder = tmp_path / "upstream"
+    git = ("git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e@example.org")
+    run("git", "init", "--quiet", str(folder))
+    commits = []
+    for text in ("first", "second"):
+        (folder / "file").write_text(text)
+        run(*git, "add", "file")
+        run(*git, "commit", "--quiet", "--message", text)
+        commits.append(run(*git, "rev-parse", "HEAD").stdout.strip())
+    return folder, commits
+
+
+class TestClone:
+    def fetch(self, url: object, commit: str, target: Path) -> subprocess.CompletedProcess[str]:
+        return run(str(RECIPE / "fetch_megatron.sh"), str(url), commit, str(target))
+
+    def test_the_pinned_commit_is_checked_out_although_newer_ones_exist(
+        self, upstream: tuple[Path, list[str]], tmp_path: Path
+    ) -> None:
+        folder, (first, _) = upstream
+        answer = self.fetch(f"file://{folder}", first, tmp_path / "mlm")
+        assert answer.returncode == 0, answer.stderr
+        assert (tmp_path / "mlm/file").read_text() == "first"
+        history = run("git", "-C", str(tmp_path / "mlm"), "rev-list", "--count", "HEAD")
+        assert history.stdout.strip() == "1"
+
+    def test_a_pin_that_cannot_be_cloned_is_one_sentence(
+        self, upstream: tuple[Path, list[str]], tmp_path: Path
+    ) -> None:
+        answer = self.fetch(f"file://{upstream[0]}", "0" * 40, tmp_path / "mlm")
+        assert answer.returncode == 1
+        # Git's own words, and those of its other end, come around it in any order.
+        (told,) = [line for line in answer.stderr.splitlines() if line.startswith("Megatron-LM")]
+        assert told.startswith(f"Megatron-LM {'0' * 40} cannot be cloned from file://")
+        assert "docker/versions.env, or name a mirror with MEGATRON_URL=." in told
+
+    def test_a_branch_is_no_pin(self, upstream: tuple[Path, list[str]], tmp_path: Path) -> None:
+        branch = run("git", "-C", str(upstream[0]), "branch", "--show-current").stdout.strip()
+        answer = self.fetch(f"file://{upstream[0]}", branch, tmp_path / "mlm")
+        assert answer.returncode == 1
+        assert "write the whole commit there" in answer.stderr
+
+
+class TestBuild:
+    def test_a_dry_run_prints_the_pair_and_the_small_context(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
+        assert build(Options(dry_run=True)) == 0
+        shown = capsys.readouterr().out
+        assert f"--build-arg=MEGATRON_COMMIT={PUBLISHED}" in shown
+        assert "--build-arg=MEGATRON_URL=https://mirror.example/mlm.git" in shown
+        assert shown.strip().endswith(f"--tag megatron-parallelism-kit:25.06-py3-f4fa7d6b {RECIPE}")
+
+    def test_without_docker_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        with pytest.raises(LaunchError, match="Docker is not installed"):
+            build(Options())
+
+    def test_a_failed_build_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        client = tmp_path / "docker"
+        answer = '{"runtimes":{"runc":{}},"is":[]}'
+        client.write_text(f"#!/bin/sh\n[ \"$1\" = info ] && echo '{answer}' && exit 0\nexit 9\n")
+        client.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        with pytest.raises(
+            LaunchError, match=r"f4fa7d6b was not built \(docker build ended with 9\)"
+        ):
+            build(Options())

@@ -1,0 +1,271 @@
+"""The doctor on machines that are described by programs on PATH, and on the oldest Python there is."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.launch.doctor import devices, machine, network, software
+from tools.launch.doctor.__main__ import table
+from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding, ask
+from tools.recipe.model import ROOT
+
+ROW = "0, NVIDIA H200, 143771, {used}, 580.82.07\n"
+SECOND = "1, NVIDIA H200, 143771, 3, 580.82.07\n"
+MATRIX = (
+    "\x1b[4m\tGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \t{link}\t0-47\nGPU1\t{link}\t X \t48-95\n"
+)
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with the test's programs first and nothing of NVIDIA's or Docker's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "cat", "env", "bash"):
+        (folder / name).symlink_to(shutil.which(name) or "")
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("KIT_IMAGE", raising=False)
+    return folder
+
+
+def nvidia_smi(folder: Path, rows: str, link: str = "NV18") -> None:
+    (folder / "rows").write_text(rows)
+    (folder / "matrix").write_text(MATRIX.format(link=link))
+    body = f'case "$1" in topo) cat {folder}/matrix;; *) cat {folder}/rows;; esac'
+    program(folder, "nvidia-smi", body)
+
+
+def statuses(findings: list[Finding]) -> dict[str, str]:
+    return {finding.what: finding.status for finding in findings}
+
+
+def test_two_gpus_over_nvlink_pass(bin_folder: Path) -> None:
+    nvidia_smi(bin_folder, ROW.format(used=3) + SECOND)
+    found = devices.check_devices()
+    assert statuses(found) == {"Driver": PASS, "GPUs": PASS, "Topology": PASS}
+    assert found[0].found == "580.82.07"
+    assert found[2].found == "NV18 (NVLink) between all GPUs"
+
+
+@pytest.mark.parametrize("link", ["PIX", "SYS", "PHB"])
+def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
+    bin_folder: Path, link: str
+) -> None:
+    nvidia_smi(bin_folder, ROW.format(used=3) + SECOND, link)
+    topology = devices.check_devices()[2]
+    assert topology.status == WARN
+    assert "made over NVLink" in topology.mend
+
+
+def test_a_busy_gpu_and_a_single_one_are_warned_about(bin_folder: Path) -> None:
+    nvidia_smi(bin_folder, ROW.format(used=80161) + SECOND)
+    assert "CUDA_VISIBLE_DEVICES=" in devices.check_devices()[1].mend
+    nvidia_smi(bin_folder, ROW.format(used=3))
+    assert "-2cpu targets" in devices.check_devices()[1].mend
+
+
+def test_no_driver_is_no_failure_but_a_broken_one_is(bin_folder: Path) -> None:
+    assert statuses(devices.check_devices()) == {"Driver": WARN}
+    program(bin_folder, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
+    (driver,) = devices.check_devices()
+    assert (driver.status, driver.found) == (
+        FAIL,
+        "nvidia-smi fails: Driver/library version mismatch",
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (None, {"Docker": WARN}),
+        ("echo 'permission denied' >&2; exit 1", {"Docker": WARN}),
+        ("echo '{\"runc\":{}}'", {"Docker": PASS, "NVIDIA runtime": WARN}),
+        (
+            'case "$1" in info) echo \'{"nvidia":{}}\';; *) echo other:1;; esac',
+            {"Docker": PASS, "Image": WARN},
+        ),
+        (
+            'case "$1" in info) echo \'{"nvidia":{}}\';; *) echo megatron-parallelism-kit:1;; esac',
+            {"Docker": PASS, "Image": PASS},
+        ),
+    ],
+)
+def test_docker_is_looked_at_up_to_the_image(
+    bin_folder: Path, body: str | None, expected: dict[str, str]
+) -> None:
+    if body is not None:
+        program(bin_folder, "docker", body)
+    found = software.check_docker()
+    assert statuses(found) == expected
+    assert all(finding.mend for finding in found if finding.status != PASS)
+
+
+def test_packages_before_setup_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(software, "VENV_PYTHON", tmp_path / "none")
+    finding = software.check_packages()
+    assert (finding.status, finding.found) == (WARN, "not installed yet")
+
+
+def test_packages_at_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "VENV_PYTHON", Path(sys.executable))
+    assert software.differing_packages(
+        "rich==0.1\n# note\npytest==9.2.0  # x\nno_such-thing==1"
+    ) == [
+        "no-such-thing missing instead of 1",
+        f"rich {version('rich')} instead of 0.1",
+    ]
+
+
+def version(package: str) -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version(package)
+
+
+def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    finding = machine.check_disk(str(tmp_path))
+    assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", finding.found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> float:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine, "write_rate", refuse)
+    assert machine.check_disk(str(tmp_path)).status == FAIL
+
+
+def test_small_shared_memory_names_the_remount(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    finding = machine.check_shared_memory()
+    assert finding.status == WARN
+    assert "--ipc=host" in finding.mend
+
+
+def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    finding = network.check_hub()
+    assert finding.status == WARN
+    assert "127.0.0.1:9 is out of reach" in finding.found
+    assert "HF_ENDPOINT=" in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("key", "netrc_text", "found"),
+    [
+        ("s3cret", "", "a key in WANDB_API_KEY"),
+        ("", "machine api.wandb.ai login user password s3cret\n", "no key in the environment"),
+        ("", "", "not logged in"),
+    ],
+)
+def test_wandb_is_judged_by_the_keys_presence_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, netrc_text: str, found: str
+) -> None:
+    (tmp_path / "netrc").write_text(netrc_text)
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    finding = network.check_wandb()
+    assert found in finding.found
+    assert "s3cret" not in str(finding)
+
+
+def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> None:
+    (bin_folder / "sleep").symlink_to("/bin/sleep")
+    assert ask(["sleep", "9"], seconds=0.1).problem == "no answer within 0 s"
+    assert ask(["no-such-program"]).code is None
+
+
+def test_the_table_puts_the_way_to_mend_below_and_fits_the_width() -> None:
+    rows = [
+        Finding(PASS, "Python", "3.12"),
+        Finding(WARN, "Hub", "is out of reach " * 6, "name one"),
+    ]
+    text = table(rows, 60, colour=False)
+    assert text.splitlines()[0] == "pass  Python  3.12"
+    assert text.splitlines()[-1] == " " * 14 + "→ name one"
+    assert max(map(len, text.splitlines())) <= 60
+    assert "\x1b[33mwarn\x1b[0m" in table(rows, 60, colour=True)
+
+
+def pythons() -> list[str]:
+    """Interpreters older than the kit's, on PATH or in pyenv."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [str(path) for path in sorted(root.glob("versions/3.*/bin/python"))]
+    return [path for path in found if re.search(r"versions/3\.(6|8)\.", path)]
+
+
+OLD = pythons()
+
+
+@pytest.mark.skipif(not OLD, reason="no Python 3.6 or 3.8 in pyenv to run the doctor with")
+@pytest.mark.parametrize("python", OLD, ids=lambda path: path.split("/")[-3])
+def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
+    kit = tmp_path / "kit"
+    (kit / "tools/launch").mkdir(parents=True)
+    for name in (
+        "tools/__init__.py",
+        "tools/launch/__init__.py",
+        "tools/doctor.sh",
+        "tools/setup.sh",
+    ):
+        shutil.copy(ROOT / name, kit / name)
+    shutil.copytree(ROOT / "tools/launch/doctor", kit / "tools/launch/doctor")
+    shutil.copytree(ROOT / "docker", kit / "docker")
+    shutil.copy(ROOT / "requirements.txt", kit)
+    unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_INDEX": "1"}
+    answer = subprocess.run(
+        (str(kit / "tools/doctor.sh"),),
+        env={
+            "PATH": "/usr/bin:/bin",
+            "KIT_PYTHON": python,
+            "LC_ALL": "C",
+            **unreachable,
+            **nowhere,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in answer.stderr, answer.stderr
+    assert answer.returncode == int("fail  " in answer.stdout)
+    assert "Packages        not installed yet" in answer.stdout
+    for what in ("Python", "Programs", "Docker", "Driver", "Shared memory", "Limits", "Disk"):
+        assert re.search(rf"^(pass|warn|fail)  {what} ", answer.stdout, re.MULTILINE), what
+    assert re.search(r"\d+ pass, \d+ warn, \d+ fail$", answer.stdout.strip())
+
+
+def test_without_any_python_the_shell_says_what_to_install(bin_folder: Path) -> None:
+    for name in ("dirname",):
+        (bin_folder / name).symlink_to(f"/usr/bin/{name}")
+    script = (ROOT / "tools/doctor.sh").read_text().replace(".venv/bin/python", "no-venv")
+    kit = bin_folder.parent / "kit/tools"
+    kit.mkdir(parents=True)
+    (kit / "doctor.sh").write_text(script.replace("/usr/libexec/platform-python", "none"))
+    answer = subprocess.run(
+        ("bash", str(kit / "doctor.sh")),
+        env={"PATH": str(bin_folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 1
+    assert answer.stdout.startswith("fail  Python  none from 3.6 on was found")

@@ -1,0 +1,103 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import FakeDocker
+from tools.launch.docker import bind
+from tools.launch.errors import LaunchError
+from tools.launch.module import docker_command, folders_named, run_module
+from tools.launch.options import Options, RuntimeName
+from tools.recipe.model import ROOT
+
+DOCKER = Options(runtime=RuntimeName.DOCKER)
+
+
+def started(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        (sys.executable, "-m", "tools.launch", "module", *words),
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_on_the_host_a_module_runs_as_it_would_by_itself() -> None:
+    answer = started("tools.preprocess", "--help", RUNTIME="host")
+    assert answer.returncode == 0
+    assert "sample" in answer.stdout
+
+
+def test_in_docker_it_runs_in_the_image_as_the_caller_without_gpus(docker: FakeDocker) -> None:
+    answer = started(
+        *("tools.preprocess", "--input", "a 'b' $c.jsonl"),
+        RUNTIME="docker",
+        HF_TOKEN="s3cret",
+        HF_ENDPOINT="http://mirror",
+    )
+    assert answer.returncode == 0, answer.stderr
+    argv = docker.call("run")
+    assert argv[-5:] == ["python3", "-m", "tools.preprocess", "--input", "a 'b' $c.jsonl"]
+    assert "--gpus" not in argv
+    assert argv[argv.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert {"HF_TOKEN", "HF_ENDPOINT"} <= set(argv)
+    assert "s3cret" not in " ".join(argv)
+    assert docker.environment("run")["HF_TOKEN"] == "s3cret"
+
+
+def test_its_exit_status_is_the_modules(docker: FakeDocker) -> None:
+    docker.answer("run", code=3)
+    assert started("tools.preprocess", RUNTIME="docker").returncode == 3
+
+
+def test_without_the_image_nothing_is_started(docker: FakeDocker) -> None:
+    docker.answer("image inspect", code=1)
+    with pytest.raises(LaunchError, match="is not built; run 'make image"):
+        run_module(("tools.preprocess",), DOCKER)
+    assert "run" not in [call[0] for call in docker.calls]
+
+
+def test_folders_that_the_arguments_name_are_seen_in_the_container(
+    docker: FakeDocker, tmp_path: Path
+) -> None:
+    real, linked = tmp_path / "real", tmp_path / "linked"
+    real.mkdir()
+    linked.symlink_to(real)
+    (real / "text.jsonl").touch()
+    words = ("tools.preprocess", "--input", f"{linked}/*.jsonl", "--output-prefix", "owt-ds/x")
+    command = docker_command(words, DOCKER)
+    mounts = [command[place + 1] for place, word in enumerate(command) if word == "--mount"]
+    assert mounts == [bind(ROOT), bind(linked), bind(real)]
+
+
+def test_a_word_that_is_no_path_does_not_mount_the_whole_machine() -> None:
+    assert list(folders_named(("/no-such-folder-here", "--flag", "gpt2"))) == []
+
+
+def test_a_dry_run_prints_and_starts_nothing(
+    docker: FakeDocker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Options(runtime=RuntimeName.DOCKER, dry_run=True)
+    assert run_module(("tools.launch.openwebtext",), options) == 0
+    assert capsys.readouterr().out.startswith("docker run --rm")
+    assert [call[0] for call in docker.calls] == ["info"]
+
+
+@pytest.mark.parametrize(
+    "target", ["prepare-ds-sample", "prepare-ds-openwebtext-10k", "image", "reproduce"]
+)
+def test_make_hands_its_targets_over(docker: FakeDocker, target: str) -> None:
+    answer = subprocess.run(
+        ("make", "-s", target),
+        cwd=ROOT,
+        env={**os.environ, "RUNTIME": "docker", "DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "docker build" in answer.stdout if target == "image" else "docker run" in answer.stdout

@@ -1,0 +1,57 @@
+import pytest
+
+from tools.launch.options import Options, options_from_environment
+from tools.launch.start import _writing_launch
+from tools.launch.target import parse_target
+from tools.launch.train import command_line, compose_target, flags_of_grammar
+from tools.launch.wandb_logging import Wandb
+from tools.recipe.arguments import Flags
+
+
+def test_wandb_is_off_unless_asked_for() -> None:
+    assert options_from_environment({"WANDB_API_KEY": "k", "WANDB_PROJECT": "p"}).wandb is None
+    assert options_from_environment({"WANDB": "0"}).wandb is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Wandb(mode="offline")),
+        ({"WANDB_API_KEY": "k"}, Wandb(mode="online")),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, Wandb(mode="offline")),
+        ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}, Wandb("p", "e", "offline")),
+    ],
+)
+def test_a_key_in_the_environment_means_online(variables: dict[str, str], expected: Wandb) -> None:
+    assert options_from_environment({"WANDB": "1", **variables}).wandb == expected
+
+
+def test_a_logged_run_is_named_after_its_folder_and_writes_tensorboard_events() -> None:
+    target = parse_target("train-dp2-gpt2-tiny-2cpu")
+    options = Options(wandb=Wandb("p", "e", "online"))
+    launch = compose_target(target, flags_of_grammar(target), options)
+    flags = Flags(launch.arguments("runs/R"))
+    assert flags.text("--wandb-project") == "p"
+    assert flags.text("--wandb-entity") == "e"
+    assert flags.text("--wandb-exp-name") == "R"
+    assert flags.text("--wandb-save-dir") == "runs/R"
+    assert flags.text("--tensorboard-dir") == "runs/R/tensorboard"
+    assert launch.environment["WANDB_MODE"] == "online"
+
+
+def test_the_shared_start_is_not_logged() -> None:
+    target = parse_target("train-dp2-gpt2-tiny-2cpu")
+    options = Options(wandb=Wandb())
+    launch = compose_target(target, flags_of_grammar(target), options)
+    assert launch.start_checkpoint is not None
+    writer = _writing_launch(launch, options, launch.start_checkpoint)
+    assert "--wandb-project" not in writer.flags
+
+
+def test_the_key_is_in_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-key")
+    monkeypatch.setenv("WANDB", "1")
+    target = parse_target("train-dp2-gpt2-tiny-2cpu")
+    launch = compose_target(target, flags_of_grammar(target), options_from_environment())
+    assert "WANDB_MODE=online" in command_line(launch)
+    assert "s3cret" not in command_line(launch) + repr(launch)
