@@ -15,6 +15,7 @@ from tools.launch import samples
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.options import Options, RuntimeName
+from tools.launch.ranks import Ranks
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.launch.wandb_logging import Wandb
@@ -94,6 +95,15 @@ def test_the_container_is_removed_whatever_became_of_its_client(
     folder, status = run(launch, tmp_path)
     assert status.status in (Status.CRASHED, Status.NO_LOG)
     assert docker.calls[-1] == ["rm", "--force", f"kit-{folder.name}"]
+
+
+def test_a_run_that_is_stopped_takes_its_container_along(
+    docker: FakeDocker, tmp_path: Path
+) -> None:
+    with Ranks(("sleep", "60"), {}, tmp_path / "log.txt", "kit-x") as ranks:
+        assert ranks.exit_code() is None
+    assert ranks.exit_code() is not None
+    assert docker.calls == [["rm", "--force", "kit-x"]]
 
 
 def test_samples_are_of_the_gpus_although_the_ranks_are_out_of_sight(

@@ -75,6 +75,36 @@ def test_nothing_is_done_when_the_requirements_are_installed(bare_kit: Path) -> 
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
 
 
+def test_in_the_kits_image_nothing_is_set_up(
+    bare_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = str(bare_kit / "kit/tools/setup.sh")
+    environment = {"PATH": str(bare_kit / "bin"), "KIT_IMAGE": "25.06-py3"}
+    answer = subprocess.run(
+        (shutil.which("bash") or "", script),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+    assert not (bare_kit / "kit/.venv").exists()
+
+
+def test_the_python_that_setup_would_take_can_be_asked_for(bare_kit: Path) -> None:
+    fake_python(bare_kit / "bin/python3.13", "exit 0")
+    script = str(bare_kit / "kit/tools/setup.sh")
+    answer = subprocess.run(
+        (shutil.which("bash") or "", script, "--python"),
+        env={"PATH": f"{bare_kit / 'bin'}:/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (answer.returncode, answer.stdout) == (0, "python3.13\n")
+    assert not (bare_kit / "kit/.venv").exists()
+
+
 def test_an_unknown_make_target_gets_the_near_names() -> None:
     answer = subprocess.run(
         ("make", "-s", "train-tp2-gpt2-tinny-2cpu"),

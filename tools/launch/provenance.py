@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def find_provenance(launch: Launch, runs: Path) -> Provenance:
     """Look at machine and software."""
     container = launch.runtime.container
     if container is None:
-        return Provenance(_host(launch), installed_versions())
+        return Provenance(_host(launch), installed_versions(), os.environ.get("KIT_IMAGE"))
     digest = docker.image_id(container.image) or "unknown"
     software = _software_of_image(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return Provenance(_host(launch), software, f"{container.image}@{digest}")

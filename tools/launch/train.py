@@ -106,8 +106,12 @@ def describe(launch: Launch) -> str:
     return (
         f"{launch.iterations} iterations on {launch.devices} {launch.device.upper()} rank(s), "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{launch.dtype}, {_trainer(launch)}"
+        f"{launch.dtype}, {_trainer(launch)}{_place(launch)}"
     )
+
+
+def _place(launch: Launch) -> str:
+    return f", in {launch.runtime.pair.name}" if launch.runtime.pair else ""
 
 
 def _trainer(launch: Launch) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import sys
@@ -37,7 +38,8 @@ def installed_versions() -> dict[str, str]:
     }
     found |= {name: _version(name) for name in PACKAGES}
     cuda_major = (found["cuda"] or "").partition(".")[0]
-    found |= {name: _version(package + cuda_major) for name, package in LIBRARIES.items()}
+    for name, package in LIBRARIES.items():
+        found[name] = _version(package + cuda_major) or _of_image(name)
     return {name: version for name, version in found.items() if version}
 
 
@@ -61,6 +63,11 @@ def _dotted(number: int | None) -> str:
         return ""
     major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _of_image(library: str) -> str | None:
+    """NVIDIA's images bring the libraries outside pip, and say their versions in the environment."""
+    return os.environ.get(f"{library.upper()}_VERSION") if "KIT_IMAGE" in os.environ else None
 
 
 def _version(package: str) -> str | None:
