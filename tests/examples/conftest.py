@@ -73,3 +73,9 @@ def six(train: Trainer) -> dict[str, Run]:
     return {
         name: train(f"train-{name}-gpt2-tiny-{1 if name == 'baseline' else 2}cpu") for name in names
     }
+
+
+@pytest.fixture(scope="session")
+def eight(six: dict[str, Run], train: Trainer) -> dict[str, Run]:
+    """The six, interleaved PP2 and the distributed optimizer."""
+    return six | {name: train(f"train-{name}-gpt2-tiny-2cpu") for name in ("vpp2", "zero1")}

@@ -1,6 +1,14 @@
 import pytest
 
-from tools.launch.bench_ledger import BenchError, Cost, Measured, by_call, cost_of, order
+from tools.launch.bench_ledger import (
+    BenchError,
+    Cost,
+    Measured,
+    by_call,
+    cost_of,
+    fastest_tenth,
+    order,
+)
 from tools.launch.options import options_from_environment
 
 
@@ -46,6 +54,10 @@ def test_cost_of_a_call_times_the_calls_of_an_iteration() -> None:
     assert by_call((20_000.0, 30_000.0), 100, 50.0) == (
         "one call: 20.0 µs plain, 30.0 µs watched; 100 calls an iteration make 1.00 ms of 50.0 ms, 2.0%"
     )
+
+
+def test_fastest_tenth_is_what_load_does_not_reach() -> None:
+    assert fastest_tenth([9.0, *range(20, 0, -1)]) == 3
 
 
 def test_ledger_is_on_unless_switched_off() -> None:

@@ -1,0 +1,82 @@
+"""What the report makes of real runs: every prediction beside its measurement."""
+
+import pytest
+
+from tests.examples.conftest import Run
+from tools.report.explanation import Explanation, explain
+from tools.report.predicted import Findings, findings_of
+from tools.report.published import Published
+from tools.report.report_data import build_report
+from tools.report.runs import load_folder
+from tools.report.timelines import scene_of
+from tools.report.trace import idle_share, passes
+
+NAMES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
+
+
+@pytest.fixture(scope="module")
+def findings(eight: dict[str, Run]) -> dict[str, Findings]:
+    return {name: findings_of(load_folder(run.folder)) for name, run in eight.items()}
+
+
+@pytest.fixture(scope="module")
+def explanation(eight: dict[str, Run]) -> Explanation:
+    runs = [load_folder(run.folder) for run in eight.values()]
+    return explain(build_report("r", runs, Published()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_and_every_byte_on_the_wire_are_predicted(
+    findings: dict[str, Findings], name: str
+) -> None:
+    found = findings[name]
+    assert found.notes == ()
+    assert found.parameters
+    assert all(compared.exact for compared in found.parameters)
+    for comparison in found.calls:
+        assert comparison.unattributed == ()
+        assert all(row.residual_wire_bytes == 0 for row in comparison.rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_of_every_rank_is_predicted_within_half_a_percent(
+    findings: dict[str, Findings], name: str
+) -> None:
+    peaks = [row for row in findings[name].memory if row.component == "peak of live tensors"]
+    assert len(peaks) == (1 if name == "baseline" else 2)
+    for peak in peaks:
+        assert abs(peak.residual) < 0.005 * peak.predicted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_of_a_rank_sum_to_its_iteration(findings: dict[str, Findings], name: str) -> None:
+    for shares in findings[name].shares:
+        assert sum(shares.phases.values()) == pytest.approx(1)
+        assert 0 <= shares.exposed_communication < 1
+
+
+@pytest.mark.parametrize(("name", "passes_a_rank"), [("pp2", 8), ("vpp2", 16), ("tp2", 8)])
+def test_trace_numbers_every_pass_of_the_schedule(
+    eight: dict[str, Run], name: str, passes_a_rank: int
+) -> None:
+    scene = scene_of(load_folder(eight[name].folder))
+    worked = passes(scene.pieces)
+    assert [sum(p.rank == rank for p in worked) for rank in (0, 1)] == [passes_a_rank] * 2
+    assert all(piece.step for piece in worked)
+
+
+def test_first_stage_waits_more_because_the_last_has_the_logits(
+    eight: dict[str, Run], findings: dict[str, Findings]
+) -> None:
+    idle = idle_share(scene_of(load_folder(eight["pp2"].folder)).pieces)
+    assert idle[0] > idle[1]
+    first, last = findings["pp2"].bubble
+    assert first.measured > first.predicted == last.predicted == 0.25
+
+
+def test_every_question_is_answered_for_the_eight(explanation: Explanation) -> None:
+    assert len(explanation.topics) == 7
+    text = " ".join(sentence for topic in explanation.topics for sentence in topic.sentences)
+    assert "13,694,476 bytes for this rank, the ledger 13,694,476" in text
+    assert "Not attributed" not in text
+    assert "Nothing is moved to the host." in text
