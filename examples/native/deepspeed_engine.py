@@ -17,6 +17,8 @@ from examples.native.parallel import Ranks
 from examples.native.settings import Settings
 from examples.native.watch import Watch
 
+DEFAULT_BUCKET = 500_000_000
+
 
 class DeepSpeedEngine:
     """DeepSpeed wraps model and optimizer, accumulates, clips, and communicates as its stage does."""
@@ -29,7 +31,9 @@ class DeepSpeedEngine:
         self._engine: Any = deepspeed.initialize(
             model=model,
             optimizer=adamw(model, settings),
-            config=configuration(settings, micro_batches),
+            config=configuration(
+                settings, micro_batches, sum(p.numel() for p in model.parameters())
+            ),
             dist_init_required=False,
         )[0]
 
@@ -52,21 +56,32 @@ class DeepSpeedEngine:
         with self._watch("optimizer"):
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = learning_rate
-            skipped = self._engine.skipped_steps
+            skipped_before = self._engine.skipped_steps
             self._engine.step()
         self._watch.end_step()
         scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
         norm = self._engine.get_global_grad_norm()
-        return Update(float(norm), scale, skipped=self._engine.skipped_steps > skipped)
+        skipped = self._engine.skipped_steps > skipped_before
+        # Stage 0 clips in fp32 without keeping the norm.
+        return Update(None if norm is None else float(norm), scale, skipped)
 
 
-def configuration(settings: Settings, micro_batches: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for Megatron's flags."""
+def configuration(settings: Settings, micro_batches: int, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for Megatron's flags.
+
+    Its buckets default to 500M elements, allocated whatever the model's size; none is larger than the
+    model here.
+    """
+    bucket = min(DEFAULT_BUCKET, parameters)
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": settings.clip_grad,
-        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_optimization": {
+            "stage": settings.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
         # The optimizer is PyTorch's AdamW, the same as under the other engines.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -67,7 +68,11 @@ def parallelise(model: GPT, settings: Settings, ranks: Ranks) -> nn.Module:
         return split_tensors(model, mesh)
     if settings.use_torch_fsdp2:
         return shard_fully(model, mesh, settings)
-    return DistributedDataParallel(model)
+    replica = DistributedDataParallel(model)
+    # DDP's reducer calls the process group from C++, where the ledger does not see it; this hook is
+    # what the reducer does by default, called from Python.
+    replica.register_comm_hook(None, allreduce_hook)
+    return replica
 
 
 def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:

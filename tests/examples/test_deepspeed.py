@@ -1,0 +1,28 @@
+"""DeepSpeed's ZeRO stages on CPU ranks, where the optional package is installed."""
+
+import importlib.util
+
+import pytest
+
+from tests.examples.conftest import Run, Trainer
+from tools.launch.options import Backend
+from tools.records import Status
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is optional: make setup-deepspeed",
+    ),
+]
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "zero1", "zero2", "zero3"])
+def test_every_stage_prints_megatrons_losses(
+    six: dict[str, Run], train: Trainer, strategy: str
+) -> None:
+    run = train(f"train-{strategy}-gpt2-tiny-2cpu", backend=Backend.DEEPSPEED)
+    assert run.status.status is Status.OK
+    assert run.record.backend == "deepspeed"
+    assert run.record.software["deepspeed"]
+    assert run.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)

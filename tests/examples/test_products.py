@@ -1,0 +1,35 @@
+"""Products of degrees on four and eight CPU ranks: the same losses as one rank."""
+
+import pytest
+
+from tests.examples.conftest import Run, Trainer
+from tools.records import Status
+
+PARAMETERS = {
+    "tp2dp2": {1_714_688},
+    "pp2dp2": {3_323_520, 3_319_552},
+    "tp2pp2": {1_664_192, 1_660_224},
+    "tp2cp2": {1_714_688},
+    "tp2dp2-zero1": {1_714_688},
+    "tp2dp2-zero3": {1_714_688},
+    "vpp2dp2-zero1": {3_323_520, 3_319_552},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_products_on_four_ranks_print_baselines_losses(
+    six: dict[str, Run], train: Trainer, name: str
+) -> None:
+    run = train(f"train-{name}-gpt2-tiny-4cpu", micro_batch_size=1)
+    assert run.status.status is Status.OK
+    assert run.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)
+    assert set(run.parameters.values()) == PARAMETERS[name]
+
+
+@pytest.mark.slow
+def test_three_dimensions_on_eight_ranks_print_baselines_losses(
+    six: dict[str, Run], train: Trainer
+) -> None:
+    run = train("train-tp2pp2dp2-gpt2-tiny-8cpu", micro_batch_size=1)
+    assert run.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)

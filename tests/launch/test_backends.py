@@ -1,0 +1,84 @@
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from tools.launch.backends import NO_DEEPSPEED, backend_problems, without
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Backend, Options, options_from_environment
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.recipe.arguments import Flags
+
+KNOWN = [
+    (Backend.NATIVE, "baseline", 1),
+    (Backend.NATIVE, "dp2", 2),
+    (Backend.NATIVE, "tp4", 4),
+    (Backend.NATIVE, "fsdp2", 2),
+    (Backend.BARE, "dp2", 2),
+]
+UNKNOWN = [
+    (Backend.NATIVE, "pp2", 2),
+    (Backend.NATIVE, "sp2", 2),
+    (Backend.NATIVE, "tp2dp2", 4),
+    (Backend.NATIVE, "zero1", 2),
+    (Backend.DEEPSPEED, "tp2", 2),
+    (Backend.DEEPSPEED, "fsdp2", 2),
+    (Backend.BARE, "zero3", 2),
+]
+
+
+def launch(strategy: str, ranks: int, backend: Backend, **changes: object) -> Launch:
+    target = parse_target(f"train-{strategy}-gpt2-tiny-{ranks}cpu")
+    options = replace(Options(backend=backend), **changes)  # type: ignore[arg-type]
+    return compose_target(target, flags_of_grammar(target), options)
+
+
+@pytest.mark.parametrize(("backend", "strategy", "ranks"), KNOWN)
+def test_what_a_backend_has_is_not_refused(backend: Backend, strategy: str, ranks: int) -> None:
+    assert list(backend_problems(launch(strategy, ranks, backend))) == []
+
+
+@pytest.mark.parametrize(("backend", "strategy", "ranks"), UNKNOWN)
+def test_what_a_backend_lacks_is_refused_with_what_it_has(
+    backend: Backend, strategy: str, ranks: int
+) -> None:
+    problem = next(backend_problems(launch(strategy, ranks, backend)))
+    assert f"BACKEND={backend} has" in problem
+    assert f"and no {strategy}; use one of these" in problem
+
+
+def test_a_missing_package_is_refused_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert list(backend_problems(launch("zero2", 2, Backend.DEEPSPEED))) == [NO_DEEPSPEED]
+
+
+def test_a_flag_that_only_megatron_knows_is_refused_by_name() -> None:
+    problems = list(backend_problems(launch("dp2", 2, Backend.NATIVE, extra=("--swiglu",))))
+    assert any("--swiglu" in problem or "GELU" in problem for problem in problems)
+
+
+def test_both_backends_are_given_the_same_model_batch_and_schedule() -> None:
+    one, two = (Flags(launch("dp2", 2, b).flags) for b in (Backend.MEGATRON, Backend.NATIVE))
+    for name in ("--hidden-size", "--global-batch-size", "--seed", "--lr", "--train-iters"):
+        assert one.text(name) == two.text(name) != ""
+
+
+def test_fsdp2_of_pytorch_keeps_the_tied_embedding_that_megatrons_must_untie() -> None:
+    theirs, mine = (launch("fsdp2", 2, b) for b in (Backend.MEGATRON, Backend.NATIVE))
+    assert Flags(theirs.flags).has("--untie-embeddings-and-output-weights")
+    assert not Flags(mine.flags).has("--untie-embeddings-and-output-weights")
+    assert mine.start_checkpoint == launch("dp2", 2, Backend.MEGATRON).start_checkpoint
+    assert mine.start_checkpoint != theirs.start_checkpoint
+
+
+def test_a_flag_goes_with_its_values() -> None:
+    assert without(("--a", "1", "2", "--b", "--c", "3"), ("--a", "--b")) == ("--c", "3")
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(LaunchError, match="BACKEND=jax is not megatron, native, deepspeed or bare"):
+        options_from_environment({"BACKEND": "jax"})

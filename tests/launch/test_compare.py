@@ -1,0 +1,102 @@
+import pytest
+
+from tools.launch import compare_backends, compare_zero
+from tools.launch.compare import equal_terms
+from tools.launch.compare_measured import Measured
+from tools.launch.options import Options
+from tools.report.statistics import estimate
+
+
+def measured(backend: str, strategy: str, milliseconds: float, **changes: object) -> Measured:
+    values: dict[str, object] = {
+        "backend": backend,
+        "strategy": strategy,
+        "status": "ok",
+        "parity": "held",
+        "estimate": estimate([[milliseconds + 0.01 * n for n in range(-10, 11)]]),
+        "global_batch_size": 8,
+        "peak_bytes": 100_000_000,
+        "sent_bytes": 50_000_000,
+        "communication_seconds": 0.1,
+        "shares": (0.25, 0.5, 0.25),
+        "final_loss": 9.0,
+        "implementation": "Megatron-LM 0.19.0 (commit abc)",
+    }
+    return Measured(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def cells(text: str, name: str, table: int = 0) -> list[str]:
+    lines = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in lines[table].strip("|").split("|")]
+
+
+def test_bandwidth_is_what_was_sent_over_the_time_spent_on_it() -> None:
+    assert measured("megatron", "dp2", 100).implied_gigabits == pytest.approx(4.0)
+    assert measured("megatron", "dp2", 100, communication_seconds=None).implied_gigabits is None
+
+
+def test_each_measured_value_stands_beside_the_published_one() -> None:
+    runs = [
+        measured("megatron", "dp2", 100, peak_bytes=200_000_000),
+        measured("megatron", "zero2", 200),
+    ]
+    text = compare_zero.render("gpt3-64m", runs)
+    row = cells(text, "ZeRO-2")
+    assert row[3] == "100.0 MB (1.62 GB)"
+    assert row[4].endswith("(2861)")
+    assert row[5] == "40 (2.8)"
+    assert row[6] == "0.50x (0.42x)"
+    assert cells(text, "ZeRO-2", 1)[1:] == ["25.0%", "50.0% (79.2%)", "25.0%"]
+    assert cells(text, "ZeRO-2", 2)[1:] == ["-50% (+9%)", "50.0 MB", "100.0 ms", "4.00 Gbit/s"]
+    assert "ZeRO-2: Megatron-LM 0.19.0 (commit abc)" in text
+
+
+def test_a_model_that_was_not_published_says_whose_figures_stand_beside_it() -> None:
+    text = compare_zero.render("gpt2-tiny", [measured("megatron", "dp2", 100)])
+    assert "The published figures are gpt3-64m's, not gpt2-tiny's." in text
+
+
+def test_a_failed_run_has_dashes_and_no_speedup() -> None:
+    failed = measured(
+        "megatron",
+        "zero3",
+        1,
+        status="crashed",
+        estimate=None,
+        peak_bytes=None,
+        sent_bytes=None,
+        communication_seconds=None,
+        shares=None,
+    )
+    row = cells(compare_zero.render("gpt3-64m", [measured("megatron", "dp2", 1), failed]), "ZeRO-3")
+    assert row[1] == "crashed"
+    assert [cell.partition(" ")[0] for cell in row[3:]] == ["–"] * 4
+
+
+def test_overhead_is_counted_from_the_bare_passes() -> None:
+    runs = [measured("megatron", "dp2", 150), measured("bare", "dp2", 100)]
+    text = compare_backends.render("gpt2-tiny", runs)
+    assert cells(text, "megatron")[5] == "+50.0%"
+    assert cells(text, "bare")[5] == "–"
+
+
+def test_faster_is_said_with_how_much_and_only_where_the_noise_allows() -> None:
+    runs = [measured("megatron", "dp2", 110), measured("native", "dp2", 100)]
+    assert compare_backends.verdicts(runs) == [
+        "native dp2 against megatron dp2: 10.0% faster on this machine."
+    ]
+    alike = [measured("megatron", "dp2", 100), measured("native", "dp2", 100)]
+    assert "which is within noise" in compare_backends.verdicts(alike)[0]
+
+
+def test_what_is_missing_is_said() -> None:
+    text = compare_backends.render("gpt2-tiny", [], ("DeepSpeed is left out: why.",))
+    assert "- DeepSpeed is left out: why." in text
+
+
+def test_published_models_get_their_published_batches_without_dropout() -> None:
+    small, large = (equal_terms(name, Options()) for name in ("gpt3-64m", "gpt3-512m"))
+    assert (small.micro_batch_size, small.global_batch_size) == (2, 8)
+    assert (large.micro_batch_size, large.global_batch_size) == (2, 16)
+    assert small.dropout == 0
+    assert equal_terms("gpt2-tiny", Options(global_batch_size=4)).global_batch_size == 4
