@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every static check; all of them run, and one that fails makes the whole fail.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 bin=.venv/bin
 failed=0
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,6 @@ class FakeDocker:
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
     """A client whose engine has the NVIDIA runtime and the kit's image."""
-    import sys
-
     folder = tmp_path / "docker"
     folder.mkdir()
     client = folder / "docker"
