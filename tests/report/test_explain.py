@@ -88,7 +88,7 @@ def test_without_baseline_or_its_ledger_no_cost_is_named(tmp_path: Path, baselin
     write_times(folder, seconds(0, WORK))
     assert "there is no baseline run" in sentence(COST, folder)
     (baseline / "time.json").unlink()
-    assert "baseline ×1 left no time ledger" in sentence(COST, baseline, folder)
+    assert "baseline ×1 left no usable time ledger" in sentence(COST, baseline, folder)
 
 
 def test_traffic_names_what_is_sent_and_what_is_not_attributed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.report.ledger_factory import (
 )
 from tools.measurements import CommunicationRecord, MemoryCategory, Phase, RankCommunication
 from tools.plan.megatron import LATEST
+from tools.records import DeviceKind
 from tools.report.closed_form import NoClosedFormError, configuration_of_run
 from tools.report.predicted import Findings, findings_of
 from tools.report.predicted_bubble import Stages
@@ -187,3 +188,11 @@ def test_more_micro_batches_approach_the_slowest_stage() -> None:
     assert stages.iteration_seconds(4) == pytest.approx(0.9)
     assert stages.iteration_seconds(400) / 400 == pytest.approx(0.2, rel=0.01)
     assert Stages((0.1, 0.1), 4, 2).idle_over_work(0) == pytest.approx(1 / 8)
+
+
+def test_times_of_a_gpu_are_the_hosts_and_nothing_is_concluded_from_them(tmp_path: Path) -> None:
+    folder = write(tmp_path, "pp2", device=DeviceKind.GPU)
+    write_times(folder, seconds(0, {Phase.FORWARD: 0.1}), seconds(1, {Phase.FORWARD: 0.1}))
+    findings = found(folder)
+    assert (findings.times, findings.shares, findings.bubble) == (None, (), ())
+    assert "on a GPU says when kernels were launched" in findings.notes[-1]

@@ -12,6 +12,7 @@ from tests.report.ledger_factory import (
 )
 from tests.report.test_trace import spans
 from tools.measurements import CommunicationRecord, RankCommunication
+from tools.records import DeviceKind
 from tools.report.cli import main
 from tools.report.timelines import (
     NoTraceError,
@@ -95,3 +96,11 @@ def test_command_says_where_picture_and_trace_are(
     assert str(pp2 / "timeline.svg") in printed
     assert str(pp2 / "trace.json") in printed
     assert main(["trace", "--runs", str(tmp_path / "none")]) == 1
+
+
+def test_trace_of_a_gpu_is_the_hosts_and_its_caption_says_so(tmp_path: Path) -> None:
+    folder = write(tmp_path, "pp2", device=DeviceKind.GPU)
+    write_trace(folder, *spans(0, "FB"), *spans(1, "FB"))
+    _, text = write_timeline(load(folder)[0])
+    assert "kernels were launched then" in text
+    assert "Idle" not in text

@@ -63,7 +63,7 @@ def _sentence(subject: Subject, baseline: Subject | None) -> str:
     share = fair_share(baseline, subject)
     if times is None or reference is None or share is None:
         who = subject.label if times is None else baseline.label
-        return f"{subject.label}: {who} left no time ledger, so its cost cannot be split up."
+        return f"{subject.label}: {who} left no usable time ledger, so its cost cannot be split up."
     whole = mean(r.iteration_seconds for r in times.ranks)
     fair = share * mean(r.iteration_seconds for r in reference.ranks)
     text = f"{subject.label}: {_difference(subject, whole, fair)}"

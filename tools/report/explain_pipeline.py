@@ -34,7 +34,7 @@ def _sentences(subject: Subject) -> list[str]:
     if not subject.findings.bubble or times is None:
         return [
             f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; without a "
-            "time ledger there is nothing to hold it against."
+            "usable time ledger there is nothing to hold it against."
         ]
     measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in subject.findings.bubble])
     sentences = [

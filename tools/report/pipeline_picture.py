@@ -43,6 +43,8 @@ class Scene:
     pieces: tuple[Piece, ...]
     split: Parallelism
     microbatches: int
+    on_gpu: bool = False
+    """Then the trace, taken on the host, shows when kernels were launched."""
 
 
 def draw_iteration(scene: Scene) -> Chart:
@@ -57,6 +59,8 @@ def caption(scene: Scene) -> str:
         "One iteration on one time axis: numbers are micro batches, the thin lane is communication "
         "from its call to its result."
     )
+    if scene.on_gpu:
+        return f"{text} The host's clock: kernels were launched then, and ran later."
     if scene.split.pipeline == 1 or not idle:
         return text
     measured = ", ".join(f"rank {rank} {share:.0%}" for rank, share in idle.items())
@@ -100,6 +104,8 @@ def _paint(figure: Figure, scene: Scene) -> None:
     origin = min(piece.start_ms for piece in shown)
     length = max(piece.end_ms for piece in shown) - origin
     has_ideal = scene.split.pipeline > 1
+    if has_ideal:  # Longer than what was traced if passes are missing from the trace.
+        length = max(length, ideal_timeline(scene).length)
     rows = [len(ranks), scene.split.pipeline] if has_ideal else [len(ranks)]
     figure.set_size_inches(_WIDTH_INCHES, 0.75 + sum(0.32 + 0.42 * count for count in rows))
     panels = figure.subplots(
@@ -166,7 +172,7 @@ def _joined(calls: Sequence[Piece], gap: float) -> list[tuple[float, float]]:
 
 
 def _number(axes: Axes, x: float, y: float, step: Step) -> None:
-    axes.text(
+    number = axes.text(
         x,
         y,
         str(step.microbatch + 1),
@@ -174,7 +180,9 @@ def _number(axes: Axes, x: float, y: float, step: Step) -> None:
         va="center",
         fontsize=8,
         color="white" if step.chunk % 2 == 0 else "black",
+        clip_on=True,
     )
+    number.set_in_layout(False)
 
 
 def _colour(piece: Piece) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tools.measurements import COMMUNICATION_FILE, MEMORY_FILE, TimeRecord
 from tools.plan.configuration import Configuration
 from tools.plan.parameters import UnevenSplitError, rank_parameters
+from tools.records import TIME_FILE
 from tools.report.closed_form import (
     NoClosedFormError,
     configuration_of_run,
@@ -49,7 +50,7 @@ class Findings:
 
 def findings_of(run: Run) -> Findings:
     """Compare one run with its closed forms; whatever is missing becomes a note."""
-    times, problem = read_time_ledger(run.path)
+    times, problem = _times(run)
     times = with_pipeline_waits(times, run.ledgers.communication) if times else None
     notes = [*_missing(run), *([problem] if problem else [])]
     shares = time_shares(times) if times else ()
@@ -67,6 +68,16 @@ def findings_of(run: Run) -> Findings:
         )
     except (NoClosedFormError, UnevenSplitError) as error:
         return Findings(times, shares, notes=(*notes, f"nothing predicted: {error}"))
+
+
+def _times(run: Run) -> tuple[TimeRecord | None, str]:
+    times, problem = read_time_ledger(run.path)
+    if times is not None and run.setup.device != "cpu":
+        return None, (
+            f"{TIME_FILE} is of the host's clock, which on a GPU says when kernels were launched and "
+            "not when they ran, so nothing is concluded from it"
+        )
+    return times, problem
 
 
 def _missing(run: Run) -> Iterator[str]:

@@ -57,7 +57,7 @@ def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
     if not shown:
         raise NoTraceError(f"{run.name} traced nothing; train at least 5 iterations.")
     title = f"Iteration of {label or run.setup.strategy}, {run.setup.model}"
-    return Scene(name, title, shown, split, microbatches)
+    return Scene(name, title, shown, split, microbatches, run.setup.device != "cpu")
 
 
 def write_timeline(run: Run) -> tuple[Path, str]:
