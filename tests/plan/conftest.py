@@ -1,10 +1,11 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from tools.plan.cluster import Cluster
 from tools.plan.configuration import configuration_of
+from tools.plan.dryrun.process import DryRunner
 from tools.plan.hardware import device_by_key, link_by_key
 from tools.plan.search import Request
 from tools.recipe.model import load_model
@@ -26,3 +27,10 @@ def make_request() -> MakeRequest:
         return Request(model, cluster, global_batch, replace(template))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def dry_runner() -> Iterator[DryRunner]:
+    """One process that has imported torch and Megatron, for all dry runs of the session."""
+    with DryRunner() as runner:
+        yield runner
