@@ -11,9 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.records import COMMUNICATION_FILE as COMMUNICATION_FILE
-from tools.records import MEMORY_FILE as MEMORY_FILE
-from tools.records import TIME_FILE
+from tools.records import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 
 
 class Operation(StrEnum):

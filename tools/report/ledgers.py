@@ -9,13 +9,12 @@ from pathlib import Path
 import msgspec
 
 from tools.measurements import (
-    COMMUNICATION_FILE,
-    MEMORY_FILE,
     CommunicationRecord,
     MemoryRecord,
     read_communication,
     read_memory,
 )
+from tools.records import COMMUNICATION_FILE, MEMORY_FILE
 
 
 @dataclass(frozen=True)
