@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tools.ledger.model_state import gradients_of, optimizer_tensors, weights_of
+from tools.ledger.model_state import (
+    gradients_of,
+    master_weights_of,
+    optimizer_tensors,
+    weights_of,
+)
 from tools.ledger.module_path import ModulePath
 from tools.ledger.timeline import Timeline
 from tools.measurements import MemoryCategory, Phase, RankMemory
@@ -31,6 +36,7 @@ class _Storage:
     size: int
     category: MemoryCategory
     is_logits: bool
+    handle: weakref.ref[torch.UntypedStorage]
     keepers: int = 0
     """Nodes of the autograd graph that hold it."""
 
@@ -97,6 +103,7 @@ class _Tracker:
         )
 
     def _state(self) -> Iterator[tuple[MemoryCategory, Iterable[torch.Tensor]]]:
+        yield MemoryCategory.OPTIMIZER_STATE, master_weights_of(self._models)
         yield MemoryCategory.WEIGHTS, weights_of(self._models)
         yield MemoryCategory.GRADIENTS, gradients_of(self._models)
         yield MemoryCategory.OPTIMIZER_STATE, optimizer_tensors(self._optimizer)
@@ -116,7 +123,7 @@ class _Tracker:
             is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
             if category is MemoryCategory.TEMPORARY and is_logits:
                 category = MemoryCategory.LOGITS
-            known = self._live[key] = _Storage(size, category, is_logits)
+            known = self._live[key] = _Storage(size, category, is_logits, weakref.ref(storage))
             self._bytes[category] += size
             weakref.finalize(storage, self._forget, key)
         elif known is not None and size != known.size:
@@ -124,6 +131,15 @@ class _Tracker:
             self._bytes[known.category] += size - known.size
             known.size = size
         return known
+
+    def _see_resized(self) -> None:
+        """Find storages resized in place, as those of weights that FSDP gathered: no operator tells."""
+        for known in self._live.values():
+            storage = known.handle()
+            size = storage.nbytes() if storage is not None else known.size
+            if size != known.size:
+                self._bytes[known.category] += size - known.size
+                known.size = size
 
     def _forget(self, key: int) -> None:
         storage = self._live.pop(key, None)
@@ -152,6 +168,9 @@ class _Tracker:
 
     def _note_peak(self) -> None:
         total, phase = sum(self._bytes.values()), self._timeline.phase
+        if total > min(self._peak, self._phase_peaks.get(phase, 0)):
+            self._see_resized()
+            total = sum(self._bytes.values())
         self._phase_peaks[phase] = max(total, self._phase_peaks.get(phase, 0))
         if total > self._peak:
             self._peak, self._at_peak = total, Counter(self._bytes)

@@ -9,19 +9,32 @@ import torch
 
 
 def weights_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters, as the model computes with them."""
+    """Parameters, as the model computes with them; under Megatron-FSDP what it keeps of them.
+
+    What FSDP has gathered of them at the moment is no state: it comes and goes.
+    """
     for model in models:
-        yield from (parameter.detach() for parameter in model.parameters())
+        if _is_megatron_fsdp(model):
+            yield from _fsdp_buffers(model, "model_weight_buffer")
+        else:
+            yield from (parameter.detach() for parameter in model.parameters())
 
 
 def gradients_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """Gradients: Megatron's `main_grad`, which views one buffer of the replica, or `grad`."""
     for model in models:
-        for parameter in model.parameters():
+        yield from _fsdp_buffers(model, "main_grad_buffer")
+        for parameter in () if _is_megatron_fsdp(model) else model.parameters():
             gradient = getattr(parameter, "main_grad", None)
             gradient = parameter.grad if gradient is None else gradient
             if gradient is not None:
                 yield gradient
+
+
+def master_weights_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """The copy of the weights that Megatron-FSDP's optimizer updates; in fp32 it keeps one too."""
+    for model in models:
+        yield from _fsdp_buffers(model, "main_weight_buffer")
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -33,6 +46,19 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
         for groups in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
             for group in getattr(wrapper, groups, ()):
                 yield from (copy for copy in group if copy is not None)
+
+
+def _is_megatron_fsdp(model: torch.nn.Module) -> bool:
+    return hasattr(model, "param_and_grad_buffer")
+
+
+def _fsdp_buffers(model: torch.nn.Module, name: str) -> Iterator[torch.Tensor]:
+    """Megatron-FSDP's flat buffers: the rank's shard where the stage shards them, else the whole."""
+    buffers = getattr(model, "param_and_grad_buffer", None)
+    for group in getattr(buffers, "parameter_groups", ()):
+        buffer = getattr(group, name)
+        if buffer is not None and buffer.data is not None:
+            yield buffer.data
 
 
 def _chain(optimizer: Any) -> tuple[Any, ...]:
