@@ -55,6 +55,8 @@ class Options:
     backend: Backend = Backend.MEGATRON
     repeats: int = 1
     """The same run so often; the report pools them."""
+    calibrate: bool = False
+    """Measure this machine before `train-auto-…` plans for it."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -82,6 +84,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         ledger=read("LEDGER", _truth, "0 or 1") is not False,
         backend=read("BACKEND", Backend, "megatron, native, deepspeed or bare") or Backend.MEGATRON,
         repeats=read("REPEATS", _positive, "a whole number above 0") or Options.repeats,
+        calibrate=read("CALIBRATE", _truth, "0 or 1") or False,
     )
 
 

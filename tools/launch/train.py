@@ -23,6 +23,8 @@ from tools.recipe.model import ROOT, load_model
 from tools.recipe.strategy import StrategyError, parse_strategy, strategy_flags
 from tools.records import Status, StatusRecord
 
+AUTO = "train-auto-"
+
 
 def start_target(name: str, options: Options, console: Console) -> int:
     """Run a target: through its launch script where the strategy has one, else directly.
@@ -30,6 +32,10 @@ def start_target(name: str, options: Options, console: Console) -> int:
     Raises:
         LaunchError: The target is not in the grammar.
     """
+    if name.startswith(AUTO):
+        from tools.launch.auto import train_auto
+
+        return train_auto(name, options, console)
     target = parse_target(name)
     script = script_of(target)
     if script is not None:

@@ -27,6 +27,8 @@ class Calibration:
     """Of the memory bandwidth, by elementwise kernels and by operands of matrix products."""
     link: float = 0.65
     """Of the link rate, by large collectives and messages."""
+    link_latency_seconds: float | None = None
+    """Of one call inside a node; None takes the link's own figure."""
     contention: float = 0.5
     """Of the time of communication hidden behind arithmetic, lost because it takes SMs and memory
     bandwidth from it."""
@@ -73,8 +75,9 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     inside = min(ranks, max(1, cluster.per_node // stride))
     efficiency = cluster.calibration.link
     if stride * ranks <= cluster.per_node:
-        intra = cluster.intra
-        return Route(intra.bytes_per_second * efficiency, intra.latency_seconds, intra.key)
+        intra, measured = cluster.intra, cluster.calibration.link_latency_seconds
+        latency = intra.latency_seconds if measured is None else measured
+        return Route(intra.bytes_per_second * efficiency, latency, intra.key)
     ports = 1 if group in {Group.PIPELINE, Group.EMBEDDING} else inside
     rate = min(cluster.inter.bytes_per_second * ports, cluster.intra.bytes_per_second)
     return Route(rate * efficiency, cluster.inter.latency_seconds, cluster.inter.key)

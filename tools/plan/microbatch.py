@@ -141,7 +141,8 @@ def _layer(configuration: Configuration, cluster: Cluster, layer: LayerSeconds) 
     matmul = (2 + matmuls) * layer.forward_matmul
     attention = layer.forward_attention * attentions + layer.backward_attention
     memory = layer.forward_memory * passes + layer.backward_memory
-    floor = cluster.calibration.layer_launch_seconds
+    # Forward is about a third of a layer's kernels; recomputing launches them again.
+    floor = cluster.calibration.layer_launch_seconds * (2 + passes) / 3
     calls, beside = layers_traffic(configuration), layer.weight_gradient_matmul
     return Seconds(
         matmul=matmul,

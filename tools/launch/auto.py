@@ -1,0 +1,133 @@
+"""`make train-auto-<model>-<N>cpu|gpu`: plan for this machine, say what was chosen and why, train it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import psutil
+from rich.console import Console
+
+from tools.launch.calibration import calibrate, calibration_path
+from tools.launch.devices import gpu_names
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options
+from tools.launch.target import Target, parse_target
+from tools.launch.train import AUTO, train
+from tools.plan.cluster import Calibration, Cluster
+from tools.plan.configuration import configuration_of
+from tools.plan.hardware import Device, device_by_key, find_device, link_by_key
+from tools.plan.memory import CPU_PROCESS_BYTES, DEVICE_BASE_BYTES
+from tools.plan.naming import extra_flags
+from tools.plan.request import load_calibration
+from tools.plan.search import Candidate, Plan, Request, search
+from tools.recipe.model import load_model
+from tools.recipe.strategy import batch_for, strategy_flags
+from tools.records import Batch, DeviceKind, Parallelism
+
+CPU_KEY = "cpu"
+
+
+def train_auto(name: str, options: Options, console: Console) -> int:
+    """Plan, explain, train.
+
+    Raises:
+        LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
+    """
+    target = parse_target(f"train-baseline-{name.removeprefix(AUTO)}")
+    plan = plan_here(target, options, console)
+    explain(plan, console)
+    chosen = plan.winner
+    if chosen is None:
+        raise LaunchError(f"There is no plan for '{name}'; see the sentences above.")
+    strategy = replace(target, strategy=chosen.strategy)
+    flags = strategy_flags(chosen.configuration.parallelism)
+    return train(strategy, flags, as_options(chosen, target, options), console)
+
+
+def plan_here(target: Target, options: Options, console: Console) -> Plan:
+    """Search on this machine's devices, with its measured constants where there are any.
+
+    Raises:
+        LaunchError: The devices are not here, or are none the planner knows.
+    """
+    device = _device(target)
+    calibration = _calibration(target, device, options, console)
+    return search(request_here(target, device, calibration, options))
+
+
+def request_here(
+    target: Target, device: Device, calibration: Calibration, options: Options
+) -> Request:
+    """What the planner is asked: the target's model, this machine, the batch of the options."""
+    model, on_cpu = load_model(target.model), target.device is DeviceKind.CPU
+    usual = batch_for(model.batch, Parallelism(data=target.devices)).global_batch_size
+    samples = options.global_batch_size or usual
+    template = configuration_of(model, Parallelism(), Batch(1, samples))
+    if options.dropout is not None:
+        template = replace(template, dropout=options.dropout)
+    if on_cpu:
+        template = replace(template, dtype="fp32", fused_attention=False)
+    link = link_by_key(device.link)
+    cluster = Cluster(device, target.devices, target.devices, link, link, calibration)
+    return Request(model, cluster, samples, template)
+
+
+def explain(plan: Plan, console: Console) -> None:
+    """The planner's advice, its ranking in one line, and where its constants are from."""
+    from tools.plan.advice import advice
+
+    for sentence in advice(plan):
+        console.print(sentence, highlight=False)
+    ranking = ", ".join(f"{c.strategy} {1e3 * c.seconds.total:.1f} ms" for c in plan.ranked[:5])
+    console.print(f"Predicted: {ranking}.", highlight=False)
+    source = plan.request.cluster.calibration.source
+    console.print(f"Constants: {source}.", highlight=False)
+
+
+def as_options(chosen: Candidate, target: Target, options: Options) -> Options:
+    """The options that make the launcher train exactly what was planned."""
+    batch, configuration = chosen.configuration.batch, chosen.configuration
+    if target.device is DeviceKind.CPU:
+        # CPU ranks gather keys and values whatever --cp-comm-type says.
+        configuration = replace(configuration, cp_comm_type="p2p")
+    return replace(
+        options,
+        micro_batch_size=options.micro_batch_size or batch.micro_batch_size,
+        global_batch_size=batch.global_batch_size,
+        extra=(*extra_flags(configuration), *options.extra),
+    )
+
+
+def _device(target: Target) -> Device:
+    if target.device is DeviceKind.CPU:
+        nominal = device_by_key(CPU_KEY)
+        share = psutil.virtual_memory().available // target.devices
+        # The planner reckons with a GPU's context, which a CPU rank does not have.
+        return replace(nominal, memory_bytes=share + DEVICE_BASE_BYTES - CPU_PROCESS_BYTES)
+    names = gpu_names()
+    if len(names) < target.devices:
+        raise LaunchError(
+            f"{target.devices} GPU(s) are wanted and {len(names)} found; run 'make plan "
+            f"MODEL={target.model} GPUS={target.devices} GPU=h200' for a plan without them, or "
+            f"'make train-auto-gpt2-tiny-{target.devices}cpu'."
+        )
+    device = find_device(names[0])
+    if device is None:
+        raise LaunchError(
+            f"The planner has no rates of '{names[0]}'; add it to tools/plan/hardware.yaml, or name "
+            f"a strategy: 'make train-dp{target.devices}-{target.model}-{target.devices}gpu'."
+        )
+    return device
+
+
+def _calibration(target: Target, device: Device, options: Options, console: Console) -> Calibration:
+    if options.calibrate:
+        console.print(f"Measuring {target.devices} {target.device} rank(s) …", highlight=False)
+        link = link_by_key(device.link)
+        return calibrate(options.runs, target.device, target.devices, device, link)
+    kept = calibration_path(options.runs, device)
+    if kept.is_file():
+        return load_calibration(kept)
+    if target.device is DeviceKind.CPU:
+        return Calibration(source="nominal ones of a CPU core; CALIBRATE=1 measures this machine's")
+    return Calibration()
