@@ -6,7 +6,10 @@ SHELL := /bin/bash
 VENV_PYTHON := $(or $(KIT_PYTHON),.venv/bin/python)
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help setup list demo report explain bench bench-scrape bench-preprocess \
+# What CALIBRATE=1 measured on this machine's own devices, if it did.
+MEASURED = $(wildcard runs/calibration-$(shell uname -n)-$(or $(GPU),h200).json)
+
+.PHONY: help setup list demo plan dryrun schedules report explain bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
 	doctor image reproduce setup-deepspeed compare-zero compare-backends test test-slow lint clean
 
@@ -66,6 +69,30 @@ compare-zero: setup ## data parallel, pipeline and ZeRO-1/2/3, as the tables of 
 
 compare-backends: setup ## Megatron, plain PyTorch and DeepSpeed, against bare forward and backward
 	@$(VENV_PYTHON) -m tools.launch compare backends --model $(or $(MODEL),gpt2-tiny)
+
+train-auto-%: setup ## train-auto-<model>-<N>cpu or gpu: plans, says why, trains; CALIBRATE=1 measures first
+	@$(VENV_PYTHON) -m tools.launch target $@
+
+## Before buying anything: MODEL= GPUS= GPU= GLOBAL_BATCH= NODES= GPUS_PER_NODE= INTRA= INTER= SEQ= DTYPE= TOKENS=
+plan: setup ## every legal way to split MODEL on GPUS, ranked, with reasons; VERIFY=3 SVG=file JSON=1 CALIBRATION=file
+	@$(VENV_PYTHON) -m tools.plan --model $(or $(MODEL),$(error Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200)) \
+		$(if $(GPUS),--gpus $(GPUS)) $(if $(GPU),--gpu $(GPU)) $(if $(GLOBAL_BATCH),--global-batch $(GLOBAL_BATCH)) \
+		$(if $(NODES),--nodes $(NODES)) $(if $(GPUS_PER_NODE),--gpus-per-node $(GPUS_PER_NODE)) \
+		$(if $(INTRA),--intra $(INTRA)) $(if $(INTER),--inter $(INTER)) $(if $(SEQ),--seq $(SEQ)) \
+		$(if $(DTYPE),--dtype $(DTYPE)) $(if $(TOKENS),--tokens $(TOKENS)) $(if $(VERIFY),--verify $(VERIFY)) \
+		$(if $(SVG),--svg $(SVG)) $(if $(filter 1,$(JSON)),--json) $(addprefix --calibration ,$(or $(CALIBRATION),$(MEASURED)))
+
+dryrun: setup ## Megatron's own iteration without devices: MODEL= TP= PP= DP= CP= EP= VPP= SP=1 ZERO1=1 RANKS=first,middle,last
+	@$(VENV_PYTHON) -m tools.plan dryrun --model $(or $(MODEL),$(error Say what: make dryrun MODEL=gpt3-175b TP=8 PP=16 DP=8)) \
+		$(if $(TP),--tensor $(TP)) $(if $(PP),--pipeline $(PP)) $(if $(DP),--data $(DP)) $(if $(CP),--context $(CP)) \
+		$(if $(EP),--expert $(EP)) $(if $(VPP),--virtual $(VPP)) $(if $(filter 1,$(SP)),--sequence-parallel) \
+		$(if $(filter 1,$(ZERO1)),--distributed-optimizer) $(if $(RECOMPUTE),--recompute $(RECOMPUTE)) \
+		$(if $(MICRO_BATCH),--micro-batch $(MICRO_BATCH)) $(if $(GLOBAL_BATCH),--global-batch $(GLOBAL_BATCH)) \
+		$(if $(SEQ),--seq $(SEQ)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(RANKS),--ranks $(RANKS)) $(if $(filter 1,$(JSON)),--json)
+
+schedules: setup ## GPipe, 1F1B, interleaved and PipeDream beside one another: PP=4 MICROBATCHES=8 VPP=2 SVG=file JSON=1
+	@$(VENV_PYTHON) -m tools.plan schedules $(if $(PP),--pipeline $(PP)) $(if $(MICROBATCHES),--microbatches $(MICROBATCHES)) \
+		$(if $(VPP),--virtual $(VPP)) $(if $(SVG),--svg $(SVG)) $(if $(filter 1,$(JSON)),--json)
 
 ## Looking at results
 report: setup ## all runs, or LOGS="a.log b.log"; BASELINE=reports/old compares, STRICT=1 fails on a finding

@@ -58,8 +58,10 @@ def from_figures(
             link=figures["link_bytes_per_second"] / link.bytes_per_second,
             link_latency_seconds=figures["link_latency_seconds"],
         )
-    # A CPU rank is one core: what gloo's thread does there, arithmetic waits for.
-    return replace(measured, contention=1.0) if kind is DeviceKind.CPU else measured
+    if kind is DeviceKind.GPU:
+        return measured
+    # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
+    return replace(measured, contention=1.0, launch_beside_work=False)
 
 
 def _measure(kind: DeviceKind, ranks: int) -> dict[str, float]:

@@ -35,6 +35,8 @@ class Calibration:
     layer_launch_seconds: float = 400e-6
     """Least time of one layer, forward and backward: the host launches about a hundred kernels
     (an estimate)."""
+    launch_beside_work: bool = True
+    """Whether the host launches kernels while the device works; on CPU ranks they are the same core."""
     source: str = "fitted to the six published H200 iteration times, all together"
 
 

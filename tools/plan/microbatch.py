@@ -136,18 +136,20 @@ def _parts(configuration: Configuration, cluster: Cluster) -> Parts:
 
 
 def _layer(configuration: Configuration, cluster: Cluster, layer: LayerSeconds) -> Seconds:
-    """One layer, never faster than the host launches its kernels."""
+    """One layer, never faster than the host launches its kernels; where it does not run ahead of
+    the device, its time adds."""
     matmuls, attentions, passes = forward_passes(configuration)
     matmul = (2 + matmuls) * layer.forward_matmul
     attention = layer.forward_attention * attentions + layer.backward_attention
     memory = layer.forward_memory * passes + layer.backward_memory
     # Forward is about a third of a layer's kernels; recomputing launches them again.
-    floor = cluster.calibration.layer_launch_seconds * (2 + passes) / 3
+    launching = cluster.calibration.layer_launch_seconds * (2 + passes) / 3
+    hidden = matmul + attention + memory if cluster.calibration.launch_beside_work else 0.0
     calls, beside = layers_traffic(configuration), layer.weight_gradient_matmul
     return Seconds(
         matmul=matmul,
         attention=attention,
-        memory_bound=memory + max(0.0, floor - matmul - attention - memory),
+        memory_bound=memory + max(0.0, launching - hidden),
         tensor_parallel=_tensor_seconds(configuration, cluster, calls, beside),
         context_parallel=_context_seconds(configuration, cluster, layer),
         expert_parallel=sum(_each(configuration, cluster, expert_traffic(configuration))),
