@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ class Situation:
     is_checkout: bool
     """Megatron comes from a checkout beside the entry, not from the installed wheel."""
     has_transformer_engine: bool
+    """It works here; on CPU ranks never, because its layers are CUDA kernels."""
 
     @property
     def on_cpu(self) -> bool:
@@ -29,7 +30,7 @@ class Situation:
 
 
 def find_situation(entry: Path, device: str) -> Situation:
-    """Look at the entry's folder and the installed packages, importing neither Megatron nor torch.
+    """Look at the entry's folder and the installed packages, without importing Megatron.
 
     Raises:
         LookupError: Neither a checkout nor the `megatron-core` wheel is there.
@@ -40,7 +41,7 @@ def find_situation(entry: Path, device: str) -> Situation:
         device=device,
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
         is_checkout=is_checkout,
-        has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
     )
 
 
@@ -70,3 +71,12 @@ def wheel_version() -> Version:
         raise LookupError(
             "megatron-core is not installed and MEGATRON_LM names no checkout; run 'make setup'."
         ) from None
+
+
+def _imports(name: str) -> bool:
+    """Whether a package works: Transformer Engine built for another torch is found but fails to load."""
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError):
+        return False
+    return True
