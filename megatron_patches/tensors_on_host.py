@@ -60,6 +60,8 @@ def _with_device_on_host(original: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = to_host(kwargs["device"])
+        # Rotary embeddings under context parallelism pin an index; pinning asks for a driver.
+        kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
 
     return call

@@ -8,7 +8,7 @@ import psutil
 from rich.console import Console
 
 from tools.launch.calibration import calibrate, calibration_path
-from tools.launch.devices import gpu_names
+from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
@@ -104,7 +104,7 @@ def _device(target: Target) -> Device:
         share = psutil.virtual_memory().available // target.devices
         # The planner reckons with a GPU's context, which a CPU rank does not have.
         return replace(nominal, memory_bytes=share + DEVICE_BASE_BYTES - CPU_PROCESS_BYTES)
-    names = gpu_names()
+    names = [gpu.name for gpu in visible_gpus()]
     if len(names) < target.devices:
         raise LaunchError(
             f"{target.devices} GPU(s) are wanted and {len(names)} found; run 'make plan "

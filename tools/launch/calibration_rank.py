@@ -7,6 +7,7 @@ also train at once; rank 0 writes the slowest rank's figures.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,10 @@ import torch.distributed as dist
 
 SECONDS_EACH = 0.5
 _COLLECTIVE_BYTES = 16 << 20
-_SMALL_CALLS = 50
+_SMALL_CALLS = 200
+_PRODUCTS = 4
+"""Of 256 x 256 matrices: arithmetic of about half a millisecond on a core."""
+_LEAST_LATENCY_SECONDS = 1e-6
 
 
 def main(device: str, output: Path) -> None:
@@ -112,28 +116,41 @@ def _layer_seconds(device: str) -> float:
 
 
 def _link(device: str) -> dict[str, float]:
-    """Rate of a large all-reduce by its ring bytes, and the time of one of four bytes."""
+    """Rate of a large all-reduce by its ring bytes, and what a small one costs between arithmetic."""
     ranks = dist.get_world_size()
     large = torch.zeros(_COLLECTIVE_BYTES // 4, device=device)
     small = torch.zeros(1, device=device)
+    work = torch.randn(256, 256, device=device)
+
+    def compute() -> None:
+        for _ in range(_PRODUCTS):
+            work @ work
+
+    def compute_and_meet() -> None:
+        compute()
+        dist.all_reduce(small)
+
     # Every rank must make the same number of calls, so these are counted, not timed out.
-    seconds = _counted_seconds(device, large, 10)
-    sent = 2 * (ranks - 1) / ranks * _COLLECTIVE_BYTES
+    large_seconds = min(_each_seconds(device, lambda: dist.all_reduce(large), 10))
+    # Ranks never arrive together: in training, too, a call takes the wait for the slower one.
+    together = statistics.mean(_each_seconds(device, compute_and_meet, _SMALL_CALLS))
+    alone = statistics.mean(_each_seconds(device, compute, _SMALL_CALLS))
     return {
-        "link_bytes_per_second": sent / seconds,
-        "link_latency_seconds": _counted_seconds(device, small, _SMALL_CALLS),
+        "link_bytes_per_second": 2 * (ranks - 1) / ranks * _COLLECTIVE_BYTES / large_seconds,
+        "link_latency_seconds": max(together - alone, _LEAST_LATENCY_SECONDS),
     }
 
 
-def _counted_seconds(device: str, tensor: torch.Tensor, calls: int) -> float:
+def _each_seconds(device: str, work: Callable[[], object], calls: int) -> list[float]:
+    """Time of each call, but for the first two."""
     times = []
     for _ in range(calls + 2):
         _synchronize(device)
         began = time.perf_counter()
-        dist.all_reduce(tensor)
+        work()
         _synchronize(device)
         times.append(time.perf_counter() - began)
-    return min(times[2:])
+    return times[2:]
 
 
 if __name__ == "__main__":

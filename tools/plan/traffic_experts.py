@@ -58,7 +58,10 @@ def _token_counts(configuration: Configuration) -> Traffic:
 
 
 def _balance(configuration: Configuration) -> Traffic:
-    """The auxiliary loss is that of whole samples: tokens of each expert, over the ranks of one."""
+    """The auxiliary loss is that of whole samples: tokens of each expert, over the ranks of one.
+
+    It is computed where gradients are: once a layer, in the recomputation if there is one.
+    """
     parallelism = configuration.parallelism
     return Traffic(
         Group.TENSOR_CONTEXT,
@@ -66,7 +69,7 @@ def _balance(configuration: Configuration) -> Traffic:
         Operation.ALL_REDUCE,
         Phase.FORWARD,
         "tokens for each expert, for the auxiliary loss",
-        _passes(configuration)[0],
+        _passes(configuration)[1],
         configuration.shape.experts * _INT64,
         "transformer/moe/router.py: TopKRouter._apply_aux_loss",
     )

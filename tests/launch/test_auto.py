@@ -1,0 +1,159 @@
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from tools import records
+from tools.launch import auto
+from tools.launch.auto import as_options, plan_here, request_here, train_auto
+from tools.launch.calibration import calibration_path, from_figures
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options, options_from_environment
+from tools.launch.target import parse_target
+from tools.launch.train import start_target
+from tools.plan.cluster import Calibration
+from tools.plan.hardware import device_by_key, link_by_key
+from tools.plan.request import load_calibration
+from tools.plan.search import search
+from tools.records import DeviceKind
+
+CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
+TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
+FIGURES = {
+    "matmul_flops": 150e9,
+    "attention_flops": 40e9,
+    "bytes_per_second": 12e9,
+    "layer_seconds": 0.0008,
+    "link_bytes_per_second": 1.5e9,
+    "link_latency_seconds": 0.0004,
+}
+"""Two ranks on two cores of a small virtual machine."""
+QUIET = Console(quiet=True)
+
+
+def test_measured_rates_become_shares_of_the_nominal_ones() -> None:
+    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    assert calibration.matmul == 1.5
+    assert calibration.attention == 0.4
+    assert calibration.memory == 1.2
+    assert calibration.link == 1.5
+    assert calibration.link_latency_seconds == 0.0004
+    assert calibration.layer_launch_seconds == 0.0008
+
+
+def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:
+    on_cpu = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    assert (on_cpu.contention, on_cpu.launch_beside_work) == (1.0, False)
+    h200 = device_by_key("h200")
+    on_gpu = from_figures(FIGURES, DeviceKind.GPU, h200, link_by_key(h200.link))
+    assert (on_gpu.contention, on_gpu.launch_beside_work) == (0.5, True)
+
+
+def test_one_rank_has_no_link_to_measure() -> None:
+    alone = {name: value for name, value in FIGURES.items() if not name.startswith("link")}
+    calibration = from_figures(alone, DeviceKind.CPU, CPU, GLOO)
+    assert calibration.link == Calibration().link
+    assert calibration.link_latency_seconds is None
+
+
+def test_the_file_carries_the_machine_s_name_and_the_device_s(tmp_path: Path) -> None:
+    assert calibration_path(tmp_path, CPU).name == f"calibration-{platform.node()}-cpu.json"
+
+
+def test_two_cpu_ranks_choose_plain_data_parallelism_or_its_sharded_optimizer() -> None:
+    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    plan = search(request_here(TINY, CPU, calibration, Options()))
+    assert plan.winner is not None
+    assert plan.winner.strategy in {"dp2", "dp2-zero1"}
+    by_name = {candidate.strategy: candidate.seconds.total for candidate in plan.ranked}
+    assert by_name["dp2"] < 1.05 * plan.winner.seconds.total
+
+
+def test_cpu_ranks_are_planned_as_they_run() -> None:
+    request = request_here(TINY, CPU, Calibration(), Options(dropout=0.1, global_batch_size=16))
+    assert request.template.dtype == "fp32"
+    assert not request.template.fused_attention
+    assert request.template.dropout == 0.1
+    assert request.global_batch == 16
+    assert request.cluster.nodes == 1
+
+
+def test_a_kept_calibration_is_used_and_named(tmp_path: Path) -> None:
+    kept = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    path = calibration_path(tmp_path, CPU)
+    path.write_text(json.dumps({"matmul": kept.matmul, "source": kept.source}))
+    assert load_calibration(path).matmul == 1.5
+    plan = plan_here(TINY, Options(runs=tmp_path), QUIET)
+    assert plan.request.cluster.calibration.source == f"measured on {platform.node()}"
+
+
+def test_what_was_planned_is_what_is_trained() -> None:
+    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    plan = search(request_here(TINY, CPU, calibration, Options()))
+    assert plan.winner is not None
+    options = as_options(plan.winner, TINY, Options(extra=("--lr", "1e-3")))
+    batch = plan.winner.configuration.batch
+    assert options.micro_batch_size == batch.micro_batch_size
+    assert options.global_batch_size == batch.global_batch_size == 8
+    assert options.extra[-2:] == ("--lr", "1e-3")
+
+
+def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = Options(dry_run=True, runs=tmp_path)
+    assert start_target("train-auto-gpt2-tiny-2cpu", options, Console(width=200)) == 0
+    said = capsys.readouterr().out
+    assert "Predicted: " in said
+    assert "CALIBRATE=1 measures this machine's" in said
+    assert "--nproc-per-node 2 -m megatron_patches" in said
+    assert "--global-batch-size 8" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train-auto-gpt2-tinny-2cpu", "no model 'gpt2-tinny'; did you mean gpt2-tiny"),
+        (
+            "train-auto-gpt2-large-2gpu",
+            "2 GPU.s. are wanted and 0 found; run 'make plan MODEL=gpt2-la",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_here_says_what_can(
+    monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.setattr(auto, "visible_gpus", tuple)
+    with pytest.raises(LaunchError, match=message):
+        train_auto(name, Options(), QUIET)
+
+
+def test_a_gpu_without_published_rates_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "visible_gpus", lambda: (SimpleNamespace(name="Tesla T4"),))
+    with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to tools/plan/hardware"):
+        train_auto("train-auto-gpt2-large-1gpu", Options(), QUIET)
+
+
+def test_calibrate_is_a_make_variable() -> None:
+    assert options_from_environment({"CALIBRATE": "1"}).calibrate
+    with pytest.raises(LaunchError, match="CALIBRATE=yes is not 0 or 1"):
+        options_from_environment({"CALIBRATE": "yes"})
+
+
+@pytest.mark.slow
+def test_two_cpu_ranks_are_measured_planned_for_and_trained(
+    tmp_path: Path, sample_prefix: Path
+) -> None:
+    options = Options(iterations=6, calibrate=True, data=str(sample_prefix), runs=tmp_path)
+    assert train_auto("train-auto-gpt2-tiny-2cpu", options, QUIET) == 0
+    measured = load_calibration(calibration_path(tmp_path, CPU))
+    assert measured.matmul is not None
+    assert measured.matmul > 0.01
+    assert measured.link_latency_seconds is not None
+    (run,) = (folder for folder in tmp_path.iterdir() if (folder / records.RUN_FILE).is_file())
+    assert records.read_status(run).status is records.Status.OK
+    again = plan_here(TINY, replace(options, calibrate=False), QUIET)
+    assert again.request.cluster.calibration == measured

@@ -1,0 +1,211 @@
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.plan.dry_runs import Case, run_case, small_model
+from tools.measurements import MemoryCategory, Operation, Phase
+from tools.plan.__main__ import main
+from tools.plan.configuration import Configuration, configuration_of
+from tools.plan.dryrun.comparison import Comparison
+from tools.plan.dryrun.job import DryRunError, check, flags_of, ranks_named
+from tools.plan.dryrun.process import DryRunner
+from tools.plan.dryrun.rank.experts import even_loads
+from tools.recipe.model import ROOT, Model, load_model
+from tools.records import Batch, Parallelism, Sharding
+
+TINY = load_model("gpt2-tiny")
+
+
+def configured(model: Model, split: Parallelism, batch: Batch, **changes: object) -> Configuration:
+    plain = configuration_of(model, split, batch)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def of_ranks(
+    runner: DryRunner, model: Model, configuration: Configuration, ranks: str
+) -> list[Comparison]:
+    named = ranks_named(ranks, configuration)
+    return [run_case(runner, Case(model, configuration, rank)) for rank in named]
+
+
+def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> None:
+    model = load_model("gpt3-175b")
+    split = Parallelism(data=8, tensor=8, pipeline=16, sequence_parallel=True)
+    configuration = configured(model, split, Batch(1, 16))
+    first, last = of_ranks(dry_runner, model, configuration, "first,last")
+    assert (first.report.rank, last.report.rank) == (0, 1023)
+    assert (first.report.parameters, last.report.parameters) == (1_463_270_400, 1_438_129_152)
+    assert first.agrees
+    assert last.agrees
+    assert first.report.in_flight == 2
+    assert max(first.report.process_bytes, last.report.process_bytes) < 4 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_stage_of_175b_takes_a_minute_and_four_gibibytes() -> None:
+    model = load_model("gpt3-175b")
+    configuration = configured(model, Parallelism(data=8, tensor=8, pipeline=16), Batch(1, 256))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with DryRunner() as runner:
+        comparisons = of_ranks(runner, model, configuration, "first,middle,last")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time: on an idle core it is the wall time.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    assert after.ru_maxrss < 4 * 2**20
+    assert all(comparison.agrees for comparison in comparisons)
+    assert [comparison.report.in_flight for comparison in comparisons] == [16, 8, 1]
+
+
+def test_published_pipeline_stages_have_their_published_parameters(dry_runner: DryRunner) -> None:
+    model = load_model("gpt2-large")
+    configuration = configured(model, Parallelism(pipeline=2), Batch(64, 64))
+    comparisons = of_ranks(dry_runner, model, configuration, "first,last")
+    assert [c.report.parameters for c in comparisons] == [419_893_760, 418_585_600]
+    assert all(comparison.agrees for comparison in comparisons)
+
+
+def test_state_is_the_closed_form_to_the_byte_and_activations_are_its_kind(
+    dry_runner: DryRunner,
+) -> None:
+    configuration = configured(TINY, Parallelism(tensor=2), Batch(2, 8))
+    (comparison,) = of_ranks(dry_runner, TINY, configuration, "0")
+    held = comparison.report.memory
+    weights = 4 * 1_718_784
+    assert held.categories[MemoryCategory.WEIGHTS] == weights
+    assert held.categories[MemoryCategory.GRADIENTS] == weights
+    # Besides its two moments Adam keeps a step count of four bytes for each tensor.
+    assert held.categories[MemoryCategory.OPTIMIZER_STATE] == 2 * weights + 4 * 52
+    assert sum(held.categories.values()) == held.peak_bytes
+    measured, closed = comparison.memory["activations"]
+    assert measured == pytest.approx(closed, rel=0.02)
+    assert held.phase_peak_bytes[Phase.BACKWARD] <= held.peak_bytes
+
+
+def test_a_bf16_iteration_holds_main_parameters_and_the_distributed_optimizer_a_share(
+    dry_runner: DryRunner,
+) -> None:
+    split = Parallelism(data=4, sharding=Sharding.ZERO1)
+    configuration = configured(TINY, split, Batch(2, 8), dtype="bf16")
+    (comparison,) = of_ranks(dry_runner, TINY, configuration, "3")
+    assert comparison.agrees
+    optimizer = comparison.report.memory.categories[MemoryCategory.OPTIMIZER_STATE]
+    # Four bytes of main parameter and eight of Adam for a quarter of 3,423,616 parameters.
+    assert optimizer == pytest.approx(3 * 3_423_616, rel=1e-4)
+
+
+def test_sequence_parallelism_trades_all_reduces_for_gathers_and_scatters(
+    dry_runner: DryRunner,
+) -> None:
+    split = Parallelism(tensor=2, sequence_parallel=True)
+    (comparison,) = of_ranks(dry_runner, TINY, configured(TINY, split, Batch(2, 8)), "first")
+    calls = {row.operation for row in comparison.report.communication.calls if row.group == "tp"}
+    assert {Operation.ALL_GATHER, Operation.REDUCE_SCATTER} <= calls
+
+
+def test_what_megatron_refuses_is_told_in_its_own_words(dry_runner: DryRunner) -> None:
+    model = replace(TINY, flags=(*TINY.flags, "--moe-router-topk", "many"))
+    configuration = configured(model, Parallelism(), Batch(1, 1))
+    with pytest.raises(DryRunError, match="The dry run of rank 0 failed: SystemExit"):
+        run_case(dry_runner, Case(model, configuration, 0))
+
+
+@pytest.mark.parametrize(
+    ("split", "changes", "message"),
+    [
+        (Parallelism(data=2, sharding=Sharding.ZERO3), {}, "zero3 keeps its weights in DTensors"),
+        (Parallelism(context=2), {"cp_comm_type": "a2a"}, "needs Transformer Engine"),
+        (Parallelism(pipeline=3), {}, "gpt2-tiny has 4 layers, which PP 3 does not divide"),
+        (Parallelism(data=2, expert=2), {}, "EP 2 needs experts and gpt2-tiny is dense"),
+    ],
+)
+def test_what_cannot_be_faked_is_one_sentence(
+    split: Parallelism, changes: dict[str, object], message: str
+) -> None:
+    configuration = configured(TINY, split, Batch(1, 12), **changes)
+    with pytest.raises(DryRunError, match=message) as refusal:
+        check(TINY, configuration)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model gpt2-tinny", "did you mean gpt2-tiny"),
+        ("--model gpt2-tiny --pipeline 3", "4 layers, which PP 3 does not divide"),
+        ("--model gpt2-tiny --ranks second", "no rank 'second'; use first, middle, last"),
+        ("--model gpt2-tiny --data 2 --ranks 2", "Rank 2 is outside the world of 2; use 0 to 1."),
+        ("--model gpt2-tiny --dtype fp8", "no dtype 'fp8'; use fp16, bf16, fp32"),
+        ("--model gpt2-tiny --data 2 --global-batch 3", "no multiple of 8"),
+    ],
+)
+def test_bad_requests_are_refused_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(["dryrun", *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_ranks_are_those_of_the_pipeline_s_stages() -> None:
+    split = Parallelism(data=8, tensor=8, pipeline=16)
+    configuration = configured(load_model("gpt3-175b"), split, Batch(1, 256))
+    assert ranks_named("first,middle,last,7,0", configuration) == (0, 512, 1023, 7)
+
+
+def test_flags_keep_the_model_s_precision_that_cpu_runs_drop() -> None:
+    model = load_model("gpt3-175b")
+    flags = flags_of(model, configured(model, Parallelism(tensor=8), Batch(1, 1)))
+    assert "--bf16" in flags
+    assert "--fake-process-group" in flags
+
+
+def test_uneven_tokens_go_to_the_first_experts() -> None:
+    assert even_loads(10, 4).tolist() == [3, 3, 2, 2]
+    assert np.sum(even_loads(7, 8)) == 7
+
+
+def test_an_expert_gets_an_equal_share_over_ep_and_tp(dry_runner: DryRunner) -> None:
+    model = small_model("moe")
+    split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
+    configuration = configured(model, split, Batch(1, 4), dtype="bf16")
+    (comparison,) = of_ranks(dry_runner, model, configuration, "last")
+    assert comparison.differences == ()
+
+
+def test_data_holds_every_call_and_category(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "dryrun --model gpt2-tiny --pipeline 2 --micro-batch 1 --ranks last --json"
+    assert main(words.split()) == 0
+    data = json.loads(capsys.readouterr().out)
+    (rank,) = data["ranks"]
+    assert data["strategy"] == "pp2"
+    assert data["microbatches"] == 4
+    assert rank["agrees"] is True
+    assert rank["parameters"] == rank["closed_form"]["parameters"] == 3_319_552
+    assert sum(call["wire_bytes"] for call in rank["calls"]) == rank["wire_bytes"]
+    assert set(rank["memory"]["categories"]) == {str(category) for category in MemoryCategory}
+
+
+@pytest.mark.slow
+def test_the_best_of_a_plan_are_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --verify 3 --json"
+    assert main(words.split()) == 0
+    verified = json.loads(capsys.readouterr().out)["verified"]
+    assert len(verified) == 3
+    assert all(rank["agrees"] for entry in verified for rank in entry["ranks"])
+    assert all(entry["ranks"] or entry["refusal"] for entry in verified)
+
+
+def test_asking_for_a_dry_run_imports_no_torch_here() -> None:
+    program = (
+        "import sys, tools.plan.dryrun.command, tools.plan.dryrun.verify, tools.plan.dryrun.show; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
