@@ -50,6 +50,7 @@ setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 ## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" REPEATS= DRY_RUN=1 WANDB=1
 ## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>
 ## BACKEND=native (plain PyTorch) or deepspeed trains the same model on the same batches without Megatron
+## NET=1gbps (any rate up to 10gbps) joins the two halves of CPU ranks by a shaped link; needs root
 image: setup ## docker/Dockerfile for RUNTIME=docker: NVIDIA's PyTorch with the paired Megatron-LM
 	@$(VENV_PYTHON) -m tools.launch image
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from tools.launch import docker, wandb_logging
 from tools.launch.entry import find_entry, release
 from tools.launch.image import MEGATRON_IN_IMAGE
+from tools.launch.network import Rate
+from tools.launch.network import command as shaped
 from tools.launch.options import Backend, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
@@ -52,6 +54,8 @@ class Launch:
     ledger: bool = True
     """Whether ranks count what they send, hold and wait for."""
     backend: Backend = Backend.MEGATRON
+    network: Rate | None = None
+    """Limit of the link between the two halves of the ranks."""
 
     @property
     def devices(self) -> int:
@@ -67,11 +71,10 @@ class Launch:
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """The whole command, from the repository root; in a container, with what starts it."""
         container = self.runtime.container
-        ranks = (
-            *torchrun(self.devices, docker.PYTHON if container else _python()),
-            *self._program(),
-            *self.arguments(run_folder),
-        )
+        program = (*self._program(), *self.arguments(run_folder))
+        if self.network is not None:
+            return shaped(self.network, self.devices, _python(), program)
+        ranks = (*torchrun(self.devices, docker.PYTHON if container else _python()), *program)
         if container is None:
             return ranks
         return container.wrap(ranks, self.environment, docker.container_name(run_folder))
@@ -141,6 +144,7 @@ def compose(
         | (options.wandb.environment if options.wandb else {}),
         runtime=_with_mounts(runtime, data, options),
         ledger=options.ledger,
+        network=options.network,
     )
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from tools.launch.errors import LaunchError
+from tools.launch.network import Rate, parse_rate
 from tools.launch.wandb_logging import Wandb, wandb_from_environment
 from tools.recipe.model import ROOT
 
@@ -53,6 +54,7 @@ class Options:
     ledger: bool = True
     """Count what ranks send, hold and wait for."""
     backend: Backend = Backend.MEGATRON
+    network: Rate | None = None
     repeats: int = 1
     """The same run so often; the report pools them."""
     calibrate: bool = False
@@ -83,6 +85,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         wandb=wandb_from_environment(environment) if read("WANDB", _truth, "0 or 1") else None,
         ledger=read("LEDGER", _truth, "0 or 1") is not False,
         backend=read("BACKEND", Backend, "megatron, native, deepspeed or bare") or Backend.MEGATRON,
+        network=read("NET", parse_rate, "a rate such as 1gbps or 200mbps"),
         repeats=read("REPEATS", _positive, "a whole number above 0") or Options.repeats,
         calibrate=read("CALIBRATE", _truth, "0 or 1") or False,
     )

@@ -14,6 +14,7 @@ import psutil
 from tools.launch.backends import backend_problems
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
+from tools.launch.network import network_problems
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
@@ -44,6 +45,8 @@ def check(launch: Launch, runs: Path) -> None:
         )
     )
     problems += backend_problems(launch)
+    if launch.network is not None:
+        problems += network_problems(launch.network, launch.devices, launch.device)
     on_gpu = launch.device is DeviceKind.GPU
     if on_gpu:
         problems += gpu_problems(launch)

@@ -46,7 +46,8 @@ def _host(launch: Launch) -> records.Host:
     on_cpu = launch.device is records.DeviceKind.CPU
     names = (processor_name(),) * launch.devices if on_cpu else gpu_names()[: launch.devices]
     links = () if on_cpu else find_links(visible_gpus()[: launch.devices])
-    loopback = "gloo over loopback" if on_cpu and launch.devices > 1 else None
+    over = f"a link shaped to {launch.network}" if launch.network else "loopback"
+    loopback = f"gloo over {over}" if on_cpu and launch.devices > 1 else None
     return records.Host(
         name=platform.node(),
         cpu=processor_name(),

@@ -60,6 +60,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         global_batch_size=1,
         dropout=None,
         backend=Backend.MEGATRON,
+        network=None,
         wandb=None,
     )
     composed = compose("baseline", (), launch.model, 1, launch.device, single, launch.runtime)

@@ -1,0 +1,220 @@
+"""Two network namespaces joined by a shaped link, each a node of the run: `NET=1gbps make train-…`.
+
+python -m tools.launch.network 1gbps 2 -- -m megatron_patches ENTRY FLAGS…
+
+CPU ranks are split evenly between the two; what they send each other crosses a veth pair whose ends a
+token bucket (tc tbf) limits. Namespaces and link are gone when the run is, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from tools.records import DeviceKind
+
+NODES = 2
+FASTEST_BITS_PER_SECOND = 10e9
+"""gloo moves 12 to 14 Gbit/s between two processes here; a faster limit would limit nothing."""
+
+_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[mg])bps", re.IGNORECASE)
+_UNIT_BITS = {"m": 10**6, "g": 10**9}
+_PORT = 29500
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 3.0
+"""Less than the launcher's own, so that the namespaces are removed before it forces anything."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A link's limit, each way."""
+
+    bits_per_second: int
+
+    def __str__(self) -> str:
+        for name, bits in (("Gbit/s", 10**9), ("Mbit/s", 10**6)):
+            if self.bits_per_second >= bits:
+                return f"{self.bits_per_second / bits:g} {name}"
+        return f"{self.bits_per_second} bit/s"
+
+    @property
+    def text(self) -> str:
+        """As it is asked for: `NET=2.5gbps`."""
+        gigabits = self.bits_per_second >= _UNIT_BITS["g"]
+        unit = "g" if gigabits else "m"
+        return f"{self.bits_per_second / _UNIT_BITS[unit]:g}{unit}bps"
+
+
+def parse_rate(text: str) -> Rate:
+    """Read `1gbps`, `2.5gbps` or `200mbps`.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match["number"]) == 0:
+        raise ValueError(f"{text} is not a rate such as 1gbps or 200mbps")
+    return Rate(round(float(match["number"]) * _UNIT_BITS[match["unit"].lower()]))
+
+
+def network_problems(rate: Rate, ranks: int, device: DeviceKind) -> Iterator[str]:
+    """Why this machine cannot shape this run's traffic."""
+    if device is not DeviceKind.CPU:
+        yield f"NET={rate.text} shapes traffic between CPU ranks; name a target that ends in cpu."
+    if ranks % NODES:
+        yield f"NET={rate.text} puts half of the ranks on each side of a link, and {ranks} is odd."
+    if rate.bits_per_second > FASTEST_BITS_PER_SECOND:
+        yield (
+            f"NET={rate.text} is more than CPU ranks reach unshaped (12 to 14 Gbit/s), so it would "
+            "measure gloo; use 10gbps or less, and 'make plan' for faster links."
+        )
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        yield f"NET= needs {' and '.join(missing)}; install the package iproute2, or leave NET= out."
+    if os.geteuid() != 0:
+        yield "NET= needs root to make network namespaces; run as root, or leave NET= out."
+
+
+def command(rate: Rate, ranks: int, python: str, program: Sequence[str]) -> tuple[str, ...]:
+    """What runs a program's ranks on both sides of a shaped link."""
+    return (python, "-m", "tools.launch.network", rate.text, str(ranks), "--", *program)
+
+
+def run(rate: Rate, ranks: int, program: Sequence[str]) -> int:
+    """One torchrun in each namespace; the first exit code that is not 0."""
+    with _link(rate, f"kit{os.getpid()}") as sides:
+        nodes = [
+            subprocess.Popen(_node(side, sides, ranks, program), env=_environment(side))
+            for side in sides
+        ]
+        try:
+            return _wait(nodes)
+        finally:
+            _end(nodes)
+            for side in sides:
+                print(f" > network: {side.namespace} sent {_sent_bytes(side)} bytes", flush=True)
+
+
+@dataclass(frozen=True)
+class _Side:
+    rank: int
+    namespace: str
+    device: str
+    address: str
+
+
+@contextmanager
+def _link(rate: Rate, name: str) -> Iterator[tuple[_Side, ...]]:
+    _sweep()
+    sides = tuple(
+        _Side(rank, f"{name}{end}", f"{name}{end}", f"10.77.0.{rank + 1}")
+        for rank, end in enumerate("ab")
+    )
+    try:
+        for side in sides:
+            _do("ip", "netns", "add", side.namespace)
+        one, two = (side.device for side in sides)
+        _do("ip", "link", "add", one, "type", "veth", "peer", "name", two)
+        for side in sides:
+            _do("ip", "link", "set", side.device, "netns", side.namespace)
+            _inside(side, "ip", "addr", "add", f"{side.address}/24", "dev", side.device)
+            _inside(side, "ip", "link", "set", side.device, "up")
+            _inside(side, "ip", "link", "set", "lo", "up")
+            _inside(side, "tc", "qdisc", "add", "dev", side.device, "root", *_bucket(rate))
+        yield sides
+    finally:
+        for side in sides:
+            subprocess.run(("ip", "netns", "del", side.namespace), check=False, capture_output=True)
+
+
+def _sweep() -> None:
+    """Remove namespaces of launchers that were killed before they could."""
+    for line in _do("ip", "netns", "list").splitlines():
+        match = re.match(r"kit(\d+)[ab]\b", line)
+        if match and not Path(f"/proc/{match[1]}").exists():
+            _do("ip", "netns", "del", line.split()[0])
+
+
+def _bucket(rate: Rate) -> tuple[str, ...]:
+    # A millisecond's worth, and never less than a segment of 64 KiB, which veth hands over whole.
+    burst = max(rate.bits_per_second // 8 // 1000, 128 << 10)
+    return ("tbf", "rate", f"{rate.bits_per_second}bit", "burst", str(burst), "latency", "50ms")
+
+
+def _node(
+    side: _Side, sides: Sequence[_Side], ranks: int, program: Sequence[str]
+) -> tuple[str, ...]:
+    return (
+        *("ip", "netns", "exec", side.namespace),
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(NODES), "--node-rank", str(side.rank)),
+        *("--nproc-per-node", str(ranks // NODES)),
+        *("--master-addr", sides[0].address, "--master-port", str(_PORT)),
+        *program,
+    )
+
+
+def _environment(side: _Side) -> dict[str, str]:
+    # gloo would take the address of the machine's name, which the namespace cannot reach.
+    return {**os.environ, "GLOO_SOCKET_IFNAME": side.device, "TP_SOCKET_IFNAME": side.device}
+
+
+def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        codes = [node.poll() for node in nodes]
+        failed = next((code for code in codes if code), None)
+        if failed is not None or None not in codes:
+            return failed or 0
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask, then force: torchrun waits minutes for a node that has failed."""
+    family = [psutil.Process(node.pid) for node in nodes if node.poll() is None]
+    family += [child for parent in family for child in parent.children(recursive=True)]
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in psutil.wait_procs(family, _GRACE_SECONDS)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for node in nodes:
+        node.wait()
+
+
+def _sent_bytes(side: _Side) -> int:
+    answer = _inside(side, "cat", f"/sys/class/net/{side.device}/statistics/tx_bytes")
+    return int(answer) if answer.strip().isdigit() else 0
+
+
+def _inside(side: _Side, *words: str) -> str:
+    return _do("ip", "netns", "exec", side.namespace, *words)
+
+
+def _do(*words: str) -> str:
+    answer = subprocess.run(words, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        sys.exit(f"NET= cannot shape traffic here: '{' '.join(words)}': {answer.stderr.strip()}")
+    return answer.stdout
+
+
+def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    wanted, count, separator, *words = sys.argv[1:]
+    sys.exit(run(parse_rate(wanted), int(count), words))
