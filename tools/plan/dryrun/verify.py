@@ -27,9 +27,17 @@ class Verified:
 
 
 def verify(plan: Plan, count: int) -> list[Verified]:
-    """Dry-run the first and last rank of the `count` best candidates."""
+    """Dry-run the first and last rank of the `count` best candidates that a dry run can show.
+
+    Those passed over are in the list with their refusal.
+    """
+    verified: list[Verified] = []
     with DryRunner() as runner:
-        return [_verified(runner, plan, candidate) for candidate in plan.ranked[:count]]
+        for candidate in plan.ranked:
+            if sum(not item.refusal for item in verified) == count:
+                break
+            verified.append(_verified(runner, plan, candidate))
+    return verified
 
 
 def print_verified(verified: list[Verified], console: Console) -> None:
