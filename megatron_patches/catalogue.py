@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_patches import (
-    context_parallel_attention,
+    attention,
     cuda_extensions,
     dataset_helpers,
     device_mesh,
@@ -24,7 +24,7 @@ PATCHES: tuple[Patch, ...] = (
     dataset_helpers.PATCH,
     gradient_norm.PATCH,
     sequence_parallel_norm.PATCH,
-    context_parallel_attention.PATCH,
+    attention.PATCH,
     ledger.PATCH,
     start_weights.PATCH,
 )

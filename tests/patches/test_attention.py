@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megatron_patches.context_parallel_attention import attend, causal_mask, positions_of_rank
+from megatron_patches.attention import attend, causal_mask, positions_of_rank
 
 
 def test_a_rank_holds_its_chunk_and_the_mirrored_one() -> None:
@@ -43,3 +43,10 @@ def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, grou
         mask = causal_mask(rank, ranks, length // ranks)
         part = attend(query[mine], key[order], value[order], mask, scale, 0.0)
         torch.testing.assert_close(part, whole[mine])
+
+
+def test_attention_without_a_mask_is_causal() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 8, 2, 4, 8, dtype=torch.float64)
+    whole = attend(query, key, value, causal_mask(0, 1, 8), 0.3, 0.0)
+    torch.testing.assert_close(attend(query, key, value, None, 0.3, 0.0), whole)

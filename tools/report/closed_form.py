@@ -30,7 +30,7 @@ def configuration_of_run(run: Run) -> Configuration:
     if setup.shape is None or setup.parallelism is None or setup.batch is None:
         raise NoClosedFormError("shape, split or batch of the run are not known")
     # Megatron's own layers, for hosts without Transformer Engine, keep the scores of attention; their
-    # context parallelism gathers K and V (megatron_patches/context_parallel_attention.py).
+    # context parallelism gathers K and V (megatron_patches/attention.py).
     local = setup.device == "cpu" or _argument(run, "transformer_impl") == "local"
     return Configuration(
         shape=setup.shape,

@@ -1,4 +1,4 @@
-"""Causal attention over a sequence that is split between context-parallel ranks, on SDPA.
+"""Causal attention on SDPA: over a sequence split between ranks, and whole on a GPU.
 
 Megatron's own DotProductAttention refuses context parallelism. Rank r of c holds the chunks r and
 2c−1−r of 2c, so that causal work is even. Here K and V are gathered over the group and gathered again
@@ -40,14 +40,18 @@ def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, p: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, p: float
 ) -> Tensor:
-    """SDPA in Megatron's layout: [s, b, heads, width] in, [s, b, heads·width] out."""
+    """SDPA in Megatron's layout: [s, b, heads, width] in, [s, b, heads·width] out.
+
+    Without a mask it is causal, which flash kernels can do without keeping scores.
+    """
     out = torch.nn.functional.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
         attn_mask=mask,
+        is_causal=mask is None,
         dropout_p=p,
         scale=scale,
         enable_gqa=query.size(2) != key.size(2),
@@ -71,21 +75,35 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer.enums import AttnMaskType
 
+    def attend_forked(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        dropout = self.attention_dropout.p if self.training else 0.0
+        arguments = (query, key, value, mask, self.softmax_scale, dropout)
+        if self.config.sequence_parallel:
+            return attend(*arguments)
+        # As Megatron's own: TP ranks hold different heads and must drop different scores.
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return attend(*arguments)
+
     def attend_gathered(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         group = parallel_state.get_context_parallel_group()
         # Gathers along the sequence; its backward is the reduce-scatter of dK and dV.
         gather = functools.partial(gather_from_sequence_parallel_region, group=group)
         mask = causal_mask(group.rank(), group.size(), query.size(0)).to(query.device)
-        dropout = self.attention_dropout.p if self.training else 0.0
-        return attend(query, gather(key), gather(value), mask, self.softmax_scale, dropout)
+        return attend_forked(self, query, gather(key), gather(value), mask)
 
     @functools.wraps(original)
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
+        is_plain = self.attn_mask_type == AttnMaskType.causal and self.config.window_size is None
         if self.config.context_parallel_size == 1:
+            # CPU ranks keep Megatron's own attention; on a GPU its scores would fill the memory.
+            if query.is_cuda and is_plain:
+                return attend_forked(self, query, key, value, None)
             return original(self, query, key, value, *args, **kwargs)
-        if self.attn_mask_type != AttnMaskType.causal or self.config.window_size is not None:
+        if not is_plain:
             raise NotImplementedError(
                 f"Context parallelism without Transformer Engine knows plain causal attention, not "
                 f"{self.attn_mask_type} with window {self.config.window_size}."
@@ -100,8 +118,8 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 PATCH = Patch(
-    name="context_parallel_attention",
-    reason="Megatron's own attention refuses context parallelism without Transformer Engine",
+    name="attention",
+    reason="Megatron's own attention refuses context parallelism and keeps its scores",
     needed=lambda situation: not situation.has_transformer_engine,
     replacements=(
         Replacement(
