@@ -10,9 +10,9 @@ import deepspeed  # type: ignore[import-not-found]
 import torch
 from torch import Tensor
 
-from examples.native.engines import MicroBatch, Update
+from examples.native.engines import MicroBatch, Update, count_parameters
 from examples.native.model import GPT, mean_loss
-from examples.native.optimizer import adamw
+from examples.native.optimizer import adamw, clip_gradients
 from examples.native.parallel import Ranks
 from examples.native.settings import Settings
 from examples.native.watch import Watch
@@ -25,15 +25,16 @@ class DeepSpeedEngine:
 
     def __init__(self, model: GPT, settings: Settings, ranks: Ranks, watch: Watch) -> None:
         self._watch = watch
+        # Stage 0 in fp32 clips with torch's fp32 norm, which is off for a large embedding (see
+        # megatron_patches/gradient_norm.py): here the engines' own clips, before DeepSpeed's update.
+        self._clips = settings.zero_stage == 0 and not (settings.fp16 or settings.bf16)
         self._settings = settings
         os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
         micro_batches = settings.global_batch_size // (settings.micro_batch_size * ranks.data_size)
         self._engine: Any = deepspeed.initialize(
             model=model,
             optimizer=adamw(model, settings),
-            config=configuration(
-                settings, micro_batches, sum(p.numel() for p in model.parameters())
-            ),
+            config=configuration(settings, micro_batches, count_parameters(model), self._clips),
             dist_init_required=False,
         )[0]
 
@@ -57,16 +58,21 @@ class DeepSpeedEngine:
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = learning_rate
             skipped_before = self._engine.skipped_steps
+            norm = self._clip() if self._clips else None
             self._engine.step()
         self._watch.end_step()
         scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
-        norm = self._engine.get_global_grad_norm()
+        norm = norm if self._clips else self._engine.get_global_grad_norm()
         skipped = self._engine.skipped_steps > skipped_before
-        # Stage 0 clips in fp32 without keeping the norm.
         return Update(None if norm is None else float(norm), scale, skipped)
 
+    def _clip(self) -> float:
+        return clip_gradients(self._engine.module.parameters(), self._settings.clip_grad)
 
-def configuration(settings: Settings, micro_batches: int, parameters: int) -> dict[str, Any]:
+
+def configuration(
+    settings: Settings, micro_batches: int, parameters: int, own_clipping: bool
+) -> dict[str, Any]:
     """DeepSpeed's configuration for Megatron's flags.
 
     Its buckets default to 500M elements, allocated whatever the model's size; none is larger than the
@@ -76,7 +82,7 @@ def configuration(settings: Settings, micro_batches: int, parameters: int) -> di
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": settings.clip_grad,
+        "gradient_clipping": 0.0 if own_clipping else settings.clip_grad,
         "zero_optimization": {
             "stage": settings.zero_stage,
             "reduce_bucket_size": bucket,

@@ -21,8 +21,16 @@ RUNS = (
 )
 """Replicated, then fully sharded, then the bare passes that overhead is counted from."""
 
-_HEADER = ["Backend", "Strategy", "Status", "Parity", "ms/iteration [95%]", "Overhead", "Samples/s"]
-_HEADER += ["Sent/iteration", "Peak memory", "Loss", "What ran"]
+_HEADER = [
+    "Backend",
+    "Strategy",
+    "Status",
+    "Parity",
+    "ms/iteration [95%]",
+    "Passes alone",
+    "Overhead",
+]
+_HEADER += ["Against bare", "Samples/s", "Sent/iteration", "Peak memory", "Loss", "What ran"]
 
 
 def render(model: str, runs: Sequence[Measured], missing: Sequence[str] = ()) -> str:
@@ -32,10 +40,12 @@ def render(model: str, runs: Sequence[Measured], missing: Sequence[str] = ()) ->
         (
             f"# Backends compared: {model}",
             "All start from the same weights and read the same batches in the same order; parity says "
-            "whether they print the same losses. Overhead is the iteration's time over that of `bare`: "
-            "forward and backward of the same model on the same ranks at once, without communication, "
-            "clipping or update. In write-up 000 the two backends had different optimizers and "
-            'neither sharded anything, so its "native is 7.6% faster" says nothing of either.',
+            "whether they print the same losses. Overhead is what an iteration takes over its own "
+            "forward and backward, counted without the communication inside them. `bare` is plain "
+            "PyTorch's forward and backward on the same ranks at once, without communication, clipping "
+            "or update; who is faster than bare has faster kernels.",
+            "In write-up 000 the two backends had different optimizers and neither sharded anything, "
+            'so its "native is 7.6% faster" says nothing of either.',
             table(_HEADER, [_row(run, bare) for run in runs]),
             "\n".join(f"- {sentence}" for sentence in (*verdicts(runs), *missing)),
         )
@@ -66,6 +76,10 @@ def _verdict(result: Comparison) -> str:
     return f"{speed}, which is {result.verdict}."
 
 
+def _signed_percent(share: float | None) -> str:
+    return DASH if share is None else f"{share:+.1%}"
+
+
 def _row(run: Measured, bare: Measured | None) -> list[str]:
     over = ratio(run.milliseconds, bare.milliseconds if bare else None)
     return [
@@ -74,7 +88,9 @@ def _row(run: Measured, bare: Measured | None) -> list[str]:
         run.status,
         "" if run is bare else run.parity,
         interval(run),
-        DASH if over is None or run is bare else f"{over - 1:+.1%}",
+        DASH if run.pass_seconds is None else f"{run.pass_seconds * 1000:.1f} ms",
+        _signed_percent(run.overhead),
+        _signed_percent(None if over is None or run is bare else over - 1),
         number(run.samples_per_second),
         megabytes(run.sent_bytes),
         megabytes(run.peak_bytes),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.measurements import Phase, RankTime
 from tools.report.published import load_published
 from tools.report.report_data import Entry, build_report
 from tools.report.runs import load_runs
@@ -32,6 +33,10 @@ class Measured:
     """What the busiest rank puts on the wire in an iteration."""
     communication_seconds: float | None
     """The mean rank stands still for communication, in an iteration."""
+    pass_seconds: float | None
+    """Forward and backward of an iteration without the communication inside them; mean rank."""
+    overhead: float | None
+    """The iteration over those passes, less one; both from the same clock readings."""
     shares: tuple[float, float, float] | None
     """Forward, backward and optimizer, of their sum; mean over the ranks."""
     final_loss: float | None
@@ -67,6 +72,7 @@ def _measured(entry: Entry, folder: Path) -> Measured:
     record, _ = read_time_ledger(folder)
     ranks = record.ranks if record else ()
     shares = [rank.as_published for rank in time_shares(record)] if record else []
+    passes = mean(map(_passes, ranks))
     row = entry.row
     return Measured(
         backend=row.backend or "",
@@ -80,6 +86,8 @@ def _measured(entry: Entry, folder: Path) -> Measured:
         communication_seconds=mean(sum(rank.communication_seconds.values()) for rank in ranks)
         if ranks
         else None,
+        pass_seconds=passes or None,
+        overhead=mean(rank.iteration_seconds for rank in ranks) / passes - 1 if passes else None,
         shares=_mean_shares(shares) if shares else None,
         final_loss=row.final_loss,
         implementation=implementation(entry),
@@ -110,6 +118,13 @@ _SHARDED_BY = {
     "zero3": "Megatron-FSDP optim_grads_params of",
     "fsdp2": "torch FSDP2, wrapped by",
 }
+
+
+def _passes(rank: RankTime) -> float:
+    return sum(
+        rank.phase_seconds.get(phase, 0.0) - rank.communication_seconds.get(phase, 0.0)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
 
 
 def _mean_shares(shares: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
