@@ -43,6 +43,11 @@ def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> Non
     assert first.agrees
     assert last.agrees
     assert first.report.in_flight == 2
+    for comparison in (first, last):
+        measured, closed = comparison.memory["activations"]
+        assert measured == pytest.approx(closed, rel=0.003)
+        measured, closed = comparison.memory["peak"]
+        assert measured == pytest.approx(closed, rel=0.015)
     assert max(first.report.process_bytes, last.report.process_bytes) < 4 * 2**30
 
 

@@ -98,6 +98,18 @@ def _fused(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def _as_one_kernel(_: Any) -> Callable[..., torch.Tensor]:
+    def dropout(
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,  # noqa: ARG001 - torch's signature
+    ) -> torch.Tensor:
+        return torch.native_dropout(input, p, training)[0] if training and p else input
+
+    return dropout
+
+
 FAKE_PATCHES = (
     Patch(
         name="calls_end_at_the_group",
@@ -141,6 +153,12 @@ FAKE_PATCHES = (
         reason="torch's plain Adam holds temporaries that the fused ones of Transformer Engine do not",
         needed=lambda situation: True,
         replacements=(Replacement("torch.optim:AdamW.__init__", _fused),),
+    ),
+    Patch(
+        name="one_byte_dropout_masks",
+        reason="on a CPU dropout keeps its mask in the activations' dtype, on a GPU in one byte",
+        needed=lambda situation: True,
+        replacements=(Replacement("torch.nn.functional:dropout", _as_one_kernel),),
     ),
     Patch(
         name="fake_parameters",
