@@ -11,10 +11,11 @@ from tests.plan.dry_runs import Case, run_case, small_model
 from tools.measurements import MemoryCategory, Operation, Phase
 from tools.plan.__main__ import main
 from tools.plan.configuration import Configuration, configuration_of
-from tools.plan.dryrun.comparison import Comparison
+from tools.plan.dryrun.comparison import CallDifference, Comparison
 from tools.plan.dryrun.job import DryRunError, check, flags_of, ranks_named
 from tools.plan.dryrun.process import DryRunner
 from tools.plan.dryrun.rank.experts import even_loads
+from tools.plan.dryrun.show import as_data, verdict
 from tools.recipe.model import ROOT, Model, load_model
 from tools.records import Batch, Parallelism, Sharding
 
@@ -67,6 +68,7 @@ def test_every_stage_of_175b_takes_a_minute_and_four_gibibytes() -> None:
     assert [comparison.report.in_flight for comparison in comparisons] == [16, 8, 1]
 
 
+@pytest.mark.slow
 def test_published_pipeline_stages_have_their_published_parameters(dry_runner: DryRunner) -> None:
     model = load_model("gpt2-large")
     configuration = configured(model, Parallelism(pipeline=2), Batch(64, 64))
@@ -185,7 +187,20 @@ def test_an_expert_gets_an_equal_share_over_ep_and_tp(dry_runner: DryRunner) -> 
     assert comparison.differences == ()
 
 
-def test_data_holds_every_call_and_category(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_data_say_that_all_calls_are_equal(dry_runner: DryRunner) -> None:
+    configuration = configured(TINY, Parallelism(pipeline=2), Batch(1, 2))
+    (comparison,) = of_ranks(dry_runner, TINY, configuration, "last")
+    assert verdict(comparison).startswith("Parameters and all ")
+    (rank,) = as_data(TINY, configuration, [comparison])["ranks"]
+    assert sum(call["wire_bytes"] for call in rank["calls"]) == rank["wire_bytes"]
+    wrong = replace(comparison, differences=(CallDifference("tp", "all_reduce", 8, 1, 2),))
+    assert "tp all_reduce of 8 bytes: 1 calls in the dry run, 2 in the closed form" in verdict(
+        wrong
+    )
+
+
+@pytest.mark.slow
+def test_the_command_prints_every_call_and_category(capsys: pytest.CaptureFixture[str]) -> None:
     words = "dryrun --model gpt2-tiny --pipeline 2 --micro-batch 1 --ranks last --json"
     assert main(words.split()) == 0
     data = json.loads(capsys.readouterr().out)
