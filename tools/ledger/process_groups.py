@@ -48,6 +48,9 @@ _METHODS = {
     "recv_anysource": (Operation.RECEIVE, 0),
     "barrier": (Operation.BARRIER, 0),
 }
+METHODS = tuple(name for name in _METHODS if hasattr(ProcessGroup, name))
+"""Every method of a process group, in this torch, that a call ends in."""
+
 # Functional operator: operation; its input is the first argument, its group's name the last.
 _FUNCTIONAL = {
     "all_reduce": Operation.ALL_REDUCE,
@@ -70,9 +73,8 @@ class CallWatcher:
 
     def install(self) -> None:
         """Wrap torch's classes and operators; for the life of the process."""
-        for name, (operation, position) in _METHODS.items():
-            if hasattr(ProcessGroup, name):
-                setattr(ProcessGroup, name, self._method(name, operation, position))
+        for name in METHODS:
+            setattr(ProcessGroup, name, self._method(name, *_METHODS[name]))
         setattr(Work, "wait", self._wait(Work.wait))  # noqa: B010 - mypy knows it as a method
         functional = torch.ops._c10d_functional
         for name, operation in _FUNCTIONAL.items():

@@ -8,37 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._C._distributed_c10d import FakeWork
 
 from megatron_patches.registry import Patch, Replacement
-
-_METHODS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "_allgather_base",
-    "all_gather_single",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "recv",
-    "recv_anysource",
-    "barrier",
-)
-"""Names changed over torch 2.8 to 2.15; those that this torch lacks are left out."""
+from tools.ledger.process_groups import METHODS
 
 
 def _moved_at_once(_: Any) -> Callable[..., FakeWork]:
@@ -117,8 +90,7 @@ FAKE_PATCHES = (
         needed=lambda situation: True,
         replacements=tuple(
             Replacement(f"torch.distributed:ProcessGroup.{name}", _moved_at_once)
-            for name in _METHODS
-            if hasattr(ProcessGroup, name)
+            for name in METHODS
         ),
     ),
     Patch(
