@@ -7,6 +7,7 @@ from megatron_patches import (
     cuda_extensions,
     dataset_helpers,
     device_mesh,
+    fsdp_in_order,
     gradient_norm,
     host_device,
     ledger,
@@ -26,5 +27,6 @@ PATCHES: tuple[Patch, ...] = (
     sequence_parallel_norm.PATCH,
     attention.PATCH,
     ledger.PATCH,
+    fsdp_in_order.PATCH,
     start_weights.PATCH,
 )
