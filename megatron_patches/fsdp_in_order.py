@@ -1,8 +1,8 @@
 """Megatron-FSDP's gathers on CPU ranks: finished when they are issued.
 
 With CUDA a gather left in flight is ordered by its stream against whatever reads, frees or sends next.
-gloo's runs in a thread of its own that nothing orders: beside tensor parallelism a rank once died in that
-thread, in memory that had been freed. Waiting where the gather is issued is the order of a stream.
+gloo's runs in a thread of its own that nothing orders: beside tensor parallelism a rank once died in
+that thread, in memory that had been freed. Waiting where the gather is issued is the order of a stream.
 """
 
 from __future__ import annotations
