@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from megatron_patches.situation import checkout_version
 from tools.launch.errors import LaunchError
 from tools.recipe.model import ROOT
 from tools.records import Entry
@@ -29,7 +30,7 @@ def find_entry(megatron_lm: Path | None) -> Entry:
             ) from None
     return Entry(
         path=str(megatron_lm / "pretrain_gpt.py"),
-        megatron_version=_checkout_version(megatron_lm),
+        megatron_version=_version_of(megatron_lm),
         megatron_commit=commit_of(megatron_lm),
     )
 
@@ -64,16 +65,10 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _checkout_version(checkout: Path) -> str:
-    file = checkout / "megatron" / "core" / "package_info.py"
+def _version_of(checkout: Path) -> str:
     try:
-        found = dict(
-            re.findall(
-                r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*['\"]?(\w*)", file.read_text(), re.M
-            )
-        )
-        return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
-    except (OSError, KeyError):
+        return str(checkout_version(checkout))
+    except (OSError, LookupError):
         raise LaunchError(
             f"MEGATRON_LM={checkout} does not state its version in megatron/core/package_info.py; "
             "point it at a Megatron-LM checkout."

@@ -9,29 +9,12 @@ from typing import Any
 import msgspec
 
 from tools import records
+from tools.ledger.rank_file import RankLedger
 from tools.measurements import (
     CommunicationRecord,
     MemoryRecord,
-    RankCommunication,
-    RankMemory,
-    RankTime,
     TimeRecord,
 )
-
-
-class _Span(msgspec.Struct, frozen=True):
-    name: str
-    category: str
-    start_ns: int
-    end_ns: int
-
-
-class _RankFile(msgspec.Struct, frozen=True):
-    rank: int
-    communication: RankCommunication
-    time: RankTime
-    memory: RankMemory | None
-    spans: tuple[_Span, ...]
 
 
 def collect(folder: Path) -> None:
@@ -52,11 +35,11 @@ def collect(folder: Path) -> None:
     (folder / records.TRACE_FILE).write_bytes(msgspec.json.encode(trace))
 
 
-def _read(file: Path) -> _RankFile:
-    return msgspec.json.decode(file.read_bytes(), type=_RankFile)
+def _read(file: Path) -> RankLedger:
+    return msgspec.json.decode(file.read_bytes(), type=RankLedger)
 
 
-def _events(ranks: Iterable[_RankFile]) -> Iterable[dict[str, Any]]:
+def _events(ranks: Iterable[RankLedger]) -> Iterable[dict[str, Any]]:
     """Chrome's trace format: microseconds on one axis, a process a rank, a thread a category."""
     ranks = list(ranks)
     origin = min((span.start_ns for rank in ranks for span in rank.spans), default=0)

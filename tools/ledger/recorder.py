@@ -13,8 +13,8 @@ import msgspec
 from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.process_groups import CallWatcher
+from tools.ledger.rank_file import RankLedger
 from tools.ledger.timeline import Span, Timeline
-from tools.measurements import RankCommunication, RankMemory, RankTime
 
 FOLDER_VARIABLE = "KIT_LEDGER"
 """Names the folder that ranks write to; without it nothing is installed and nothing costs anything."""
@@ -25,16 +25,6 @@ MEMORY_ITERATION = 2
 TRACED_ITERATION = 4
 WRITE_EVERY = 100
 """Iterations; a killed rank leaves what it had counted until then."""
-
-
-class RankLedger(msgspec.Struct, frozen=True):
-    """A rank's own file, `rank<N>.json`."""
-
-    rank: int
-    communication: RankCommunication
-    time: RankTime
-    memory: RankMemory | None
-    spans: tuple[Span, ...]
 
 
 class Recorder:
