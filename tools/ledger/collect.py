@@ -15,10 +15,13 @@ from tools.measurements import (
     MemoryRecord,
     TimeRecord,
 )
+from tools.routing import RoutingRecord
 
 
 def collect(folder: Path) -> None:
-    """Write `comm.json`, `memory.json`, `time.json` and `trace.json` of a run from its ranks' files.
+    """Write `comm.json`, `memory.json`, `time.json`, `trace.json` of a run from its ranks' files.
+
+    A mixture of experts gets a `routing.json` too.
 
     Ranks that left none are missing there too; a run without any gets no file.
     """
@@ -31,6 +34,9 @@ def collect(folder: Path) -> None:
     records.write_record(folder / records.COMMUNICATION_FILE, communication)
     records.write_record(folder / records.MEMORY_FILE, memory)
     records.write_record(folder / records.TIME_FILE, TimeRecord(tuple(rank.time for rank in ranks)))
+    routing = tuple(rank.routing for rank in ranks if rank.routing is not None)
+    if routing:
+        records.write_record(folder / records.ROUTING_FILE, RoutingRecord(routing))
     trace = {"traceEvents": list(_events(ranks)), "displayTimeUnit": "ms"}
     (folder / records.TRACE_FILE).write_bytes(msgspec.json.encode(trace))
 

@@ -6,6 +6,7 @@ import msgspec
 
 from tools.ledger.timeline import Span
 from tools.measurements import RankCommunication, RankMemory, RankTime
+from tools.routing import RankRouting
 
 
 class RankLedger(msgspec.Struct, frozen=True):
@@ -16,3 +17,5 @@ class RankLedger(msgspec.Struct, frozen=True):
     time: RankTime
     memory: RankMemory | None
     spans: tuple[Span, ...]
+    routing: RankRouting | None = None
+    """Of a mixture of experts."""

@@ -14,6 +14,7 @@ from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.process_groups import CallWatcher
 from tools.ledger.rank_file import RankLedger
+from tools.ledger.routing import RoutingLedger
 from tools.ledger.timeline import Span, Timeline
 
 FOLDER_VARIABLE = "KIT_LEDGER"
@@ -39,6 +40,7 @@ class Recorder:
         self._spans: tuple[Span, ...] = ()
         self.timeline = Timeline()
         self.memory = MemoryLedger(self.timeline)
+        self._routing = RoutingLedger()
         self._watcher = CallWatcher(self._communication, self.timeline)
 
     @classmethod
@@ -50,6 +52,7 @@ class Recorder:
     def install(self) -> None:
         """Begin to watch this process."""
         self._watcher.install()
+        self._routing.install()
         atexit.register(self._write)
 
     def begin_iteration(self, models: Any, optimizer: Any) -> None:
@@ -69,6 +72,7 @@ class Recorder:
     def end_step(self) -> None:
         """The optimizer step is done; logging and evaluation may follow before the next."""
         self.memory.stop()
+        self._routing.end_iteration(self._iteration)
 
     def _finish_iteration(self, nanoseconds: int, phases: dict[Any, int]) -> None:
         if self._iteration != MEMORY_ITERATION:
@@ -86,6 +90,7 @@ class Recorder:
             self._communication.time(self._rank),
             self.memory.result,
             self._spans,
+            self._routing.result(self._rank),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}.json"
