@@ -11,7 +11,7 @@ MEASURED = $(wildcard runs/calibration-$(shell uname -n)-$(or $(GPU),h200).json)
 
 .PHONY: help setup list demo plan dryrun schedules report explain bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
-	doctor image reproduce setup-deepspeed compare-zero compare-backends test test-slow lint clean
+	doctor image reproduce setup-deepspeed compare-zero compare-backends sweep test test-slow lint clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
@@ -70,6 +70,9 @@ compare-zero: setup ## data parallel, pipeline and ZeRO-1/2/3, as the tables of 
 
 compare-backends: setup ## Megatron, plain PyTorch and DeepSpeed, against bare forward and backward
 	@$(VENV_PYTHON) -m tools.launch compare backends --model $(or $(MODEL),gpt2-tiny)
+
+sweep: setup ## sizes against devices, goes on when repeated: MODELS= STRATEGIES= BACKENDS= DEVICES="1cpu 2cpu" REPEATS= NAME=
+	@$(VENV_PYTHON) -m tools.launch sweep
 
 train-auto-%: setup ## train-auto-<model>-<N>cpu or gpu: plans, says why, trains; CALIBRATE=1 measures first
 	@$(VENV_PYTHON) -m tools.launch target $@

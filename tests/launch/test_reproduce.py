@@ -14,8 +14,9 @@ from tools.launch import reproduce as module
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.launch.finished import finished_run
 from tools.launch.options import Options, RuntimeName
-from tools.launch.reproduce import announcement, compose_six, finished_run, reproduce
+from tools.launch.reproduce import announcement, compose_six, reproduce
 from tools.launch.run_folder import create_run_folder
 from tools.recipe.strategy import NAMED
 from tools.records import Status, StatusRecord

@@ -4,7 +4,7 @@ python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch compare zero|backends --model NAME     ZeRO's stages, or the backends
-python -m tools.launch demo | list | image | reproduce
+python -m tools.launch demo | list | image | reproduce | sweep
 """
 
 from __future__ import annotations
@@ -81,6 +81,13 @@ def _compare(command: argparse.Namespace, options: Options, console: Console) ->
     return run(command.model, options, console)
 
 
+def _sweep(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.sweep.request import request_from_environment
+    from tools.launch.sweep.run import sweep
+
+    return sweep(request_from_environment(), options, console)
+
+
 def _train(command: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.train import start_target, train
 
@@ -96,6 +103,7 @@ _HANDLERS = {
     "module": _module,
     "reproduce": _reproduce,
     "compare": _compare,
+    "sweep": _sweep,
     "target": _train,
     "run": _train,
 }
@@ -114,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
     compare.add_argument("what", choices=("zero", "backends"))
     compare.add_argument("--model", default="gpt2-tiny")
+    commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
     commands.add_parser("list", help="models, strategies, and what runs here")
     commands.add_parser("image", help="build the container's image")
     commands.add_parser("reproduce", help="the six published runs, then the report")

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-import msgspec
 from rich.console import Console
 
 from tools import records
 from tools.launch.compose import Launch
-from tools.launch.devices import gpu_names
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
+from tools.launch.finished import finished_run
 from tools.launch.options import Options
 from tools.launch.preflight import LOG_BYTES, check
 from tools.launch.runtime import choose_runtime
@@ -118,29 +117,6 @@ def announcement(launches: Sequence[Launch], runs: Path) -> str:
         f"iterations each ({SKIPPED_ITERATIONS} were skipped by fp16 in the published ones): about "
         f"{minutes:.0f} minutes on the published hardware, and up to "
         f"{len(left) * LOG_BYTES / 2**20:.0f} MiB in {runs}. No checkpoints are written."
-    )
-
-
-def finished_run(launch: Launch, runs: Path) -> Path | None:
-    """The newest run that did exactly this, here, and ended well."""
-    pattern = f"2*-{launch.strategy}-{launch.model.name}-{launch.devices}{launch.device}"
-    for folder in sorted(runs.glob(pattern), reverse=True):
-        try:
-            record, status = records.read_run(folder), records.read_status(folder)
-        except (OSError, msgspec.MsgspecError):
-            continue
-        if status.status is Status.OK and _same(record, launch):
-            return folder
-    return None
-
-
-def _same(record: records.RunRecord, launch: Launch) -> bool:
-    # What follows the launch's own flags names the run folder.
-    return (
-        record.argv[: len(launch.flags)] == launch.flags
-        and record.entry == launch.entry
-        and record.runtime == launch.runtime.name
-        and record.host.devices == gpu_names()[: launch.devices]
     )
 
 

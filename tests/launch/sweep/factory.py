@@ -1,0 +1,39 @@
+"""Cells with times as a test wants them."""
+
+from tools.launch.options import Backend
+from tools.launch.sweep.cells import Cell
+from tools.launch.sweep.results import Measured
+from tools.plan.parameters import parameters_total
+from tools.recipe.model import load_model
+from tools.records import DeviceKind
+from tools.report.statistics import estimate
+
+SIZES = ("gpt2-tiny", "gpt3-64m", "gpt3-355m")
+
+
+def measured(
+    backend: Backend,
+    milliseconds: float | None,
+    model: str = "gpt2-tiny",
+    devices: int = 1,
+    strategy: str = "baseline",
+    **changes: object,
+) -> Measured:
+    """Times of one percent's scatter about a median; None was never measured."""
+    samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
+    values: dict[str, object] = {
+        "cell": Cell(model, strategy, backend, devices, DeviceKind.CPU),
+        "parameters": parameters_total(load_model(model).shape),
+        "tokens_per_iteration": 512,
+        "estimate": estimate([samples]),
+    }
+    return Measured(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[Measured]:
+    """Megatron's and native's times at each of the sizes."""
+    found = []
+    for model, (megatron, native) in zip(SIZES, milliseconds, strict=False):
+        found.append(measured(Backend.MEGATRON, megatron, model, devices))
+        found.append(measured(Backend.NATIVE, native, model, devices))
+    return found

@@ -1,0 +1,175 @@
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools import records
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.execute import Interrupted
+from tools.launch.options import Options, options_from_environment
+from tools.launch.run_folder import create_run_folder
+from tools.launch.sweep import run as module
+from tools.launch.sweep.cells import compose_cell, plan_cells, variables
+from tools.launch.sweep.request import Request, request_from_environment
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.records import Status, StatusRecord
+
+LINE = (
+    " [2026-01-01 00:00:00.000000] iteration {n:8d}/     500 | consumed samples: {n:12d} |"
+    " elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000000E-03 |"
+    " global batch size:     4 | lm loss: 9.000000E+00 | loss scale: 1.0 | grad norm: 1.000 |"
+    " number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+)
+
+
+class Machine:
+    """Stands for training: runs leave a folder and a log, and end as the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trained: list[str] = []
+        self.ends: dict[str, Status] = {}
+        self.interrupts_at: str = ""
+        monkeypatch.setattr(module, "execute", self._execute)
+        monkeypatch.setattr(module, "ensure_start_checkpoint", lambda *_: None)
+        monkeypatch.setattr("tools.launch.run_folder.kit_commit", lambda: None)
+
+    def _execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
+        name = f"{launch.backend} {launch.strategy}"
+        if name == self.interrupts_at:
+            raise Interrupted
+        self.trained.append(name)
+        folder = create_run_folder(launch, runs)
+        lines = (LINE.format(n=n, ms=100 + 0.1 * (n % 3)) for n in range(1, 26))
+        (folder / records.LOG_FILE).write_text("".join(lines))
+        status = StatusRecord(self.ends.get(name, Status.OK), 0, "Why.")
+        records.write_record(folder / records.STATUS_FILE, status)
+        return folder, status
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.fixture
+def options(sample_prefix: Path, tmp_path: Path) -> Options:
+    return Options(data=str(sample_prefix), runs=tmp_path / "runs")
+
+
+@pytest.fixture
+def request_() -> Request:
+    return request_from_environment({"MODELS": "gpt2-tiny"})
+
+
+ALL = ["megatron baseline", "native baseline", "megatron dp2", "native dp2"]
+
+
+def swept(request: Request, options: Options) -> tuple[int, str]:
+    text = io.StringIO()
+    reports = options.runs.parent / "reports"
+    code = module.sweep(request, options, Console(file=text, width=400), reports)
+    return code, text.getvalue()
+
+
+def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
+    machine: Machine, request_: Request, options: Options
+) -> None:
+    code, text = swept(request_, options)
+    assert (code, machine.trained) == (0, ALL)
+    assert "skipped: megatron dp2 gpt2-tiny 1cpu: Strategy 'dp2' uses 2 device(s)" in text
+    folder = options.runs.parent / "reports" / "sweep"
+    assert {path.name for path in folder.iterdir()} == {
+        *("cells.json", "sweep.md", "sweep.json", "sweep.svg")
+    }
+    assert "native is within noise of megatron" in (folder / "sweep.md").read_text()
+    (first, *_) = json.loads((folder / "sweep.json").read_text())
+    assert first["iteration_ms_median"] == pytest.approx(100.1)
+
+
+def test_what_was_trained_before_is_used_and_only_the_failed_is_tried_again(
+    machine: Machine, request_: Request, options: Options
+) -> None:
+    machine.ends["native baseline"] = Status.CRASHED
+    code, text = swept(request_, options)
+    assert (code, machine.trained) == (1, ALL)
+    assert "crashed: Why." in text
+    machine.trained.clear()
+    machine.ends.clear()
+    code, text = swept(request_, options)
+    assert (code, machine.trained) == (0, ["native baseline"])
+    assert text.count("made before") == 3
+
+
+def test_ctrl_c_leaves_what_there_is_and_the_next_time_goes_on(
+    machine: Machine, request_: Request, options: Options
+) -> None:
+    machine.interrupts_at = "megatron dp2"
+    with pytest.raises(Interrupted):
+        swept(request_, options)
+    text = (options.runs.parent / "reports" / "sweep" / "sweep.md").read_text()
+    assert "2 of 4 cells are not complete" in text
+    machine.interrupts_at = ""
+    code, _ = swept(request_, options)
+    assert (code, machine.trained) == (0, ALL)
+
+
+def test_repeats_lie_apart_and_count_what_is_there(
+    machine: Machine, request_: Request, options: Options
+) -> None:
+    swept(request_, options)
+    machine.trained.clear()
+    swept(request_, replace(options, repeats=3))
+    assert machine.trained == ALL * 2
+
+
+def test_other_settings_are_other_runs(
+    machine: Machine, request_: Request, options: Options
+) -> None:
+    swept(request_, options)
+    machine.trained.clear()
+    swept(request_, replace(options, iterations=30))
+    assert machine.trained == ALL
+
+
+def test_a_sweep_without_a_legal_cell_is_refused_before_anything_is_written(
+    machine: Machine, options: Options
+) -> None:
+    request = request_from_environment({"MODELS": "gpt2-tiny", "DEVICES": "3cpu"})
+    with pytest.raises(LaunchError, match="No cell of this sweep can run here"):
+        swept(request, options)
+    assert not (options.runs.parent / "reports").exists()
+    assert not options.runs.exists()
+
+
+def test_a_dry_run_prints_the_cells_as_data(
+    machine: Machine, request_: Request, options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert swept(request_, replace(options, dry_run=True))[0] == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [cell["target"] for cell in data["cells"]][-1] == "train-dp2-gpt2-tiny-2cpu"
+    assert len(data["skipped"]) == 4
+    assert machine.trained == []
+
+
+def test_a_cells_target_and_variables_make_exactly_its_run(
+    request_: Request, options: Options
+) -> None:
+    options = replace(options, extra=("--adam-eps", "1e-7"), micro_batch_size=2)
+    megatron_only = replace(request_, backends=request_.backends[:1])
+    for cell, launch in plan_cells(megatron_only, options).launches:
+        target = parse_target(cell.target.name)
+        theirs = options_from_environment(variables(cell, options))
+        assert compose_target(target, flags_of_grammar(target), theirs) == launch
+
+
+def test_cells_are_without_dropout_unless_it_is_asked_for(
+    request_: Request, options: Options
+) -> None:
+    (cell, launch), *_ = plan_cells(request_, options).launches
+    assert launch.dropout == 0
+    assert compose_cell(cell, replace(options, dropout=0.1)).dropout == 0.1

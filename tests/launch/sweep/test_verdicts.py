@@ -1,0 +1,83 @@
+from tests.launch.sweep.factory import measured, pair
+from tools.launch.options import Backend
+from tools.launch.sweep.picture import draw_sweep
+from tools.launch.sweep.results import fastest
+from tools.launch.sweep.verdicts import size, verdicts
+from tools.launch.sweep.write import render
+from tools.records import DeviceKind
+
+
+def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:
+    assert verdicts(pair((110, 100), (200, 200.1), (1000, 1200))) == [
+        "On 1 CPU rank megatron overtakes native between gpt2-tiny (3.4M) and gpt3-355m (354.9M); "
+        "within noise of each other at gpt3-64m (63.8M)."
+    ]
+
+
+def test_one_sided_results_say_that_no_size_turns_it_round() -> None:
+    assert verdicts(pair((110, 100), (240, 200), devices=2)) == [
+        "On 2 CPU ranks native is faster than megatron at gpt2-tiny (3.4M) and gpt3-64m (63.8M): "
+        "no size measured turns it round."
+    ]
+
+
+def test_differences_within_noise_are_not_called() -> None:
+    assert verdicts(pair((100, 100.1))) == [
+        "On 1 CPU rank native is within noise of megatron at gpt2-tiny (3.4M): neither overtakes."
+    ]
+
+
+def test_each_number_of_devices_has_a_sentence_of_its_own() -> None:
+    found = verdicts([*pair((110, 100)), *pair((100, 110), devices=2)])
+    assert [sentence.partition(" is")[0] for sentence in found] == [
+        "On 1 CPU rank native",
+        "On 2 CPU ranks megatron",
+    ]
+
+
+def test_a_backend_that_was_never_measured_is_not_compared() -> None:
+    only = [measured(Backend.MEGATRON, 100), measured(Backend.NATIVE, None)]
+    assert verdicts(only) == [
+        "On 1 CPU rank nothing can be said of native against megatron: no size has both."
+    ]
+
+
+def test_batches_of_another_size_are_compared_by_the_token() -> None:
+    small = measured(Backend.MEGATRON, 100)
+    large = measured(Backend.NATIVE, 150, tokens_per_iteration=1024)
+    assert "native is faster" in verdicts([small, large])[0]
+
+
+def test_of_several_strategies_the_fastest_speaks_for_the_backend() -> None:
+    slow = measured(Backend.NATIVE, 200, devices=2, strategy="tp2")
+    fast = measured(Backend.NATIVE, 100, devices=2, strategy="dp2")
+    lines = fastest([slow, fast])
+    assert lines == {((2, DeviceKind.CPU), Backend.NATIVE): [fast]}
+
+
+def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
+    text = render("s", pair((100, 50)), [])
+    rows = [line for line in text.splitlines() if line.startswith("| gpt2-tiny |")]
+    assert "×0.500" in rows[1]
+    assert "the time: faster" in rows[1]
+    assert "the time" not in rows[0]
+    assert "10,240" in rows[1]  # 512 tokens in 50 ms
+
+
+def test_a_failed_cell_stands_in_the_table_with_its_reason_and_the_sweep_as_incomplete() -> None:
+    failed = measured(Backend.NATIVE, None, complete=False, failure="oom: too large")
+    text = render("s", [measured(Backend.MEGATRON, 100), failed], [])
+    assert "oom: too large" in text
+    assert "1 of 2 cells are not complete; the same command goes on." in text
+
+
+def test_the_picture_has_a_line_for_each_backend_and_number_of_devices() -> None:
+    chart = draw_sweep([*pair((110, 100), (240, 200)), *pair((60, 50), devices=2)])
+    assert chart is not None
+    for label in ("megatron, 1 cpu", "native, 1 cpu", "megatron, 2 cpu", "native, 2 cpu"):
+        assert label in chart.svg
+    assert draw_sweep([measured(Backend.NATIVE, None)]) is None
+
+
+def test_sizes_are_short() -> None:
+    assert [size(3_423_616), size(1_300_000_000)] == ["3.4M", "1.3B"]

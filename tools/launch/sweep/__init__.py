@@ -1,0 +1,1 @@
+"""Sizes against devices: every legal cell of models × strategies × backends × devices, measured."""

@@ -1,0 +1,139 @@
+"""The cells of a sweep as data: what each trains, and the rule against those that are not legal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Backend, Options
+from tools.launch.preflight import check
+from tools.launch.sweep.request import Request
+from tools.launch.target import Target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.plan.parameters import parameters_total
+from tools.recipe.model import load_model
+from tools.records import DeviceKind
+
+ITERATIONS = 25
+"""Unless ITERS says more: enough for a bootstrapped interval after the lines that do not count."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination."""
+
+    model: str
+    strategy: str
+    backend: Backend
+    devices: int
+    device: DeviceKind
+
+    @property
+    def target(self) -> Target:
+        """The make target that trains it."""
+        return Target(self.strategy, self.model, self.devices, self.device)
+
+    @property
+    def name(self) -> str:
+        """Short, for people."""
+        return f"{self.backend} {self.strategy} {self.model} {self.devices}{self.device}"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A combination that is not trained, and the rule that says so."""
+
+    cell: Cell
+    rule: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained, smallest model first, and what will not."""
+
+    launches: tuple[tuple[Cell, Launch], ...]
+    skipped: tuple[Skipped, ...]
+
+
+def plan_cells(request: Request, options: Options) -> Plan:
+    """Compose and check every combination; nothing is written."""
+    launches: list[tuple[Cell, Launch]] = []
+    skipped: list[Skipped] = []
+    for cell in cells_of(request):
+        try:
+            launch = compose_cell(cell, options)
+            check(launch, options.runs)
+        except (LaunchError, ValueError) as error:
+            skipped.append(Skipped(cell, " ".join(str(error).split())))
+        else:
+            launches.append((cell, launch))
+    return Plan(tuple(launches), tuple(skipped))
+
+
+def cells_of(request: Request) -> list[Cell]:
+    """Every combination, backends of one model beside one another, small models first."""
+    models = sorted(request.models, key=lambda name: parameters_total(load_model(name).shape))
+    axes = product(models, request.devices, request.strategies, request.backends)
+    return [Cell(model, strategy, backend, *devices) for model, devices, strategy, backend in axes]
+
+
+def compose_cell(cell: Cell, options: Options) -> Launch:
+    """A cell's launch: without dropout unless it is asked for, so that backends can agree.
+
+    Raises:
+        LaunchError: Strategy, backend and devices do not fit each other.
+    """
+    return compose_target(
+        cell.target, flags_of_grammar(cell.target), cell_options(cell.backend, options)
+    )
+
+
+def cell_options(backend: Backend, options: Options) -> Options:
+    """The options under which a cell of this backend is trained."""
+    return replace(
+        options,
+        backend=backend,
+        iterations=options.iterations or ITERATIONS,
+        dropout=0.0 if options.dropout is None else options.dropout,
+    )
+
+
+def variables(cell: Cell, options: Options) -> dict[str, str]:
+    """Make variables under which `make <target>` trains exactly this cell.
+
+    A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
+    """
+    own = cell_options(cell.backend, options)
+    given: dict[str, object] = {
+        "BACKEND": own.backend,
+        "ITERS": own.iterations,
+        "MICRO_BATCH": own.micro_batch_size,
+        "GLOBAL_BATCH": own.global_batch_size,
+        "SEED": own.seed,
+        "DROPOUT": own.dropout,
+        "DATA": own.data,
+        "EXTRA": shlex.join(own.extra) or None,
+        "SHARED_START": None if own.shared_start is None else int(own.shared_start),
+        "LEDGER": int(own.ledger),
+        "MEGATRON_LM": own.megatron_lm,
+        "RUNTIME": own.runtime,
+        "IMAGE": own.image,
+        "NET": own.network,
+        "RUNS": None if own.runs == Options.runs else own.runs,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def as_data(plan: Plan, options: Options) -> dict[str, Sequence[dict[str, object]]]:
+    """`cells.json`: target and variables of each cell; the skipped ones with their rule."""
+    return {
+        "cells": [
+            {"name": cell.name, "target": cell.target.name, "variables": variables(cell, options)}
+            for cell, _ in plan.launches
+        ],
+        "skipped": [{"name": one.cell.name, "rule": one.rule} for one in plan.skipped],
+    }
