@@ -67,6 +67,8 @@ class Parallelism:
     context: int = 1
     expert: int = 1
     """Expert parallelism lies inside data (and context) parallelism; it adds no ranks."""
+    expert_tensor: int = 0
+    """Tensor parallelism inside each expert; 0 is that of all other layers."""
     virtual_stages: int = 1
     """Pipeline stages a rank holds; more than one is the interleaved schedule."""
     sequence_parallel: bool = False
@@ -76,6 +78,16 @@ class Parallelism:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def tensor_of_experts(self) -> int:
+        """Ranks over which each expert's matrices are split (ETP)."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def copies_of_experts(self) -> int:
+        """Expert data parallelism: ranks that hold the same part of the same experts."""
+        return self.world_size // (self.tensor_of_experts * self.expert * self.pipeline)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ _WITHOUT_MEANING = {
     "--no-masked-softmax-fusion": 0,
     "--no-bias-dropout-fusion": 0,
     "--no-persist-layer-norm": 0,
+    "--no-rope-fusion": 0,
     "--no-gradient-accumulation-fusion": 0,
     "--num-workers": 1,
     "--log-throughput": 0,

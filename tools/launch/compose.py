@@ -16,12 +16,13 @@ from tools.launch.network import command as shaped
 from tools.launch.options import Backend, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
-from tools.recipe.model import ROOT, Model
+from tools.recipe.model import GPT2_VOCABULARY, ROOT, Model, with_vocabulary
 from tools.recipe.strategy import batch_for, parallelism_from_flags
 from tools.records import Batch, DeviceKind, Entry, Parallelism, Sharding
 
 RUNTIMES = Path(__file__).parent / "runtimes"
 TINY_ITERATIONS, ITERATIONS = 25, 100
+# What the kit itself prepares holds GPT-2 tokens: whatever is trained on it has GPT-2's vocabulary.
 DEFAULT_DATA = {
     DeviceKind.CPU: "owt-ds/sample_text_document",
     DeviceKind.GPU: "owt-ds/openwebtext-10k_text_document",
@@ -102,20 +103,21 @@ def compose(
         StrategyError: The flags' degrees do not multiply to `devices`.
     """
     parallelism = parallelism_from_flags((*strategy_flags, *options.extra), devices)
+    data = options.data or DEFAULT_DATA[device]
+    if data in DEFAULT_DATA.values():
+        model = with_vocabulary(model, GPT2_VOCABULARY)
     entry = entry_of(runtime, options)
     batch = _batch(model, parallelism, options)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     untied = Flags((*model.flags, *strategy_flags, *options.extra)).has(UNTIED)
     start = start_checkpoint_path(model, entry, options, untied) if shared else None
-    data = options.data or DEFAULT_DATA[device]
     dropout = model.dropout if options.dropout is None else options.dropout
-    iterations = options.iterations or (
-        TINY_ITERATIONS if model.name.endswith("-tiny") else ITERATIONS
-    )
+    iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
     flags = merge_flags(
         model_flags(model, device),
         strategy_flags,
         runtime_flags(device, parallelism, runtime),
+        expert_flags(model, device, runtime),
         ("--micro-batch-size", str(batch.micro_batch_size)),
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(dropout) if options.dropout is not None else (),
@@ -181,6 +183,12 @@ def runtime_flags(
         return read_args_file(RUNTIMES / "host.args")
     # The output layer is Megatron's own also with Transformer Engine, and its fusion is Apex's.
     return () if runtime.apex else ("--no-gradient-accumulation-fusion",)
+
+
+def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[str, ...]:
+    """Grouped GEMM where there is one: Transformer Engine's, which f4fa7d6b has in bf16 only."""
+    grouped = device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
+    return ("--moe-grouped-gemm",) if model.shape.experts and grouped else ()
 
 
 def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:

@@ -36,7 +36,8 @@ def collect(folder: Path) -> None:
     records.write_record(folder / records.TIME_FILE, TimeRecord(tuple(rank.time for rank in ranks)))
     routing = tuple(rank.routing for rank in ranks if rank.routing is not None)
     if routing:
-        records.write_record(folder / records.ROUTING_FILE, RoutingRecord(routing))
+        # Not indented as the others are: it has a number for each expert, layer and iteration.
+        (folder / records.ROUTING_FILE).write_bytes(msgspec.json.encode(RoutingRecord(routing)))
     trace = {"traceEvents": list(_events(ranks)), "displayTimeUnit": "ms"}
     (folder / records.TRACE_FILE).write_bytes(msgspec.json.encode(trace))
 

@@ -198,8 +198,9 @@ def _own_part(group: ProcessGroup, tensors: Sequence[torch.Tensor], args: Sequen
     rank, ranks = group.rank(), group.size()
     if len(tensors) == ranks and len(tensors) > 1:
         return _bytes([tensors[rank]])
-    splits = args[3] if len(args) > 3 and isinstance(args[3], Sequence) else []
+    # A list, or the NumPy array that Megatron copies from the device.
+    splits = list(args[3]) if len(args) > 3 and hasattr(args[3], "__len__") else []
     if not splits:
         return _bytes(tensors) // ranks
-    rows = max(sum(splits), 1)
+    rows = max(int(sum(splits)), 1)
     return _bytes(tensors) * int(splits[rank]) // rows

@@ -126,9 +126,10 @@ def _mlp_bytes(configuration: Configuration) -> int:
 
 def _expert_bytes(configuration: Configuration) -> int:
     """Routed tokens: permuted input, both wide tensors and the output, and the router's scores."""
-    shape, tensor = configuration.shape, configuration.parallelism.tensor
-    routed = configuration.tokens * shape.experts_per_token
-    wide = shape.expert_ffn_hidden * (3 if shape.gated else 2) // tensor
-    ends = 2 * shape.hidden // configuration.sequence_shards
+    shape, split = configuration.shape, configuration.parallelism.tensor_of_experts
+    own = configuration.tokens // configuration.sequence_shards
+    routed = own * split * shape.experts_per_token
+    wide = shape.expert_ffn_hidden * (3 if shape.gated else 2) // split
+    ends = 2 * shape.hidden // split
     router = 2 * _FP32_BYTES * configuration.tokens * shape.experts // configuration.sequence_shards
     return configuration.element_bytes * routed * (wide + ends) + router

@@ -89,15 +89,16 @@ def _stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]
     """Distance between neighbours of a group in global ranks, and its size."""
     tensor, context, data = parallelism.tensor, parallelism.context, parallelism.data
     replicas = tensor * context * data
+    expert_tensor, expert = parallelism.tensor_of_experts, parallelism.expert
     return {
         Group.TENSOR: (1, tensor),
-        Group.EXPERT_TENSOR: (1, tensor),
+        Group.EXPERT_TENSOR: (1, expert_tensor),
         Group.CONTEXT: (tensor, context),
         Group.TENSOR_CONTEXT: (1, tensor * context),
-        Group.EXPERT: (tensor, parallelism.expert),
-        Group.TENSOR_EXPERT: (1, tensor * parallelism.expert),
+        Group.EXPERT: (expert_tensor, expert),
+        Group.TENSOR_EXPERT: (1, expert_tensor * expert),
         Group.DATA_CONTEXT: (tensor, context * data),
-        Group.EXPERT_DATA: (tensor * parallelism.expert, context * data // parallelism.expert),
+        Group.EXPERT_DATA: (expert_tensor * expert, parallelism.copies_of_experts),
         Group.PIPELINE: (replicas, parallelism.pipeline),
         Group.EMBEDDING: (replicas * max(1, parallelism.pipeline - 1), 2),
     }.get(group, (1, parallelism.world_size))

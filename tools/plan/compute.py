@@ -147,8 +147,10 @@ def _matmul_seconds(configuration: Configuration, rate: Rates) -> float:
     ffn, copies = shape.ffn_hidden // tensor, 1
     if shape.experts:
         copies = shape.experts // configuration.parallelism.expert
-        ffn = shape.expert_ffn_hidden // tensor
-        tokens = max(1, tokens * shape.experts_per_token // copies)
+        split = configuration.parallelism.tensor_of_experts
+        ffn = shape.expert_ffn_hidden // split
+        routed = tokens * split // tensor * shape.experts_per_token
+        tokens = max(1, routed // copies)
     first = ffn * (2 if shape.gated else 1)
     mlp = _product_seconds(tokens, hidden, first, configuration, rate)
     mlp += _product_seconds(tokens, ffn, hidden, configuration, rate)

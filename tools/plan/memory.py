@@ -189,7 +189,7 @@ def _held(parameters: Parameters, parallelism: Parallelism, sharded: bool) -> in
         return parameters.total
     ranks = parallelism.data * parallelism.context
     shared = -(-parameters.shared // ranks)
-    return shared + -(-parameters.experts // (ranks // parallelism.expert))
+    return shared + -(-parameters.experts // parallelism.copies_of_experts)
 
 
 def _temporary_bytes(configuration: Configuration, last: bool) -> int:
@@ -202,7 +202,8 @@ def _communication_bytes(configuration: Configuration) -> int:
     pipeline = 2 * residual_bytes(configuration) if parallelism.pipeline > 1 else 0
     if parallelism.sharding in {Sharding.NONE, Sharding.ZERO1}:
         return pipeline
-    layer = layer_parameters(configuration.shape, 1, parallelism.tensor, parallelism.expert).total
+    split = (parallelism.tensor, parallelism.expert, parallelism.expert_tensor)
+    layer = layer_parameters(configuration.shape, 1, *split).total
     if parallelism.sharding is Sharding.ZERO2:
         return pipeline + precision.gradients * layer
     return pipeline + 2 * layer * (precision.weights + precision.gradients)

@@ -93,15 +93,17 @@ def rank_parameters(
     _refuse_uneven(shape, parallelism)
     first, last = pipeline_rank == 0, pipeline_rank == parallelism.pipeline - 1
     split = (parallelism.tensor, parallelism.pipeline, parallelism.expert)
-    return _stage_parameters(shape_as_run(shape, parallelism), split, first, last)
+    trained = shape_as_run(shape, parallelism)
+    return _stage_parameters(trained, (*split, parallelism.expert_tensor), first, last)
 
 
 def layer_parameters(
-    shape: ModelShape, layers: int, tensor: int = 1, expert: int = 1
+    shape: ModelShape, layers: int, tensor: int = 1, expert: int = 1, expert_tensor: int = 0
 ) -> Parameters:
     """Components of `layers` transformer layers on one rank of TP `tensor` and EP `expert`.
 
-    Column-parallel matrices are split with their biases; row-parallel ones keep the bias whole
+    Experts are split over ETP `expert_tensor`, or over TP where that is 0. Column-parallel matrices
+    are split with their biases; row-parallel ones keep the bias whole
     (`megatron/core/tensor_parallel/layers.py`).
     """
     moe = shape.experts > 0
@@ -109,7 +111,9 @@ def layer_parameters(
         attention=layers * _attention_parameters(shape, tensor),
         dense_mlp=0 if moe else layers * _mlp_parameters(shape, shape.ffn_hidden, tensor),
         router=layers * _router_parameters(shape),
-        experts=layers * (shape.experts // expert) * _expert_parameters(shape, tensor),
+        experts=layers
+        * (shape.experts // expert)
+        * _expert_parameters(shape, expert_tensor or tensor),
         norms=layers * 2 * norm_parameters(shape),
     )
 
@@ -141,11 +145,11 @@ def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, pipeline
 
 @lru_cache(maxsize=1024)
 def _stage_parameters(
-    shape: ModelShape, split: tuple[int, int, int], first: bool, last: bool
+    shape: ModelShape, split: tuple[int, int, int, int], first: bool, last: bool
 ) -> Parameters:
-    tensor, pipeline, expert = split
+    tensor, pipeline, expert, expert_tensor = split
     vocabulary = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    layers = layer_parameters(shape, shape.layers // pipeline, tensor, expert)
+    layers = layer_parameters(shape, shape.layers // pipeline, tensor, expert, expert_tensor)
     own_output = last and (not shape.tied_embeddings or pipeline > 1)
     return replace(
         layers,
@@ -190,6 +194,7 @@ def _refuse_uneven(shape: ModelShape, parallelism: Parallelism) -> None:
         ("MLP columns", shape.ffn_hidden, "TP", parallelism.tensor),
         ("layers", shape.layers, "PP x virtual stages", _stages(parallelism)),
         ("experts", shape.experts, "EP", parallelism.expert),
+        ("columns of experts", shape.expert_ffn_hidden, "ETP", parallelism.tensor_of_experts),
     )
     for what, value, degree, size in splits:
         if value % size:

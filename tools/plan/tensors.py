@@ -53,7 +53,8 @@ def chunk_buffers(configuration: Configuration, pipeline_rank: int) -> list[Chun
     parallelism, shape = configuration.parallelism, configuration.trained_shape
     virtual = parallelism.virtual_stages
     layers = configuration.layers_a_stage // virtual
-    shared, experts = _layer_buffers(shape, parallelism.tensor, parallelism.expert)
+    split = (parallelism.tensor, parallelism.expert, parallelism.tensor_of_experts)
+    shared, experts = _layer_buffers(shape, *split)
     chunks = []
     for stage in range(virtual):
         first = pipeline_rank == 0 and stage == 0
@@ -65,10 +66,12 @@ def chunk_buffers(configuration: Configuration, pipeline_rank: int) -> list[Chun
 
 
 @lru_cache(maxsize=256)
-def _layer_buffers(shape: ModelShape, tensor: int, expert: int) -> tuple[Buffer, Buffer]:
+def _layer_buffers(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int
+) -> tuple[Buffer, Buffer]:
     """One layer's tensors without and with expert parallelism."""
     shared = buffer_of(_layer_tensors(shape, tensor))
-    experts = buffer_of(_expert_tensors(shape, tensor, expert))
+    experts = buffer_of(_expert_tensors(shape, expert_tensor, expert))
     return (shared + experts, Buffer()) if expert == 1 else (shared, experts)
 
 

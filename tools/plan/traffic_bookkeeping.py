@@ -56,7 +56,7 @@ def group_size(configuration: Configuration, group: Group) -> int:
     return {
         Group.WORLD: parallelism.world_size,
         Group.MODEL: replica,
-        Group.EXPERT_MODEL: replica * parallelism.expert,
+        Group.EXPERT_MODEL: parallelism.world_size // parallelism.copies_of_experts,
         Group.PIPELINE: parallelism.pipeline,
         Group.TENSOR_CONTEXT: parallelism.tensor * parallelism.context,
         Group.DATA_CONTEXT: parallelism.data * parallelism.context,

@@ -33,7 +33,7 @@ def data_parallel_ranks(configuration: Configuration) -> tuple[int, int]:
     """Ranks that share the gradients of ordinary weights, and of experts."""
     parallelism = configuration.parallelism
     ranks = parallelism.data * parallelism.context
-    return ranks, ranks // parallelism.expert
+    return ranks, parallelism.copies_of_experts
 
 
 def _all_reduced(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
@@ -123,7 +123,8 @@ def _fully_sharded(configuration: Configuration, pipeline_rank: int) -> Iterator
     shape, parallelism = configuration.trained_shape, configuration.parallelism
     layers, passes = configuration.layers_a_stage, configuration.microbatches
     rank = rank_parameters(configuration.shape, parallelism, pipeline_rank)
-    layer = layer_parameters(shape, 1, parallelism.tensor, parallelism.expert)
+    split = (parallelism.tensor, parallelism.expert, parallelism.expert_tensor)
+    layer = layer_parameters(shape, 1, *split)
     ranks, expert_ranks = data_parallel_ranks(configuration)
     experts = layer.experts if parallelism.expert > 1 else 0
     shared = layer.total - experts

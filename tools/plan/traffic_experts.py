@@ -21,12 +21,12 @@ def expert_traffic(configuration: Configuration) -> Iterator[Traffic]:
     """Calls over EP, and over the TP ranks that share each expert."""
     if not configuration.shape.experts:
         return
-    if configuration.parallelism.expert * configuration.parallelism.tensor > 1:
+    if _expert_ranks(configuration) > 1:
         yield _token_counts(configuration)
     yield _balance(configuration)
     if configuration.parallelism.expert > 1:
         yield from _exchanges(configuration)
-    if configuration.parallelism.tensor > 1:
+    if configuration.parallelism.tensor_of_experts > 1:
         yield from _expert_tensor_parallel(configuration)
 
 
@@ -34,6 +34,11 @@ def routed_tokens(configuration: Configuration) -> int:
     """Copies of its own tokens that a rank routes in one micro batch."""
     tokens = configuration.tokens // configuration.sequence_shards
     return tokens * configuration.shape.experts_per_token
+
+
+def _expert_ranks(configuration: Configuration) -> int:
+    """ETP×EP: the ranks that hold one copy of a layer's experts."""
+    return configuration.parallelism.expert * configuration.parallelism.tensor_of_experts
 
 
 def _passes(configuration: Configuration) -> tuple[int, int]:
@@ -44,7 +49,7 @@ def _passes(configuration: Configuration) -> tuple[int, int]:
 
 def _token_counts(configuration: Configuration) -> Traffic:
     """Every rank tells the others how many tokens it has for each expert."""
-    ranks = configuration.parallelism.expert * configuration.parallelism.tensor
+    ranks = _expert_ranks(configuration)
     return Traffic(
         Group.TENSOR_EXPERT,
         ranks,
@@ -99,8 +104,8 @@ def _exchanges(configuration: Configuration) -> Iterator[Traffic]:
 
 
 def _expert_tensor_parallel(configuration: Configuration) -> Iterator[Traffic]:
-    """Experts are split over TP as well: their inputs are gathered, their outputs scattered."""
-    ranks = configuration.parallelism.tensor
+    """Each expert is split as well: its inputs are gathered, its outputs scattered."""
+    ranks = configuration.parallelism.tensor_of_experts
     forwards, backwards = _passes(configuration)
     routed = ranks * routed_tokens(configuration)
     element = configuration.element_bytes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.recipe.arguments import Flags, read_args_file
+from tools.recipe.arguments import Flags, merge_flags, read_args_file
 from tools.records import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +116,14 @@ def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
         dtype=next((t for t in ("fp16", "bf16") if flags.has(f"--{t}")), "fp32"),
         dropout=flags.number("--hidden-dropout", 0.1),
     )
+
+
+def with_vocabulary(model: Model, entries: int) -> Model:
+    """The same model over another tokenizer's tokens."""
+    if model.shape.vocabulary == entries:
+        return model
+    flags = merge_flags(model.flags, ("--vocab-size", str(entries)))
+    return replace(model, flags=flags, shape=replace(model.shape, vocabulary=entries))
 
 
 def shape_from_flags(name: str, flags: Flags) -> ModelShape:

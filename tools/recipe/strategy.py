@@ -15,7 +15,20 @@ from tools.records import Batch, Parallelism, Sharding
 NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 """The six that were published; each has a launch script of its own."""
 
-EXAMPLES = (*NAMED, "vpp2", "ep2", "zero1", "zero2", "zero3", "fsdp2", "tp2pp2dp2", "dp2-zero1")
+OF_EXPERTS = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
+"""Those of a mixture of experts that have a launch script of their own."""
+
+EXAMPLES = (
+    *NAMED,
+    "vpp2",
+    *OF_EXPERTS[2:],
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp2",
+    "tp2pp2dp2",
+    "dp2-zero1",
+)
 
 _FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)")
 _SHARDED = tuple(s.value for s in Sharding if s)
@@ -59,6 +72,8 @@ def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     ):
         if degree > 1:
             flags += [name, str(degree)]
+    if parallelism.expert_tensor:
+        flags += ["--expert-tensor-parallel-size", str(parallelism.expert_tensor)]
     if parallelism.sequence_parallel:
         flags.append("--sequence-parallel")
     if parallelism.virtual_stages > 1:
@@ -77,6 +92,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         flags.integer(f"--{name}-parallel-size", 1)
         for name in ("tensor-model", "pipeline-model", "context", "expert-model")
     )
+    expert_tensor = flags.integer("--expert-tensor-parallel-size", tensor)
     model_ranks = tensor * pipeline * context
     if devices % model_ranks:
         raise StrategyError(
@@ -92,6 +108,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         pipeline=pipeline,
         context=context,
         expert=expert,
+        expert_tensor=0 if expert_tensor == tensor else expert_tensor,
         virtual_stages=flags.integer("--num-virtual-stages-per-pipeline-rank", virtual),
         # Megatron drops sequence parallelism silently where there is no tensor parallelism.
         sequence_parallel=flags.has("--sequence-parallel") and tensor > 1,
