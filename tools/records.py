@@ -22,6 +22,7 @@ MEMORY_FILE = "memory.json"
 TIME_FILE = "time.json"
 TRACE_FILE = "trace.json"
 ROUTING_FILE = "routing.json"
+JOB_FILE = "job.json"
 LEDGER_FOLDER = "ledger"
 """Each rank's own ledger while it runs; the five files above are gathered from it."""
 TENSORBOARD_FOLDER = "tensorboard"
@@ -143,7 +144,9 @@ class Host:
     driver: str | None = None
     interconnect: str | None = None
     links: tuple[DeviceLink, ...] = ()
-    """One for each pair of GPUs."""
+    """One for each pair of GPUs of a node."""
+    nodes: tuple[str, ...] = ()
+    """Names of all machines, node 0 first, where there were several."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,16 @@ class StatusRecord:
     """The rank that failed first, where the log tells."""
     finished_utc: str | None = None
     wall_seconds: float | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """`job.json`: the Slurm job that trains, or waits to."""
+
+    job_id: str
+    """Of an array's element as Slurm writes it, `12_0`."""
+    nodes: int
+    submitted_utc: str
 
 
 SAMPLE_COLUMNS = (

@@ -4,7 +4,7 @@ python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch compare zero|backends --model NAME     ZeRO's stages, or the backends
-python -m tools.launch demo | list | image | reproduce | sweep
+python -m tools.launch demo | list | image | reproduce | sweep | status
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ def _dispatch(command: argparse.Namespace, console: Console) -> int:
 
         show_list(console)
         return 0
-    return _HANDLERS[command.command](command, options_from_environment(), console)
+    options = options_from_environment()
+    if command.command not in SPREADING and (options.nodes or options.slurm):
+        raise LaunchError(
+            f"'{command.command}' runs on this machine alone; leave LAUNCHER= and NNODES= to train-… "
+            "targets."
+        )
+    return _HANDLERS[command.command](command, options, console)
 
 
 def _demo(_: argparse.Namespace, options: Options, console: Console) -> int:
@@ -88,6 +94,12 @@ def _sweep(_: argparse.Namespace, options: Options, console: Console) -> int:
     return sweep(request_from_environment(), options, console)
 
 
+def _status(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.cluster.follow import show_status
+
+    return show_status(options.runs, console)
+
+
 def _train(command: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.train import start_target, train
 
@@ -106,7 +118,9 @@ _HANDLERS = {
     "sweep": _sweep,
     "target": _train,
     "run": _train,
+    "status": _status,
 }
+SPREADING = ("target", "run")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--model", default="gpt2-tiny")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
     commands.add_parser("list", help="models, strategies, and what runs here")
+    commands.add_parser("status", help="every run: waiting, running or ended")
     commands.add_parser("image", help="build the container's image")
     commands.add_parser("reproduce", help="the six published runs, then the report")
     module = commands.add_parser("module", help="run a module of the kit where RUNTIME says")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.launch import docker, wandb_logging
+from tools.launch.cluster.nodes import Nodes
 from tools.launch.entry import find_entry, release
 from tools.launch.image import MEGATRON_IN_IMAGE
 from tools.launch.network import Rate
@@ -57,11 +58,18 @@ class Launch:
     backend: Backend = Backend.MEGATRON
     network: Rate | None = None
     """Limit of the link between the two halves of the ranks."""
+    nodes: Nodes | None = None
+    """The machines it runs on, where there are several."""
 
     @property
     def devices(self) -> int:
         """Number of ranks."""
         return self.parallelism.world_size
+
+    @property
+    def local_devices(self) -> int:
+        """Number of ranks on this machine."""
+        return self.devices // self.nodes.count if self.nodes else self.devices
 
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Megatron's arguments for a run written to `run_folder`."""
@@ -75,7 +83,8 @@ class Launch:
         program = (*self._program(), *self.arguments(run_folder))
         if self.network is not None:
             return shaped(self.network, self.devices, _python(), program)
-        ranks = (*torchrun(self.devices, docker.PYTHON if container else _python()), *program)
+        python = docker.PYTHON if container else _python()
+        ranks = (*torchrun(self.local_devices, python, self.nodes), *program)
         if container is None:
             return ranks
         return container.wrap(ranks, self.environment, docker.container_name(run_folder))
@@ -147,6 +156,7 @@ def compose(
         runtime=_with_mounts(runtime, data, options),
         ledger=options.ledger,
         network=options.network,
+        nodes=options.nodes,
     )
 
 
@@ -259,9 +269,11 @@ def environment_for(
     return environment
 
 
-def torchrun(ranks: int, python: str) -> tuple[str, ...]:
-    """torchrun on this machine alone; it finds a free port by itself."""
-    return (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
+    """torchrun with so many ranks on this machine; alone it finds a free port by itself."""
+    alone = ("--standalone", "--nproc-per-node", str(ranks))
+    place = nodes.torchrun_flags(ranks) if nodes else alone
+    return (python, "-m", "torch.distributed.run", *place)
 
 
 def from_root(path: Path) -> str:

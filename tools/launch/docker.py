@@ -43,6 +43,8 @@ class Container:
     inherited: tuple[str, ...] = ()
     """Names of the caller's variables that are passed on."""
     gpus: bool = True
+    host_network: bool = False
+    """Only where the caller asked: ranks on several machines must reach each other."""
 
     def wrap(self, command: Sequence[str], settings: Iterable[str], name: str) -> tuple[str, ...]:
         """A `docker run` of `command` in the repository root.
@@ -55,6 +57,7 @@ class Container:
             *("docker", "run", "--rm", "--init", "--name", name),
             *("--user", self.user, "--workdir", str(ROOT)),
             *(("--gpus", "all") if self.gpus else ()),
+            *(("--network", "host") if self.host_network else ()),
             # NCCL moves data between ranks through shared memory and pins pages of it.
             *("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"),
             *(word for path in self.mounts for word in ("--mount", bind(path))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from types import FrameType
 from rich.console import Console
 
 from tools import records
+from tools.launch.company import ALONE, Company
 from tools.launch.compose import Launch, from_root
 from tools.launch.devices import visible_gpus
 from tools.launch.docker import container_name
@@ -26,6 +28,8 @@ from tools.ledger.collect import collect
 from tools.report.diagnosis import diagnose
 
 POLL_SECONDS = 0.2
+ENDED_EARLY = 1
+"""Exit code of a share that was ended before its torchrun did."""
 
 
 class Interrupted(BaseException):
@@ -50,25 +54,39 @@ def interruptible() -> Iterator[None]:
 
 
 def execute(
-    launch: Launch, runs: Path, console: Console, title: str
+    launch: Launch,
+    runs: Path,
+    console: Console,
+    title: str,
+    company: Company = ALONE,
+    folder: Path | None = None,
 ) -> tuple[Path, records.StatusRecord]:
-    """Train; return the run folder and how it ended.
+    """Train; return the run folder, a new one unless it is given, and how it ended.
 
     Raises:
         LaunchError: The run folder could not be written; nothing was started.
         Interrupted: After the ranks were ended and the status was written.
     """
-    folder = create_run_folder(launch, runs)
+    made = create_run_folder(launch, runs, folder)
+    try:
+        company.announce(made)
+    except LaunchError:
+        if folder is None:
+            shutil.rmtree(made)
+        raise
+    folder = made
     started = time.monotonic()
     exit_code: int | None = None
     interrupted = False
     try:
-        exit_code = _train(launch, folder, console, title)
+        exit_code = _train(launch, folder, console, title, company)
     except Interrupted:
         interrupted = True
         raise
     finally:
         status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
+        if company.cause and not interrupted:
+            status = replace(status, status=records.Status.CRASHED, reason=company.cause)
         status = replace(
             status, finished_utc=utc_now(), wall_seconds=round(time.monotonic() - started, 1)
         )
@@ -77,18 +95,38 @@ def execute(
 
 
 def run_ranks(
-    launch: Launch, log: Path, progress: RunProgress, also: Mapping[str, str] | None = None
+    launch: Launch,
+    log: Path,
+    progress: RunProgress,
+    also: Mapping[str, str] | None = None,
+    company: Company = ALONE,
+    folder: Path | None = None,
 ) -> int:
     """Start a launch's ranks, follow their log, return torchrun's exit code; ends them on any way out.
 
-    The log's folder is the run folder; `also` is set for the ranks beside the launch's environment.
+    The log's folder is the run folder unless it is given; `also` is set for the ranks beside the
+    launch's environment. The other nodes are told of the end once this one's processes are gone.
     """
-    where = from_root(log.parent)
+    exit_code = ENDED_EARLY
+    try:
+        exit_code = _run_share(launch, log, progress, also or {}, company, folder or log.parent)
+    finally:
+        exit_code = company.finish(exit_code)
+    return exit_code
+
+
+def _run_share(
+    launch: Launch,
+    log: Path,
+    progress: RunProgress,
+    also: Mapping[str, str],
+    company: Company,
+    folder: Path,
+) -> int:
+    where = from_root(folder)
     container = container_name(where) if launch.runtime.container else None
     with (
-        Ranks(
-            launch.command(where), {**launch.environment, **(also or {})}, log, container
-        ) as ranks,
+        Ranks(launch.command(where), {**launch.environment, **also}, log, container) as ranks,
         Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
         follower = LogFollower(log)
@@ -99,6 +137,8 @@ def run_ranks(
                     progress.show(iteration)
                 if exit_code is not None:
                     return exit_code
+                if company.failure():
+                    return ENDED_EARLY
                 time.sleep(POLL_SECONDS)
         finally:
             follower.close()
@@ -116,14 +156,14 @@ def _finish(folder: Path, status: records.StatusRecord) -> None:
         ) from error
 
 
-def _train(launch: Launch, folder: Path, console: Console, title: str) -> int:
+def _train(launch: Launch, folder: Path, console: Console, title: str, company: Company) -> int:
     with RunProgress(console, title, launch.iterations) as progress:
         place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
         ledger = {"KIT_LEDGER": place} if launch.ledger else {}
-        return run_ranks(launch, folder / records.LOG_FILE, progress, ledger)
+        return run_ranks(launch, folder / records.LOG_FILE, progress, ledger, company)
 
 
 def _source(launch: Launch, ranks: Ranks) -> Source:
     if launch.device is records.DeviceKind.GPU:
-        return GpuRanks(visible_gpus()[: launch.devices])
+        return GpuRanks(visible_gpus()[: launch.local_devices])
     return CpuRanks(ranks)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from tools.launch.cluster.nodes import Nodes, nodes_from_environment
+from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate, parse_rate
 from tools.launch.wandb_logging import Wandb, wandb_from_environment
@@ -59,6 +61,15 @@ class Options:
     """The same run so often; the report pools them."""
     calibrate: bool = False
     """Measure this machine before `train-auto-…` plans for it."""
+    nodes: Nodes | None = None
+    host_network: bool = False
+    """Let containers use this machine's network."""
+    run_folder: Path | None = None
+    """Of a run that was given one before it starts, as jobs are."""
+    slurm: Slurm | None = None
+    """Submit a job instead of training here."""
+    given: tuple[tuple[str, str], ...] = ()
+    """The variables behind all this as they were set, for a run that starts elsewhere."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -68,7 +79,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         LaunchError: A value is not of its kind; the message names variable and value.
     """
     read = _Reader(environment)
-    return Options(
+    options = Options(
         iterations=read("ITERS", _positive, "a whole number above 0"),
         extra=read("EXTRA", _words, "flags with closed quotes") or (),
         micro_batch_size=read("MICRO_BATCH", _positive, "a whole number above 0"),
@@ -88,17 +99,24 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         network=read("NET", parse_rate, "a rate such as 1gbps or 200mbps"),
         repeats=read("REPEATS", _positive, "a whole number above 0") or Options.repeats,
         calibrate=read("CALIBRATE", _truth, "0 or 1") or False,
+        nodes=nodes_from_environment(environment),
+        host_network=read("HOST_NETWORK", _truth, "0 or 1") or False,
+        run_folder=read("RUN_FOLDER", Path, "a folder"),
+        slurm=slurm_from_environment(environment),
     )
+    return replace(options, given=tuple(read.given.items()))
 
 
 class _Reader:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
+        self.given: dict[str, str] = {}
 
     def __call__[T](self, name: str, convert: Callable[[str], T], wanted: str) -> T | None:
         text = self._environment.get(name, "")
         if not text:
             return None
+        self.given[name] = text
         try:
             return convert(text)
         except ValueError:

@@ -35,22 +35,13 @@ def check(launch: Launch, runs: Path) -> None:
     Raises:
         LaunchError: One or more sentences, a line each.
     """
-    problems = list(
-        violations(
-            launch.model.shape,
-            launch.parallelism,
-            launch.batch,
-            model=launch.model.name,
-            dtype=launch.dtype,
-        )
-    )
-    problems += backend_problems(launch)
+    problems = list(_composition_problems(launch))
     if launch.network is not None:
         problems += network_problems(launch.network, launch.devices, launch.device)
     on_gpu = launch.device is DeviceKind.GPU
     if on_gpu:
         problems += gpu_problems(launch)
-    problems += (*runtime_problems(launch), *_wandb_problems(launch), *_data_problems(launch))
+    problems += runtime_problems(launch)
     if not problems:
         problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
         problems += _disk_problems(launch, runs)
@@ -58,9 +49,54 @@ def check(launch: Launch, runs: Path) -> None:
         raise LaunchError("\n".join(problems))
 
 
+def check_composition(launch: Launch, runs: Path) -> None:
+    """Refuse a run that cannot work on any machine, or has no data; for one that starts elsewhere.
+
+    Raises:
+        LaunchError: One or more sentences, a line each.
+    """
+    problems = [*_composition_problems(launch), *_disk_problems(launch, runs)]
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def nodes_problems(launch: Launch) -> Iterator[str]:
+    """Why the run cannot be spread over its nodes."""
+    nodes = launch.nodes
+    if nodes is None:
+        return
+    if launch.devices % nodes.count:
+        yield (
+            f"{launch.devices} rank(s) cannot be shared evenly by {nodes.count} nodes; name a target "
+            "whose number of devices they divide."
+        )
+    if launch.network is not None:
+        yield "NET= joins CPU ranks of one machine by a shaped link; leave it out with several nodes."
+    container = launch.runtime.container
+    if container is not None and not container.host_network:
+        yield (
+            "A container has a network of its own, which other nodes do not reach; allow it this "
+            "machine's with HOST_NETWORK=1, or set RUNTIME=host."
+        )
+
+
 def data_path(launch: Launch) -> Path:
     """The data set's prefix; relative ones are seen from the repository root, as the ranks see them."""
     return ROOT / launch.data
+
+
+def _composition_problems(launch: Launch) -> Iterator[str]:
+    yield from violations(
+        launch.model.shape,
+        launch.parallelism,
+        launch.batch,
+        model=launch.model.name,
+        dtype=launch.dtype,
+    )
+    yield from backend_problems(launch)
+    yield from nodes_problems(launch)
+    yield from _wandb_problems(launch)
+    yield from _data_problems(launch)
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:
@@ -121,7 +157,7 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
     try:
         needed = (
             estimate_peak_bytes(launch.model, launch.parallelism, launch.batch, launch.dtype)
-            * launch.devices
+            * launch.local_devices
         )
     except UnevenSplitError as error:
         yield str(error)
@@ -131,7 +167,7 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
         yield (
             f"{launch.model.name} with {launch.strategy} and a micro batch of "
             f"{launch.batch.micro_batch_size} needs about {needed / 2**30:.1f} GiB on "
-            f"{launch.devices} CPU rank(s), and {available / 2**30:.1f} GiB are free; lower "
+            f"{launch.local_devices} CPU rank(s), and {available / 2**30:.1f} GiB are free; lower "
             "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
         )
 

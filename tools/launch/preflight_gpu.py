@@ -29,16 +29,16 @@ GIB = 2**30
 def gpu_problems(launch: Launch) -> Iterator[str]:
     """Why the GPUs here cannot do it, a sentence each."""
     gpus = visible_gpus()
-    if len(gpus) < launch.devices:
+    if len(gpus) < launch.local_devices:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         shown = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
         yield (
-            f"{launch.devices} GPU(s) are wanted and {len(gpus)} found{shown}; run "
+            f"{launch.local_devices} GPU(s) are wanted and {len(gpus)} found{shown}; run "
             f"'make train-{launch.strategy}-gpt2-tiny-{launch.devices}cpu' to see the strategy on CPU "
             "ranks, or 'make plan' for what it would need."
         )
         return
-    yield from _busy(gpus[: launch.devices])
+    yield from _busy(gpus[: launch.local_devices])
 
 
 def gpu_memory_problems(launch: Launch) -> Iterator[str]:
@@ -46,7 +46,7 @@ def gpu_memory_problems(launch: Launch) -> Iterator[str]:
 
     Of a combination that Megatron refuses there is nothing to say, so the others are asked first.
     """
-    smallest = min(visible_gpus()[: launch.devices], key=lambda gpu: gpu.memory_bytes)
+    smallest = min(visible_gpus()[: launch.local_devices], key=lambda gpu: gpu.memory_bytes)
     yield from _too_small(launch, smallest)
 
 

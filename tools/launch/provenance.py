@@ -44,19 +44,24 @@ def find_provenance(launch: Launch, runs: Path) -> Provenance:
 
 def _host(launch: Launch) -> records.Host:
     on_cpu = launch.device is records.DeviceKind.CPU
-    names = (processor_name(),) * launch.devices if on_cpu else gpu_names()[: launch.devices]
-    links = () if on_cpu else find_links(visible_gpus()[: launch.devices])
+    nodes, local = launch.nodes, launch.local_devices
+    # Node 0 has seen that all have the same GPUs, or it would not have started.
+    names = (processor_name(),) * local if on_cpu else gpu_names()[:local]
+    links = () if on_cpu else find_links(visible_gpus()[:local])
     over = f"a link shaped to {launch.network}" if launch.network else "loopback"
+    if nodes is not None:
+        over = f"{nodes.count} nodes, which meet at {nodes.address}"
     loopback = f"gloo over {over}" if on_cpu and launch.devices > 1 else None
     return records.Host(
         name=platform.node(),
         cpu=processor_name(),
         cores=psutil.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().total,
-        devices=names,
+        devices=names * (nodes.count if nodes else 1),
         driver=driver_version(),
         interconnect=describe_links(links) or loopback,
         links=links,
+        nodes=nodes.hosts if nodes else (),
     )
 
 

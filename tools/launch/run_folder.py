@@ -16,14 +16,16 @@ from tools.launch.provenance import Provenance, find_provenance
 from tools.preprocess.dataset import open_dataset
 
 
-def create_run_folder(launch: Launch, runs: Path) -> Path:
+def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) -> Path:
     """Make the folder and write everything that is known before the run: record, command, first status.
+
+    A folder that is given was made before, such as when the run was put into a queue.
 
     Raises:
         LaunchError: The disk refuses it.
     """
     try:
-        folder = _make_folder(launch, runs)
+        folder = folder or _make_folder(launch, runs)
         record = describe(launch, folder, find_provenance(launch, runs))
         records.write_record(folder / records.RUN_FILE, record)
         (folder / records.COMMAND_FILE).write_text(command_script(record))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -53,7 +53,10 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
             f"MEGATRON_LM={options.megatron_lm} is a checkout of this machine, but in a container the "
             "image's own trains; unset it, or set RUNTIME=host."
         )
-    return docker_runtime(find_pair(options.image))
+    runtime = docker_runtime(find_pair(options.image))
+    assert runtime.container is not None
+    container = replace(runtime.container, host_network=options.host_network)
+    return replace(runtime, container=container)
 
 
 def host_runtime() -> Runtime:

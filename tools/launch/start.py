@@ -61,6 +61,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         dropout=None,
         backend=Backend.MEGATRON,
         network=None,
+        nodes=None,
         wandb=None,
     )
     composed = compose("baseline", (), launch.model, 1, launch.device, single, launch.runtime)

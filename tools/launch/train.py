@@ -11,12 +11,14 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.backends import for_backend
+from tools.launch.cluster.submit import submit
+from tools.launch.cluster.train import train_first, train_other
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.options import Backend, Options
 from tools.launch.preflight import check
-from tools.launch.runtime import Runtime, choose_runtime
+from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target, parse_target, script_of
 from tools.recipe.model import ROOT, load_model
@@ -62,18 +64,21 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
+    if options.slurm is not None:
+        return submit(
+            target, flags, compose_target(target, flags, options, ON_HOST), options, console
+        )
     launch = compose_target(target, flags, options)
     if options.dry_run:
         print(command_line(launch))
         return 0
-    check(launch, options.runs)
-    ensure_start_checkpoint(launch, options, console)
+    if launch.nodes is None:  # Else each node tells the others what stops it.
+        check(launch, options.runs)
+        ensure_start_checkpoint(launch, options, console)
     console.print(f"{target.name}: {describe(launch)}", highlight=False)
     for repeat in range(1, options.repeats + 1):
         title = target.strategy if options.repeats == 1 else f"{target.strategy} {repeat}"
-        folder, status = execute(launch, options.runs, console, title)
-        console.print(outcome(folder, status), highlight=False)
-        if status.status is not Status.OK:
+        if not _train_once(launch, options, console, title):
             return 1
     return 0
 
@@ -116,6 +121,21 @@ def describe(launch: Launch) -> str:
     )
 
 
+def _train_once(launch: Launch, options: Options, console: Console, title: str) -> bool:
+    """Train on this machine, or this machine's share; whether it went well."""
+    nodes = launch.nodes
+    if nodes is not None and nodes.rank > 0:
+        folder, code = train_other(launch, nodes, options, console, title)
+        console.print(f"node {nodes.rank} ended with {code} → {_shown(folder)}", highlight=False)
+        return code == 0
+    if nodes is not None:
+        folder, status = train_first(launch, nodes, options, console, title)
+    else:
+        folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
+    console.print(outcome(folder, status), highlight=False)
+    return status.status is Status.OK
+
+
 def _place(launch: Launch) -> str:
     return f", in {launch.runtime.pair.name}" if launch.runtime.pair else ""
 
@@ -130,5 +150,8 @@ def outcome(folder: Path, status: StatusRecord) -> str:
     """One line on how it ended and where to look."""
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
     reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
-    shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    return f"{status.status} after {seconds}{reason} → {shown}"
+    return f"{status.status} after {seconds}{reason} → {_shown(folder)}"
+
+
+def _shown(folder: Path) -> Path:
+    return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder

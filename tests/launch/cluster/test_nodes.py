@@ -1,0 +1,49 @@
+import pytest
+
+from tools.launch.cluster.nodes import Nodes, Rendezvous, nodes_from_environment
+from tools.launch.compose import torchrun
+from tools.launch.errors import LaunchError
+
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize("environment", [{}, {"NNODES": "1"}, {"MASTER_ADDR": "10.0.0.1"}])
+def test_without_nnodes_a_run_is_on_one_machine(environment: dict[str, str]) -> None:
+    assert nodes_from_environment(environment) is None
+
+
+def test_a_node_is_told_where_the_first_one_listens() -> None:
+    assert nodes_from_environment(TWO) == Nodes(2, 1, "10.0.0.1", 29500, Rendezvous.STATIC)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"NODE_RANK": ""}, "NNODES=2 needs NODE_RANK=, 0 to 1"),
+        ({"MASTER_ADDR": ""}, "needs NODE_RANK=.*and MASTER_ADDR="),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 is not a whole number from 0 to 1"),
+        ({"NNODES": "two"}, "NNODES=two is not a whole number from 1"),
+        ({"MASTER_PORT": "80"}, "MASTER_PORT=80 is not a whole number from 1024 to 65535"),
+        ({"RENDEZVOUS": "etcd"}, "RENDEZVOUS=etcd is not static or c10d"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_its_value(change: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        nodes_from_environment(TWO | change)
+
+
+def test_torchrun_starts_this_nodes_ranks_alone_and_meets_the_others() -> None:
+    nodes = Nodes(2, 1, "10.0.0.1", 29501)
+    assert torchrun(4, "python", nodes)[3:] == (
+        *("--nnodes", "2", "--nproc-per-node", "4", "--node-rank", "1"),
+        *("--master-addr", "10.0.0.1", "--master-port", "29501"),
+    )
+
+
+@pytest.mark.parametrize(("rank", "opens"), [(0, "is_host=1"), (1, "is_host=0")])
+def test_with_c10d_node_0_opens_the_store_whatever_its_name(rank: int, opens: str) -> None:
+    flags = Nodes(2, rank, "10.0.0.1", 29501, Rendezvous.C10D).torchrun_flags(1)
+    assert flags[4:] == (
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29501"),
+        *("--rdzv-id", "29501", "--rdzv-conf", opens),
+    )

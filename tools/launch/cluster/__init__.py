@@ -1,0 +1,1 @@
+"""Runs over several machines: nodes that meet by themselves, and Slurm, which starts them."""

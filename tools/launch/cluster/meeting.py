@@ -1,0 +1,333 @@
+"""How the launchers of a run's nodes meet before torchrun does, and hear of each other's end.
+
+Node 0 listens where torchrun will, sees that all have the same kit, Megatron, flags and data, makes the
+run folder, and lets them start once each has found it: the folder must lie on a file system that all
+share. The connections stay open, so that a node that fails or vanishes ends the run on all others at
+once; torchrun itself would wait for minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from tools.launch.cluster.lines import LineError, Lines
+from tools.launch.cluster.node_files import NodeFiles
+from tools.launch.cluster.nodes import Nodes
+from tools.launch.errors import LaunchError
+from tools.recipe.model import ROOT
+from tools.records import RUN_FILE
+
+PATIENCE_SECONDS = 300.0
+"""For the others to be started, one host after another, by hand."""
+
+ANSWER_SECONDS = 30.0
+"""For a node to answer; also for a network file system to show what another node wrote."""
+
+END_SECONDS = 40.0
+"""For the others to end after this node has."""
+
+
+@dataclass(frozen=True)
+class Present:
+    """What a node says of itself."""
+
+    node: int
+    host: str
+    has: Mapping[str, str]
+    """What all nodes must have alike, by name."""
+
+
+class FirstNode:
+    """Node 0's side."""
+
+    def __init__(self, nodes: Nodes, patience: float = PATIENCE_SECONDS) -> None:
+        self._nodes = nodes
+        self._patience = patience
+        self._others: dict[int, Lines] = {}
+        self._hosts: dict[int, str] = {}
+        self._exits: dict[int, int] = {}
+        self._files: NodeFiles | None = None
+        self._listener = _listen(nodes.port)
+        self.cause: str | None = None
+
+    def gather(self, own: Present) -> tuple[Present, ...]:
+        """Wait for all others; everybody in node order.
+
+        Raises:
+            LaunchError: One did not come, has something else than this node, or cannot run its share.
+        """
+        found = {0: own}
+        deadline = time.monotonic() + self._patience
+        while len(found) < self._nodes.count:
+            lines = self._accept(deadline, found)
+            other = self._greet(lines, found)
+            if other is not None:
+                found[other.node] = other
+                self._others[other.node] = lines
+                self._hosts[other.node] = other.host
+        self._listener.close()
+        present = tuple(found[node] for node in sorted(found))
+        for other in present:
+            if difference := _difference(own, other):
+                self._refuse(difference)
+        return present
+
+    def interface(self) -> str | None:
+        """The network interface by which the others reach this node."""
+        return _interface_of(next(iter(self._others.values())))
+
+    def announce(self, folder: Path) -> None:
+        """Tell the others the run folder, and let all start once each has found it.
+
+        Raises:
+            LaunchError: One does not see it.
+        """
+        digest = hashlib.sha256((folder / RUN_FILE).read_bytes()).hexdigest()
+        for lines in self._others.values():
+            lines.send(run=_named(folder), sha256=digest)
+        for node, lines in self._others.items():
+            answer = lines.receive(2 * ANSWER_SECONDS) or {"problem": "it gave no answer"}
+            if "problem" in answer:
+                self._refuse(f"{self._name(node)} cannot start: {answer['problem']}.")
+        for lines in self._others.values():
+            lines.send(go=True)
+        self._files = NodeFiles(folder, tuple(self._others))
+
+    def refuse(self, reason: str) -> None:
+        """Send the others home."""
+        for lines in self._others.values():
+            lines.send(refused=reason)
+
+    def failure(self) -> str | None:
+        """As `Company.failure`; also brings over what the others have logged."""
+        if self._files is not None:
+            self._files.bring()
+        for node, lines in self._others.items():
+            self._listen_to(node, lines, 0)
+            if self._exits.get(node, 0):
+                return self.cause or f"{self._name(node)} ended with {self._exits[node]}."
+        return None
+
+    def finish(self, exit_code: int) -> int:
+        """As `Company.finish`; the first failure's exit code."""
+        for lines in self._others.values():
+            lines.send(exit=exit_code)
+        deadline = time.monotonic() + END_SECONDS
+        for node, lines in self._others.items():
+            self._listen_to(node, lines, max(0.0, deadline - time.monotonic()))
+            lines.close()
+        if self._files is not None:
+            self._files.complete()
+        return exit_code or next((code for code in self._exits.values() if code), 0)
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        for lines in self._others.values():
+            lines.close()
+        self._listener.close()
+
+    def _accept(self, deadline: float, found: Mapping[int, Present]) -> Lines:
+        self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            return Lines(self._listener.accept()[0])
+        except TimeoutError:
+            missing = sorted(set(range(self._nodes.count)) - set(found))
+            names = ", ".join(map(str, missing))
+            self._refuse(
+                f"Node {names} of {self._nodes.count} did not come to {self._nodes.address}, port "
+                f"{self._nodes.port}, within {self._patience:.0f} s; start it there with "
+                f"NODE_RANK={missing[0]}, and see that the port is open between the hosts."
+            )
+            raise AssertionError from None
+
+    def _greet(self, lines: Lines, found: Mapping[int, Present]) -> Present | None:
+        """Who came; None for somebody who is no node of this run."""
+        try:
+            message = lines.receive(ANSWER_SECONDS) or {}
+            other = Present(int(message["node"]), str(message["host"]), dict(message["has"]))
+        except (LineError, KeyError, TypeError, ValueError):
+            lines.close()
+            return None
+        if message.get("problem"):
+            self._refuse(f"Node {other.node} ({other.host}): {message['problem']}")
+        if other.node in found or other.node not in range(self._nodes.count):
+            lines.send(
+                refused=f"NODE_RANK={other.node} is taken by host {found[other.node].host}; "
+                "give each host its own."
+                if other.node in found
+                else f"NODE_RANK={other.node} is not below NNODES={self._nodes.count}."
+            )
+            lines.close()
+            return None
+        return other
+
+    def _listen_to(self, node: int, lines: Lines, seconds: float) -> None:
+        if node in self._exits:
+            return
+        try:
+            message = lines.receive(seconds)
+        except LineError:
+            message = None
+        if message is not None and isinstance(message.get("exit"), int):
+            self._exits[node] = message["exit"]
+        elif lines.ended:
+            self._exits[node] = 1
+            self.cause = self.cause or f"{self._name(node)} was lost: its launcher is gone."
+
+    def _name(self, node: int) -> str:
+        return f"Node {node} ({self._hosts[node]})"
+
+    def _refuse(self, reason: str) -> None:
+        self.refuse(reason)
+        raise LaunchError(reason)
+
+
+class OtherNode:
+    """The side of every node but 0."""
+
+    cause = None
+
+    def __init__(self, nodes: Nodes, patience: float = PATIENCE_SECONDS) -> None:
+        self._nodes = nodes
+        self._lines = Lines(_connect(nodes, patience))
+        self._failed: str | None = None
+
+    def introduce(self, own: Present, problem: str | None = None) -> None:
+        """Say who this is, and why it cannot run its share if it cannot."""
+        self._lines.send(**asdict(own), problem=problem)
+
+    def interface(self) -> str | None:
+        """The network interface by which node 0 is reached."""
+        return _interface_of(self._lines)
+
+    def join(self) -> Path:
+        """Wait for the run folder and the word to start.
+
+        Raises:
+            LaunchError: Node 0 refuses, is gone, or its folder is not seen from here.
+        """
+        told = self._expect("run")
+        folder = ROOT / str(told["run"])
+        if not _appears(folder / RUN_FILE, str(told["sha256"])):
+            problem = f"it does not see {folder}, which node 0 has made"
+            self._lines.send(problem=f"{problem}; RUNS= must name a folder that all hosts share")
+        else:
+            self._lines.send(sees=True)
+        self._expect("go")
+        return folder
+
+    def announce(self, folder: Path) -> None:
+        """Node 0's to do."""
+
+    def failure(self) -> str | None:
+        """As `Company.failure`."""
+        if self._failed is None:
+            try:
+                message = self._lines.receive(0)
+            except LineError:
+                message = None
+            if message is not None and message.get("exit"):
+                self._failed = "Node 0 has ended the run."
+            elif message is None and self._lines.ended:
+                self._failed = "Node 0 was lost."
+        return self._failed
+
+    def finish(self, exit_code: int) -> int:
+        """As `Company.finish`; everything of this node is on the disk."""
+        self._lines.send(exit=exit_code)
+        self._lines.close()
+        return exit_code
+
+    def close(self) -> None:
+        """Hang up."""
+        self._lines.close()
+
+    def _expect(self, name: str) -> dict[str, object]:
+        try:
+            message = self._lines.receive(PATIENCE_SECONDS + 2 * ANSWER_SECONDS) or {}
+        except LineError as error:
+            message = {"refused": f"something else answers at {self._nodes.address}: {error}."}
+        if name not in message:
+            reason = message.get("refused", f"Node 0 at {self._nodes.address} is gone.")
+            raise LaunchError(str(reason))
+        return message
+
+
+@contextmanager
+def closing(node: FirstNode | OtherNode) -> Iterator[None]:
+    """Hang up on the way out, however it is taken."""
+    try:
+        yield
+    finally:
+        node.close()
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_PORT={port} cannot be listened on ({error.strerror}); end what uses it, or name "
+            "another, the same on all hosts."
+        ) from None
+
+
+def _connect(nodes: Nodes, patience: float) -> socket.socket:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_connection((nodes.address, nodes.port), timeout=ANSWER_SECONDS)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Node 0 was not reached at MASTER_ADDR={nodes.address}, port {nodes.port}, "
+                    f"within {patience:.0f} s ({error.strerror or error}); start it with NODE_RANK=0, "
+                    "and see that the address is right and the port open."
+                ) from None
+        time.sleep(0.2)
+
+
+def _difference(own: Present, other: Present) -> str | None:
+    for name, value in own.has.items():
+        theirs = other.has.get(name)
+        if theirs != value:
+            return (
+                f"Node {other.node} ({other.host}) has {name} {theirs}, and node 0 ({own.host}) "
+                f"{value}; all nodes must have the same."
+            )
+    return None
+
+
+def _interface_of(lines: Lines) -> str | None:
+    address = lines.socket.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
+
+
+def _named(folder: Path) -> str:
+    resolved = folder.resolve()
+    return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
+
+
+def _appears(file: Path, digest: str) -> bool:
+    """Whether a file with these bytes is there; a network file system may show it late."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            if hashlib.sha256(file.read_bytes()).hexdigest() == digest:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)

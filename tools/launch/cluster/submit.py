@@ -1,0 +1,176 @@
+"""`LAUNCHER=slurm make train-…`: a run folder, a script in it, and a job in the queue."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools import records
+from tools.launch import docker
+from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.sbatch import Cell, Container, Job, script
+from tools.launch.cluster.slurm import Slurm
+from tools.launch.compose import RUN_PLACEHOLDER, Launch, from_root
+from tools.launch.errors import LaunchError
+from tools.launch.image import find_pair
+from tools.launch.options import Options, RuntimeName
+from tools.launch.preflight import check_composition, data_path
+from tools.launch.run_folder import create_run_folder, utc_now
+from tools.launch.target import Target
+from tools.recipe.model import ROOT
+
+SCRIPT_FILE = "job.sbatch"
+SUBMIT_SECONDS = 60.0
+ONLY_HERE = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
+"""Variables that the job is not given, because they are settled when it is submitted."""
+
+WANDB_NAMES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT")
+
+
+def submit(
+    target: Target, flags: Sequence[str], launch: Launch, options: Options, console: Console
+) -> int:
+    """Submit a target's run, or its repeats as an array; 0, or the script alone with DRY_RUN=1.
+
+    Raises:
+        LaunchError: The run cannot work, or Slurm is not here or refuses it; nothing was written.
+    """
+    slurm = options.slurm
+    assert slurm is not None
+    spread = replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
+    check_composition(spread, options.runs)
+    words = ("run", target.strategy, target.model, f"{target.devices}{target.device}", "--", *flags)
+    job = _job(target, spread, options, slurm)
+    if options.dry_run:
+        print(
+            script(replace(job, cells=(_cell(RUN_PLACEHOLDER, words, options),) * options.repeats))
+        )
+        return 0
+    _require_sbatch()
+    folders = [create_run_folder(spread, options.runs) for _ in range(options.repeats)]
+    cells = tuple(_cell(from_root(folder), words, options) for folder in folders)
+    job_id = _hand_over(replace(job, cells=cells), folders)
+    for folder in folders:
+        shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+        console.print(f"{target.name}: job {job_id} → {shown}", highlight=False, markup=False)
+    console.print("'make status' follows it.", highlight=False)
+    return 0
+
+
+def _job(target: Target, launch: Launch, options: Options, slurm: Slurm) -> Job:
+    container = _container(launch, options, slurm)
+    on_host = str(Path(sys.executable)) if not container else docker.PYTHON
+    return Job(
+        name=target.name.removeprefix("train-"),
+        device=target.device,
+        devices_a_node=launch.local_devices,
+        slurm=slurm,
+        cells=(),
+        python=on_host,
+        inherited=inherited(options),
+        container=container,
+    )
+
+
+def inherited(options: Options) -> tuple[str, ...]:
+    """Names of the submitter's variables that the job gets; keys only for what was asked for.
+
+    Slurm keeps a job's variables in its own spool until the job has ended.
+    """
+    names = [
+        name for name in docker.inherited_names(*WANDB_NAMES) if name != "CUDA_VISIBLE_DEVICES"
+    ]
+    return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
+
+
+def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | None:
+    """The kit's image where Pyxis is, for GPU ranks; None for the host."""
+    if launch.device is records.DeviceKind.CPU or options.runtime is RuntimeName.HOST:
+        return None
+    if not _has_pyxis():
+        if options.runtime is RuntimeName.DOCKER or slurm.image:
+            raise LaunchError(
+                "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
+                "started; set RUNTIME=host."
+            )
+        return None
+    pair = find_pair(options.image)
+    squashed = ROOT / "docker" / f"{pair.name.replace(':', '+')}.sqsh"
+    if slurm.image is None and not squashed.is_file():
+        raise LaunchError(
+            f"{squashed} is not there; make it where Docker is with 'make image' and 'enroot import "
+            f"--output {squashed} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
+            "RUNTIME=host."
+        )
+    folders = (ROOT, *docker.data_folders(data_path(launch)), options.runs.absolute())
+    mounts = docker.Container("", "", mounts=()).mounting(*folders).mounts
+    return Container(slurm.image or str(squashed), mounts)
+
+
+def _cell(folder: str, words: tuple[str, ...], options: Options) -> Cell:
+    settings = {name: value for name, value in options.given if name not in ONLY_HERE}
+    return Cell(folder, words, {**settings, "RUNTIME": RuntimeName.HOST.value})
+
+
+def _hand_over(job: Job, folders: Sequence[Path]) -> str:
+    """Write the script into every run folder and submit it; the job's number."""
+    slurm_job: str | None = None
+    try:
+        text = script(job)
+        for folder in folders:
+            (folder / SCRIPT_FILE).write_text(text)
+            waiting = records.StatusRecord(
+                records.Status.INCOMPLETE, None, "Waits in Slurm's queue."
+            )
+            records.write_record(folder / records.STATUS_FILE, waiting)
+        slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
+        for element, folder in enumerate(folders):
+            own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
+            record = records.JobRecord(own, job.slurm.nodes, utc_now())
+            records.write_record(folder / records.JOB_FILE, record)
+    finally:
+        if slurm_job is None:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+    return slurm_job
+
+
+def _sbatch(path: Path) -> str:
+    command = ("sbatch", "--parsable", str(path))
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=SUBMIT_SECONDS, cwd=ROOT
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"'{shlex.join(command)}' gives no answer ({error}).") from None
+    if answer.returncode:
+        said = " ".join(answer.stderr.split()).removeprefix("sbatch: ")
+        raise LaunchError(f"Slurm refuses the job: {said}")
+    return answer.stdout.strip().partition(";")[
+        0
+    ]  # The cluster's name follows where there are several.
+
+
+def _require_sbatch() -> None:
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            "LAUNCHER=slurm needs Slurm's client (no 'sbatch' on PATH); run this on the cluster's login "
+            "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
+        )
+
+
+def _has_pyxis() -> bool:
+    try:
+        answer = subprocess.run(
+            ("srun", "--help"), capture_output=True, text=True, check=False, timeout=SUBMIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "--container-image" in answer.stdout

@@ -1,0 +1,120 @@
+"""One node's share of a run over several machines: `NNODES=2 NODE_RANK=0 MASTER_ADDR=… make train-…`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.cluster.meeting import FirstNode, OtherNode, Present, closing
+from tools.launch.cluster.node_files import node_folder
+from tools.launch.cluster.nodes import Nodes
+from tools.launch.compose import Launch
+from tools.launch.devices import visible_gpus
+from tools.launch.entry import kit_commit
+from tools.launch.errors import LaunchError
+from tools.launch.execute import execute, run_ranks
+from tools.launch.options import Options
+from tools.launch.preflight import check, data_path
+from tools.launch.progress import RunProgress
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.versions import installed_versions
+from tools.preprocess.dataset import open_dataset
+from tools.preprocess.errors import DatasetError
+from tools.records import LEDGER_FOLDER, LOG_FILE, DeviceKind, StatusRecord
+
+
+def train_first(
+    launch: Launch, nodes: Nodes, options: Options, console: Console, title: str
+) -> tuple[Path, StatusRecord]:
+    """Node 0: wait for the others, train, record the run; its folder and how it ended.
+
+    Raises:
+        LaunchError: A node is missing, differs, or cannot run its share; nothing was written.
+    """
+    first = FirstNode(nodes)
+    with closing(first):
+        try:
+            check(launch, options.runs)
+            ensure_start_checkpoint(launch, options, console)
+        except LaunchError as error:
+            first.gather(introduction(launch, nodes))
+            first.refuse(f"Node 0: {error}")
+            raise
+        console.print(f"{title}: waiting for {nodes.count - 1} more node(s)", highlight=False)
+        present = first.gather(introduction(launch, nodes))
+        hosts = tuple(each.host for each in present)
+        known = replace(nodes, hosts=hosts)
+        meeting = _between(replace(launch, nodes=known), first.interface())
+        return execute(meeting, options.runs, console, title, first, options.run_folder)
+
+
+def train_other(
+    launch: Launch, nodes: Nodes, options: Options, console: Console, title: str
+) -> tuple[Path, int]:
+    """Any other node: join node 0's run, train this share; the run's folder and this node's exit code.
+
+    Raises:
+        LaunchError: Node 0 was not reached or refuses, or this machine cannot run its share.
+    """
+    other = OtherNode(nodes)
+    with closing(other):
+        own = introduction(launch, nodes)
+        try:
+            check(launch, options.runs)
+        except LaunchError as error:
+            other.introduce(own, problem=str(error))
+            raise
+        other.introduce(own)
+        console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
+        folder = other.join()
+        mine = node_folder(folder, nodes.rank)
+        mine.mkdir(parents=True, exist_ok=True)
+        ledger = {"KIT_LEDGER": str(folder / LEDGER_FOLDER)} if launch.ledger else {}
+        with RunProgress(console, title, launch.iterations) as progress:
+            code = run_ranks(
+                _between(launch, other.interface()),
+                mine / LOG_FILE,
+                progress,
+                ledger,
+                other,
+                folder,
+            )
+        return folder, code
+
+
+def introduction(launch: Launch, nodes: Nodes) -> Present:
+    """This node, with what must be alike on all."""
+    try:
+        data = open_dataset(data_path(launch)).bin_sha256 or "without a record"
+    except DatasetError:
+        data = "missing"
+    entry = launch.entry
+    flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
+    has = {
+        "the kit's commit": kit_commit() or "unknown",
+        "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
+        "torch": installed_versions().get("torch", "none"),
+        "flags": f"{flags} (a hash)",
+        "data set": data,
+    }
+    if launch.device is DeviceKind.GPU:
+        names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
+        has["GPUs"] = ", ".join(names) or "none"
+    return Present(nodes.rank, platform.node(), has)
+
+
+def _between(launch: Launch, interface: str | None) -> Launch:
+    """The launch with gloo on the interface that joins the nodes, unless the caller has chosen one.
+
+    gloo would take the address of the machine's name, which is often 127.0.1.1.
+    """
+    if interface is None:
+        return launch
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    chosen = {name: os.environ.get(name) or interface for name in names}
+    return replace(launch, environment={**launch.environment, **chosen})
