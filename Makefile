@@ -11,7 +11,7 @@ MEASURED = $(wildcard runs/calibration-$(shell uname -n)-$(or $(GPU),h200).json)
 
 .PHONY: help setup list demo plan dryrun schedules report explain bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
-	doctor image reproduce setup-deepspeed compare-zero compare-backends sweep test test-slow lint clean
+	doctor image status reproduce setup-deepspeed compare-zero compare-backends sweep test test-slow lint clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
@@ -51,6 +51,11 @@ setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 ## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>
 ## BACKEND=native (plain PyTorch) or deepspeed trains the same model on the same batches without Megatron
 ## NET=1gbps (any rate up to 10gbps) joins the two halves of CPU ranks by a shaped link; needs root
+## Several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=<of node 0> on each host, or LAUNCHER=slurm NODES=2 with
+## SLURM_PARTITION= SLURM_ACCOUNT= SLURM_QOS= SLURM_TIME= SLURM_LINES="--sbatch-options" SLURM_IMAGE= SLURM_SITE=site.slurm
+status: setup ## all runs: queued, running or ended, iteration, loss, time left; asks Slurm where it is
+	@$(VENV_PYTHON) -m tools.launch status
+
 image: setup ## docker/Dockerfile for RUNTIME=docker: NVIDIA's PyTorch with the paired Megatron-LM
 	@$(VENV_PYTHON) -m tools.launch image
 
@@ -100,6 +105,7 @@ schedules: setup ## GPipe, 1F1B, interleaved and PipeDream beside one another: P
 
 ## Looking at results
 report: setup ## all runs, or LOGS="a.log b.log"; BASELINE=reports/old compares, STRICT=1 fails on a finding
+	@$(if $(wildcard $(or $(RUNS),runs)/*/job.json),$(VENV_PYTHON) -m tools.launch status --quiet)
 	@$(VENV_PYTHON) -m tools.report build $(LOGS) $(if $(NAME),--name $(NAME)) \
 		$(if $(BASELINE),--baseline $(BASELINE)) $(if $(filter 1,$(STRICT)),--strict)
 

@@ -48,7 +48,7 @@ def _dispatch(command: argparse.Namespace, console: Console) -> int:
         show_list(console)
         return 0
     options = options_from_environment()
-    if command.command not in SPREADING and (options.nodes or options.slurm):
+    if command.command not in (*SPREADING, "status") and (options.nodes or options.slurm):
         raise LaunchError(
             f"'{command.command}' runs on this machine alone; leave LAUNCHER= and NNODES= to train-… "
             "targets."
@@ -94,10 +94,13 @@ def _sweep(_: argparse.Namespace, options: Options, console: Console) -> int:
     return sweep(request_from_environment(), options, console)
 
 
-def _status(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.cluster.follow import show_status
+def _status(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.cluster.follow import follow, show_status
 
-    return show_status(options.runs, console)
+    seen = follow(options.runs)
+    if not command.quiet:
+        show_status(seen, options.runs, console)
+    return 0
 
 
 def _train(command: argparse.Namespace, options: Options, console: Console) -> int:
@@ -138,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--model", default="gpt2-tiny")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
     commands.add_parser("list", help="models, strategies, and what runs here")
-    commands.add_parser("status", help="every run: waiting, running or ended")
+    status = commands.add_parser("status", help="every run: waiting, running or ended")
+    status.add_argument("--quiet", action="store_true", help="only record what Slurm ended")
     commands.add_parser("image", help="build the container's image")
     commands.add_parser("reproduce", help="the six published runs, then the report")
     module = commands.add_parser("module", help="run a module of the kit where RUNTIME says")

@@ -92,23 +92,10 @@ def command(rate: Rate, ranks: int, python: str, program: Sequence[str]) -> tupl
     return (python, "-m", "tools.launch.network", rate.text, str(ranks), "--", *program)
 
 
-def run(rate: Rate, ranks: int, program: Sequence[str]) -> int:
-    """One torchrun in each namespace; the first exit code that is not 0."""
-    with _link(rate, f"kit{os.getpid()}") as sides:
-        nodes = [
-            subprocess.Popen(_node(side, sides, ranks, program), env=_environment(side))
-            for side in sides
-        ]
-        try:
-            return _wait(nodes)
-        finally:
-            _end(nodes)
-            for side in sides:
-                print(f" > network: {side.namespace} sent {_sent_bytes(side)} bytes", flush=True)
-
-
 @dataclass(frozen=True)
-class _Side:
+class Side:
+    """One end of the link: a node of its own."""
+
     rank: int
     namespace: str
     device: str
@@ -116,10 +103,11 @@ class _Side:
 
 
 @contextmanager
-def _link(rate: Rate, name: str) -> Iterator[tuple[_Side, ...]]:
+def link(rate: Rate, name: str) -> Iterator[tuple[Side, ...]]:
+    """Two namespaces, whose names begin with `name`, joined while the block runs."""
     _sweep()
     sides = tuple(
-        _Side(rank, f"{name}{end}", f"{name}{end}", f"10.77.0.{rank + 1}")
+        Side(rank, f"{name}{end}", f"{name}{end}", f"10.77.0.{rank + 1}")
         for rank, end in enumerate("ab")
     )
     try:
@@ -139,6 +127,21 @@ def _link(rate: Rate, name: str) -> Iterator[tuple[_Side, ...]]:
             subprocess.run(("ip", "netns", "del", side.namespace), check=False, capture_output=True)
 
 
+def run(rate: Rate, ranks: int, program: Sequence[str]) -> int:
+    """One torchrun in each namespace; the first exit code that is not 0."""
+    with link(rate, f"kit{os.getpid()}") as sides:
+        nodes = [
+            subprocess.Popen(_node(side, sides, ranks, program), env=_environment(side))
+            for side in sides
+        ]
+        try:
+            return _wait(nodes)
+        finally:
+            _end(nodes)
+            for side in sides:
+                print(f" > network: {side.namespace} sent {_sent_bytes(side)} bytes", flush=True)
+
+
 def _sweep() -> None:
     """Remove namespaces of launchers that were killed before they could."""
     for line in _do("ip", "netns", "list").splitlines():
@@ -153,9 +156,7 @@ def _bucket(rate: Rate) -> tuple[str, ...]:
     return ("tbf", "rate", f"{rate.bits_per_second}bit", "burst", str(burst), "latency", "50ms")
 
 
-def _node(
-    side: _Side, sides: Sequence[_Side], ranks: int, program: Sequence[str]
-) -> tuple[str, ...]:
+def _node(side: Side, sides: Sequence[Side], ranks: int, program: Sequence[str]) -> tuple[str, ...]:
     return (
         *("ip", "netns", "exec", side.namespace),
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -166,7 +167,7 @@ def _node(
     )
 
 
-def _environment(side: _Side) -> dict[str, str]:
+def _environment(side: Side) -> dict[str, str]:
     # gloo would take the address of the machine's name, which the namespace cannot reach.
     return {**os.environ, "GLOO_SOCKET_IFNAME": side.device, "TP_SOCKET_IFNAME": side.device}
 
@@ -194,12 +195,12 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
         node.wait()
 
 
-def _sent_bytes(side: _Side) -> int:
+def _sent_bytes(side: Side) -> int:
     answer = _inside(side, "cat", f"/sys/class/net/{side.device}/statistics/tx_bytes")
     return int(answer) if answer.strip().isdigit() else 0
 
 
-def _inside(side: _Side, *words: str) -> str:
+def _inside(side: Side, *words: str) -> str:
     return _do("ip", "netns", "exec", side.namespace, *words)
 
 

@@ -129,7 +129,10 @@ def _munged(folder: Path) -> subprocess.Popen[bytes]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
     socket_path = folder / "munge.socket"
-    own = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+    own = [
+        f"--{name}={folder}/munge.{name}"
+        for name in ("socket", "pid-file", "log-file", "seed-file")
+    ]
     daemon = subprocess.Popen(
         ("munged", "--foreground", "--force", f"--key-file={key}", *own),
         stdout=subprocess.DEVNULL,

@@ -46,23 +46,21 @@ class Seen:
     note: str = ""
 
 
-def show_status(runs: Path, console: Console) -> int:
+def show_status(rows: Sequence[Seen], runs: Path, console: Console) -> None:
     """Print a row for every run, the newest last."""
     table = Table("run", "state", "iteration", "loss", "left", "")
-    for seen in follow(runs):
+    for seen in rows:
         done = "" if seen.iteration is None else f"{seen.iteration}/{seen.iterations or '?'}"
         loss = "" if seen.loss is None else f"{seen.loss:.4f}"
         left = "" if seen.left_seconds is None else _duration(seen.left_seconds)
         # As text: what a log or Slurm said is not to be taken for markup.
         cells = (seen.run, seen.state, done, loss, left, seen.note)
         table.add_row(*(Text(_printable(cell)) for cell in cells))
-    if not table.row_count:
-        console.print(
-            f"No runs in {runs}; 'make demo' or a train-… target makes some.", markup=False
-        )
-        return 0
-    console.print(table)
-    return 0
+    if rows:
+        console.print(table)
+    else:
+        text = f"No runs in {runs}; 'make demo' or a train-… target makes some."
+        console.print(text, markup=False)
 
 
 def follow(runs: Path) -> list[Seen]:

@@ -71,8 +71,6 @@ class FirstNode:
             other = self._greet(lines, found)
             if other is not None:
                 found[other.node] = other
-                self._others[other.node] = lines
-                self._hosts[other.node] = other.host
         self._listener.close()
         present = tuple(found[node] for node in sorted(found))
         for other in present:
@@ -156,8 +154,6 @@ class FirstNode:
         except (LineError, KeyError, TypeError, ValueError):
             lines.close()
             return None
-        if message.get("problem"):
-            self._refuse(f"Node {other.node} ({other.host}): {message['problem']}")
         if other.node in found or other.node not in range(self._nodes.count):
             lines.send(
                 refused=f"NODE_RANK={other.node} is taken by host {found[other.node].host}; "
@@ -167,6 +163,10 @@ class FirstNode:
             )
             lines.close()
             return None
+        self._others[other.node] = lines
+        self._hosts[other.node] = other.host
+        if message.get("problem"):
+            self._refuse(f"{self._name(other.node)}: {message['problem']}")
         return other
 
     def _listen_to(self, node: int, lines: Lines, seconds: float) -> None:

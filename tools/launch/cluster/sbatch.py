@@ -80,7 +80,7 @@ def script(job: Job) -> str:
     """The script; every value in it is quoted, and none is a secret."""
     lines = [
         "#!/usr/bin/env bash",
-        f"# {job.name} on {job.slurm.nodes} node(s): the kit's own launcher on each, which starts torchrun.",
+        f"# {job.name} on {job.slurm.nodes} node(s): the kit's launcher on each starts torchrun.",
         *(f"#SBATCH {line}" for line in _directives(job)),
         "set -euo pipefail",
         *job.slurm.setup,

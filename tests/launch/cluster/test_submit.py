@@ -1,0 +1,226 @@
+"""Submitting with a stand-in for sbatch, and `make status` with one for squeue."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.launch.cluster.follow import follow
+from tools.launch.cluster.queue import JobState, job_states
+from tools.recipe.model import ROOT
+from tools.records import JobRecord, Status, StatusRecord, read_status, write_record
+
+ITERATION = (
+    " iteration {:8d}/     500 | consumed samples:           16 | elapsed time per iteration (ms): "
+    "500.0 | learning rate: 4.0E-04 | global batch size:     8 | lm loss: 1.075875E+01 | "
+    "loss scale: 1.0 | grad norm: 3.123 | number of skipped iterations:   0 | number of nan "
+    "iterations:   0 |\n"
+)
+KEY = "s3cret-wandb-key"
+
+
+def program(folder: Path, name: str, line: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{line}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    program(
+        folder, "sbatch", f'cp "${{@: -1}}" {folder}/submitted; env > {folder}/env; echo "12;kit"'
+    )
+    program(folder, "squeue", "exit 0")
+    program(folder, "sacct", "exit 1")
+    return folder
+
+
+def submit(runs: Path, sample: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    settings = {"LAUNCHER": "slurm", "NODES": "2", "ITERS": "5", "RUNS": str(runs)}
+    return subprocess.run(
+        (sys.executable, "-m", "tools.launch", "target", "train-dp2-gpt2-tiny-2cpu"),
+        cwd=ROOT,
+        env={**os.environ, **settings, "DATA": str(sample), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def run_folders(runs: Path) -> list[Path]:
+    return sorted(folder for folder in runs.glob("*") if not folder.name.startswith("."))
+
+
+def test_a_submitted_run_has_its_folder_script_and_job_number(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    runs = tmp_path / "runs"
+    answer = submit(runs, sample_prefix)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (folder,) = run_folders(runs)
+    text = (folder / "job.sbatch").read_text()
+    assert text == (programs / "submitted").read_text()
+    assert f"RUN_FOLDER={folder}" in text
+    assert "#SBATCH --nodes=2" in text
+    assert "LAUNCHER" not in text  # else the job would submit another
+    job = json.loads((folder / "job.json").read_text())
+    assert (job["job_id"], job["nodes"]) == ("12", 2)
+    assert read_status(folder) == StatusRecord(Status.INCOMPLETE, None, "Waits in Slurm's queue.")
+
+
+def test_repeats_are_elements_of_one_array_with_a_folder_each(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    runs = tmp_path / "runs"
+    assert submit(runs, sample_prefix, REPEATS="2").returncode == 0
+    folders = run_folders(runs)
+    jobs = [json.loads((folder / "job.json").read_text())["job_id"] for folder in folders]
+    assert jobs == ["12_0", "12_1"]
+    text = (folders[0] / "job.sbatch").read_text()
+    assert "--array=0-1" in text
+    assert "REPEATS" not in text
+
+
+def test_a_key_is_passed_by_name_and_only_to_a_run_that_uses_it(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    runs = tmp_path / "runs"
+    assert submit(runs, sample_prefix, WANDB_API_KEY=KEY).returncode == 0
+    assert "WANDB" not in (programs / "submitted").read_text()
+    assert submit(runs, sample_prefix, WANDB_API_KEY=KEY, WANDB="1").returncode == 0
+    assert "WANDB_API_KEY" in (programs / "submitted").read_text()
+    written = [path for path in runs.rglob("*") if path.is_file()]
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]
+
+
+def test_what_slurm_refuses_leaves_no_run_folder(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    program(programs, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    answer = submit(tmp_path / "runs", sample_prefix, SLURM_PARTITION="x")
+    assert answer.returncode == 2
+    assert "Slurm refuses the job: error: invalid partition specified: x" in answer.stdout
+    assert run_folders(tmp_path / "runs") == []
+
+
+def test_ranks_that_nodes_cannot_share_are_refused(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    answer = submit(tmp_path / "runs", sample_prefix, NODES="4")
+    assert answer.returncode == 2
+    assert "2 rank(s) cannot be shared evenly by 4 nodes" in answer.stdout
+    assert run_folders(tmp_path / "runs") == []
+
+
+def test_a_dry_run_shows_the_script_and_writes_nothing(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    answer = submit(tmp_path / "runs", sample_prefix, DRY_RUN="1")
+    assert answer.returncode == 0
+    assert answer.stdout.startswith("#!/usr/bin/env bash\n")
+    assert "exec srun" in answer.stdout
+    assert not (tmp_path / "runs").exists()
+    assert not (programs / "submitted").exists()
+
+
+def job_folder(runs: Path, job: str, iterations: int = 0) -> Path:
+    folder = runs / f"2026-{job}-dp2-gpt2-tiny-2cpu"
+    folder.mkdir(parents=True)
+    write_record(folder / "job.json", JobRecord(job, 2, "2026-01-01T00:00:00Z"))
+    unfinished = StatusRecord(Status.INCOMPLETE, None, "The launcher did not finish.")
+    write_record(folder / "status.json", unfinished)
+    if iterations:
+        lines = (ITERATION.format(number) for number in range(1, iterations + 1))
+        (folder / "log.txt").write_text("".join(lines))
+    return folder
+
+
+def test_status_shows_what_waits_and_what_runs_as_slurm_says(
+    programs: Path, tmp_path: Path
+) -> None:
+    job_folder(tmp_path, "12")
+    job_folder(tmp_path, "13", iterations=3)
+    program(programs, "squeue", "echo '12|PENDING|Resources'; echo '13|RUNNING|None'")
+    waiting, running = follow(tmp_path)
+    assert (waiting.state, waiting.note) == ("queued", "job 12: Resources")
+    assert (running.state, running.iteration, running.loss) == ("running", 3, 10.75875)
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "reason"),
+    [
+        ("CANCELLED", Status.INTERRUPTED, "Job 12 was cancelled in Slurm"),
+        ("TIMEOUT", Status.INTERRUPTED, "reached its time limit; ask for more with SLURM_TIME="),
+        ("NODE_FAIL", Status.CRASHED, "Job 12 lost a node"),
+        ("OUT_OF_MEMORY", Status.OUT_OF_MEMORY, "ran out of the memory that Slurm gave it"),
+        ("FAILED", Status.CRASHED, "ended FAILED in Slurm; see slurm.txt"),
+    ],
+)
+def test_a_job_that_ended_without_its_launchers_word_gets_its_status_from_slurm(
+    programs: Path, tmp_path: Path, state: str, status: Status, reason: str
+) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    program(programs, "squeue", f"echo '12|{state}|None'")
+    (seen,) = follow(tmp_path)
+    assert seen.state == status.value
+    assert reason in seen.note
+    assert read_status(folder).status is status
+
+
+def test_a_job_that_slurm_forgot_is_judged_by_its_log(programs: Path, tmp_path: Path) -> None:
+    job_folder(tmp_path, "12", iterations=2)
+    (seen,) = follow(tmp_path)
+    assert seen.state == "incomplete"
+    assert "Job 12 is gone from Slurm; its launcher left no word." in seen.note
+
+
+def test_what_a_launcher_recorded_is_not_overwritten(programs: Path, tmp_path: Path) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    write_record(folder / "status.json", StatusRecord(Status.NAN, 0, "NaN from iteration 2."))
+    program(programs, "squeue", "echo '12|COMPLETED|None'")
+    assert follow(tmp_path)[0].note == "NaN from iteration 2."
+
+
+def test_a_local_run_is_running_while_its_samples_come(tmp_path: Path, programs: Path) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    (folder / "job.json").unlink()
+    (folder / "samples.csv").write_text("seconds\n")
+    assert follow(tmp_path)[0].state == "running"
+    long_ago = time.time() - 60
+    os.utime(folder / "samples.csv", (long_ago, long_ago))
+    assert follow(tmp_path)[0].state == "incomplete"
+
+
+def test_what_the_queue_forgot_is_asked_of_accounting(programs: Path) -> None:
+    program(programs, "squeue", "echo '12_1|RUNNING|None'")
+    program(programs, "sacct", "echo '11|CANCELLED by 1000|None'")
+    assert job_states(["11", "12_1", "13"]) == {
+        "11": JobState("CANCELLED", "None"),
+        "12_1": JobState("RUNNING", "None"),
+    }
+
+
+def test_control_characters_and_markup_of_a_reason_are_shown_and_not_obeyed(
+    programs: Path, tmp_path: Path
+) -> None:
+    folder = job_folder(tmp_path, "12")
+    evil = "\x1b[2J\x1b]0;title\x07[red]not markup[/red]"
+    write_record(folder / "status.json", StatusRecord(Status.CRASHED, 1, evil))
+    answer = subprocess.run(
+        (sys.executable, "-m", "tools.launch", "status"),
+        cwd=ROOT,
+        env={**os.environ, "RUNS": str(tmp_path), "COLUMNS": "250"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "\x1b" not in answer.stdout
+    assert "\x07" not in answer.stdout
+    assert "[red]not markup[/red]" in answer.stdout

@@ -1,0 +1,95 @@
+"""`NNODES=2 NODE_RANK=… MASTER_ADDR=…` in two network namespaces: hosts with addresses of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools.launch.network import Rate, link
+from tools.recipe.model import ROOT
+from tools.records import Status, read_run, read_status
+from tools.report.scrape import scrape_log
+
+CAN_MAKE_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAN_MAKE_NAMESPACES, reason="needs root, ip and tc"),
+]
+ITERATIONS = 4
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, ...]]:
+    """How a command is run on each of two hosts, whose addresses are 10.77.0.1 and 10.77.0.2."""
+    with link(Rate(10**9), f"kit{os.getpid()}") as sides:
+        yield tuple(side.namespace for side in sides)
+
+
+def start(host: str, rank: int, runs: Path, data: Path, **variables: str) -> subprocess.Popen[str]:
+    settings = {
+        "NNODES": "2",
+        "NODE_RANK": str(rank),
+        "MASTER_ADDR": "10.77.0.1",
+        "ITERS": str(ITERATIONS),
+        "RUNS": str(runs),
+        "DATA": str(data),
+    }
+    target = (sys.executable, "-m", "tools.launch", "target", "train-pp2-gpt2-tiny-2cpu")
+    return subprocess.Popen(
+        ("ip", "netns", "exec", host, *target),
+        cwd=ROOT,
+        env={**os.environ, **settings, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_two_hosts_train_one_run_over_their_own_addresses(
+    hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
+) -> None:
+    nodes = [start(host, rank, tmp_path, sample_prefix) for rank, host in enumerate(hosts)]
+    said = [node.communicate(timeout=150)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    (folder,) = tmp_path.glob("2*")
+    assert read_status(folder).status is Status.OK
+    log = scrape_log(folder / "log.txt")
+    assert [iteration.iteration for iteration in log.iterations] == list(range(1, ITERATIONS + 1))
+    record = read_run(folder)
+    assert "10.77.0.1" in (record.host.interconnect or "")
+    assert record.environment["GLOO_SOCKET_IFNAME"] == hosts[0]
+    assert "node 1 ended with 0" in said[1]
+
+
+def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(
+    hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
+) -> None:
+    first, second = (
+        start(host, rank, tmp_path, sample_prefix, ITERS="400") for rank, host in enumerate(hosts)
+    )
+    wait_for_iterations(tmp_path)
+    family = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
+    for process in reversed(family):
+        process.kill()
+    killed = time.monotonic()
+    said, _ = first.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert first.returncode == 1
+    (folder,) = tmp_path.glob("2*")
+    status = read_status(folder)
+    assert status.status is Status.CRASHED
+    assert "Node 1" in status.reason, status.reason + said
+    second.communicate(timeout=10)
+
+
+def wait_for_iterations(runs: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not any("iteration        2/" in log.read_text() for log in runs.glob("2*/log.txt")):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

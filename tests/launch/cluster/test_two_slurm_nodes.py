@@ -1,0 +1,87 @@
+"""Real jobs on a real Slurm of two nodes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cluster.two_nodes import Cluster, obstacle, two_nodes
+from tools.recipe.model import ROOT
+from tools.records import Status, read_run, read_status
+from tools.report.scrape import scrape_log
+
+WHY_NOT = obstacle()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"no Slurm here: {WHY_NOT}"),
+]
+ITERATIONS = 4
+RECIPE = {"ITERS": str(ITERATIONS), "GLOBAL_BATCH": "8"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def submit(cluster: Cluster, runs: Path, data: Path, strategy: str, **variables: str) -> Path:
+    """A job's run folder."""
+    settings = RECIPE | {"LAUNCHER": "slurm", "NODES": "2", "RUNS": str(runs)}
+    command = (sys.executable, "-m", "tools.launch", "target", f"train-{strategy}-gpt2-tiny-2cpu")
+    before = set(runs.glob("2*"))
+    answer = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**cluster.environment, **settings, "DATA": str(data), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (folder,) = set(runs.glob("2*")) - before
+    return folder
+
+
+def job_of(folder: Path) -> str:
+    return (folder / "job.json").read_text().split('"job_id": "')[1].split('"')[0]
+
+
+def losses(log: Path) -> list[float | None]:
+    return [iteration.lm_loss for iteration in scrape_log(log).iterations]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path) -> list[float | None]:
+    """Losses of the baseline on this machine without Slurm."""
+    runs = tmp_path_factory.mktemp("alone")
+    settings = RECIPE | {"RUNS": str(runs), "DATA": str(sample_prefix)}
+    command = (sys.executable, "-m", "tools.launch", "target", "train-baseline-gpt2-tiny-1cpu")
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=True)
+    (folder,) = runs.glob("2*")
+    return losses(folder / "log.txt")
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "pp2"])
+def test_a_job_trains_across_two_nodes_as_one_machine_does(
+    cluster: Cluster, tmp_path: Path, sample_prefix: Path, alone: list[float | None], strategy: str
+) -> None:
+    folder = submit(cluster, tmp_path, sample_prefix, strategy)
+    state = cluster.wait(job_of(folder), "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+    said = (folder / "slurm.txt").read_text()
+    assert state == "COMPLETED", said
+    assert read_status(folder).status is Status.OK, said
+    assert len(alone) == ITERATIONS
+    # Both started from the same weights; at most one unit of the last printed digit.
+    assert losses(folder / "log.txt") == pytest.approx(alone, abs=1.01e-6 * 10)
+    host = read_run(folder).host
+    assert len(host.nodes) == 2
+    assert sorted(path.name for path in (folder / "ledger").glob("rank*.json")) == [
+        "rank0.json",
+        "rank1.json",
+    ]
+    ranks = {line.split(",")[1] for line in (folder / "samples.csv").read_text().splitlines()[1:]}
+    assert ranks == {"0", "1"}
