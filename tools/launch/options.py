@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class Options:
     """Of a run that was given one before it starts, as jobs are."""
     slurm: Slurm | None = None
     """Submit a job instead of training here."""
-    given: tuple[tuple[str, str], ...] = ()
+    given: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """The variables behind all this as they were set, for a run that starts elsewhere."""
 
 
