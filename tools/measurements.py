@@ -30,7 +30,14 @@ class Operation(StrEnum):
     BARRIER = "barrier"
 
 
-ALGORITHMS = {
+class Transport(StrEnum):
+    """The library that moves the bytes: it decides what an operation puts on the wire."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
+_NCCL = {
     Operation.ALL_REDUCE: "ring, 2(n-1)/n of the tensor",
     Operation.ALL_GATHER: "ring, (n-1)/n of the gathered tensor",
     Operation.REDUCE_SCATTER: "ring, (n-1)/n of the whole tensor",
@@ -43,23 +50,56 @@ ALGORITHMS = {
     Operation.RECEIVE: "counted at its sender",
     Operation.BARRIER: "no tensor",
 }
-"""What `wire_bytes` assumes about each operation."""
+_GLOO = _NCCL | {
+    Operation.REDUCE_SCATTER: "an all-reduce whose other parts are thrown away, 2(n-1)/n of the tensor",
+    Operation.BROADCAST: "binomial tree, (n-1)/n of the tensor on average over the ranks",
+    Operation.REDUCE: "ring whose last segments go round once more, then a gather, on average",
+}
+_GLOO_SEGMENT_BYTES = 1 << 20
+"""`gloo::ReduceOptions::kMaxSegmentSize`."""
 
 
-def wire_bytes(operation: Operation, payload_bytes: int, ranks: int) -> int:
+def algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
+    """What `wire_bytes` assumes of an operation.
+
+    NCCL's rings; gloo's as written in its `allreduce.cc`, `allgather.cc`, `broadcast.cc` and
+    `reduce.cc`, and in torch's `ProcessGroupGloo`, which has no reduce-scatter of its own.
+    """
+    return (_GLOO if transport is Transport.GLOO else _NCCL)[operation]
+
+
+def wire_bytes(
+    operation: Operation,
+    payload_bytes: int,
+    ranks: int,
+    transport: Transport = Transport.NCCL,
+) -> int:
     """Bytes one rank sends for one call, rounded down; nothing in a group of one rank.
 
     Args:
         operation: What is called.
         payload_bytes: The whole tensor: gathered, before scattering, or as sent.
         ranks: Ranks of the group.
+        transport: What moves it.
     """
     if ranks == 1 or operation in (Operation.RECEIVE, Operation.BARRIER):
         return 0
     if operation is Operation.SEND:
         return payload_bytes
-    passes = 2 if operation is Operation.ALL_REDUCE else 1
-    return passes * (ranks - 1) * payload_bytes // ranks
+    on_gloo = transport is Transport.GLOO
+    if on_gloo and operation is Operation.REDUCE:
+        return _gloo_reduce_bytes(payload_bytes, ranks)
+    twice = operation is Operation.ALL_REDUCE or (on_gloo and operation is Operation.REDUCE_SCATTER)
+    return (2 if twice else 1) * (ranks - 1) * payload_bytes // ranks
+
+
+def _gloo_reduce_bytes(payload_bytes: int, ranks: int) -> int:
+    """Of all segments all but two go to the neighbour, then each rank but the root sends its chunk."""
+    segment = max(1, min(-(-payload_bytes // (2 * ranks)), _GLOO_SEGMENT_BYTES))
+    segments = max(-(-payload_bytes // segment), 2 * ranks)
+    segments = -(-segments // ranks) * ranks
+    ring = payload_bytes * (segments - 2) // segments
+    return ring + payload_bytes * (ranks - 1) // ranks**2
 
 
 class Phase(StrEnum):
@@ -97,6 +137,13 @@ class Calls:
     transfer_seconds: float
     """From issuing a call to having its result; more than the wait where work went on meanwhile."""
 
+    def wire_bytes_over(self, transport: Transport) -> int:
+        """What the same calls would send over another library."""
+        if self.operation is Operation.ALL_TO_ALL:  # Pairwise in both, and its splits decide.
+            return self.wire_bytes
+        each = wire_bytes(self.operation, self.payload_bytes, self.ranks, transport)
+        return self.calls * each
+
 
 @dataclass(frozen=True)
 class RankCommunication:
@@ -113,6 +160,10 @@ class RankCommunication:
     def wire_bytes(self) -> int:
         """Bytes this rank sends in an iteration."""
         return sum(item.wire_bytes for item in self.calls)
+
+    def wire_bytes_over(self, transport: Transport) -> int:
+        """What it would send over another library."""
+        return sum(item.wire_bytes_over(transport) for item in self.calls)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tools.measurements import (
     Operation,
     Phase,
     RankCommunication,
+    Transport,
     read_communication,
     read_memory,
     read_time,
@@ -44,6 +45,7 @@ def configuration(run: Run) -> Configuration:
         configuration_of(as_run, run.record.parallelism, run.record.batch),
         dtype="fp32",
         cp_comm_type="all_gather",
+        transport=Transport.GLOO,
     )
 
 

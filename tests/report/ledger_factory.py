@@ -10,7 +10,6 @@ from pathlib import Path
 from tests.report.factory import log_text, run_record, write_run
 from tools import records
 from tools.measurements import (
-    ALGORITHMS,
     Calls,
     CommunicationRecord,
     MemoryCategory,
@@ -21,6 +20,8 @@ from tools.measurements import (
     RankMemory,
     RankTime,
     TimeRecord,
+    Transport,
+    algorithm,
 )
 from tools.plan.communication import communication_of_rank
 from tools.plan.configuration import Configuration
@@ -74,10 +75,10 @@ def call(
     group: str, operation: str, payload: int, calls: int = 1, phase: Phase = Phase.FORWARD
 ) -> Calls:
     kind = Operation(operation)
-    passes = {Operation.ALL_REDUCE: 2, Operation.SEND: 2}.get(kind, 1)
+    passes = 2 if kind in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.SEND) else 1
     return Calls(
         group, 2, kind, phase, "float32", calls, payload, calls * (passes * payload // 2),
-        ALGORITHMS[kind], 0.001, 0.002,
+        algorithm(kind, Transport.GLOO), 0.001, 0.002,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from tests.report.factory import log_text, run_record, write_run
 from tests.report.test_build import made, read_csv
 from tools import records
 from tools.measurements import (
-    ALGORITHMS,
     Calls,
     CommunicationRecord,
     MemoryCategory,
@@ -13,6 +12,7 @@ from tools.measurements import (
     Phase,
     RankCommunication,
     RankMemory,
+    algorithm,
 )
 from tools.report.runs import load_folder
 
@@ -21,7 +21,7 @@ def calls(wire_bytes):
     operation = Operation.ALL_REDUCE
     return Calls(
         "tp", 2, operation, Phase.FORWARD, "float32", 4, wire_bytes // 4, wire_bytes,
-        ALGORITHMS[operation], 0.01, 0.02,
+        algorithm(operation), 0.01, 0.02,
     )  # fmt: skip
 
 

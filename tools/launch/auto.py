@@ -13,6 +13,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import AUTO, train
+from tools.measurements import Transport
 from tools.plan.cluster import Calibration, Cluster
 from tools.plan.configuration import configuration_of
 from tools.plan.hardware import Device, device_by_key, find_device, link_by_key
@@ -66,7 +67,7 @@ def request_here(
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:
-        template = replace(template, dtype="fp32", fused_attention=False)
+        template = replace(template, dtype="fp32", fused_attention=False, transport=Transport.GLOO)
     link = link_by_key(device.link)
     cluster = Cluster(device, target.devices, target.devices, link, link, calibration)
     return Request(model, cluster, samples, template)

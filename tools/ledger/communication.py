@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tools.measurements import (
-    ALGORITHMS,
     Calls,
     Operation,
     Phase,
     RankCommunication,
     RankTime,
+    Transport,
+    algorithm,
     wire_bytes,
 )
 
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     payload_bytes: int
     sent_bytes: int | None
     """Where the splits say it exactly (uneven all-to-all); else it follows from the payload."""
+    transport: Transport = Transport.NCCL
 
 
 @dataclass
@@ -123,7 +125,8 @@ class CommunicationLedger:
 def _rows(calls: Iterable[tuple[Call, int]], kind: _Kind) -> Iterable[Calls]:
     for call, count in calls:
         sent = call.sent_bytes
-        each = wire_bytes(call.operation, call.payload_bytes, call.ranks) if sent is None else sent
+        if sent is None:
+            sent = wire_bytes(call.operation, call.payload_bytes, call.ranks, call.transport)
         yield Calls(
             group=call.group,
             ranks=call.ranks,
@@ -132,8 +135,8 @@ def _rows(calls: Iterable[tuple[Call, int]], kind: _Kind) -> Iterable[Calls]:
             dtype=call.dtype,
             calls=count,
             payload_bytes=call.payload_bytes,
-            wire_bytes=count * each,
-            algorithm=ALGORITHMS[call.operation],
+            wire_bytes=count * sent,
+            algorithm=algorithm(call.operation, call.transport),
             wait_seconds=kind.wait_ns[call] * NANO / kind.iterations,
             transfer_seconds=kind.transfer_ns[call] * NANO / kind.iterations,
         )

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from tools.ledger.communication import Call, CommunicationLedger, Pending
 from tools.ledger.groups import group_name
 from tools.ledger.timeline import Span, Timeline
-from tools.measurements import Operation, Phase
+from tools.measurements import Operation, Phase, Transport
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
 _METHODS = {
@@ -154,6 +154,7 @@ class CallWatcher:
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
             payload_bytes=times * _bytes(tensors),
             sent_bytes=sent_bytes,
+            transport=_transport(group, tensors),
         )
 
     def _trace(self, pending: Pending, now_ns: int) -> None:
@@ -178,6 +179,14 @@ class _Operator:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+def _transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transport:
+    """What moves these tensors: a group may have gloo for the CPU's and NCCL for the GPU's."""
+    if not tensors:
+        return Transport.NCCL
+    backend = group._get_backend(tensors[0].device)
+    return Transport.GLOO if backend.name() == Transport.GLOO else Transport.NCCL
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

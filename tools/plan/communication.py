@@ -8,6 +8,7 @@ iteration (evaluation, checkpoints, start-up) are not here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tools.plan.configuration import Configuration
 from tools.plan.megatron import LATEST, Megatron
@@ -29,7 +30,11 @@ def communication_of_rank(
         UnevenSplitError: A degree does not divide what it splits.
     """
     calls = _all_traffic(configuration, pipeline_rank, megatron)
-    return tuple(item for item in calls if item.ranks > 1 and item.calls and item.payload_bytes)
+    return tuple(
+        replace(item, transport=configuration.transport)
+        for item in calls
+        if item.ranks > 1 and item.calls and item.payload_bytes
+    )
 
 
 def _all_traffic(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tools.measurements import Transport
 from tools.plan.legality import microbatches, violations
 from tools.plan.parameters import shape_as_run
 from tools.recipe.model import Model, ModelShape
@@ -35,6 +36,8 @@ class Configuration:
     fused_attention: bool = True
     """Flash or cuDNN attention; without it the scores of every head are kept."""
     cp_comm_type: str = "p2p"
+    transport: Transport = Transport.NCCL
+    """What moves the bytes: gloo on CPU ranks."""
 
     @property
     def trained_shape(self) -> ModelShape:

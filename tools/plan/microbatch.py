@@ -30,7 +30,7 @@ from tools.plan.traffic_tensor import (
     layers_traffic,
 )
 from tools.plan.wire import Traffic
-from tools.records import Batch, Parallelism, Sharding
+from tools.records import Batch, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,13 @@ def parts(configuration: Configuration, cluster: Cluster) -> Parts:
     return _parts(_one_layer(configuration), cluster)
 
 
-def transfer_seconds(cluster: Cluster, parallelism: Parallelism, item: Traffic) -> float:
+def transfer_seconds(cluster: Cluster, configuration: Configuration, item: Traffic) -> float:
     """Time of traffic alone on its links; nothing in a group of one rank."""
     if item.ranks == 1:
         return 0.0
-    way = route(cluster, parallelism, item.group)
-    return item.wire_bytes / way.bytes_per_second + item.calls * way.latency_seconds
+    way = route(cluster, configuration.parallelism, item.group)
+    sent = item.wire_bytes_over(configuration.transport)
+    return sent / way.bytes_per_second + item.calls * way.latency_seconds
 
 
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
@@ -179,4 +180,4 @@ def _context_seconds(configuration: Configuration, cluster: Cluster, layer: Laye
 
 
 def _each(configuration: Configuration, cluster: Cluster, calls: Iterable[Traffic]) -> list[float]:
-    return [transfer_seconds(cluster, configuration.parallelism, item) for item in calls]
+    return [transfer_seconds(cluster, configuration, item) for item in calls]

@@ -122,7 +122,7 @@ def _message_seconds(configuration: Configuration, cluster: Cluster) -> float:
     if parallelism.pipeline == 1:
         return 0.0
     seconds = sum(
-        transfer_seconds(cluster, parallelism, item)
+        transfer_seconds(cluster, configuration, item)
         for item in pipeline_traffic(configuration, 0)
         if item.group is Group.PIPELINE
     )
@@ -166,7 +166,5 @@ def _overlapped_sync_seconds(
 
 def _sum(configuration: Configuration, cluster: Cluster, calls: list[Traffic]) -> float:
     return sum(
-        transfer_seconds(cluster, configuration.parallelism, item)
-        for item in calls
-        if item.payload_bytes
+        transfer_seconds(cluster, configuration, item) for item in calls if item.payload_bytes
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tools.measurements import Operation, Phase, wire_bytes
+from tools.measurements import Operation, Phase, Transport, wire_bytes
 
 
 class Group(StrEnum):
@@ -50,11 +50,16 @@ class Traffic:
     """Upstream file and function, or paper."""
     hideable: bool = False
     """Whether Megatron starts it beside arithmetic that does not wait for it."""
+    transport: Transport = Transport.NCCL
 
     @property
     def wire_bytes(self) -> int:
         """Sent by this rank over all these calls."""
-        return self.calls * wire_bytes(self.operation, self.payload_bytes, self.ranks)
+        return self.wire_bytes_over(self.transport)
+
+    def wire_bytes_over(self, transport: Transport) -> int:
+        """Sent if that library moves it."""
+        return self.calls * wire_bytes(self.operation, self.payload_bytes, self.ranks, transport)
 
     @property
     def total_payload_bytes(self) -> int:
