@@ -183,6 +183,8 @@ class RunRecord:
     """`docker` or `host`."""
     image: str | None = None
     """The container's image and its digest, `name@sha256:…`."""
+    link_bits_per_second: int | None = None
+    """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
     schema: int = 1
 
 

@@ -70,6 +70,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         kit_commit=kit_commit(),
         runtime=launch.runtime.name,
         image=provenance.image,
+        link_bits_per_second=launch.network.bits_per_second if launch.network else None,
     )
 
 

@@ -85,6 +85,15 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     return Route(rate * efficiency, cluster.inter.latency_seconds, cluster.inter.key)
 
 
+def crossing_groups(parallelism: Parallelism, group: Group, per_node: int) -> int:
+    """Groups of this kind that have ranks on both of two nodes; 0 where each lies on one."""
+    stride, ranks = _stride_and_ranks(parallelism, group)
+    if stride * ranks <= per_node:
+        return 0
+    inside = min(ranks, max(1, per_node // stride))
+    return max(1, per_node // inside)
+
+
 def _stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     """Distance between neighbours of a group in global ranks, and its size."""
     tensor, context, data = parallelism.tensor, parallelism.context, parallelism.data

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from tools.report.bandwidth import rate_curves
+from tools.report.chart_bandwidth import draw_bandwidth
 from tools.report.chart_canvas import Chart, draw
 from tools.report.chart_devices import draw_devices
 from tools.report.chart_losses import draw_losses
@@ -23,7 +25,7 @@ __all__ = ["Chart", "draw_charts"]
 
 def draw_charts(report: Report) -> list[Chart]:
     """Draw every chart that the runs have data for; limits are told in the charts' texts."""
-    charts = [*_times(report.entries), *_losses(report.entries)]
+    charts = [*_times(report.entries), *_bandwidth(report.entries), *_losses(report.entries)]
     measured = [entry for entry in report.entries if memory_by_rank(entry.run)]
     if measured:
         text = "Peak memory of each rank, as the allocator or the ledger counts it."
@@ -50,6 +52,19 @@ def _times(entries: Sequence[Entry]) -> list[Chart]:
     )
     painter = partial(draw_times, entries=timed[:MAX_TIMES])
     return [draw("iteration-time", "Iteration time", _limited(text, timed, MAX_TIMES), painter)]
+
+
+def _bandwidth(entries: Sequence[Entry]) -> list[Chart]:
+    curves = rate_curves(entries)
+    if not curves:
+        return []
+    text = (
+        "Dots were measured between CPU ranks behind a link shaped to that rate (NET=), bars at the"
+        " right edge without a limit. Dashed lines and rings are not measured: the formula of"
+        " tools/plan takes the fastest dot and changes only the time its bytes need on the link."
+    )
+    painter = partial(draw_bandwidth, curves=curves[:MAX_CURVES])
+    return [draw("bandwidth", "Iteration time against bandwidth", text, painter)]
 
 
 def _losses(entries: Sequence[Entry]) -> list[Chart]:

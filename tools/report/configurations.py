@@ -98,6 +98,7 @@ def _key(run: Run) -> tuple[object, ...]:
         setup.dtype,
         setup.dropout,
         setup.dataset.prefix if setup.dataset else None,
+        run.record.link_bits_per_second if run.record else None,
         tuple(sorted(essential(_given(run)).items())),
     )
 
@@ -129,6 +130,7 @@ def _conditions(run: Run) -> tuple[object, ...]:
         software,
         host.name,
         host.driver,
+        host.interconnect,
     )
 
 

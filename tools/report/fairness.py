@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tools.report.configurations import Configuration
+from tools.report.labels import link_rate
 from tools.report.runs import Run
 from tools.report.statistics import Comparison, compare
 
@@ -73,6 +74,7 @@ def differences(reference: Run, other: Run) -> list[Difference]:
         ("Adam's state", adam_state(reference), adam_state(other), False),
         ("Megatron", one.megatron or None, two.megatron or None, False),
         ("host", _host(reference), _host(other), False),
+        ("link between the ranks", _link(reference), _link(other), False),
     )
     return [
         Difference(what, _text(a), _text(b), expected) for what, a, b, expected in pairs if a != b
@@ -95,6 +97,10 @@ def _data(run: Run) -> str | None:
 
 def _host(run: Run) -> str | None:
     return run.record.host.name if run.record else None
+
+
+def _link(run: Run) -> str | None:
+    return link_rate(run) if run.record else None
 
 
 def _text(value: object) -> str:

@@ -24,6 +24,14 @@ def labels(rows: Sequence[Configuration]) -> list[str]:
     return result
 
 
+def link_rate(run: Run) -> str:
+    """The limit of the link between the run's two halves, in words."""
+    bits = run.record.link_bits_per_second if run.record else None
+    if bits is None:
+        return "unshaped"
+    return f"at {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"at {bits / 1e6:g} Mbit/s"
+
+
 def _plain(run: Run) -> str:
     setup = run.setup
     if not setup.strategy:
@@ -49,6 +57,7 @@ _TELLS: tuple[Callable[[Run], str], ...] = (
     lambda run: f"seq {run.setup.seq_length}" if run.setup.seq_length else "",
     lambda run: run.setup.megatron.split(" ")[0],
     lambda run: run.setup.backend,
+    lambda run: link_rate(run) if run.record else "",
     lambda run: f"recompute {run.setup.recompute or 'none'}",
     lambda run: run.status.status.value,
     lambda run: run.record.host.name if run.record else "",
