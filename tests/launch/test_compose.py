@@ -120,3 +120,17 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None
     assert "--tensor-model-parallel-size 2 --sequence-parallel" in answer.stdout
     assert answer.stdout.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shape_in_extra_is_the_runs_own_with_starting_weights_of_its_own() -> None:
+    plain = composed("train-pp2-gpt2-tiny-2cpu")
+    shallow = composed("train-pp2-gpt2-tiny-2cpu", extra=("--num-layers", "2"))
+    assert (plain.model.shape.layers, shallow.model.shape.layers) == (4, 2)
+    assert shallow.start_checkpoint != plain.start_checkpoint
+    same = composed("train-tp2-gpt2-tiny-2cpu", extra=("--num-layers", "2"))
+    assert same.start_checkpoint == shallow.start_checkpoint
+
+
+def test_torch_fsdp2_runs_without_the_fusion_that_upstream_refuses_beside_it() -> None:
+    launch = composed("train-fsdp2-gpt2-large-2gpu", runtime=None)
+    assert Flags(launch.flags).has("--no-gradient-accumulation-fusion")

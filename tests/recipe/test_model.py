@@ -1,8 +1,16 @@
+from dataclasses import replace
+
 import pytest
 
 from tools.plan.parameters import parameters_total
 from tools.recipe.arguments import Flags
-from tools.recipe.model import UnknownModelError, load_model, model_names, shape_from_flags
+from tools.recipe.model import (
+    UnknownModelError,
+    changed_model,
+    load_model,
+    model_names,
+    shape_from_flags,
+)
 from tools.records import Batch
 
 DIMENSIONS = [
@@ -64,3 +72,17 @@ def test_a_model_without_its_width_is_refused_by_the_flags_name() -> None:
 @pytest.mark.parametrize(("tensor", "rows"), [(1, 50304), (2, 50432), (8, 51200)])
 def test_the_vocabulary_is_padded_as_megatron_pads_it(tensor: int, rows: int) -> None:
     assert load_model("gpt2-large").shape.padded_vocabulary(tensor) == rows
+
+
+def test_flags_that_build_the_model_change_its_shape_and_nothing_else_does() -> None:
+    tiny = load_model("gpt2-tiny")
+    shallow = changed_model(tiny, ("--num-layers=2", "--lr", "1e-3"))
+    assert shallow.shape == replace(tiny.shape, layers=2)
+    assert Flags(shallow.flags).text("--lr") != "1e-3"
+    assert changed_model(tiny, ("--lr", "1e-3")) is tiny
+
+
+def test_one_half_precision_takes_the_others_place() -> None:
+    large = changed_model(load_model("gpt2-large"), ("--bf16",))
+    assert large.dtype == "bf16"
+    assert "--fp16" not in large.flags

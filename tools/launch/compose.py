@@ -17,7 +17,7 @@ from tools.launch.network import command as shaped
 from tools.launch.options import Backend, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
-from tools.recipe.model import GPT2_VOCABULARY, ROOT, Model, with_vocabulary
+from tools.recipe.model import GPT2_VOCABULARY, ROOT, Model, changed_model, with_vocabulary
 from tools.recipe.strategy import batch_for, parallelism_from_flags
 from tools.records import Batch, DeviceKind, Entry, Parallelism, Sharding
 
@@ -111,6 +111,7 @@ def compose(
         LaunchError: No Megatron is there.
         StrategyError: The flags' degrees do not multiply to `devices`.
     """
+    model = changed_model(model, options.extra)
     parallelism = parallelism_from_flags((*strategy_flags, *options.extra), devices)
     data = options.data or DEFAULT_DATA[device]
     if data in DEFAULT_DATA.values():

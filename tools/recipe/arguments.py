@@ -7,7 +7,7 @@ files, so a model is described in one place.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 
@@ -35,6 +35,12 @@ def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
     for words in groups:
         merged |= _by_name(words)
     return tuple(word for name, values in merged.items() for word in (name, *values))
+
+
+def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
+    """Those flags among `words` that are named, with their values."""
+    given = _by_name(words).items()
+    return tuple(word for name, values in given if name in names for word in (name, *values))
 
 
 class Flags:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.recipe.arguments import Flags, merge_flags, read_args_file
+from tools.recipe.arguments import Flags, merge_flags, pick_flags, read_args_file
 from tools.records import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +15,17 @@ FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
 
 GPT2_VOCABULARY = 50257
+
+_HALVES = ("--fp16", "--bf16")
+_BUILDS = (
+    *_HALVES,
+    *("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups"),
+    *("--group-query-attention", "--kv-channels", "--ffn-hidden-size", "--seq-length"),
+    *("--max-position-embeddings", "--position-embedding-type", "--normalization", "--swiglu"),
+    *("--disable-bias-linear", "--add-qkv-bias", "--num-experts", "--moe-router-topk"),
+    *("--moe-ffn-hidden-size",),
+)
+"""Flags that decide which tensors a model has, and their precision."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,19 @@ def with_vocabulary(model: Model, entries: int) -> Model:
         return model
     flags = merge_flags(model.flags, ("--vocab-size", str(entries)))
     return replace(model, flags=flags, shape=replace(model.shape, vocabulary=entries))
+
+
+def changed_model(model: Model, words: Sequence[str]) -> Model:
+    """The model that `words` make of it: another shape or precision, under its name.
+
+    Flags that change neither are left out. Raises as `model_from_flags` does.
+    """
+    changes = pick_flags(words, _BUILDS)
+    if not changes:
+        return model
+    other_half = any(half in changes for half in _HALVES)
+    kept = [word for word in model.flags if not (other_half and word in _HALVES)]
+    return model_from_flags(model.name, model.family, merge_flags(kept, changes))
 
 
 def shape_from_flags(name: str, flags: Flags) -> ModelShape:

@@ -140,7 +140,10 @@ _SHARDING_FLAGS: dict[Sharding, tuple[str, ...]] = {
     Sharding.ZERO1: ("--use-distributed-optimizer",),
     Sharding.ZERO2: (*_FSDP, "optim_grads"),
     Sharding.ZERO3: (*_FSDP, "optim_grads_params"),
-    Sharding.FSDP2: ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights"),
+    Sharding.FSDP2: (
+        *("--use-torch-fsdp2", "--untie-embeddings-and-output-weights"),
+        "--no-gradient-accumulation-fusion",
+    ),
 }
 
 
