@@ -54,6 +54,8 @@ for name, call in calls.items():
     dist.barrier()
 if rank == 0:
     open(sys.argv[2], "w").write(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
