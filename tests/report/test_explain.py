@@ -110,7 +110,7 @@ def test_context_parallelism_is_held_against_tensor_parallelism(tmp_path: Path) 
     for folder in folders:
         write_calls(folder, communication(folder))
     text = sentence("How does context parallelism compare with tensor parallelism?", *folders)
-    assert "1.5 MiB instead of 2.256 MiB on the wire (×0.66, less), in 96 instead of 84" in text
+    assert "2 MiB instead of 2.256 MiB on the wire (×0.89, less), in 96 instead of 84" in text
     assert "cannot be seen in this run" in text
 
 
