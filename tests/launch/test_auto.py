@@ -64,13 +64,14 @@ def test_the_file_carries_the_machine_s_name_and_the_device_s(tmp_path: Path) ->
     assert calibration_path(tmp_path, CPU).name == f"calibration-{platform.node()}-cpu.json"
 
 
-def test_two_cpu_ranks_choose_plain_data_parallelism_or_its_sharded_optimizer() -> None:
+def test_on_two_cpu_ranks_nothing_is_worth_more_than_plain_data_parallelism() -> None:
     calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     plan = search(request_here(TINY, CPU, calibration, Options()))
     assert plan.winner is not None
-    assert plan.winner.strategy in {"dp2", "dp2-zero1"}
     by_name = {candidate.strategy: candidate.seconds.total for candidate in plan.ranked}
     assert by_name["dp2"] < 1.05 * plan.winner.seconds.total
+    # Sharding the optimizer saves half of its update; gloo's reduce-scatter takes most of that back.
+    assert by_name["dp2-zero1"] == pytest.approx(by_name["dp2"], rel=0.02)
 
 
 def test_cpu_ranks_are_planned_as_they_run() -> None:
