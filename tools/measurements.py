@@ -205,7 +205,25 @@ class MemoryCategory(StrEnum):
     LOGITS = "logits"
     """Tensors with a column for each word of the rank's vocabulary, kept or not."""
     COMMUNICATION = "communication"
+    """What other ranks' bytes arrive in, until autograd keeps it."""
     TEMPORARY = "temporary"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a GPU's allocator and its driver say at the end of the measured iteration."""
+
+    allocated_peak_bytes: int
+    """Live blocks, each rounded up, at their most since the start."""
+    reserved_peak_bytes: int
+    """Taken from the device at the most since the start: live blocks and the allocator's slack."""
+    used_bytes: int
+    """Of the whole device, by all that runs on it: context and libraries too."""
+
+    @property
+    def slack_bytes(self) -> int:
+        """Reserved, but in no live block."""
+        return self.reserved_peak_bytes - self.allocated_peak_bytes
 
 
 @dataclass(frozen=True)
@@ -223,6 +241,8 @@ class RankMemory:
     activations_by_layer: dict[str, int]
     """Bytes kept for backward, summed over the iteration's micro batches, by who saved them."""
     phase_peak_bytes: dict[Phase, int]
+    device: DeviceMemory | None = None
+    """None where the rank computes on the host."""
 
 
 @dataclass(frozen=True)

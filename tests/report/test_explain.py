@@ -18,10 +18,10 @@ from tools.measurements import MemoryCategory, Phase, TimeRecord
 from tools.records import RUN_FILE
 from tools.report.cli import main
 from tools.report.explain_costs import costs_above
-from tools.report.explained import amount, joined, milliseconds, signed
 from tools.report.explanation import Explanation, explain
 from tools.report.explanation_text import NOTHING, explanation_markdown
 from tools.report.files import write_report
+from tools.report.phrases import amount, joined, milliseconds, signed
 
 WORK = {Phase.FORWARD: 0.04, Phase.BACKWARD: 0.05, Phase.OPTIMIZER: 0.01}
 COST = "Which cost separates each strategy from baseline?"

@@ -14,7 +14,13 @@ from tests.report.ledger_factory import (
     write_memory,
     write_times,
 )
-from tools.measurements import CommunicationRecord, MemoryCategory, Phase, RankCommunication
+from tools.measurements import (
+    CommunicationRecord,
+    DeviceMemory,
+    MemoryCategory,
+    Phase,
+    RankCommunication,
+)
 from tools.plan.megatron import LATEST
 from tools.records import DeviceKind
 from tools.report.closed_form import NoClosedFormError, configuration_of_run
@@ -131,6 +137,23 @@ def test_memory_is_compared_by_component_and_adams_step_counts_are_named(tmp_pat
     assert rows["optimizer state"].note == "Adam's step counts, 4 bytes a tensor: 52"
     assert rows["logits and temporaries"].residual == 1000
     assert "the output layer's backward" in rows["peak of live tensors"].note
+
+
+def test_on_a_gpu_the_allocators_figures_and_the_devices_own_stand_beside_the_peak(
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path, "baseline")
+    device = DeviceMemory(
+        allocated_peak_bytes=300 << 20, reserved_peak_bytes=380 << 20, used_bytes=900 << 20
+    )
+    write_memory(folder, replace(held(0, {MemoryCategory.WEIGHTS: 1}), device=device))
+    rows = {row.component: row for row in found(folder).memory}
+    assert rows["allocated"].measured == 300 << 20
+    assert rows["allocated"].predicted == rows["peak of live tensors"].predicted
+    reading = rows["the device's own reading"]
+    assert reading.measured == 900 << 20
+    assert reading.predicted > rows["allocated"].predicted
+    assert "reserved 380 MiB, of it the allocator's slack 80 MiB" in reading.note
 
 
 def moment(tmp_path: Path, strategy: str, stage: int = 0, **kernels: bool) -> tuple[str, int]:

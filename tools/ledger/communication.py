@@ -6,10 +6,12 @@ Iterations that make the same calls are counted together; the most frequent kind
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tools.ledger.clock import Clock, Mark
+from tools.ledger.timeline import Span
 from tools.measurements import (
     Calls,
     Operation,
@@ -38,12 +40,15 @@ class Call(NamedTuple):
     transport: Transport = Transport.NCCL
 
 
-@dataclass
-class Pending:
-    """A call whose result nobody has waited for yet."""
+@dataclass(slots=True)
+class Watched:
+    """One call, and who waited for its result when."""
 
     call: Call
-    started_ns: int
+    started: Mark
+    issued: Mark
+    waits: list[tuple[Phase, Mark, Mark]] = field(default_factory=list)
+    """The phase of the wait, not of the call; its beginning and its end."""
 
 
 @dataclass
@@ -51,7 +56,6 @@ class _Kind:
     """Iterations that made the same calls."""
 
     iterations: int = 0
-    nanoseconds: int = 0
     wait_ns: Counter[Call] = field(default_factory=Counter)
     transfer_ns: Counter[Call] = field(default_factory=Counter)
     phase_ns: Counter[Phase] = field(default_factory=Counter)
@@ -59,42 +63,34 @@ class _Kind:
 
 
 class CommunicationLedger:
-    """Counts calls and the time they take."""
+    """Keeps an iteration's calls, and sums them up when it has ended: only then is the time read."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Call] = Counter()
-        self._wait_ns: Counter[Call] = Counter()
-        self._transfer_ns: Counter[Call] = Counter()
-        self._blocked_ns: Counter[Phase] = Counter()
+        self.watched: list[Watched] = []
+        """Of the iteration that is going on."""
         self._kinds: dict[frozenset[tuple[Call, int]], _Kind] = {}
 
-    def add(self, call: Call, issue_ns: int) -> None:
-        """Count a call that took `issue_ns` to be issued."""
-        self._counts[call] += 1
-        self._wait_ns[call] += issue_ns
-        self._blocked_ns[call.phase] += issue_ns
-
-    def waited(self, pending: Pending, phase: Phase, wait_ns: int, now_ns: int) -> None:
-        """Somebody waited for the call's result, in a later phase perhaps, and has it now."""
-        self._wait_ns[pending.call] += wait_ns
-        self._blocked_ns[phase] += wait_ns
-        self._transfer_ns[pending.call] += now_ns - pending.started_ns
-
-    def end_iteration(self, nanoseconds: int, phase_ns: dict[Phase, int]) -> None:
-        """Close an iteration that took so long, and so long in each phase."""
-        kind = self._kinds.setdefault(frozenset(self._counts.items()), _Kind())
+    def end_iteration(self, phase_ns: Mapping[Phase, int], clock: Clock) -> None:
+        """Close an iteration that took so long in each phase; the clock has settled."""
+        counts = Counter(watched.call for watched in self.watched)
+        kind = self._kinds.setdefault(frozenset(counts.items()), _Kind())
         kind.iterations += 1
-        kind.nanoseconds += nanoseconds
-        kind.wait_ns += self._wait_ns
-        kind.transfer_ns += self._transfer_ns
-        kind.phase_ns += Counter(phase_ns)
-        kind.blocked_ns += self._blocked_ns
+        kind.phase_ns.update(phase_ns)
+        for watched in self.watched:
+            _sum_up(watched, kind, clock.nanoseconds)
         self.forget()
 
+    def spans(self, clock: Clock) -> Iterator[Span]:
+        """The iteration's calls, each from being issued to having its result; the clock has settled."""
+        for watched in self.watched:
+            end = watched.waits[-1][2] if watched.waits else watched.issued
+            name = f"{watched.call.operation} {watched.call.group}"
+            start_ns, end_ns = clock.nanoseconds(watched.started), clock.nanoseconds(end)
+            yield Span(name, "communication", start_ns, end_ns)
+
     def forget(self) -> None:
-        """Drop what was counted since the last iteration ended."""
-        for counter in (self._counts, self._wait_ns, self._transfer_ns, self._blocked_ns):
-            counter.clear()
+        """Drop what was watched since the last iteration ended."""
+        self.watched.clear()
 
     def communication(self, rank: int) -> RankCommunication:
         """Calls of a steady iteration."""
@@ -113,13 +109,25 @@ class CommunicationLedger:
         per_iteration = NANO / kind.iterations
         return RankTime(
             rank,
-            kind.nanoseconds * per_iteration,
+            sum(kind.phase_ns.values()) * per_iteration,
             {phase: ns * per_iteration for phase, ns in kind.phase_ns.items()},
             {phase: ns * per_iteration for phase, ns in kind.blocked_ns.items()},
         )
 
     def _steady(self) -> tuple[frozenset[tuple[Call, int]], _Kind]:
         return max(self._kinds.items(), key=lambda item: item[1].iterations)
+
+
+def _sum_up(watched: Watched, kind: _Kind, read: Callable[[Mark], int]) -> None:
+    call, started = watched.call, read(watched.started)
+    issue_ns = read(watched.issued) - started
+    kind.wait_ns[call] += issue_ns
+    kind.blocked_ns[call.phase] += issue_ns
+    for phase, began, ended in watched.waits:
+        wait_ns = read(ended) - read(began)
+        kind.wait_ns[call] += wait_ns
+        kind.blocked_ns[phase] += wait_ns
+        kind.transfer_ns[call] += read(ended) - started
 
 
 def _rows(calls: Iterable[tuple[Call, int]], kind: _Kind) -> Iterable[Calls]:

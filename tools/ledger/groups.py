@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 _NAMES = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "CONTEXT_PARALLEL_GROUP": "cp",
@@ -28,6 +30,7 @@ _NAMES = {
 _SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")
 
 
+@functools.cache
 def group_name(description: str) -> str:
     """`tp`, `dp_cp`, …; a description that is not Megatron's is returned as it is."""
     plain = description

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +28,15 @@ from tools.ledger.model_state import (
 )
 from tools.ledger.module_path import ModulePath
 from tools.ledger.timeline import Timeline
-from tools.measurements import MemoryCategory, Phase, RankMemory
+from tools.measurements import DeviceMemory, MemoryCategory, Phase, RankMemory
 
 
 @dataclass
 class _Storage:
     size: int
     category: MemoryCategory
-    is_logits: bool
+    resting: MemoryCategory
+    """What it is while autograd does not keep it."""
     handle: weakref.ref[torch.UntypedStorage]
     keepers: int = 0
     """Nodes of the autograd graph that hold it."""
@@ -54,6 +55,11 @@ class MemoryLedger:
         self._tracker = _Tracker(self._timeline, models, optimizer)
         self._rank, self._iteration = rank, iteration
         self._tracker.enter()
+
+    def received(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What others send arrives in these: buffers of communication, until autograd keeps them."""
+        if self._tracker is not None:
+            self._tracker.received(tensors)
 
     def stop(self) -> None:
         """Stop following and keep the result; nothing if it was not started."""
@@ -100,7 +106,18 @@ class _Tracker:
             categories={category: self._at_peak[category] for category in MemoryCategory},
             activations_by_layer=dict(self._kept_by_layer),
             phase_peak_bytes=self._phase_peaks,
+            device=_device_memory(self._models),
         )
+
+    def received(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = self._meet(tensor, MemoryCategory.TEMPORARY)
+            if storage is not None and storage.category is MemoryCategory.TEMPORARY:
+                storage.resting = MemoryCategory.COMMUNICATION
+                self._move(storage, storage.resting)
+        if sum(self._bytes.values()) == self._peak:
+            # The peak was noted as the buffer was made, before its use was known.
+            self._at_peak = Counter(self._bytes)
 
     def _state(self) -> Iterator[tuple[MemoryCategory, Iterable[torch.Tensor]]]:
         yield MemoryCategory.OPTIMIZER_STATE, master_weights_of(self._models)
@@ -123,7 +140,7 @@ class _Tracker:
             is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
             if category is MemoryCategory.TEMPORARY and is_logits:
                 category = MemoryCategory.LOGITS
-            known = self._live[key] = _Storage(size, category, is_logits, weakref.ref(storage))
+            known = self._live[key] = _Storage(size, category, category, weakref.ref(storage))
             self._bytes[category] += size
             weakref.finalize(storage, self._forget, key)
         elif known is not None and size != known.size:
@@ -152,18 +169,19 @@ class _Tracker:
             return _Kept(tensor)
         if storage.keepers == 0:
             self._kept_by_layer[self._modules.layer] += storage.size
-            self._move(storage, MemoryCategory.ACTIVATIONS)
+            if storage.resting is not MemoryCategory.LOGITS:
+                self._move(storage, MemoryCategory.ACTIVATIONS)
         storage.keepers += 1
         return _Kept(tensor, self, storage)
 
     def _release(self, storage: _Storage) -> None:
         storage.keepers -= 1
         if storage.keepers == 0:
-            self._move(storage, MemoryCategory.TEMPORARY)
+            self._move(storage, storage.resting)
 
     def _move(self, storage: _Storage, category: MemoryCategory) -> None:
         self._bytes[storage.category] -= storage.size
-        storage.category = MemoryCategory.LOGITS if storage.is_logits else category
+        storage.category = category
         self._bytes[storage.category] += storage.size
 
     def _note_peak(self) -> None:
@@ -177,7 +195,12 @@ class _Tracker:
             self._peak_phase, self._peak_module = phase, self._modules.current
 
 
-_MAY_BE_KEPT = (MemoryCategory.TEMPORARY, MemoryCategory.ACTIVATIONS, MemoryCategory.LOGITS)
+_MAY_BE_KEPT = (
+    MemoryCategory.TEMPORARY,
+    MemoryCategory.ACTIVATIONS,
+    MemoryCategory.LOGITS,
+    MemoryCategory.COMMUNICATION,
+)
 
 
 class _Kept:
@@ -198,6 +221,17 @@ def _unpack(kept: _Kept) -> torch.Tensor:
 def _held(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds: a DTensor says its whole size, and has memory for its own part alone."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _device_memory(models: Sequence[torch.nn.Module]) -> DeviceMemory | None:
+    if all(p.device.type != "cuda" for model in models for p in model.parameters()):
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(
+        allocated_peak_bytes=torch.cuda.max_memory_allocated(),
+        reserved_peak_bytes=torch.cuda.max_memory_reserved(),
+        used_bytes=total - free,
+    )
 
 
 class _SeeEveryTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]

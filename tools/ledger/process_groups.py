@@ -8,7 +8,6 @@ straight to C++; the operators are wrapped by name.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, Work
 
-from tools.ledger.communication import Call, CommunicationLedger, Pending
+from tools.ledger.clock import Mark
+from tools.ledger.communication import Call, CommunicationLedger, Watched
 from tools.ledger.groups import group_name
-from tools.ledger.timeline import Span, Timeline
+from tools.ledger.timeline import Timeline
 from tools.measurements import Operation, Phase, Transport
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
@@ -62,14 +62,35 @@ _FUNCTIONAL = {
 }
 
 
-class CallWatcher:
-    """Reports every call and every wait to a ledger, while it is installed."""
+# What others send arrives in a buffer of its own; elsewhere the result replaces a tensor.
+_RECEIVING = {
+    Operation.ALL_GATHER,
+    Operation.REDUCE_SCATTER,
+    Operation.ALL_TO_ALL,
+    Operation.RECEIVE,
+}
 
-    def __init__(self, ledger: CommunicationLedger, timeline: Timeline) -> None:
+
+class CallWatcher:
+    """Reports every call and every wait to a ledger, while it is installed.
+
+    Args:
+        ledger: Where calls are kept.
+        timeline: The clock, and the phase a call is made in.
+        received: Is told of tensors that others' bytes arrive in.
+    """
+
+    def __init__(
+        self,
+        ledger: CommunicationLedger,
+        timeline: Timeline,
+        received: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
+    ) -> None:
         self._ledger = ledger
         self._timeline = timeline
+        self._received = received
         # Holding the work keeps its Python object, so that its id names it until it is waited for.
-        self._pending: dict[int, tuple[Any, Pending]] = {}
+        self._pending: dict[int, tuple[Any, Watched]] = {}
 
     def install(self) -> None:
         """Wrap torch's classes and operators; for the life of the process."""
@@ -90,24 +111,25 @@ class CallWatcher:
         @functools.wraps(original, updated=())
         def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             call = self._describe(group, operation, position, args)
-            started = time.perf_counter_ns()
+            started = self._timeline.clock.mark()
             work = original(group, *args, **kwargs)
-            self._ledger.add(call, time.perf_counter_ns() - started)
+            watched = self._keep(call, started)
             if work is not None:
-                self._pending[id(work)] = (work, Pending(call, started))
+                self._pending[id(work)] = (work, watched)
+            if operation in _RECEIVING:
+                self._received(_tensors(args[0]))
             return work
 
         return method
 
     def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            _, pending = self._pending.pop(id(work), (None, None))
-            began = time.perf_counter_ns()
+            _, watched = self._pending.pop(id(work), (None, None))
+            if watched is None:
+                return original(work, *args, **kwargs)
+            began = self._timeline.clock.mark()
             answer = original(work, *args, **kwargs)
-            if pending is not None:
-                now = time.perf_counter_ns()
-                self._ledger.waited(pending, self._timeline.phase, now - began, now)
-                self._trace(pending, now)
+            watched.waits.append((self._timeline.phase, began, self._timeline.clock.mark()))
             return answer
 
         return wait
@@ -117,12 +139,19 @@ class CallWatcher:
             group = _resolve_process_group(args[-1])
             whole = group.size() if operation is Operation.ALL_GATHER else 1
             call = self._call(group, operation, [tensor], None, times=whole)
-            started = time.perf_counter_ns()
+            started = self._timeline.clock.mark()
             result = original(tensor, *args, **kwargs)
-            self._ledger.add(call, time.perf_counter_ns() - started)
+            self._keep(call, started)
+            if operation in _RECEIVING:
+                self._received([result])
             return result
 
         return _Operator(original, operator)
+
+    def _keep(self, call: Call, started: Mark) -> Watched:
+        watched = Watched(call, started, self._timeline.clock.mark())
+        self._ledger.watched.append(watched)
+        return watched
 
     def _describe(
         self, group: ProcessGroup, operation: Operation, position: int, args: Sequence[Any]
@@ -151,17 +180,11 @@ class CallWatcher:
             ranks=group.size(),
             operation=operation,
             phase=phase,
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            dtype=_dtype_name(tensors[0].dtype) if tensors else "",
             payload_bytes=times * _bytes(tensors),
             sent_bytes=sent_bytes,
             transport=_transport(group, tensors),
         )
-
-    def _trace(self, pending: Pending, now_ns: int) -> None:
-        if self._timeline.spans is not None:
-            name = f"{pending.call.operation} {pending.call.group}"
-            span = Span(name, "communication", pending.started_ns, now_ns)
-            self._timeline.spans.append(span)
 
 
 class _Operator:
@@ -187,6 +210,11 @@ def _transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transpor
         return Transport.NCCL
     backend = group._get_backend(tensors[0].device)
     return Transport.GLOO if backend.name() == Transport.GLOO else Transport.NCCL
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

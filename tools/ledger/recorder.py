@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tools.ledger.clock import clock_of
 from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.process_groups import CallWatcher
 from tools.ledger.rank_file import RankLedger
 from tools.ledger.routing import RoutingLedger
 from tools.ledger.timeline import Span, Timeline
+from tools.measurements import Phase
 
 FOLDER_VARIABLE = "KIT_LEDGER"
 """Names the folder that ranks write to; without it nothing is installed and nothing costs anything."""
@@ -35,13 +36,12 @@ class Recorder:
         self._folder = folder
         self._rank = rank
         self._iteration = 0
-        self._began_ns = 0
         self._communication = CommunicationLedger()
         self._spans: tuple[Span, ...] = ()
         self.timeline = Timeline()
         self.memory = MemoryLedger(self.timeline)
         self._routing = RoutingLedger()
-        self._watcher = CallWatcher(self._communication, self.timeline)
+        self._watcher = CallWatcher(self._communication, self.timeline, self.memory.received)
 
     @classmethod
     def from_environment(cls) -> Recorder | None:
@@ -57,15 +57,15 @@ class Recorder:
 
     def begin_iteration(self, models: Any, optimizer: Any) -> None:
         """An optimizer step begins; the one before it, with what was logged after it, ends here."""
-        now = time.perf_counter_ns()
+        if not self._iteration:
+            self.timeline.use(clock_of(models[0]))
         phases = self.timeline.take()
         if self._iteration:
-            self._finish_iteration(now - self._began_ns, phases)
+            self._finish_iteration(phases)
         self._communication.forget()
         self._iteration += 1
-        self._began_ns = now
         if self._iteration == TRACED_ITERATION:
-            self.timeline.spans = []
+            self.timeline.keep_spans()
         if self._iteration == MEMORY_ITERATION:
             self.memory.start(self._rank, self._iteration, models, optimizer)
 
@@ -74,11 +74,12 @@ class Recorder:
         self.memory.stop()
         self._routing.end_iteration(self._iteration)
 
-    def _finish_iteration(self, nanoseconds: int, phases: dict[Any, int]) -> None:
-        if self._iteration != MEMORY_ITERATION:
-            self._communication.end_iteration(nanoseconds, phases)
+    def _finish_iteration(self, phases: dict[Phase, int]) -> None:
+        clock = self.timeline.clock
         if self._iteration == TRACED_ITERATION:
-            self._spans, self.timeline.spans = tuple(self.timeline.spans or ()), None
+            self._spans = (*self.timeline.take_spans(), *self._communication.spans(clock))
+        if self._iteration != MEMORY_ITERATION:
+            self._communication.end_iteration(phases, clock)
         self._watcher.forget_pending()
         if self._iteration % WRITE_EVERY == 0:
             self._write()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import functools
+import itertools
 from dataclasses import dataclass
 
+from tools.ledger.clock import Clock, HostClock, Mark
 from tools.measurements import Phase
 
 
@@ -31,6 +33,7 @@ _PHASES = {
 }
 
 
+@functools.cache
 def phase_of(name: str) -> Phase:
     """The phase that a timer's name stands for."""
     if name.startswith("optimizer"):
@@ -47,42 +50,65 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[str, Phase, int]] = []
-        self._since = time.perf_counter_ns()
-        self._phase_ns: dict[Phase, int] = {}
-        self.spans: list[Span] | None = None
-        """Finished spans, while somebody wants them."""
+        self.phase = Phase.OTHER
+        """The innermost span's; a span that has none inherits the one around it."""
+        self._open: list[tuple[str, Phase, Mark]] = []
+        self._finished: list[tuple[str, Mark, Mark]] | None = None
+        self.use(HostClock())
 
-    @property
-    def phase(self) -> Phase:
-        """The innermost span's phase; a span that has none inherits the one around it."""
-        return next((p for _, p, _ in reversed(self._open) if p is not Phase.OTHER), Phase.OTHER)
+    def use(self, clock: Clock) -> None:
+        """Tell the time by another clock; spans that are open are forgotten."""
+        self.clock = clock
+        self._open.clear()
+        self.phase = Phase.OTHER
+        self._changes = [(self.phase, clock.mark())]
 
     def begin(self, name: str) -> None:
         """Enter a span."""
-        now = self._account()
-        self._open.append((name, phase_of(name), now))
+        now = self.clock.mark()
+        self._open.append((name, self.phase, now))
+        phase = phase_of(name)
+        if phase is not Phase.OTHER:
+            self._enter(phase, now)
 
     def end(self, name: str) -> None:
         """Leave a span; spans inside it that were left open end with it, unknown names do nothing."""
         if all(name != open_name for open_name, _, _ in self._open):
             return
-        now = self._account()
-        while self._open:
-            last, phase, start = self._open.pop()
-            if self.spans is not None:
-                self.spans.append(Span(last, phase.value, start, now))
-            if last == name:
-                return
+        now = self.clock.mark()
+        last = None
+        while last != name:
+            last, around, start = self._open.pop()
+            if self._finished is not None:
+                self._finished.append((last, start, now))
+        self._enter(around, now)
+
+    def keep_spans(self) -> None:
+        """Keep the spans that end from now on."""
+        self._finished = []
+
+    def take_spans(self) -> tuple[Span, ...]:
+        """The spans kept, once the clock has settled; later ones are not kept."""
+        read = self.clock.nanoseconds
+        finished, self._finished = self._finished or [], None
+        return tuple(
+            Span(name, phase_of(name).value, read(start), read(end))
+            for name, start, end in finished
+        )
 
     def take(self) -> dict[Phase, int]:
-        """Nanoseconds in each phase since the last call."""
-        self._account()
-        taken, self._phase_ns = self._phase_ns, {}
+        """Nanoseconds in each phase since the last call, once the clock has settled."""
+        taken: dict[Phase, int] = {}
+        # The last mark is read with the others, so it must have settled too.
+        self._changes.append((self.phase, self.clock.mark()))
+        self.clock.settle()
+        for (phase, start), (_, end) in itertools.pairwise(self._changes):
+            spent = self.clock.nanoseconds(end) - self.clock.nanoseconds(start)
+            taken[phase] = taken.get(phase, 0) + spent
+        del self._changes[:-1]
         return taken
 
-    def _account(self) -> int:
-        now = time.perf_counter_ns()
-        self._phase_ns[self.phase] = self._phase_ns.get(self.phase, 0) + now - self._since
-        self._since = now
-        return now
+    def _enter(self, phase: Phase, now: Mark) -> None:
+        if phase is not self.phase:
+            self.phase = phase
+            self._changes.append((phase, now))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.measurements import Phase, RankTime, TimeRecord
-from tools.report.explained import Subject, find, joined, milliseconds, signed
+from tools.report.explained import Subject, find
+from tools.report.phrases import joined, milliseconds, signed
 from tools.report.time_shares import mean
 
 _ARITHMETIC = "forward and backward without communication"

@@ -10,7 +10,8 @@ from tools.plan.memory import activation_bytes
 from tools.plan.parameters import rank_parameters
 from tools.records import Sharding
 from tools.report.closed_form import pipeline_rank
-from tools.report.explained import Subject, amount, find, joined, signed
+from tools.report.explained import Subject, find
+from tools.report.phrases import amount, joined, signed
 from tools.report.wording import count
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.report.explained import Subject, joined, milliseconds, signed
+from tools.report.explained import Subject
+from tools.report.phrases import joined, milliseconds, signed
 from tools.report.predicted_bubble import Stages, ideal_bubble, measured_stages
 
 _FACTORS = (2, 4)

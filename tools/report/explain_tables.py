@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tools.measurements import Phase
 from tools.report.compared import Compared
-from tools.report.explained import Subject, amount, signed
+from tools.report.explained import Subject
+from tools.report.phrases import amount, signed
 from tools.report.time_shares import TimeShares
 from tools.report.wording import DASH, count, percent
 

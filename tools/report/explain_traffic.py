@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tools.measurements import Phase
-from tools.report.explained import Subject, amount, find, joined
+from tools.report.explained import Subject, find
+from tools.report.phrases import amount, joined
 from tools.report.predicted_calls import CallComparison, CallRow
 from tools.report.time_shares import mean
 from tools.report.wording import count

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import MemoryCategory, RankMemory
+from tools.measurements import DeviceMemory, MemoryCategory, RankMemory
 from tools.plan.configuration import Configuration
 from tools.plan.memory import memory_of_rank
 from tools.report.closed_form import pipeline_rank
 from tools.report.compared import Compared
+from tools.report.phrases import amount
 from tools.report.predicted_moments import Kernels, fullest_moment
 
 _ADAM_STEP_BYTES = 4
@@ -36,11 +37,23 @@ def compare_memory(
         ("peak of live tensors", rank.peak_bytes, peak, where),
     ):
         yield Compared(rank.rank, component, measured, predicted, note)
+    if rank.device is not None:
+        yield from _on_device(rank.rank, rank.device, peak, model.allocator)
+
+
+def _on_device(rank: int, device: DeviceMemory, peak: int, allocator: int) -> Iterator[Compared]:
+    rounding = "live blocks, rounded up; the most since the start"
+    yield Compared(rank, "allocated", device.allocated_peak_bytes, peak, rounding)
+    parts = (
+        f"reserved {amount(device.reserved_peak_bytes)}, of it the allocator's slack "
+        f"{amount(device.slack_bytes)}; the rest is context, libraries and other processes"
+    )
+    yield Compared(rank, "the device's own reading", device.used_bytes, peak + allocator, parts)
 
 
 def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:
     missing = predicted and not measured
-    note = "the ledger counts a received message as the activation it becomes" if missing else ""
+    note = "a received message counts as the activation it has become" if missing else ""
     return "communication buffers", measured, predicted, note
 
 

@@ -23,8 +23,8 @@ class IterationWatch:
         self._timeline = Timeline()
         self._calls = CommunicationLedger()
         self._memory = MemoryLedger(self._timeline)
-        self._watcher = CallWatcher(self._calls, self._timeline)
-        self._spans: list[Span] = []
+        self._watcher = CallWatcher(self._calls, self._timeline, self._memory.received)
+        self._spans: tuple[Span, ...] = ()
         self.parameters = 0
 
     @property
@@ -79,7 +79,7 @@ class IterationWatch:
             optimizer.step()
             self.parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
             self._calls.forget()
-            self._timeline.spans = self._spans
+            self._timeline.keep_spans()
             self._memory.start(self._rank, 1, model, optimizer)
             try:
                 return original(forward, data, model, optimizer, *args, **kwargs)
@@ -92,7 +92,8 @@ class IterationWatch:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
             phases = self._timeline.take()
-            self._calls.end_iteration(sum(phases.values()), phases)
+            self._calls.end_iteration(phases, self._timeline.clock)
+            self._spans = self._timeline.take_spans()
             return original(*args, **kwargs)
 
         return checkpoint_and_decide_exit

@@ -1,0 +1,64 @@
+import pytest
+
+from tools.ledger.clock import HostClock
+from tools.ledger.communication import Call, CommunicationLedger, Watched
+from tools.ledger.timeline import Span
+from tools.measurements import Operation, Phase
+
+REDUCE = Call("tp", 2, Operation.ALL_REDUCE, Phase.FORWARD, "float32", 400, None)
+GATHER = Call("tp", 2, Operation.ALL_GATHER, Phase.FORWARD, "float32", 800, None)
+CLOCK = HostClock()
+
+
+def iteration(ledger: CommunicationLedger, *calls: Watched, seconds: int = 1) -> None:
+    ledger.watched.extend(calls)
+    ledger.end_iteration({Phase.FORWARD: seconds * 10**9}, CLOCK)
+
+
+def test_the_most_frequent_kind_of_iteration_is_the_steady_one() -> None:
+    ledger = CommunicationLedger()
+    iteration(ledger, Watched(GATHER, 0, 1))
+    for _ in range(2):
+        iteration(ledger, Watched(REDUCE, 0, 1), Watched(REDUCE, 1, 2))
+    found = ledger.communication(0)
+    assert (found.steady_iterations, found.other_iterations) == (2, 1)
+    assert [(row.operation, row.calls, row.wire_bytes) for row in found.calls] == [
+        (Operation.ALL_REDUCE, 2, 800)
+    ]
+
+
+def test_waiting_is_told_apart_from_the_transfer_and_belongs_to_the_phase_it_happens_in() -> None:
+    ledger = CommunicationLedger()
+    later = (Phase.OPTIMIZER, 700_000_000, 900_000_000)
+    iteration(ledger, Watched(REDUCE, 0, 100_000_000, [later]))
+    (row,) = ledger.communication(0).calls
+    assert row.wait_seconds == pytest.approx(0.1 + 0.2)
+    assert row.transfer_seconds == pytest.approx(0.9)
+    time = ledger.time(0)
+    assert time.communication_seconds == pytest.approx({Phase.FORWARD: 0.1, Phase.OPTIMIZER: 0.2})
+    assert time.iteration_seconds == pytest.approx(1)
+
+
+def test_means_are_over_steady_iterations() -> None:
+    ledger = CommunicationLedger()
+    iteration(ledger, Watched(REDUCE, 0, 2_000_000_000), seconds=1)
+    iteration(ledger, Watched(REDUCE, 0, 4_000_000_000), seconds=3)
+    assert ledger.communication(0).calls[0].wait_seconds == pytest.approx(3)
+    assert ledger.time(0).iteration_seconds == pytest.approx(2)
+
+
+def test_a_span_ends_when_the_result_is_there() -> None:
+    ledger = CommunicationLedger()
+    ledger.watched += [Watched(REDUCE, 1, 2, [(Phase.FORWARD, 5, 8)]), Watched(GATHER, 3, 4)]
+    assert list(ledger.spans(CLOCK)) == [
+        Span("all_reduce tp", "communication", 1, 8),
+        Span("all_gather tp", "communication", 3, 4),
+    ]
+
+
+def test_nothing_is_said_of_a_run_without_a_whole_iteration() -> None:
+    ledger = CommunicationLedger()
+    ledger.watched.append(Watched(REDUCE, 0, 1))
+    ledger.forget()
+    assert ledger.communication(3).calls == ()
+    assert ledger.time(3).iteration_seconds == 0
