@@ -52,8 +52,12 @@ def _on_device(rank: int, device: DeviceMemory, peak: int, allocator: int) -> It
 
 
 def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:
-    missing = predicted and not measured
-    note = "a received message counts as the activation it has become" if missing else ""
+    note = ""
+    if predicted and not measured:
+        note = "a received message counts as the activation it has become"
+    elif measured and not predicted:
+        # GlobalMemoryBuffer "mpu": layers.py gathers into it, dot_product_attention.py multiplies in it.
+        note = "SP gathers into one buffer of Megatron's, as large as the largest thing it ever held"
     return "communication buffers", measured, predicted, note
 
 
