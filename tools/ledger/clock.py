@@ -65,7 +65,7 @@ class DeviceClock:
 
     def nanoseconds(self, mark: Mark) -> int:
         """Counted from the moment noted last; marks before it lie before it."""
-        return self._anchor_ns + round(1e6 * self._anchor.elapsed_time(mark))
+        return self._anchor_ns + int(1e6 * self._anchor.elapsed_time(mark))
 
 
 def clock_of(model: torch.nn.Module) -> Clock:

@@ -57,7 +57,9 @@ def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:
         note = "a received message counts as the activation it has become"
     elif measured and not predicted:
         # GlobalMemoryBuffer "mpu": layers.py gathers into it, dot_product_attention.py multiplies in it.
-        note = "SP gathers into one buffer of Megatron's, as large as the largest thing it ever held"
+        note = (
+            "SP gathers into one buffer of Megatron's, as large as the largest thing it ever held"
+        )
     return "communication buffers", measured, predicted, note
 
 
