@@ -11,7 +11,7 @@ MEASURED = $(wildcard runs/calibration-$(shell uname -n)-$(or $(GPU),h200).json)
 
 .PHONY: help setup list demo plan dryrun schedules report explain bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
-	doctor image status reproduce setup-deepspeed compare-zero compare-backends sweep test test-slow lint clean
+	doctor image status reproduce resume setup-deepspeed compare-zero compare-backends sweep test test-slow lint clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
@@ -55,6 +55,10 @@ setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 ## SLURM_PARTITION= SLURM_ACCOUNT= SLURM_QOS= SLURM_TIME= SLURM_LINES="--sbatch-options" SLURM_IMAGE= SLURM_SITE=site.slurm
 status: setup ## all runs: queued, running or ended, iteration, loss, time left; asks Slurm where it is
 	@$(VENV_PYTHON) -m tools.launch status
+## SAVE_EVERY=10 saves every 10 iterations; KEEP=2 stay, ASYNC_SAVE=1 saves beside training; HANG_TIMEOUT=900 seconds
+resume: setup ## go on from the newest whole checkpoint: RUN=runs/…, in another layout with STRATEGY=pp2
+	@$(VENV_PYTHON) -m tools.launch resume $(or $(RUN),$(error Say which run: make resume RUN=runs/…)) \
+		$(if $(STRATEGY),--strategy $(STRATEGY))
 
 image: setup ## docker/Dockerfile for RUNTIME=docker: NVIDIA's PyTorch with the paired Megatron-LM
 	@$(VENV_PYTHON) -m tools.launch image

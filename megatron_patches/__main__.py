@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_patches.registry import PatchError, apply_patches
 from megatron_patches.situation import find_situation
+from megatron_patches.stacks import dump_stacks_on_request
 
 
 def main(arguments: list[str]) -> None:
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(
             f"There is no entry {entry}; MEGATRON_LM must name a checkout with pretrain_gpt.py."
         )
+    dump_stacks_on_request()
     try:
         situation = find_situation(entry, os.environ.get("KIT_DEVICE", "gpu"))
         # The kit's modules first: a checkout has a package called `tools` as well.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_patches import (
+    adam_step,
     attention,
     cuda_extensions,
     dataset_helpers,
@@ -12,6 +13,7 @@ from megatron_patches import (
     gradient_norm,
     host_device,
     ledger,
+    loader_seed,
     routing,
     sequence_parallel_norm,
     start_weights,
@@ -34,4 +36,6 @@ PATCHES: tuple[Patch, ...] = (
     routing.PATCH,
     fsdp_in_order.PATCH,
     start_weights.PATCH,
+    loader_seed.PATCH,
+    adam_step.PATCH,
 )

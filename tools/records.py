@@ -25,6 +25,11 @@ ROUTING_FILE = "routing.json"
 JOB_FILE = "job.json"
 LEDGER_FOLDER = "ledger"
 """Each rank's own ledger while it runs; the five files above are gathered from it."""
+STACKS_FOLDER = "stacks"
+"""Where each rank was when a hang was noticed, `rank<N>.txt`."""
+CHECKPOINTS_FOLDER = "checkpoints"
+ATTEMPTS_FOLDER = "attempts"
+"""What earlier attempts of a resumed run left, `1/`, `2/`, …; log, events and checkpoints go on."""
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 
@@ -150,6 +155,16 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Resumption:
+    """Where a run went on from."""
+
+    run: str
+    """The run folder whose checkpoint was loaded: its own, or its parent's where the layout changed."""
+    iteration: int
+    """Of the checkpoint; the first iteration trained is the next one."""
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """`run.json`: what was asked, and where it ran."""
 
@@ -185,6 +200,10 @@ class RunRecord:
     """The container's image and its digest, `name@sha256:…`."""
     link_bits_per_second: int | None = None
     """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
+    save_every: int | None = None
+    """Iterations between checkpoints; None: none are saved."""
+    resumptions: tuple[Resumption, ...] = ()
+    """In order; empty for a run that was never resumed."""
     schema: int = 1
 
 

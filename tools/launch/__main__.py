@@ -4,6 +4,7 @@ python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch compare zero|backends --model NAME     ZeRO's stages, or the backends
+python -m tools.launch resume runs/…  [--strategy pp2]        go on from the newest whole checkpoint
 python -m tools.launch demo | list | image | reproduce | sweep | status
 """
 
@@ -13,6 +14,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -112,6 +114,12 @@ def _train(command: argparse.Namespace, options: Options, console: Console) -> i
     return train(target, command.flags, options, console)
 
 
+def _resume(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.checkpoints.resume import resume
+
+    return resume(command.run, command.strategy, options, console)
+
+
 _HANDLERS = {
     "demo": _demo,
     "image": _image,
@@ -122,6 +130,7 @@ _HANDLERS = {
     "target": _train,
     "run": _train,
     "status": _status,
+    "resume": _resume,
 }
 SPREADING = ("target", "run")
 
@@ -135,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("model")
     run.add_argument("devices", type=_devices, help="such as 2gpu or 2cpu")
     run.add_argument("flags", nargs="*", help="after --")
+    resume = commands.add_parser("resume", help="go on with a run from its newest whole checkpoint")
+    resume.add_argument("run", type=lambda text: Path(text).absolute(), help="its folder")
+    resume.add_argument("--strategy", help="another layout")
     commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
     compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
     compare.add_argument("what", choices=("zero", "backends"))

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.launch import docker, wandb_logging
+from tools.launch.checkpoints.saving import Saving, saving_flags, saving_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.entry import find_entry, release
 from tools.launch.image import MEGATRON_IN_IMAGE
 from tools.launch.network import Rate
 from tools.launch.network import command as shaped
-from tools.launch.options import Backend, Options
+from tools.launch.options import HANG_TIMEOUT_SECONDS, Backend, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
 from tools.recipe.model import GPT2_VOCABULARY, ROOT, Model, changed_model, with_vocabulary
@@ -31,6 +32,21 @@ DEFAULT_DATA = {
 RUN_PLACEHOLDER = "<run folder>"
 FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@dataclass(frozen=True)
+class GoesOnFrom:
+    """The checkpoint that a resumed run loads."""
+
+    run: str
+    folder: Path
+    """Of its checkpoints."""
+    iteration: int
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Megatron's; the iteration by number, because the tracker may name one that is damaged."""
+        return ("--load", from_root(self.folder), "--ckpt-step", str(self.iteration))
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,9 @@ class Launch:
     """Limit of the link between the two halves of the ranks."""
     nodes: Nodes | None = None
     """The machines it runs on, where there are several."""
+    hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
+    saving: Saving | None = None
+    goes_on_from: GoesOnFrom | None = None
 
     @property
     def devices(self) -> int:
@@ -74,8 +93,12 @@ class Launch:
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Megatron's arguments for a run written to `run_folder`."""
         # TensorBoard always: Megatron hands W&B only what it writes there.
-        written = ("--tensorboard-dir", f"{run_folder}/tensorboard")
-        return (*self.flags, *written, *wandb_logging.folder_flags(self.flags, run_folder))
+        written = ["--tensorboard-dir", f"{run_folder}/tensorboard"]
+        if self.saving is not None:
+            written += ["--save", saving_folder(run_folder)]
+        loaded = self.goes_on_from.flags if self.goes_on_from else ()
+        folders = wandb_logging.folder_flags(self.flags, run_folder)
+        return (*self.flags, *loaded, *written, *folders)
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """The whole command, from the repository root; in a container, with what starts it."""
@@ -136,6 +159,7 @@ def compose(
         start_flags(start, parallelism) if start else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
         options.wandb.flags if options.wandb else (),
+        saving_flags(options.saving, parallelism, entry) if options.saving else (),
         options.extra,
     )
     return Launch(
@@ -154,10 +178,12 @@ def compose(
         flags=flags,
         environment=environment_for(device, parallelism, start)
         | (options.wandb.environment if options.wandb else {}),
-        runtime=_with_mounts(runtime, data, options),
+        runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
         network=options.network,
         nodes=options.nodes,
+        hang_timeout_seconds=options.hang_timeout_seconds,
+        saving=options.saving,
     )
 
 
@@ -283,17 +309,17 @@ def from_root(path: Path) -> str:
     return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
 
 
-def _python() -> str:
-    python = Path(sys.executable)
-    return str(python.relative_to(ROOT) if python.is_relative_to(ROOT) else python)
-
-
-def _with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
+def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     """A container sees the kit, and what was named outside it: the data set, the runs."""
     if runtime.container is None:
         return runtime
     folders = (*docker.data_folders(ROOT / data), options.runs.absolute())
     return replace(runtime, container=runtime.container.mounting(*folders))
+
+
+def _python() -> str:
+    python = Path(sys.executable)
+    return str(python.relative_to(ROOT) if python.is_relative_to(ROOT) else python)
 
 
 def _batch(model: Model, parallelism: Parallelism, options: Options) -> Batch:

@@ -18,7 +18,7 @@ from tools.recipe.model import ROOT
 PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""
 
-ALWAYS = ("KIT_LEDGER", "PYTHONUNBUFFERED")
+ALWAYS = ("KIT_LEDGER", "KIT_STACKS", "PYTHONUNBUFFERED")
 """Set by the launcher for a run but not part of its recorded environment."""
 
 INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")

@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,7 @@ from types import FrameType
 from rich.console import Console
 
 from tools import records
+from tools.launch.checkpoints.keeper import Keeper
 from tools.launch.company import ALONE, Company
 from tools.launch.compose import Launch, from_root
 from tools.launch.devices import visible_gpus
@@ -22,10 +23,10 @@ from tools.launch.errors import LaunchError
 from tools.launch.gpu_samples import GpuRanks
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.ranks import Ranks
-from tools.launch.run_folder import create_run_folder, utc_now
+from tools.launch.run_folder import create_run_folder
 from tools.launch.samples import CpuRanks, Sampler, Source
-from tools.ledger.collect import collect
-from tools.report.diagnosis import diagnose
+from tools.launch.watch import ending
+from tools.launch.watch.hang import HangError, HangWatch, kept_if_filled
 
 POLL_SECONDS = 0.2
 ENDED_EARLY = 1
@@ -74,24 +75,7 @@ def execute(
         if folder is None:
             shutil.rmtree(made)
         raise
-    folder = made
-    started = time.monotonic()
-    exit_code: int | None = None
-    interrupted = False
-    try:
-        exit_code = _train(launch, folder, console, title, company)
-    except Interrupted:
-        interrupted = True
-        raise
-    finally:
-        status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
-        if company.cause and not interrupted:
-            status = replace(status, status=records.Status.CRASHED, reason=company.cause)
-        status = replace(
-            status, finished_utc=utc_now(), wall_seconds=round(time.monotonic() - started, 1)
-        )
-        _finish(folder, status)
-    return folder, status
+    return made, _train_in(made, launch, console, title, company)
 
 
 def run_ranks(
@@ -106,6 +90,9 @@ def run_ranks(
 
     The log's folder is the run folder unless it is given; `also` is set for the ranks beside the
     launch's environment. The other nodes are told of the end once this one's processes are gone.
+
+    Raises:
+        HangError: The log stood still for the launch's timeout.
     """
     exit_code = ENDED_EARLY
     try:
@@ -125,11 +112,16 @@ def _run_share(
 ) -> int:
     where = from_root(folder)
     container = container_name(where) if launch.runtime.container else None
+    logged_before = log.stat().st_size if log.exists() else 0
+    stacks = log.with_name(records.STACKS_FOLDER)
+    environment = {**launch.environment, **also, "KIT_STACKS": from_root(stacks)}
     with (
-        Ranks(launch.command(where), {**launch.environment, **also}, log, container) as ranks,
+        kept_if_filled(stacks),
+        Ranks(launch.command(where), environment, log, container) as ranks,
         Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
-        follower = LogFollower(log)
+        follower = LogFollower(log, logged_before)
+        watch = HangWatch(launch.hang_timeout_seconds)
         try:
             while True:
                 exit_code = ranks.exit_code()
@@ -139,16 +131,44 @@ def _run_share(
                     return exit_code
                 if company.failure():
                     return ENDED_EARLY
+                if watch.is_hanging(log):
+                    raise watch.error(ranks.by_rank(), stacks)
                 time.sleep(POLL_SECONDS)
         finally:
             follower.close()
 
 
-def _finish(folder: Path, status: records.StatusRecord) -> None:
-    """Write how it ended, then what the ranks' ledgers hold."""
+def _train_in(
+    folder: Path, launch: Launch, console: Console, title: str, company: Company
+) -> records.StatusRecord:
+    """Train in a run folder that is there, and complete it whatever happens."""
+    started = time.monotonic()
+    kills_before = ending.memory_kills()
+    exit_code: int | None = None
+    interrupted = False
+    hang: HangError | None = None
     try:
-        records.write_record(folder / records.STATUS_FILE, status)
-        collect(folder)
+        exit_code = _train(launch, folder, console, title, company)
+    except HangError as error:
+        hang = error
+    except Interrupted:
+        interrupted = True
+        raise
+    finally:
+        status = ending.judge(folder, exit_code, interrupted, kills_before)
+        cause = str(hang) if hang else company.cause
+        if cause and not interrupted:
+            rank = hang.rank if hang else status.rank
+            status = replace(status, status=records.Status.CRASHED, reason=cause, rank=rank)
+        status = _finish(folder, status, time.monotonic() - started)
+    return status
+
+
+def _finish(
+    folder: Path, status: records.StatusRecord, wall_seconds: float
+) -> records.StatusRecord:
+    try:
+        return ending.finish(folder, status, wall_seconds)
     except OSError as error:
         raise LaunchError(
             f"{folder} could not be completed ({error.strerror}); the run ended '{status.status}'. "
@@ -157,10 +177,20 @@ def _finish(folder: Path, status: records.StatusRecord) -> None:
 
 
 def _train(launch: Launch, folder: Path, console: Console, title: str, company: Company) -> int:
-    with RunProgress(console, title, launch.iterations) as progress:
-        place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
-        ledger = {"KIT_LEDGER": place} if launch.ledger else {}
+    place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
+    ledger = {"KIT_LEDGER": place} if launch.ledger else {}
+    with ExitStack() as around:
+        if launch.saving is not None:
+            keeper = Keeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep)
+            around.callback(_tell, keeper, console)
+            around.enter_context(keeper)
+        progress = around.enter_context(RunProgress(console, title, launch.iterations))
         return run_ranks(launch, folder / records.LOG_FILE, progress, ledger, company)
+
+
+def _tell(keeper: Keeper, console: Console) -> None:
+    for problem in keeper.problems:
+        console.print(problem, style="yellow", highlight=False)
 
 
 def _source(launch: Launch, ranks: Ranks) -> Source:

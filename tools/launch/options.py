@@ -9,12 +9,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from tools.launch.checkpoints.saving import KEEP, Saving
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate, parse_rate
 from tools.launch.wandb_logging import Wandb, wandb_from_environment
 from tools.recipe.model import ROOT
+
+HANG_TIMEOUT_SECONDS = 900.0
+"""Longer than NCCL waits for a collective by itself (600 s), so that its own word is heard first."""
 
 
 class RuntimeName(StrEnum):
@@ -70,6 +74,9 @@ class Options:
     """Submit a job instead of training here."""
     given: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """The variables behind all this as they were set, for a run that starts elsewhere."""
+    saving: Saving | None = None
+    hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
+    """A run whose log stands still for so long is ended, with the stacks of its ranks."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -103,8 +110,18 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         host_network=read("HOST_NETWORK", _truth, "0 or 1") or False,
         run_folder=read("RUN_FOLDER", Path, "a folder"),
         slurm=slurm_from_environment(environment),
+        saving=_saving(read),
+        hang_timeout_seconds=read("HANG_TIMEOUT", _positive, "a whole number of seconds above 0")
+        or Options.hang_timeout_seconds,
     )
     return replace(options, given=tuple(read.given.items()))
+
+
+def _saving(read: _Reader) -> Saving | None:
+    every = read("SAVE_EVERY", _positive, "a whole number of iterations above 0")
+    keep = read("KEEP", _positive, "a whole number above 0")
+    asynchronous = read("ASYNC_SAVE", _truth, "0 or 1")
+    return Saving(every, keep or KEEP, asynchronous or False) if every else None
 
 
 class _Reader:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tools.launch.backends import backend_problems
+from tools.launch.checkpoints.saving import checkpoint_bytes, saving_problems
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.network import network_problems
@@ -94,6 +95,8 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
         dtype=launch.dtype,
     )
     yield from backend_problems(launch)
+    if launch.saving is not None:
+        yield from saving_problems(launch.strategy, launch.parallelism, launch.backend)
     yield from nodes_problems(launch)
     yield from _wandb_problems(launch)
     yield from _data_problems(launch)
@@ -186,11 +189,21 @@ def _disk_problems(launch: Launch, runs: Path) -> Iterator[str]:
     if not os.access(existing, os.W_OK):
         yield f"{existing} is not writable; name another folder with RUNS=."
         return
-    start = launch.start_checkpoint
-    weights = 4 * parameters_total(launch.model.shape) if start and not start.is_dir() else 0
+    needed = LOG_BYTES + _stored_bytes(launch)
     free = shutil.disk_usage(existing).free
-    if free < LOG_BYTES + weights:
+    if free < needed:
         yield (
             f"{existing} has {free / 2**20:.0f} MiB free and the run needs about "
-            f"{(LOG_BYTES + weights) / 2**20:.0f} MiB; free some room, or name another with RUNS=."
+            f"{needed / 2**20:.0f} MiB; free some room, or name another with RUNS=."
         )
+
+
+def _stored_bytes(launch: Launch) -> int:
+    """Of the start, if it is yet to be written, and of the checkpoints that are there at one time."""
+    parameters = parameters_total(launch.model.shape)
+    start = launch.start_checkpoint
+    written = 4 * parameters if start and not start.is_dir() and not launch.goes_on_from else 0
+    if launch.saving is None:
+        return written
+    # One more than are kept: an old one goes only after the new one was proven.
+    return written + (launch.saving.keep + 1) * checkpoint_bytes(parameters, launch.dtype)

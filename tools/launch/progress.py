@@ -28,8 +28,9 @@ QUIET_SECONDS = 10.0
 class LogFollower:
     """Reads what was added to a growing log since the last look."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, begin_bytes: int = 0) -> None:
         self._file: BinaryIO = path.open("rb")
+        self._file.seek(begin_bytes)
         self._rest = ""
 
     def new_iterations(self) -> list[Iteration]:

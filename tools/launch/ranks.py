@@ -1,10 +1,12 @@
-"""The processes of a run: torchrun and its ranks, ended to the last one whatever happens."""
+"""The processes of a run: torchrun and its ranks under a guard, ended to the last whatever happens."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +16,17 @@ from typing import BinaryIO, Self
 import psutil
 
 from tools.launch.docker import remove_container
+from tools.launch.watch import guard
 from tools.recipe.model import ROOT
 
 GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
 
+_GUARD = (sys.executable, "-m", "tools.launch.watch.guard")
+
 
 class Ranks:
-    """torchrun with its ranks, in a session of their own, all output to one file."""
+    """torchrun with its ranks under a guard, in a session of their own, all output to one file."""
 
     def __init__(
         self,
@@ -32,14 +37,17 @@ class Ranks:
     ) -> None:
         self._container = container
         self._log: BinaryIO = log.open("ab")
+        # Every process of the run inherits this lock with its output, and the last one gives it back.
+        fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._seen: dict[int, psutil.Process] = {}
         # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
         # session keeps a terminal's Ctrl-C from reaching the ranks before the launcher decides.
-        self._torchrun = subprocess.Popen(
-            command,
+        self._guard = subprocess.Popen(
+            (*_GUARD, str(log.parent.absolute()), container or guard.NO_CONTAINER, "--", *command),
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-            stdin=subprocess.DEVNULL,
+            # Never written to: its end tells the guard that this process is gone.
+            stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -55,11 +63,13 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
         self._log.close()
 
     def exit_code(self) -> int | None:
-        """torchrun's exit code, or None while it runs."""
-        return self._torchrun.poll()
+        """torchrun's exit code, 128 + n if signal n ended it; None while anything runs."""
+        return self._guard.poll()
 
     def by_rank(self) -> dict[int, psutil.Process]:
         """The rank processes that live now, by rank."""
@@ -84,20 +94,32 @@ class Ranks:
             for process in running:
                 _signal(process, number)
             _wait_until_gone(running, GRACE_SECONDS)
-        self._torchrun.wait()
+        self._guard.wait()
         if self._container is not None:
             remove_container(self._container)
 
     def _descendants(self) -> list[psutil.Process]:
         """Look again; those once seen are remembered, because orphans have no parent to find them by."""
         try:
-            torchrun = psutil.Process(self._torchrun.pid)
-            children = torchrun.children(recursive=True)
+            top = psutil.Process(self._guard.pid)
+            children = top.children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        for process in (torchrun, *children):
+        for process in (top, *children):
             self._seen.setdefault(process.pid, process)
         return children
+
+
+def is_running(log: Path) -> bool:
+    """Whether a process of the run that writes this log still lives."""
+    try:
+        with log.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
 
 
 def alive(process: psutil.Process) -> bool:

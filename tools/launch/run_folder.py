@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tools import records
+from tools.launch.cluster import node_files
 from tools.launch.compose import Launch, from_root
 from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
 from tools.launch.preflight import data_path
 from tools.launch.provenance import Provenance, find_provenance
+from tools.launch.watch.ending import reserve_room
 from tools.preprocess.dataset import open_dataset
 
 
 def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) -> Path:
     """Make the folder and write everything that is known before the run: record, command, first status.
 
-    A folder that is given was made before, such as when the run was put into a queue.
+    A folder that is given was made before, such as when the run was put into a queue. If the launch
+    goes on from a checkpoint in it, what the last attempt left there is kept in `attempts/`.
 
     Raises:
         LaunchError: The disk refuses it.
     """
-    try:
+    if folder is not None and launch.goes_on_from and launch.goes_on_from.run == folder.name:
+        return _reopen(folder, launch)
+    with _refused_by_the_disk(runs):
         folder = folder or _make_folder(launch, runs)
         record = describe(launch, folder, find_provenance(launch, runs))
-        records.write_record(folder / records.RUN_FILE, record)
         (folder / records.COMMAND_FILE).write_text(command_script(record))
         (folder / records.COMMAND_FILE).chmod(0o755)
-        unfinished = records.StatusRecord(
-            records.Status.INCOMPLETE, reason="The launcher did not finish."
-        )
-        records.write_record(folder / records.STATUS_FILE, unfinished)
-    except OSError as error:
-        raise LaunchError(
-            f"{error.filename or runs} cannot be written ({error.strerror}); free some room, or name "
-            "another folder with RUNS=."
-        ) from error
+        _begin(folder, record)
+    return folder
+
+
+def _reopen(folder: Path, launch: Launch) -> Path:
+    """Make a run's folder ready for its next attempt; what the last one left goes to `attempts/`."""
+    before = records.read_run(folder)
+    with _refused_by_the_disk(folder):
+        attempts = folder / records.ATTEMPTS_FOLDER
+        past = attempts / str(1 + len(before.resumptions))
+        past.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(folder / records.RUN_FILE, past)
+        for name in _OF_ONE_ATTEMPT:
+            if (folder / name).exists():
+                (folder / name).rename(past / name)
+        now = describe(launch, folder, find_provenance(launch, folder.parent))
+        resumptions = (*before.resumptions, *now.resumptions)
+        record = replace(now, created_utc=before.created_utc, resumptions=resumptions)
+        _begin(folder, record)
     return folder
 
 
@@ -71,6 +89,8 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         runtime=launch.runtime.name,
         image=provenance.image,
         link_bits_per_second=launch.network.bits_per_second if launch.network else None,
+        save_every=launch.saving.every if launch.saving else None,
+        resumptions=_resumptions(launch),
     )
 
 
@@ -91,6 +111,39 @@ def command_script(record: records.RunRecord) -> str:
 def utc_now() -> str:
     """The present time, ISO 8601, seconds, UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:
+    loaded = launch.goes_on_from
+    return (records.Resumption(loaded.run, loaded.iteration),) if loaded else ()
+
+
+_OF_ONE_ATTEMPT = (
+    *(records.STATUS_FILE, records.SAMPLES_FILE, records.LEDGER_FOLDER, records.STACKS_FOLDER),
+    *(records.COMMUNICATION_FILE, records.MEMORY_FILE, records.TIME_FILE, records.TRACE_FILE),
+    *(records.ROUTING_FILE, node_files.FOLDER),
+)
+"""What is measured anew by each attempt; log, events and checkpoints go on."""
+
+
+def _begin(folder: Path, record: records.RunRecord) -> None:
+    records.write_record(folder / records.RUN_FILE, record)
+    unfinished = records.StatusRecord(
+        records.Status.INCOMPLETE, reason="The launcher did not finish."
+    )
+    records.write_record(folder / records.STATUS_FILE, unfinished)
+    reserve_room(folder)
+
+
+@contextmanager
+def _refused_by_the_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename or folder} cannot be written ({error.strerror}); free some room, or "
+            "name another folder with RUNS=."
+        ) from error
 
 
 def _make_folder(launch: Launch, runs: Path) -> Path:

@@ -6,6 +6,7 @@ import csv
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -53,6 +54,11 @@ class Sampler:
         self._thread.join()
 
     def _sample(self) -> None:
+        # A full disk ends the samples, not the run.
+        with suppress(OSError):
+            self._write_samples()
+
+    def _write_samples(self) -> None:
         start = time.monotonic()
         with self._path.open("w", newline="") as file:
             writer = csv.DictWriter(file, SAMPLE_COLUMNS)

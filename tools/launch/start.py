@@ -62,6 +62,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         backend=Backend.MEGATRON,
         network=None,
         nodes=None,
+        saving=None,
         wandb=None,
     )
     composed = compose("baseline", (), launch.model, 1, launch.device, single, launch.runtime)

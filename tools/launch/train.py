@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.backends import for_backend
+from tools.launch.checkpoints.relaunch import go_on_if_saved
 from tools.launch.cluster.submit import submit
 from tools.launch.cluster.train import train_first, train_other
 from tools.launch.compose import Launch, compose
@@ -69,6 +70,8 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
             target, flags, compose_target(target, flags, options, ON_HOST), options, console
         )
     launch = compose_target(target, flags, options)
+    if options.run_folder is not None:  # A job's; it may have been put back into the queue.
+        launch = go_on_if_saved(launch, options.run_folder)
     if options.dry_run:
         print(command_line(launch))
         return 0

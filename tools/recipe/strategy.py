@@ -61,6 +61,19 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
     return parallelism
 
 
+def devices_of(text: str, otherwise: int) -> int:
+    """How many ranks a strategy's degrees multiply to; `otherwise` for one that names none (`zero1`).
+
+    Raises:
+        StrategyError: It is not in the grammar.
+    """
+    product = text.partition("-")[0]
+    if product in _SHARDED:
+        return otherwise
+    degrees = {} if product == "baseline" else _degrees(product, text)
+    return _parallelism(degrees, Sharding.NONE).world_size
+
+
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
     flags: list[str] = []

@@ -1,0 +1,81 @@
+"""torch's Adam under Megatron's distributed optimizer, so that its checkpoints can be loaded.
+
+Megatron's distributed optimizer saves and loads what Apex's and Transformer Engine's Adam hold: two
+moments a parameter, and one step count a parameter group. torch's Adam counts in a tensor a parameter:
+there is none before the first step, so loading fails (`assert len(steps) == 1`), and what is loaded puts
+one tensor under every parameter, which then counts each step many times. Here torch's Adam keeps its
+count where the others keep theirs, and hands it to torch's kernels for the length of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches.registry import Patch, Replacement
+from megatron_patches.situation import Situation
+
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
+
+
+def count_steps_by_group(optimizer: torch.optim.Optimizer) -> None:
+    """Keep the number of steps in `param_groups[…]["step"]`, as Apex's FusedAdam does."""
+    optimizer.register_step_pre_hook(_lend_counts)
+    optimizer.register_step_post_hook(_take_counts_back)
+    # torch's Adam does not load states without one.
+    optimizer.register_load_state_dict_pre_hook(_with_any_count)
+    optimizer.register_load_state_dict_post_hook(_drop_counts)
+
+
+def _lend_counts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                optimizer.state[parameter]["step"] = torch.tensor(float(group.get("step", 0)))
+
+
+def _take_counts_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group["step"] = group.get("step", 0) + 1
+    _drop_counts(optimizer)
+
+
+def _with_any_count(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    states = {key: {**state, "step": torch.tensor(0.0)} for key, state in loaded["state"].items()}
+    return {**loaded, "state": states}
+
+
+def _drop_counts(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state.pop("step", None)
+
+
+def _counting_by_group(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, optimizer, *args, **kwargs)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            count_steps_by_group(self.optimizer)
+
+    return init
+
+
+def _only_torch_has_adam(situation: Situation) -> bool:
+    return not situation.has_transformer_engine and importlib.util.find_spec("apex") is None
+
+
+PATCH = Patch(
+    name="adam_step",
+    reason="the distributed optimizer cannot load what it saved of torch's Adam",
+    needed=_only_torch_has_adam,
+    replacements=(
+        Replacement(f"{_MODULE}:DistributedOptimizer.__init__", _counting_by_group),
+        # From here on torch's Adam is what these two say it is.
+        Replacement(f"{_MODULE}:HAVE_APEX_OR_TE", lambda _: True),
+        Replacement(f"{_MODULE}:USING_APEX_OPTIMIZER", lambda _: True),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Checkpoints: saved while a run trains, proven, pruned, and gone on from."""

@@ -1,0 +1,173 @@
+"""From a run's record to the launch that goes on with it, in its own layout or in another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from tools.launch.backends import without
+from tools.launch.checkpoints.choose import choose_checkpoint
+from tools.launch.checkpoints.saving import Saving, saving_flags
+from tools.launch.checkpoints.stored import find_checkpoints
+from tools.launch.compose import (
+    GoesOnFrom,
+    Launch,
+    entry_of,
+    with_mounts,
+)
+from tools.launch.errors import LaunchError
+from tools.launch.options import Backend, Options, RuntimeName
+from tools.launch.runtime import choose_runtime
+from tools.recipe.arguments import Flags, merge_flags
+from tools.recipe.model import load_model
+from tools.recipe.strategy import devices_of, parse_strategy, strategy_flags
+from tools.records import CHECKPOINTS_FOLDER, Batch, Parallelism, RunRecord, Sharding
+
+_OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
+_OF_ONE_START = (
+    *_OF_THE_START,
+    *("--save", "--tensorboard-dir", "--wandb-save-dir", "--exit-interval"),
+    *("--async-save", "--use-persistent-ckpt-worker", "--dist-ckpt-optim-fully-reshardable"),
+)
+"""Flags that say how a run began and where it writes, not what is trained."""
+
+_EVERY_DEGREE = Parallelism(2, 2, 2, 2, 2, 2, True, Sharding.ZERO1)
+_LAYOUT = (
+    *(word for word in strategy_flags(_EVERY_DEGREE) if word.startswith("--")),
+    "--num-layers-per-virtual-pipeline-stage",
+)
+_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by"
+_MEGATRONS_MULTIPLE = 128
+
+
+def relaunch(
+    record: RunRecord, goes_on_from: GoesOnFrom, strategy: str | None, options: Options
+) -> Launch:
+    """The launch that goes on with a run.
+
+    Args:
+        record: Of the run that was saved.
+        goes_on_from: The checkpoint.
+        strategy: Another layout; None or the run's own goes on as it was.
+        options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
+
+    Raises:
+        LaunchError: The run cannot go on here, or not so.
+        StrategyError: The strategy is not in the grammar.
+    """
+    iterations = options.iterations or record.exit_interval
+    if goes_on_from.iteration >= iterations:
+        raise LaunchError(
+            f"{record.run} has a checkpoint of iteration {goes_on_from.iteration} and was to end at "
+            f"{iterations}; set ITERS= above {goes_on_from.iteration}."
+        )
+    parallelism = _parallelism(record, strategy)
+    batch = _batch(record, parallelism, options)
+    saving = options.saving or Saving(record.save_every or iterations)
+    asked = _as_it_was(record, options)
+    runtime = choose_runtime(asked, record.device)
+    entry = entry_of(runtime, asked)
+    if entry.megatron_version != record.entry.megatron_version:
+        raise LaunchError(
+            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
+            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
+        )
+    same = parallelism == record.parallelism
+    flags = merge_flags(
+        without(record.argv, _OF_ONE_START if same else (*_OF_ONE_START, *_LAYOUT)),
+        () if same else strategy_flags(parallelism),
+        () if same else _same_vocabulary(record, parallelism),
+        ("--micro-batch-size", str(batch.micro_batch_size)),
+        ("--exit-interval", str(iterations)),
+        saving_flags(saving, parallelism, entry),
+        options.extra,
+    )
+    start = options.runs / ".start" / record.start_checkpoint if record.start_checkpoint else None
+    return Launch(
+        strategy=strategy or record.strategy,
+        model=load_model(record.model),
+        device=record.device,
+        parallelism=parallelism,
+        batch=batch,
+        dtype=record.dtype,
+        dropout=record.dropout,
+        seed=record.seed,
+        iterations=iterations,
+        entry=entry,
+        data=Flags(record.argv).text("--data-path"),
+        start_checkpoint=start,
+        flags=flags,
+        environment=record.environment,
+        runtime=with_mounts(runtime, Flags(record.argv).text("--data-path"), options),
+        ledger=options.ledger,
+        network=options.network,
+        hang_timeout_seconds=options.hang_timeout_seconds,
+        saving=saving,
+        goes_on_from=goes_on_from,
+    )
+
+
+def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
+    """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
+
+    A job that is put back into its queue starts with the same words: it goes on from the newest whole
+    checkpoint, and begins where there is none.
+
+    Raises:
+        LaunchError: There are checkpoints, and none is whole.
+    """
+    stored = folder / CHECKPOINTS_FOLDER
+    if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
+        return launch
+    iteration = choose_checkpoint(stored).checkpoint.iteration
+    if iteration >= launch.iterations:
+        raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
+    return replace(
+        launch,
+        flags=without(launch.flags, _OF_THE_START),
+        goes_on_from=GoesOnFrom(folder.name, stored, iteration),
+    )
+
+
+def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
+    if record.backend != Backend.MEGATRON:
+        raise LaunchError(
+            f"{record.run} was trained by BACKEND={record.backend}, which saves nothing."
+        )
+    if strategy is None or strategy == record.strategy:
+        return record.parallelism
+    devices = devices_of(strategy, record.parallelism.world_size)
+    parallelism = parse_strategy(strategy, devices)
+    if parallelism.sharding != record.parallelism.sharding:
+        raise LaunchError(
+            f"{record.run} was saved with {record.parallelism.sharding or 'whole optimizer states'}, "
+            f"and {strategy} has {parallelism.sharding or 'whole ones'}: Megatron keeps the two in "
+            "different formats; name a strategy that shards as the run does."
+        )
+    return parallelism
+
+
+def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:
+    """The same global batch, in micro batches that divide it among the new data-parallel ranks."""
+    whole = record.batch.global_batch_size
+    own = math.gcd(record.batch.micro_batch_size, max(1, whole // parallelism.data))
+    return Batch(options.micro_batch_size or own, whole)
+
+
+def _same_vocabulary(record: RunRecord, parallelism: Parallelism) -> tuple[str, str]:
+    """Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well."""
+    own = Flags(record.argv).integer(_VOCABULARY_MULTIPLE, _MEGATRONS_MULTIPLE)
+    rows = own * record.parallelism.tensor
+    return _VOCABULARY_MULTIPLE, str(max(1, rows // parallelism.tensor))
+
+
+def _as_it_was(record: RunRecord, options: Options) -> Options:
+    """The options with the run's own runtime, image and checkout."""
+    entry = Path(record.entry.path)
+    checkout = entry.parent if entry.is_absolute() and record.runtime == RuntimeName.HOST else None
+    return replace(
+        options,
+        runtime=RuntimeName(record.runtime),
+        megatron_lm=options.megatron_lm or checkout,
+    )

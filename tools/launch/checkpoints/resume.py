@@ -1,0 +1,87 @@
+"""`make resume RUN=…`: a run goes on from its newest whole checkpoint.
+
+In its own layout it goes on in its own folder: log, events and checkpoints are added to, and what
+belongs to one attempt is kept in `attempts/`. In another layout (STRATEGY=pp2) it is another run, in a
+folder of its own that names its parent, because its times and its memory are not its parent's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from tools import records
+from tools.launch.checkpoints.choose import choose_checkpoint, set_aside
+from tools.launch.checkpoints.relaunch import relaunch
+from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.errors import LaunchError
+from tools.launch.execute import execute
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.ranks import is_running
+from tools.launch.train import command_line, describe, outcome
+from tools.recipe.strategy import StrategyError
+from tools.records import Status
+
+
+def resume(run: Path, strategy: str | None, options: Options, console: Console) -> int:
+    """Go on with a run; 0 if it ended well.
+
+    Raises:
+        LaunchError: It cannot go on; nothing was changed.
+    """
+    record = _read(run)
+    if is_running(run / records.LOG_FILE):
+        raise LaunchError(f"{run} is still running; stop it before it is resumed.")
+    stored = run / records.CHECKPOINTS_FOLDER
+    choice = choose_checkpoint(stored)
+    launch = _relaunch(
+        record, GoesOnFrom(run.name, stored, choice.checkpoint.iteration), strategy, options
+    )
+    if options.dry_run:
+        print(command_line(launch))
+        return 0
+    check(launch, options.runs)
+    for checkpoint, reason in choice.damaged:
+        console.print(
+            f"{checkpoint.path.name} cannot be loaded: {reason}. The one before it is used.",
+            style="yellow",
+            highlight=False,
+        )
+    own_folder = launch.parallelism == record.parallelism
+    if own_folder:
+        set_aside(choice)
+    console.print(
+        f"{run.name} goes on after iteration {choice.checkpoint.iteration} as {launch.strategy}: "
+        f"{describe(launch)}",
+        highlight=False,
+    )
+    folder, status = execute(
+        launch, options.runs, console, launch.strategy, folder=run if own_folder else None
+    )
+    console.print(outcome(folder, status), highlight=False)
+    return 0 if status.status is Status.OK else 1
+
+
+def _relaunch(
+    record: records.RunRecord, goes_on_from: GoesOnFrom, strategy: str | None, options: Options
+) -> Launch:
+    try:
+        return relaunch(record, goes_on_from, strategy, options)
+    except StrategyError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _read(run: Path) -> records.RunRecord:
+    try:
+        return records.read_run(run)
+    except (FileNotFoundError, NotADirectoryError):
+        raise LaunchError(
+            f"RUN={run} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows them."
+        ) from None
+    except msgspec.DecodeError as error:
+        raise LaunchError(
+            f"{run / records.RUN_FILE} is not of this version of the kit ({error})."
+        ) from None

@@ -1,0 +1,62 @@
+"""How often a run is saved, and Megatron's flags for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tools.launch.entry import release
+from tools.records import CHECKPOINTS_FOLDER, Entry, Parallelism, Sharding
+
+KEEP = 2
+"""Proven checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
+
+_NOT_RESUMED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+_BYTES_A_PARAMETER = {"fp32": 12, "fp16": 14, "bf16": 14}
+"""Weights, fp32 main weights beside 16-bit ones, and Adam's two moments."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What SAVE_EVERY=, KEEP= and ASYNC_SAVE= ask for."""
+
+    every: int
+    """Iterations."""
+    keep: int = KEEP
+    asynchronous: bool = False
+    """Written by a process beside training, while training goes on."""
+
+
+def saving_flags(saving: Saving, parallelism: Parallelism, entry: Entry) -> tuple[str, ...]:
+    """Megatron's flags but for the folder: its distributed format, which loads into any layout."""
+    flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
+    reshardable = release(entry.megatron_version) >= (0, 16)
+    if parallelism.sharding is Sharding.ZERO1 and reshardable:
+        # Without it the optimizer's shards go back only into the layout that saved them.
+        flags.append("--dist-ckpt-optim-fully-reshardable")
+    if saving.asynchronous:
+        flags += ["--async-save", "--use-persistent-ckpt-worker"]
+    return tuple(flags)
+
+
+def saving_folder(run_folder: str) -> str:
+    """Where a run's checkpoints are."""
+    return f"{run_folder}/{CHECKPOINTS_FOLDER}"
+
+
+def saving_problems(strategy: str, parallelism: Parallelism, backend: str) -> Iterator[str]:
+    """Why a run cannot be saved so that it can be resumed."""
+    if backend != "megatron":
+        yield (
+            f"BACKEND={backend} saves no checkpoints; leave SAVE_EVERY= out, or use BACKEND=megatron."
+        )
+    if parallelism.sharding in _NOT_RESUMED:
+        yield (
+            f"{strategy} cannot be resumed yet: its {parallelism.sharding} shards are saved in a "
+            "format of their own; leave SAVE_EVERY= out, or use zero1."
+        )
+
+
+def checkpoint_bytes(parameters: int, dtype: str) -> int:
+    """Size of one checkpoint on the disk, about."""
+    return parameters * _BYTES_A_PARAMETER.get(dtype, max(_BYTES_A_PARAMETER.values()))

@@ -1,0 +1,138 @@
+"""A hang: the log stands still. Who is stuck, where everybody is, and then the end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tools.launch.errors import LaunchError
+
+STACK_SECONDS = 3.0
+"""At most so long are stacks waited for."""
+
+_COLLECTIVE = re.compile(r'File ".*/torch/distributed/')
+_INNERMOST_FRAMES = 6
+
+
+class HangError(LaunchError):
+    """A run that stood still for as long as HANG_TIMEOUT= allows."""
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class HangWatch:
+    """Told of every growth of the log; says when it stood still for too long."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._size = -1
+        self._since = time.monotonic()
+
+    def is_hanging(self, log: Path) -> bool:
+        """Whether the log has not grown for the timeout."""
+        size, now = log.stat().st_size, time.monotonic()
+        if size != self._size:
+            self._size, self._since = size, now
+        return now - self._since >= self._timeout_seconds
+
+    def error(self, ranks: Mapping[int, psutil.Process], stacks: Path) -> HangError:
+        """Collect the stacks of all ranks, and name the one that the others wait for, if any tells."""
+        stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
+        collect_stacks(ranks, stacks)
+        rank, why = find_culprit(stopped, _read_stacks(ranks, stacks))
+        return HangError(
+            f"Hang: nothing was logged for {self._timeout_seconds:g} s{why}; where every rank was "
+            f"is in {stacks.name}/.",
+            rank,
+        )
+
+
+def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> None:
+    """Ask every rank for its stacks and wait until they are there."""
+    asked = []
+    for rank, process in ranks.items():
+        try:
+            if not _answers(process):
+                continue
+            process.send_signal(signal.SIGUSR1)
+            # A stopped process answers once it goes on; it is ended right after this.
+            process.send_signal(signal.SIGCONT)
+        except psutil.NoSuchProcess:
+            continue
+        asked.append(_file(stacks, rank))
+    deadline = time.monotonic() + STACK_SECONDS
+    while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
+        time.sleep(0.05)
+
+
+@contextmanager
+def kept_if_filled(stacks: Path) -> Iterator[None]:
+    """The folder for stacks while ranks run: they open their files at once, only a hang fills them."""
+    stacks.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        drop_empty(stacks)
+
+
+def drop_empty(stacks: Path) -> None:
+    """Remove files that nothing was written to, and the folder if none is left."""
+    if not stacks.is_dir():
+        return
+    for path in stacks.iterdir():
+        if path.stat().st_size == 0:
+            path.unlink()
+    if not any(stacks.iterdir()):
+        stacks.rmdir()
+
+
+def find_culprit(stopped: list[int], stacks: Mapping[int, str]) -> tuple[int | None, str]:
+    """The rank that the others wait for, and how that is known, as a part of a sentence."""
+    if stopped:
+        names = " and ".join(f"rank {rank}" for rank in stopped)
+        return stopped[0], f"; {names} was stopped by a signal (SIGSTOP)"
+    apart = sorted(rank for rank, text in stacks.items() if not is_in_collective(text))
+    if len(apart) == 1 and len(stacks) > 1:
+        return apart[0], f"; all ranks but rank {apart[0]} wait in a collective"
+    return None, ""
+
+
+def is_in_collective(stack: str) -> bool:
+    """Whether the main thread's innermost frames are torch.distributed's."""
+    main = stack.rpartition("most recent call first")[2]
+    return any(_COLLECTIVE.search(line) for line in main.splitlines()[1 : _INNERMOST_FRAMES + 1])
+
+
+def _read_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> dict[int, str]:
+    paths = {rank: _file(stacks, rank) for rank in ranks}
+    return {rank: path.read_text() for rank, path in paths.items() if _is_filled(path)}
+
+
+def _file(stacks: Path, rank: int) -> Path:
+    return stacks / f"rank{rank}.txt"
+
+
+def _is_filled(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _answers(process: psutil.Process) -> bool:
+    """Whether it handles SIGUSR1; one that does not, or not yet, would die of it."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
