@@ -161,6 +161,35 @@ def test_killed_without_a_word_says_what_kills(tmp_path):
     assert "SIGKILL" in found.reason
 
 
+FAILURES = """Failures:
+[1]:
+  time      : 2025-09-08_00:00:00
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 12346)
+  traceback : Signal 9 (SIGKILL) received by PID 12346
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 12345)
+============================================================
+"""
+
+
+def test_the_rank_that_was_killed_is_the_cause_whatever_the_others_say_or_torchrun_names(tmp_path):
+    lost = traceback("RuntimeError: Connection closed by peer", "[rank0]: ")
+    found = judged(tmp_path, iteration_line(3) + "\n" + lost + FAILURES, 1)
+    assert (found.status, found.rank) == (Status.CRASHED, 1)
+    assert found.reason.startswith("Rank 1 was killed by SIGKILL")
+    assert found.reason.endswith("after iteration 3")
+
+
+def test_a_rank_that_torchrun_ended_is_not_the_cause(tmp_path):
+    ended = FAILURES.replace("-9", "-15")
+    error = traceback("ValueError: bad", "[rank0]: ")
+    assert judged(tmp_path, error + ended, 1).rank == 0
+
+
 def test_exit_code_alone_is_reported(tmp_path):
     assert "Exit code 3" in judged(tmp_path, iteration_line(1), 3).reason
 

@@ -22,6 +22,7 @@ from tools.recipe.model import ROOT
 GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
 
+_MARK = "KIT_RUN_MARK"
 _GUARD = (sys.executable, "-m", "tools.launch.watch.guard")
 
 
@@ -39,13 +40,13 @@ class Ranks:
         self._log: BinaryIO = log.open("ab")
         # Every process of the run inherits this lock with its output, and the last one gives it back.
         fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._seen: dict[int, psutil.Process] = {}
+        self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
         # session keeps a terminal's Ctrl-C from reaching the ranks before the launcher decides.
         self._guard = subprocess.Popen(
             (*_GUARD, str(log.parent.absolute()), container or guard.NO_CONTAINER, "--", *command),
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, _MARK: self._mark},
             # Never written to: its end tells the guard that this process is gone.
             stdin=subprocess.PIPE,
             stdout=self._log,
@@ -75,10 +76,7 @@ class Ranks:
         """The rank processes that live now, by rank."""
         found: dict[int, psutil.Process] = {}
         for process in self._descendants():
-            try:
-                rank = process.environ().get("RANK")
-            except psutil.Error:
-                continue
+            rank = _environment(process).get("RANK")
             if rank is not None:
                 found.setdefault(int(rank), process)
         return found
@@ -88,9 +86,8 @@ class Ranks:
 
         Docker's client passes SIGTERM on; SIGKILL ends the client alone, so the container is removed.
         """
-        self._descendants()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            running = [process for process in self._seen.values() if alive(process)]
+            running = [process for process in self._family() if alive(process)]
             for process in running:
                 _signal(process, number)
             _wait_until_gone(running, GRACE_SECONDS)
@@ -99,15 +96,14 @@ class Ranks:
             remove_container(self._container)
 
     def _descendants(self) -> list[psutil.Process]:
-        """Look again; those once seen are remembered, because orphans have no parent to find them by."""
         try:
-            top = psutil.Process(self._guard.pid)
-            children = top.children(recursive=True)
+            return psutil.Process(self._guard.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        for process in (top, *children):
-            self._seen.setdefault(process.pid, process)
-        return children
+
+    def _family(self) -> list[psutil.Process]:
+        """Every process that was started for this run, orphans too, by what they all inherit."""
+        return [p for p in psutil.process_iter() if _environment(p).get(_MARK) == self._mark]
 
 
 def is_running(log: Path) -> bool:
@@ -128,6 +124,13 @@ def alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 def _wait_until_gone(processes: Sequence[psutil.Process], seconds: float) -> None:

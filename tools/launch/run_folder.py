@@ -101,7 +101,7 @@ def command_script(record: records.RunRecord) -> str:
     )
     return (
         "#!/usr/bin/env bash\n"
-        f"# Repeats {record.run}; its TensorBoard events are added to that run's folder.\n"
+        f"# Repeats {record.run}; what it writes besides its output goes to that run's folder.\n"
         "set -euo pipefail\n"
         'cd "$(git -C "$(dirname "${BASH_SOURCE[0]}")" rev-parse --show-toplevel)"\n'
         f"exec env \\\n  {settings} \\\n  {shlex.join(record.command)}\n"

@@ -46,9 +46,24 @@ def _draw_curves(axes: Axes, entries: Sequence[Entry], labels: Sequence[str]) ->
             linestyle=(0, (4, place)) if place else "-",
             label=labels[place],
         )
+        _mark_restarts(axes, entry.run.restarts, colour(place))
     axes.set_xlabel("iteration")
     axes.set_ylabel("lm loss")
     grid(axes)
+
+
+def _mark_restarts(axes: Axes, restarts: Sequence[int], hue: str) -> None:
+    for first in restarts:
+        axes.axvline(first - 0.5, color=hue, linewidth=0.9, linestyle=":")
+        axes.text(
+            first - 0.4,
+            0.98,
+            "resumed",
+            color=INK,
+            fontsize="x-small",
+            verticalalignment="top",
+            transform=axes.get_xaxis_transform(),
+        )
 
 
 def _draw_differences(axes: Axes, reference: Curve, compared: Sequence[tuple[int, Entry]]) -> None:

@@ -17,6 +17,8 @@ _VOLATILE = frozenset(
         *("seed", "exit_interval", "exit_duration_in_mins", "train_iters", "log_interval"),
         *("save_interval", "eval_interval", "eval_iters", "rank", "local_rank", "master_port"),
         *("timing_log_level", "log_throughput"),
+        # A run that was resumed is the run it was.
+        *("ckpt_step", "finetune", "no_load_optim", "no_load_rng"),
     }
 )
 

@@ -21,10 +21,12 @@ _CAPACITY = re.compile(
     r"(?: of which ([\d.]{1,12} [A-Za-z]{1,6}) is free)?"
 )
 _NAN = re.compile(r"found NaN|found Inf|Unexpected result (?:nan|-?inf|NaN)|is NaN", re.IGNORECASE)
+_SILENT = (4, 7, 8, 9)
+"""Signals that leave a rank no time for a word; SIGSEGV and SIGABRT may have one."""
 _STOPPED = (None, 1, -2, -15, 130, 143)
 """Root causes that a stopped run has; torchrun also stops the others when one is killed."""
-_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV"} | {
-    15: "SIGTERM"
+_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE"} | {
+    **{9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 }
 
 
@@ -61,7 +63,13 @@ def judge(log: ScrapedLog, exit_code: int | None = None, interrupted: bool = Fal
 
 
 def first_error(log: ScrapedLog) -> LoggedError | None:
-    """The first real error: no follow-up, and of torchrun's root-cause rank if that has any."""
+    """The first real error: no follow-up, and of torchrun's root-cause rank if that has any.
+
+    None where a signal killed a rank: what the others say is that they lost it.
+    """
+    code = log.trace.root_cause_exit_code
+    if code is not None and -code in _SILENT:
+        return None
     errors = [error for error in log.trace.errors if not error.secondary]
     followers = [error for error in log.trace.errors if error.kind != "ChildFailedError"]
     candidates = errors or followers
@@ -104,7 +112,8 @@ def _judge_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
     code = log.trace.root_cause_exit_code
     code = code if code is not None else exit_code
     if code:
-        return StatusRecord(Status.CRASHED, exit_code, _exit_text(code) + _after(log), rank)
+        text = _exit_text(code, rank) + _after(log)
+        return StatusRecord(Status.CRASHED, exit_code, text, rank)
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
     return StatusRecord(
@@ -135,12 +144,15 @@ def _after(log: ScrapedLog) -> str:
     return f" after iteration {last.iteration}"
 
 
-def _exit_text(code: int) -> str:
+def _exit_text(code: int, rank: int | None) -> str:
     signal = -code if code < 0 else code - 128 if code > 128 else 0
+    who = f"Rank {rank} was killed" if rank is not None else "Killed"
     if signal == 9:
-        return "Killed by SIGKILL, which the kernel sends when memory runs out; ended"
+        return f"{who} by SIGKILL, which the kernel sends when memory runs out; ended"
+    if signal == 7:
+        return f"{who} by SIGBUS: a file it had mapped became shorter, or its disk failed; ended"
     if signal in _SIGNALS:
-        return f"Killed by {_SIGNALS[signal]}; ended"
+        return f"{who} by {_SIGNALS[signal]}; ended"
     return f"Exit code {code}, and the log names no error; ended"
 
 

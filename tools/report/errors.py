@@ -19,8 +19,8 @@ _FATAL = re.compile(
     r"|terminate called after throwing .{1,200}"
     r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
 )
-_ROOT_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
-_ROOT_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")
+_FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
+_FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")
 _SIGNAL = re.compile(r"got signal: (\d{1,3})|exiting program after receiving (SIG[A-Z]{2,8})")
 _SIGNAL_NAMES = {"1": "SIGHUP", "2": "SIGINT", "9": "SIGKILL", "15": "SIGTERM"}
 _SECONDARY = re.compile(
@@ -31,6 +31,9 @@ _SECONDARY = re.compile(
     re.IGNORECASE,
 )
 _LAUNCHER_KINDS = ("ChildFailedError", "SignalException", "RendezvousClosedError")
+_EPILOGUE = ("Failures:", "Root Cause (first observed failure):")
+_KILLING = (4, 7, 8, 9, 11)
+"""Signals that a rank dies of by itself or by the kernel; torchrun ends the others with SIGTERM."""
 _MAX_ERRORS = 256
 _MAX_MESSAGE = 2000
 
@@ -43,8 +46,9 @@ class ErrorCollector:
         self._frames: dict[int | None, str] = {}
         self._in_epilogue = False
         self._ignored = False
-        self._root_rank: int | None = None
-        self._root_exit: int | None = None
+        self._listed_rank: int | None = None
+        self._failures: list[tuple[int | None, int]] = []
+        self._root: tuple[int | None, int | None] = (None, None)
         self._interrupted_by: str | None = None
 
     def feed(self, line: str) -> None:
@@ -59,7 +63,7 @@ class ErrorCollector:
             self._feed_untraced(line)
         if self._in_epilogue:
             self._feed_epilogue(line)
-        elif "Root Cause (first observed failure)" in line:
+        elif line.strip() in _EPILOGUE:
             self._in_epilogue = True
         if "ignal" in line or "receiving SIG" in line:
             self._feed_signal(line)
@@ -67,9 +71,11 @@ class ErrorCollector:
 
     def trace(self) -> ErrorTrace:
         """What the lines so far tell."""
-        return ErrorTrace(
-            tuple(self._errors), self._root_rank, self._root_exit, self._interrupted_by
-        )
+        # torchrun looks ten times a second, and of ranks found dead together it names the lowest; one
+        # that a signal killed is the cause, because the others only lost their connection to it.
+        killed = next(((r, code) for r, code in self._failures if -code in _KILLING), None)
+        rank, code = killed or self._root
+        return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
 
     def _follow_traceback(self, line: str) -> None:
         rank, text = _split_prefix(line)
@@ -105,10 +111,12 @@ class ErrorCollector:
             self._add(kind, message, _split_prefix(line)[0])
 
     def _feed_epilogue(self, line: str) -> None:
-        if self._root_rank is None and (rank := _ROOT_RANK.search(line)):
-            self._root_rank = int(rank[1])
-        elif self._root_exit is None and (code := _ROOT_EXIT.search(line)):
-            self._root_exit = int(code[1])
+        if rank := _FAILED_RANK.search(line):
+            self._listed_rank = int(rank[1])
+        elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
+            self._failures.append((self._listed_rank, int(code[1])))
+            # The root cause is listed last.
+            self._root = self._failures[-1]
 
     def _feed_signal(self, line: str) -> None:
         found = _SIGNAL.search(line)

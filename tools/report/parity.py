@@ -70,7 +70,7 @@ def loss_curve(run: Run) -> Curve:
     """Loss by iteration; averaged lines and losses that are not numbers are left out."""
     return {
         found.iteration: found.lm_loss
-        for found in run.log.iterations
+        for found in (*run.before, *run.log.iterations)
         if found.lm_loss is not None
         and math.isfinite(found.lm_loss)
         and not found.averaged

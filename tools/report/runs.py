@@ -15,7 +15,7 @@ from tools.report.diagnosis import judge
 from tools.report.ledgers import Ledgers, read_ledgers
 from tools.report.samples import DeviceSamples, read_samples
 from tools.report.scrape import scrape_runs
-from tools.report.scraped import ScrapedLog
+from tools.report.scraped import Iteration, ScrapedLog
 from tools.report.setup import Setup, setup_of_log, setup_of_record
 from tools.report.tensorboard import log_from_tensorboard
 from tools.report.window import Window, select_window
@@ -38,6 +38,16 @@ class Run:
     samples: DeviceSamples = field(default_factory=DeviceSamples)
     ledgers: Ledgers = field(default_factory=Ledgers)
     notes: tuple[str, ...] = ()
+    before: tuple[Iteration, ...] = ()
+    """Iterations of the run whose checkpoint it went on from in another layout, up to that checkpoint.
+
+    Part of its loss curve, not of its times."""
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """First iteration after each restart from a checkpoint."""
+        own = self.log.iterations[:1] if self.before else ()
+        return (*(found.iteration for found in own), *self.log.restarts)
 
     @property
     def counts(self) -> bool:
@@ -88,6 +98,7 @@ def load_folder(folder: Path) -> Run:
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=judge(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
+    before = _parents_iterations(folder, record, notes)
     return Run(
         name=folder.name,
         path=folder,
@@ -99,6 +110,7 @@ def load_folder(folder: Path) -> Run:
         samples=read_samples(folder / records.SAMPLES_FILE),
         ledgers=ledgers,
         notes=(*notes, *ledger_notes, *log.notes),
+        before=before,
     )
 
 
@@ -116,6 +128,26 @@ def load_log(path: Path) -> list[Run]:
         )
         for log in scrape_runs(path)
     ]
+
+
+def _parents_iterations(
+    folder: Path, record: RunRecord | None, notes: list[str]
+) -> tuple[Iteration, ...]:
+    """What the run that was gone on from had trained by then, its own parents' part included."""
+    if record is None or not record.resumptions:
+        return ()
+    origin = record.resumptions[0]
+    # Names begin with the time, so a parent's comes first; anything else is no parent.
+    if origin.run >= record.run or Path(origin.run).name != origin.run:
+        return ()
+    parent = folder.parent / origin.run
+    notes.append(f"goes on from iteration {origin.iteration} of {origin.run}")
+    if not (parent / records.LOG_FILE).is_file():
+        notes.append(f"{origin.run} is not beside it, so its curve begins there")
+        return ()
+    run = load_folder(parent)
+    found = (*run.before, *run.log.iterations)
+    return tuple(line for line in found if line.iteration <= origin.iteration)
 
 
 def _read[T](path: Path, kind: type[T], notes: list[str]) -> T | None:

@@ -34,6 +34,10 @@ def choose_checkpoint(folder: Path) -> Choice:
             check(checkpoint)
         except DamagedCheckpointError as error:
             damaged.append((checkpoint, str(error)))
+        except OSError as error:
+            raise LaunchError(
+                f"{checkpoint.path} cannot be checked ({error.strerror}); free some room first."
+            ) from error
         else:
             return Choice(checkpoint, tuple(damaged))
     if not damaged:

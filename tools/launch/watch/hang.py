@@ -47,12 +47,11 @@ class HangWatch:
         """Collect the stacks of all ranks, and name the one that the others wait for, if any tells."""
         stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
         collect_stacks(ranks, stacks)
-        rank, why = find_culprit(stopped, _read_stacks(ranks, stacks))
-        return HangError(
-            f"Hang: nothing was logged for {self._timeout_seconds:g} s{why}; where every rank was "
-            f"is in {stacks.name}/.",
-            rank,
-        )
+        found = _read_stacks(ranks, stacks)
+        rank, why = find_culprit(stopped, found)
+        where = f"; where each rank was is in {stacks.name}/" if found else ""
+        seconds = f"{self._timeout_seconds:g} s"
+        return HangError(f"Hang: nothing was logged for {seconds}{why}{where}.", rank)
 
 
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> None:

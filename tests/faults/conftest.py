@@ -1,0 +1,202 @@
+"""Real runs of gpt2-tiny on two CPU ranks that something happens to, each under its own launcher."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools import records
+from tools.launch.ranks import alive
+from tools.recipe.model import ROOT
+from tools.records import StatusRecord
+from tools.report.parity import Curve, loss_curve
+from tools.report.published import load_published
+from tools.report.report_data import build_report
+from tools.report.runs import Run, load_folder
+
+ITERATIONS, SAVE_EVERY = 12, 4
+END_SECONDS = 60.0
+"""A run must have ended so long after a fault."""
+
+
+@dataclass
+class Ended:
+    """A run after what happened to it."""
+
+    folder: Path
+    exit_code: int
+    seconds: float
+    """From the fault to the last process' end."""
+    output: str
+
+    @property
+    def status(self) -> StatusRecord:
+        return records.read_status(self.folder)
+
+    @property
+    def run(self) -> Run:
+        """As the report reads it; it must be reportable whatever happened."""
+        run = load_folder(self.folder)
+        assert build_report("r", [run], load_published()).entries
+        return run
+
+
+@dataclass
+class Victim:
+    """A run that trains."""
+
+    launcher: psutil.Popen
+    folder: Path
+    processes: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> dict[int, psutil.Process]:
+        found: dict[int, psutil.Process] = {}
+        for process in self.processes:
+            rank = process.environ().get("RANK") if alive(process) else None
+            if rank is not None:
+                found.setdefault(int(rank), process)  # A rank comes before what it starts.
+        return found
+
+    @property
+    def torchrun(self) -> psutil.Process:
+        return self._running("torch.distributed.run")
+
+    @property
+    def guard(self) -> psutil.Process:
+        return self._running("tools.launch.watch.guard")
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        """Wait until the log says something."""
+        deadline = time.monotonic() + seconds
+        log = self.folder / records.LOG_FILE
+        while text not in log.read_text(errors="replace"):
+            assert time.monotonic() < deadline, f"'{text}' did not appear in {log}"
+            assert self.launcher.poll() is None, log.read_text()[-2000:]
+            time.sleep(0.02)
+        self.processes = self.launcher.children(recursive=True)
+
+    def end(self, seconds: float = END_SECONDS) -> Ended:
+        """Wait for everybody's end, which must come in time."""
+        began = time.monotonic()
+        output, _ = self.launcher.communicate(timeout=seconds)
+        while any(alive(process) for process in self.processes):
+            assert time.monotonic() - began < seconds, "processes are left"
+            time.sleep(0.05)
+        # The guard of a killed launcher writes the status as its last act, so this is not too early.
+        took = time.monotonic() - began
+        return Ended(self.folder, self.launcher.returncode, took, output)
+
+    def _running(self, module: str) -> psutil.Process:
+        # The guard's command line holds torchrun's; torchrun's module comes first in its own.
+        return next(p for p in self.processes if p.cmdline()[1:3] == ["-m", module])
+
+
+class Kit:
+    """Starts and resumes runs in one runs folder, as `make` would."""
+
+    def __init__(self, runs: Path, data: Path) -> None:
+        self.runs = runs
+        self.environment = {
+            **os.environ,
+            "ITERS": str(ITERATIONS),
+            "MICRO_BATCH": "2",
+            "GLOBAL_BATCH": "8",
+            "DROPOUT": "0.1",
+            "DATA": str(data),
+            "RUNS": str(runs),
+            "LEDGER": "0",
+        }
+        self._whole: dict[str, Curve] = {}
+
+    def start(self, strategy: str, **variables: str) -> Victim:
+        """Start a run that saves, and wait for its folder."""
+        runs = Path(variables.get("RUNS", self.runs))
+        before = set(runs.glob("2*"))
+        words = ("target", f"train-{strategy}-gpt2-tiny-{1 if strategy == 'baseline' else 2}cpu")
+        launcher = self._launch(words, {"SAVE_EVERY": str(SAVE_EVERY), **variables})
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            made = [path for path in set(runs.glob("2*")) - before if (path / "log.txt").exists()]
+            if made:
+                return Victim(launcher, made[0])
+            if launcher.poll() is not None:
+                raise AssertionError(launcher.communicate()[0])
+            time.sleep(0.05)
+        raise AssertionError("no run folder appeared")
+
+    def train(self, strategy: str, **variables: str) -> Ended:
+        """A run that nothing happens to."""
+        return self.start(strategy, **variables).end(300)
+
+    def resume(self, folder: Path, *words: str, **variables: str) -> Ended:
+        """Resume a run; the folder of what was trained, its own or a new one."""
+        before = set(self.runs.glob("2*"))
+        began = time.monotonic()
+        launcher = self._launch(("resume", str(folder), *words), variables)
+        output, _ = launcher.communicate(timeout=300)
+        made = set(self.runs.glob("2*")) - before
+        took = time.monotonic() - began
+        return Ended(made.pop() if made else folder, launcher.returncode, took, output)
+
+    def whole_curve(self, strategy: str, **variables: str) -> Curve:
+        """Losses of the same run if nothing happens to it and nothing is saved."""
+        key = strategy + json.dumps(variables)
+        if key not in self._whole:
+            ended = self.train(strategy, **{"SAVE_EVERY": "", **variables})
+            assert ended.exit_code == 0, ended.output
+            self._whole[key] = loss_curve(ended.run)
+        return self._whole[key]
+
+    def _launch(self, words: tuple[str, ...], variables: dict[str, str]) -> psutil.Popen:
+        return psutil.Popen(
+            (sys.executable, "-m", "tools.launch", *words),
+            cwd=ROOT,
+            env={**self.environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="session")
+def kit(tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path) -> Kit:
+    return Kit(tmp_path_factory.mktemp("faults"), sample_prefix)
+
+
+def same_losses(resumed: Run, whole: Curve) -> None:
+    """To the last digit, on every line that is no average; and to the end."""
+    ours = loss_curve(resumed)
+    assert max(ours) == max(whole)
+    common = ours.keys() & whole.keys()
+    assert len(common) >= ITERATIONS - 3
+    assert {n: ours[n] for n in common} == {n: whole[n] for n in common}
+
+
+def kill(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+
+
+Kill = Callable[[Victim], psutil.Process]
+WHO: dict[str, Kill] = {
+    "rank 0": lambda victim: victim.ranks[0],
+    "rank 1": lambda victim: victim.ranks[1],
+    "torchrun": lambda victim: victim.torchrun,
+    "launcher": lambda victim: victim.launcher,
+    "guard": lambda victim: victim.guard,
+}
+
+
+def moment(seed: int) -> tuple[str, float]:
+    """A line of the log, and a pause after it: anywhere from the first save to the last."""
+    choose = random.Random(seed)
+    return f"iteration {choose.randint(SAVE_EVERY, ITERATIONS - 1):8d}/", choose.uniform(0, 1.0)

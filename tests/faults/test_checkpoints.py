@@ -1,0 +1,69 @@
+"""What is saved goes on exactly, in its own layout and in others; what is damaged is noticed."""
+
+import pytest
+
+from tests.faults.conftest import SAVE_EVERY, Ended, Kit, same_losses
+from tools.launch.checkpoints.stored import find_checkpoints
+from tools.records import CHECKPOINTS_FOLDER, Status
+from tools.report.parity import last_digit, loss_curve
+
+EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", EVERY)
+def test_a_run_that_ended_early_goes_on_to_the_last_digit_with_dropout(
+    kit: Kit, strategy: str
+) -> None:
+    early = kit.train(strategy, ITERS=str(SAVE_EVERY))
+    assert early.status.status is Status.OK, early.output
+    resumed = kit.resume(early.folder)
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve(strategy))
+
+
+@pytest.fixture(scope="module")
+def saved_as_tp2(kit: Kit) -> Ended:
+    return kit.train("tp2", ITERS=str(SAVE_EVERY), DROPOUT="0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["pp2", "cp2", "dp2", "sp2", "baseline"])
+def test_saved_as_tp2_it_goes_on_in_any_layout_with_the_same_losses(
+    kit: Kit, saved_as_tp2: Ended, strategy: str
+) -> None:
+    resumed = kit.resume(saved_as_tp2.folder, "--strategy", strategy)
+    assert resumed.exit_code == 0, resumed.output
+    assert resumed.folder != saved_as_tp2.folder
+    ours, whole = loss_curve(resumed.run), kit.whole_curve("tp2", DROPOUT="0")
+    assert max(ours) == max(whole)
+    assert len(ours.keys() & whole.keys()) >= 9
+    for number in ours.keys() & whole.keys():
+        assert abs(ours[number] - whole[number]) <= 1.01 * last_digit(whole[number])
+    assert resumed.run.restarts == (SAVE_EVERY + 1,)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_with_a_message_for_the_one_before(kit: Kit) -> None:
+    early = kit.train("dp2", ITERS="8")
+    newest, before = find_checkpoints(early.folder / CHECKPOINTS_FOLDER)
+    file = max(newest.path.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        opened.write(b"\x00\xff" * 64)
+    resumed = kit.resume(early.folder)
+    assert resumed.exit_code == 0, resumed.output
+    words = " ".join(resumed.output.split())
+    assert f"{newest.path.name} cannot be loaded: {file.name}" in words
+    assert resumed.run.restarts == (before.iteration + 1,)
+    same_losses(resumed.run, kit.whole_curve("dp2"))
+
+
+@pytest.mark.slow
+def test_saved_beside_training_it_goes_on_as_well(kit: Kit) -> None:
+    early = kit.train("tp2", ITERS="8", ASYNC_SAVE="1")
+    assert early.status.status is Status.OK, early.output
+    assert all(c.is_proven for c in find_checkpoints(early.folder / CHECKPOINTS_FOLDER))
+    resumed = kit.resume(early.folder)
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve("tp2"))

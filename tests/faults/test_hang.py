@@ -1,0 +1,46 @@
+"""A rank that stands still: noticed, named, and where everybody was is kept."""
+
+import time
+
+import pytest
+
+from tests.faults.conftest import ITERATIONS, Kit, same_losses
+from tools import records
+from tools.records import Status
+
+HANG_SECONDS = 25
+"""Longer than Megatron's start takes here, during which nothing is logged."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp2", "pp2"])
+def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_go_on(
+    kit: Kit, strategy: str
+) -> None:
+    victim = kit.start(strategy, HANG_TIMEOUT=str(HANG_SECONDS))
+    victim.wait_for("iteration        6/")
+    victim.ranks[1].suspend()
+    ended = victim.end(HANG_SECONDS + 30)
+    assert ended.seconds >= HANG_SECONDS - 5
+    status = ended.status
+    assert (status.status, status.rank) == (Status.CRASHED, 1)
+    assert "rank 1 was stopped by a signal" in status.reason
+    stacks = ended.folder / records.STACKS_FOLDER
+    assert sorted(path.name for path in stacks.iterdir()) == ["rank0.txt", "rank1.txt"]
+    assert all("train" in path.read_text() for path in stacks.iterdir())
+    assert ended.run.log.iterations
+    resumed = kit.resume(ended.folder)
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve(strategy))
+
+
+@pytest.mark.slow
+def test_a_run_that_only_pauses_is_left_alone(kit: Kit) -> None:
+    victim = kit.start("dp2", HANG_TIMEOUT=str(HANG_SECONDS))
+    victim.wait_for("iteration        5/")
+    stopped = victim.ranks[0]
+    stopped.suspend()
+    time.sleep(5)
+    stopped.resume()
+    ended = victim.end(120)
+    assert (ended.exit_code, len(ended.run.log.iterations)) == (0, ITERATIONS)

@@ -1,0 +1,63 @@
+"""kill -9 of a rank, of torchrun, of the launcher and of the guard between them."""
+
+import random
+import time
+
+import pytest
+
+from tests.faults.conftest import WHO, Ended, Kit, kill, moment, same_losses
+from tools.records import Status
+
+STRATEGIES = ("dp2", "tp2", "sp2", "cp2", "pp2", "zero1")
+
+
+def struck(kit: Kit, strategy: str, who: str, line: str, pause: float) -> Ended:
+    victim = kit.start(strategy)
+    victim.wait_for(line)
+    time.sleep(pause)
+    kill(WHO[who](victim))
+    return victim.end()
+
+
+def judged_rightly(ended: Ended, who: str) -> None:
+    status = ended.status
+    if who == "launcher":
+        assert (status.status, "launcher was killed" in status.reason) == (Status.INTERRUPTED, True)
+    elif who.startswith("rank"):
+        assert status.status is Status.CRASHED
+        assert status.reason.startswith(f"Rank {who[-1]} was killed by SIGKILL")
+        assert status.rank == int(who[-1])
+    elif who == "torchrun":
+        assert status.reason.startswith("torchrun was killed by SIGKILL")
+    else:
+        assert status.status is Status.CRASHED
+
+
+def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undisturbed_one(
+    kit: Kit,
+) -> None:
+    ended = struck(kit, "dp2", "rank 1", "iteration        6/", 0.0)
+    judged_rightly(ended, "rank 1")
+    assert ended.run.log.iterations
+    resumed = kit.resume(ended.folder)
+    assert (resumed.exit_code, resumed.folder) == (0, ended.folder), resumed.output
+    assert resumed.status.status is Status.OK
+    assert resumed.run.restarts == (5,)
+    same_losses(resumed.run, kit.whole_curve("dp2"))
+    assert (ended.folder / "attempts" / "1" / "status.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_killed_whenever_the_run_can_go_on(kit: Kit, seed: int) -> None:
+    choose = random.Random(1000 + seed)
+    strategy, who = STRATEGIES[seed % len(STRATEGIES)], choose.choice(sorted(WHO))
+    ended = struck(kit, strategy, who, *moment(seed))
+    if ended.status.status is not Status.OK:  # It may have been over when it was struck.
+        judged_rightly(ended, who)
+    assert ended.run.log.iterations
+    resumed = kit.resume(ended.folder)
+    if "set ITERS= above" in resumed.output:  # The last checkpoint was already there.
+        return
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve(strategy))

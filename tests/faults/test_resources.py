@@ -1,0 +1,168 @@
+"""Disk, memory, data and ports that are not there any more, and numbers that are none."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.conftest import Kit, same_losses
+from tools.launch.watch.ending import memory_kills
+from tools.records import Status
+
+pytestmark = pytest.mark.slow
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def small_disk(kit: Kit, tmp_path: Path) -> Iterator[Kit]:
+    """The kit with its runs on a disk of 400 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(disk))
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    there = Kit(disk, Path(kit.environment["DATA"]))
+    there.environment["KEEP"] = "1"
+    try:
+        yield there
+    finally:
+        subprocess.run(("umount", str(disk)), check=True)
+
+
+def fill(disk: Path, but_for_bytes: int) -> Path:
+    """Take all room but for some bytes."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - but_for_bytes)
+    return filler
+
+
+@pytest.mark.parametrize(("while_doing", "left_bytes"), [("saving", 8 << 20), ("logging", 0)])
+def test_a_full_disk_ends_the_run_and_once_there_is_room_it_goes_on(
+    kit: Kit, small_disk: Kit, while_doing: str, left_bytes: int
+) -> None:
+    victim = small_disk.start("dp2")
+    victim.wait_for("iteration        6/")
+    filler = fill(small_disk.runs, left_bytes)
+    ended = victim.end()
+    status = ended.status
+    assert status.status is Status.CRASHED, status
+    assert "o space" in status.reason
+    assert ended.run.log.iterations
+    filler.unlink()
+    resumed = small_disk.resume(ended.folder)
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve("dp2"))
+
+
+def test_removed_data_do_not_disturb_a_run_and_its_resume_says_what_is_missing(
+    kit: Kit, tmp_path: Path
+) -> None:
+    data = copied_data(kit, tmp_path)
+    victim = kit.start("dp2", DATA=str(data))
+    victim.wait_for("iteration        6/")
+    data.with_suffix(".bin").unlink()
+    ended = victim.end()
+    assert ended.status.status is Status.OK  # The kernel keeps what is mapped.
+    refused = kit.resume(ended.folder, ITERS="20")
+    assert refused.exit_code == 2
+    assert data.name in refused.output
+
+
+def test_data_that_become_shorter_kill_a_rank_and_the_reason_says_so(
+    kit: Kit, tmp_path: Path
+) -> None:
+    data = copied_data(kit, tmp_path)
+    victim = kit.start("dp2", DATA=str(data))
+    victim.wait_for("iteration        6/")
+    os.truncate(data.with_suffix(".bin"), 0)
+    ended = victim.end()
+    assert ended.status.status is Status.CRASHED
+    assert "SIGBUS" in ended.status.reason
+    shutil.copy(Path(kit.environment["DATA"]).with_suffix(".bin"), data.with_suffix(".bin"))
+    resumed = kit.resume(ended.folder)
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve("dp2"))
+
+
+def test_a_rank_that_may_have_no_more_memory_is_named(kit: Kit) -> None:
+    victim = kit.start("dp2")
+    victim.wait_for("iteration        5/")
+    rank = victim.ranks[1]
+    most = rank.memory_info().vms
+    rank.rlimit(psutil.RLIMIT_AS, (most, most))
+    ended = victim.end()
+    assert (ended.status.status, ended.status.rank) == (Status.OUT_OF_MEMORY, 1), ended.status
+    resumed = kit.resume(ended.folder)
+    same_losses(resumed.run, kit.whole_curve("dp2"))
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_named(kit: Kit) -> None:
+    if memory_kills() is None or not os.access(MEMORY_GROUPS, os.W_OK):
+        pytest.skip("no memory control group can be made here")
+    victim = kit.start("dp2")
+    victim.wait_for("iteration        5/")
+    rank = victim.ranks[1]
+    with memory_group() as group:
+        # What a process holds already stays where it was counted; the next pages are too many.
+        (group / "memory.limit_in_bytes").write_text(str(1 << 20))
+        (group / "cgroup.procs").write_text(str(rank.pid))
+        ended = victim.end()
+    assert (ended.status.status, ended.status.rank) == (Status.OUT_OF_MEMORY, 1), ended.status
+    assert "killed by the kernel" in ended.status.reason
+    resumed = kit.resume(ended.folder)
+    same_losses(resumed.run, kit.whole_curve("dp2"))
+
+
+def test_numbers_that_are_none_stop_the_run_and_the_checkpoint_before_them_serves(
+    kit: Kit,
+) -> None:
+    victim = kit.start("dp2")
+    victim.wait_for("iteration        6/")
+    victim.ranks[0].kill()
+    folder = victim.end().folder
+    bad = ("--lr 1e30", "--min-lr 1e30", "--override-opt_param-scheduler")
+    ended = kit.resume(folder, EXTRA=" ".join(bad))
+    assert ended.status.status is Status.NAN, ended.output
+    assert ended.status.rank is not None
+    good = EXTRA_AS_BEFORE
+    resumed = kit.resume(folder, EXTRA=good)
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve("dp2"))
+
+
+EXTRA_AS_BEFORE = "--lr 6.0e-5 --min-lr 6.0e-6 --override-opt_param-scheduler"
+
+
+def test_a_taken_port_is_not_needed(kit: Kit) -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("", 29500))  # torchrun's and Megatron's default.
+        taken.listen()
+        assert kit.train("dp2", ITERS="2", SAVE_EVERY="").status.status is Status.OK
+
+
+def copied_data(kit: Kit, folder: Path) -> Path:
+    prefix = Path(kit.environment["DATA"])
+    for path in prefix.parent.glob(prefix.name.removesuffix("_text_document") + "*"):
+        if path.is_file():
+            shutil.copy(path, folder)
+    return folder / prefix.name
+
+
+@contextmanager
+def memory_group() -> Iterator[Path]:
+    group = MEMORY_GROUPS / f"kit-faults-{os.getpid()}"
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        group.rmdir()

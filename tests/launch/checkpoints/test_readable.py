@@ -1,0 +1,96 @@
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.launch.checkpoints.readable import (
+    DamagedCheckpointError,
+    find_pieces,
+    prove_readable,
+)
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "iter"))
+
+
+def data_file(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
+
+
+def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -> None:
+    prove_readable(copy)
+    pieces = find_pieces(copy)
+    assert len(pieces) == 3
+    assert sum(piece.length_bytes for piece in pieces) == data_file(copy).stat().st_size
+
+
+def test_without_metadata_it_was_not_finished(copy: Path) -> None:
+    (copy / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match="not finished"):
+        prove_readable(copy)
+
+
+def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
+    path = copy / ".metadata"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DamagedCheckpointError, match="metadata cannot be read"):
+        prove_readable(copy)
+
+
+def test_a_missing_file_is_named(copy: Path) -> None:
+    name = data_file(copy).name
+    data_file(copy).unlink()
+    with pytest.raises(DamagedCheckpointError, match=name):
+        prove_readable(copy)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_one_flipped_bit_or_a_shorter_file_is_noticed(saved: Path, data: st.DataObject) -> None:
+    path = data_file(saved)
+    whole = path.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    shorter = data.draw(st.booleans())
+    bit = 1 << data.draw(st.integers(0, 7))
+    damaged = whole[:place] if shorter else whole[:place] + bytes([whole[place] ^ bit])
+    damaged = damaged if shorter else damaged + whole[place + 1 :]
+    path.write_bytes(damaged)
+    try:
+        noticed = not _is_readable(saved)
+    finally:
+        path.write_bytes(whole)
+    # Zip archives of tensors this small have bytes that hold nothing: padding and time stamps.
+    assert noticed or _holds_the_same(whole, damaged)
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        prove_readable(folder)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _holds_the_same(whole: bytes, damaged: bytes) -> bool:
+    import numpy as np
+
+    weight = np.arange(4096, dtype=np.float32).tobytes()
+    return weight in whole and weight in damaged and len(whole) == len(damaged)
+
+
+def test_nothing_that_a_metadata_pickle_names_is_run(copy: Path, tmp_path: Path) -> None:
+    target = tmp_path / "touched"
+
+    class Touch:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
+            return (Path.touch, (target,))
+
+    (copy / ".metadata").write_bytes(pickle.dumps(Touch()))
+    with pytest.raises(DamagedCheckpointError):
+        prove_readable(copy)
+    assert not target.exists()

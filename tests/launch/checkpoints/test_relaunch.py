@@ -1,0 +1,161 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.launch.checkpoints.relaunch import relaunch
+from tools.launch.checkpoints.saving import Saving, saving_flags, saving_problems
+from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options, options_from_environment
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.recipe.arguments import Flags
+from tools.recipe.strategy import StrategyError, devices_of, parse_strategy
+from tools.records import (
+    Batch,
+    DatasetIdentity,
+    Entry,
+    Host,
+    Parallelism,
+    RunRecord,
+    Sharding,
+)
+
+FROM = GoesOnFrom("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoints"), 8)
+
+
+def composed(strategy: str, **options: object) -> Launch:
+    target = parse_target(f"train-{strategy}-gpt2-tiny-2cpu")
+    asked = replace(Options(iterations=12, saving=Saving(4)), **options)  # type: ignore[arg-type]
+    return compose_target(target, flags_of_grammar(target), asked)
+
+
+def record_of(launch: Launch) -> RunRecord:
+    return RunRecord(
+        run=FROM.run,
+        created_utc="2026-01-01T00:00:00Z",
+        backend=launch.backend,
+        strategy=launch.strategy,
+        model=launch.model.name,
+        device=launch.device,
+        parallelism=launch.parallelism,
+        batch=launch.batch,
+        seq_length=1,
+        dtype=launch.dtype,
+        dropout=launch.dropout,
+        seed=launch.seed,
+        exit_interval=launch.iterations,
+        argv=launch.arguments("runs/a"),
+        command=(),
+        environment=launch.environment,
+        entry=launch.entry,
+        host=Host("here", "cpu", 2, 1),
+        software={},
+        dataset=DatasetIdentity(launch.data),
+        start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
+        save_every=launch.saving.every if launch.saving else None,
+    )
+
+
+def test_saving_is_megatrons_distributed_format_into_the_runs_folder() -> None:
+    flags = Flags(composed("tp2").arguments("runs/a"))
+    assert flags.integer("--save-interval", 0) == 4
+    assert flags.text("--save") == "runs/a/checkpoints"
+    assert flags.text("--ckpt-format") == "torch_dist"
+    assert flags.has("--finetune")  # It still begins with the shared weights.
+
+
+def test_a_run_that_saves_nothing_has_no_flag_of_it() -> None:
+    assert not Flags(composed("tp2", saving=None).arguments("runs/a")).has("--save")
+
+
+def test_going_on_is_the_same_command_but_for_where_it_begins() -> None:
+    first = composed("tp2")
+    again = relaunch(record_of(first), FROM, None, Options())
+    flags = Flags(again.arguments("runs/a"))
+    assert flags.text("--load") == "/runs/a/checkpoints"
+    assert flags.integer("--ckpt-step", 0) == 8
+    began = {"--finetune", "--no-load-optim", "--no-load-rng", "--load", "--ckpt-step"}
+    ours, theirs = (
+        {word for word in launch.arguments("runs/a") if word.startswith("--")} - began
+        for launch in (first, again)
+    )
+    assert ours == theirs
+    assert (again.batch, again.saving, again.seed) == (first.batch, first.saving, first.seed)
+
+
+def test_going_on_twice_names_one_checkpoint() -> None:
+    once = relaunch(record_of(composed("tp2")), FROM, None, Options())
+    record = replace(record_of(once), argv=once.arguments("runs/a"))
+    later = replace(FROM, iteration=10)
+    twice = relaunch(record, later, None, Options()).arguments("runs/a")
+    assert [twice[place + 1] for place, word in enumerate(twice) if word == "--ckpt-step"] == ["10"]
+
+
+@pytest.mark.parametrize("strategy", ["pp2", "cp2", "dp2", "sp2", "baseline"])
+def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary(
+    strategy: str,
+) -> None:
+    launch = relaunch(record_of(composed("tp2")), FROM, strategy, Options())
+    fresh = parse_target(f"train-{strategy}-gpt2-tiny-{1 if strategy == 'baseline' else 2}cpu")
+    flags, own = Flags(launch.flags), flags_of_grammar(fresh)
+    assert {word for word in own if word.startswith("--")} <= set(launch.flags)
+    assert flags.has("--tensor-model-parallel-size") == ("--tensor-model-parallel-size" in own)
+    assert launch.batch.global_batch_size == composed("tp2").batch.global_batch_size
+    assert (
+        launch.batch.global_batch_size % (launch.batch.micro_batch_size * launch.parallelism.data)
+        == 0
+    )
+    rows = flags.integer("--make-vocab-size-divisible-by", 0) * launch.parallelism.tensor
+    assert rows == 128
+
+
+def test_a_reached_end_is_refused_with_the_way_out() -> None:
+    with pytest.raises(LaunchError, match="set ITERS= above 8"):
+        relaunch(record_of(composed("tp2", iterations=8)), FROM, None, Options())
+    assert relaunch(record_of(composed("tp2")), FROM, None, Options(iterations=40)).iterations == 40
+
+
+def test_sharded_optimizer_states_go_back_into_sharded_ones_only() -> None:
+    with pytest.raises(LaunchError, match="different formats"):
+        relaunch(record_of(composed("zero1")), FROM, "tp2", Options())
+    with pytest.raises(StrategyError, match="Unknown strategy"):
+        relaunch(record_of(composed("tp2")), FROM, "xx2", Options())
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_what_cannot_be_resumed_is_not_saved_and_says_so_by_name(strategy: str) -> None:
+    [problem] = saving_problems(strategy, parse_strategy(strategy, 2), "megatron")
+    assert problem.startswith(f"{strategy} cannot be resumed yet")
+    assert not list(saving_problems("zero1", parse_strategy("zero1", 2), "megatron"))
+    assert "BACKEND=native" in next(saving_problems("dp2", Parallelism(data=2), "native"))
+
+
+def test_the_sharded_optimizer_is_saved_so_that_it_reshards_where_megatron_can() -> None:
+    zero1 = Parallelism(data=2, sharding=Sharding.ZERO1)
+    flag = "--dist-ckpt-optim-fully-reshardable"
+    assert flag in saving_flags(Saving(4), zero1, Entry("e", "0.19.0"))
+    assert flag not in saving_flags(Saving(4), zero1, Entry("e", "0.15.0rc2"))
+    assert "--async-save" in saving_flags(Saving(4, asynchronous=True), zero1, Entry("e", "0.19.0"))
+
+
+def test_variables_say_how_often_how_many_and_how() -> None:
+    read = options_from_environment({"SAVE_EVERY": "5", "KEEP": "3", "ASYNC_SAVE": "1"})
+    assert read.saving == Saving(5, 3, True)
+    assert options_from_environment({"KEEP": "3"}).saving is None
+    assert options_from_environment({"HANG_TIMEOUT": "30"}).hang_timeout_seconds == 30
+    with pytest.raises(LaunchError, match="SAVE_EVERY=0"):
+        options_from_environment({"SAVE_EVERY": "0"})
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"), [("baseline", 1), ("tp2pp2dp2", 8), ("dp4-zero1", 4), ("zero1", 3)]
+)
+def test_a_strategy_names_its_ranks_where_it_has_degrees(text: str, devices: int) -> None:
+    assert devices_of(text, 3) == devices
+
+
+def test_batch_is_kept_whole() -> None:
+    record = replace(record_of(composed("tp2")), batch=Batch(8, 8))
+    assert relaunch(record, FROM, "dp2", Options()).batch == Batch(4, 8)

@@ -1,0 +1,60 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.report.factory import iteration_line
+from tools import records
+from tools.launch.watch import ending
+from tools.records import Status, StatusRecord
+
+KILLED = """Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 12345)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / records.LOG_FILE).write_text(iteration_line(4) + "\n" + KILLED)
+    records.write_record(tmp_path / records.STATUS_FILE, StatusRecord(Status.INCOMPLETE))
+    return tmp_path
+
+
+def test_a_killed_rank_is_a_crash_unless_the_kernel_has_run_out_of_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "memory_kills", lambda: 5)
+    crashed = ending.judge(folder, 1, False, kills_before=5)
+    assert (crashed.status, crashed.rank) == (Status.CRASHED, 1)
+    killed = ending.judge(folder, 1, False, kills_before=4)
+    assert (killed.status, killed.rank) == (Status.OUT_OF_MEMORY, 1)
+    assert killed.reason.startswith("Rank 1 was killed by the kernel")
+
+
+def test_torchruns_own_death_is_not_blamed_on_a_rank(folder: Path) -> None:
+    status = ending.judge(folder, 137, False, kills_before=None)
+    assert (status.status, status.rank) == (Status.CRASHED, None)
+    assert (
+        status.reason == "torchrun was killed by SIGKILL after iteration 4; its ranks were ended."
+    )
+
+
+def test_a_full_disk_is_the_first_cause(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    assert ending.judge(folder, 1, False, None).reason.startswith("No space was left on the disk")
+    assert ending.judge(folder, 1, True, None).status is Status.INTERRUPTED
+
+
+def test_the_last_words_give_the_held_room_back_and_drop_empty_stacks(folder: Path) -> None:
+    ending.reserve_room(folder)
+    assert (folder / ending.RESERVE_FILE).stat().st_blocks * 512 >= ending.RESERVE_BYTES
+    stacks = folder / records.STACKS_FOLDER
+    stacks.mkdir()
+    (stacks / "rank0.txt").touch()
+    written = ending.finish(folder, StatusRecord(Status.OK), 1.26)
+    assert written == records.read_status(folder)
+    assert written.wall_seconds == 1.3
+    assert not stacks.exists()
+    assert not (folder / ending.RESERVE_FILE).exists()

@@ -1,0 +1,54 @@
+import copy
+
+import torch
+
+from megatron_patches.adam_step import count_steps_by_group
+
+
+def optimizer_of(seed: int = 0) -> torch.optim.AdamW:
+    torch.manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(3, 2))]
+    groups = [{"params": [parameters[0]], "weight_decay": 0.1}, {"params": [parameters[1]]}]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, 1.0 + step)
+        optimizer.step()
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_counting_by_group_changes_no_update() -> None:
+    plain, counted = optimizer_of(), optimizer_of()
+    count_steps_by_group(counted)
+    for one, other in zip(train(plain, range(5)), train(counted, range(5)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_count_stands_in_the_groups_and_only_moments_in_the_state() -> None:
+    optimizer = optimizer_of()
+    count_steps_by_group(optimizer)
+    train(optimizer, range(3))
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert {key for state in optimizer.state.values() for key in state} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_what_was_saved_goes_on_as_if_it_had_not_been() -> None:
+    whole, first = optimizer_of(), optimizer_of()
+    for optimizer in (whole, first):
+        count_steps_by_group(optimizer)
+    expected = train(whole, range(6))
+    half = train(first, range(3))
+    saved = copy.deepcopy(first.state_dict())
+    second = optimizer_of(seed=1)
+    count_steps_by_group(second)
+    for parameter, value in zip(
+        (p for group in second.param_groups for p in group["params"]), half, strict=True
+    ):
+        parameter.data.copy_(value)
+    second.load_state_dict(saved)
+    for one, other in zip(train(second, range(3, 6)), expected, strict=True):
+        assert torch.equal(one, other)

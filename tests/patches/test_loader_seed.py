@@ -1,0 +1,16 @@
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_patches.loader_seed import _leaving_the_generator
+
+
+def test_a_loader_draws_nothing_from_the_generator_that_dropout_uses() -> None:
+    loader = DataLoader([1, 2, 3])
+    torch.manual_seed(7)
+    untouched = torch.get_rng_state()
+    iter(loader)
+    assert not torch.equal(torch.get_rng_state(), untouched)  # What torch does by itself.
+    torch.manual_seed(7)
+    batches = _leaving_the_generator(DataLoader.__iter__)(loader)
+    assert torch.equal(torch.get_rng_state(), untouched)
+    assert len(list(batches)) == 3
