@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tools import records
+from tools.launch.checkpoints.choose import set_aside
 from tools.launch.cluster import node_files
-from tools.launch.compose import Launch, from_root
+from tools.launch.compose import GoesOnFrom, Launch, from_root
 from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
 from tools.launch.preflight import data_path
@@ -32,7 +33,7 @@ def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) ->
         LaunchError: The disk refuses it.
     """
     if folder is not None and launch.goes_on_from and launch.goes_on_from.run == folder.name:
-        return _reopen(folder, launch)
+        return _reopen(folder, launch, launch.goes_on_from)
     with _refused_by_the_disk(runs):
         folder = folder or _make_folder(launch, runs)
         record = describe(launch, folder, find_provenance(launch, runs))
@@ -42,7 +43,7 @@ def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) ->
     return folder
 
 
-def _reopen(folder: Path, launch: Launch) -> Path:
+def _reopen(folder: Path, launch: Launch, goes_on_from: GoesOnFrom) -> Path:
     """Make a run's folder ready for its next attempt; what the last one left goes to `attempts/`."""
     before = records.read_run(folder)
     with _refused_by_the_disk(folder):
@@ -53,6 +54,7 @@ def _reopen(folder: Path, launch: Launch) -> Path:
         for name in _OF_ONE_ATTEMPT:
             if (folder / name).exists():
                 (folder / name).rename(past / name)
+        set_aside(goes_on_from.folder, goes_on_from.iteration)
         now = describe(launch, folder, find_provenance(launch, folder.parent))
         resumptions = (*before.resumptions, *now.resumptions)
         record = replace(now, created_utc=before.created_utc, resumptions=resumptions)

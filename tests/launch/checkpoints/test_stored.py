@@ -97,7 +97,7 @@ def test_the_newest_whole_one_is_chosen_and_damaged_ones_make_way(
         (15, "it"),
         (10, choice.damaged[1][1].split()[0]),
     ]
-    set_aside(choice)
+    set_aside(tmp_path, choice.checkpoint.iteration)
     assert iterations(tmp_path) == [5]
     assert (tmp_path / "damaged-iter_0000010").is_dir()
     assert not list(tmp_path.glob("*15"))

@@ -49,9 +49,14 @@ def choose_checkpoint(folder: Path) -> Choice:
     raise LaunchError(f"No checkpoint in {folder} is whole ({told}); start the run again.")
 
 
-def set_aside(choice: Choice) -> None:
-    """Make way for the run that goes on: unfinished checkpoints go, damaged ones get another name."""
-    for checkpoint, _ in choice.damaged:
+def set_aside(folder: Path, iteration: int) -> None:
+    """Make way for a run that goes on from `iteration`, because no newer checkpoint can be loaded.
+
+    Unfinished ones go, damaged ones get another name.
+    """
+    for checkpoint in find_checkpoints(folder):
+        if checkpoint.iteration <= iteration:
+            continue
         if not checkpoint.is_finished:
             shutil.rmtree(checkpoint.path)
             continue

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from tools import records
-from tools.launch.checkpoints.choose import choose_checkpoint, set_aside
+from tools.launch.checkpoints.choose import choose_checkpoint
 from tools.launch.checkpoints.relaunch import relaunch
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
@@ -51,8 +51,6 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
             highlight=False,
         )
     own_folder = launch.parallelism == record.parallelism
-    if own_folder:
-        set_aside(choice)
     console.print(
         f"{run.name} goes on after iteration {choice.checkpoint.iteration} as {launch.strategy}: "
         f"{describe(launch)}",
