@@ -32,7 +32,17 @@ _OF_ONE_START = (
 )
 """Flags that say how a run began and where it writes, not what is trained."""
 
-_EVERY_DEGREE = Parallelism(2, 2, 2, 2, 2, 2, True, Sharding.ZERO1)
+_EVERY_DEGREE = Parallelism(
+    data=2,
+    tensor=2,
+    pipeline=2,
+    context=2,
+    expert=2,
+    expert_tensor=2,
+    virtual_stages=2,
+    sequence_parallel=True,
+    sharding=Sharding.ZERO1,
+)
 _LAYOUT = (
     *(word for word in strategy_flags(_EVERY_DEGREE) if word.startswith("--")),
     "--num-layers-per-virtual-pipeline-stage",
