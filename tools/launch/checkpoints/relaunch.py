@@ -28,7 +28,8 @@ _OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--
 _OF_ONE_START = (
     *_OF_THE_START,
     *("--save", "--tensorboard-dir", "--wandb-save-dir", "--exit-interval"),
-    *("--async-save", "--use-persistent-ckpt-worker", "--dist-ckpt-optim-fully-reshardable"),
+    *("--async-save", "--use-persistent-ckpt-worker", "--async-strategy"),
+    "--dist-ckpt-optim-fully-reshardable",
 )
 """Flags that say how a run began and where it writes, not what is trained."""
 

@@ -30,12 +30,14 @@ class Saving:
 def saving_flags(saving: Saving, parallelism: Parallelism, entry: Entry) -> tuple[str, ...]:
     """Megatron's flags but for the folder: its distributed format, which loads into any layout."""
     flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
-    reshardable = release(entry.megatron_version) >= (0, 16)
-    if parallelism.sharding is Sharding.ZERO1 and reshardable:
+    version = release(entry.megatron_version)
+    if parallelism.sharding is Sharding.ZERO1 and version >= (0, 16):
         # Without it the optimizer's shards go back only into the layout that saved them.
         flags.append("--dist-ckpt-optim-fully-reshardable")
     if saving.asynchronous:
         flags += ["--async-save", "--use-persistent-ckpt-worker"]
+        # Megatron's own; the default since 0.17 needs a package that Megatron's wheel does not bring.
+        flags += ["--async-strategy", "mcore"] if version >= (0, 17) else []
     return tuple(flags)
 
 
