@@ -101,7 +101,7 @@ def test_a_longer_sequence_is_planned_with_more_positions(
     assert main([*CONTRACT, "--seq", "4096", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["seq_length"] == 4096
-    assert "--seq-length 4096" in plan["winner"]["command"]
+    assert "--seq-length 4096 --max-position-embeddings 4096" in plan["winner"]["command"]
 
 
 def test_the_picture_is_an_svg_with_both_panels(

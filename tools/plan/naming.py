@@ -65,6 +65,8 @@ def make_command(model: Model, configuration: Configuration) -> str:
         flags.append(f"--{configuration.dtype}")
     if configuration.shape.seq_length != model.shape.seq_length:
         flags += ["--seq-length", str(configuration.shape.seq_length)]
+    if configuration.shape.positions != model.shape.positions:
+        flags += ["--max-position-embeddings", str(configuration.shape.positions)]
     if flags:
         words.append(f'EXTRA="{" ".join(flags)}"')
     return " ".join(words)
