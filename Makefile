@@ -9,7 +9,7 @@ export PYTHONPATH := $(CURDIR)
 # What CALIBRATE=1 measured on this machine's own devices, if it did.
 MEASURED = $(wildcard runs/calibration-$(shell uname -n)-$(or $(GPU),h200).json)
 
-.PHONY: help setup list demo plan dryrun schedules report explain bench bench-scrape bench-preprocess \
+.PHONY: help setup list demo parity plan dryrun schedules report explain bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
 	doctor image status reproduce resume setup-deepspeed compare-zero compare-backends sweep test test-slow lint clean
 
@@ -23,6 +23,9 @@ setup: ## .venv with everything pinned in requirements.txt (other targets do it 
 
 demo: setup ## six strategies of gpt2-tiny on CPU ranks, and a report that compares them
 	@$(VENV_PYTHON) -m tools.launch demo
+
+parity: setup ## the demo as a check: fails unless every strategy's losses agree with baseline's
+	@$(VENV_PYTHON) -m tools.launch parity
 
 doctor: ## what this machine can do, as a table with the way to mend what is missing; needs no setup
 	@tools/doctor.sh

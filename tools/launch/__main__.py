@@ -5,7 +5,7 @@ python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch 
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch compare zero|backends --model NAME     ZeRO's stages, or the backends
 python -m tools.launch resume runs/…  [--strategy pp2]        go on from the newest whole checkpoint
-python -m tools.launch demo | list | image | reproduce | sweep | status
+python -m tools.launch demo | parity | list | image | reproduce | sweep | status
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ def _demo(_: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.demo import demo
 
     return demo(options, console)
+
+
+def _parity(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.parity import parity
+
+    return parity(options, console)
 
 
 def _image(_: argparse.Namespace, options: Options, __: Console) -> int:
@@ -122,6 +128,7 @@ def _resume(command: argparse.Namespace, options: Options, console: Console) -> 
 
 _HANDLERS = {
     "demo": _demo,
+    "parity": _parity,
     "image": _image,
     "module": _module,
     "reproduce": _reproduce,
@@ -148,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run", type=lambda text: Path(text).absolute(), help="its folder")
     resume.add_argument("--strategy", help="another layout")
     commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
+    commands.add_parser("parity", help="the demo as a check of the losses")
     compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
     compare.add_argument("what", choices=("zero", "backends"))
     compare.add_argument("--model", default="gpt2-tiny")

@@ -22,8 +22,8 @@ MICRO_BATCH, GLOBAL_BATCH = 2, 8
 """The same work for every strategy, in four micro batches, which a pipeline needs."""
 
 
-def demo(options: Options, console: Console) -> int:
-    """Run the demo; 0 if all six ended well.
+def demo(options: Options, console: Console, report: str = "demo") -> int:
+    """Run the demo and write its report under a name; 0 if all six ended well.
 
     Raises:
         LaunchError: It cannot work here.
@@ -40,7 +40,7 @@ def demo(options: Options, console: Console) -> int:
     ]
     launches = [compose_target(target, flags_of_grammar(target), options) for target in targets]
     finished = run_series(launches, options, console)
-    reported = build_report(finished, "demo")
+    reported = build_report(finished, report)
     return reported or int(any(status.status is not Status.OK for _, status in finished))
 
 
