@@ -18,9 +18,14 @@ def sample_documents() -> list[str]:
     return [paragraph for paragraph in paragraphs if paragraph.strip()]
 
 
-def write_sample(path: Path) -> None:
-    """Write the sample as JSON lines; a file that holds just that already is left untouched."""
-    content = b"".join(msgspec.json.encode({"text": text}) + b"\n" for text in sample_documents())
+def write_sample(path: Path, unique: bool = False) -> None:
+    """Write the sample as JSON lines, each paragraph once if `unique`: topics quote one another.
+
+    A file that holds just that already is left untouched.
+    """
+    documents = sample_documents()
+    chosen = dict.fromkeys(documents) if unique else documents
+    content = b"".join(msgspec.json.encode({"text": text}) + b"\n" for text in chosen)
     if path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
