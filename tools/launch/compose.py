@@ -15,6 +15,7 @@ from tools.launch.entry import find_entry, release
 from tools.launch.image import MEGATRON_IN_IMAGE
 from tools.launch.network import Rate
 from tools.launch.network import command as shaped
+from tools.launch.optimizers import optimizer_flags
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Backend, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
@@ -158,6 +159,7 @@ def compose(
         tokenizer_flags(model, entry),
         start_flags(start, parallelism) if start else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
+        optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
         saving_flags(options.saving, parallelism, entry) if options.saving else (),
         options.extra,

@@ -14,6 +14,7 @@ from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate, parse_rate
+from tools.launch.optimizers import OptimizerName
 from tools.launch.wandb_logging import Wandb, wandb_from_environment
 from tools.recipe.model import ROOT
 
@@ -60,6 +61,7 @@ class Options:
     ledger: bool = True
     """Count what ranks send, hold and wait for."""
     backend: Backend = Backend.MEGATRON
+    optimizer: OptimizerName = OptimizerName.ADAMW
     network: Rate | None = None
     repeats: int = 1
     """The same run so often; the report pools them."""
@@ -103,6 +105,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         wandb=wandb_from_environment(environment) if read("WANDB", _truth, "0 or 1") else None,
         ledger=read("LEDGER", _truth, "0 or 1") is not False,
         backend=read("BACKEND", Backend, "megatron, native, deepspeed or bare") or Backend.MEGATRON,
+        optimizer=read("OPTIMIZER", OptimizerName, "adamw or muon") or OptimizerName.ADAMW,
         network=read("NET", parse_rate, "a rate such as 1gbps or 200mbps"),
         repeats=read("REPEATS", _positive, "a whole number above 0") or Options.repeats,
         calibrate=read("CALIBRATE", _truth, "0 or 1") or False,

@@ -16,6 +16,7 @@ from tools.launch.checkpoints.saving import checkpoint_bytes, saving_problems
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.network import network_problems
+from tools.launch.optimizers import optimizer_problems
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
@@ -98,6 +99,7 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
     if launch.saving is not None:
         yield from saving_problems(launch.strategy, launch.parallelism, launch.backend)
     yield from nodes_problems(launch)
+    yield from optimizer_problems(launch)
     yield from _wandb_problems(launch)
     yield from _data_problems(launch)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from tools.launch.compose import UNTIED, Launch, compose, from_root
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
+from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Backend, Options
 from tools.launch.progress import RunProgress
 from tools.records import LOG_FILE, Batch
@@ -60,6 +61,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         global_batch_size=1,
         dropout=None,
         backend=Backend.MEGATRON,
+        optimizer=OptimizerName.ADAMW,
         network=None,
         nodes=None,
         saving=None,

@@ -110,6 +110,7 @@ def variables(cell: Cell, options: Options) -> dict[str, str]:
     own = cell_options(cell.backend, options)
     given: dict[str, object] = {
         "BACKEND": own.backend,
+        "OPTIMIZER": own.optimizer,
         "ITERS": own.iterations,
         "MICRO_BATCH": own.micro_batch_size,
         "GLOBAL_BATCH": own.global_batch_size,

@@ -1,0 +1,80 @@
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from examples.native.settings import parse_settings
+from tools.launch.compose import Launch
+from tools.launch.optimizers import OptimizerName, optimizer_flags, optimizer_problems
+from tools.launch.options import Backend, Options, options_from_environment
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.recipe.arguments import Flags
+
+
+def launch(
+    backend: Backend = Backend.NATIVE,
+    optimizer: OptimizerName = OptimizerName.MUON,
+    name: str = "train-ep2-moe-tiny-2cpu",
+) -> Launch:
+    target = parse_target(name)
+    options = Options(backend=backend, optimizer=optimizer, dropout=0.0)
+    return compose_target(target, flags_of_grammar(target), options)
+
+
+def test_adamw_changes_nothing() -> None:
+    assert optimizer_flags(OptimizerName.ADAMW, "0.19.0") == ()
+    assert "--optimizer" not in launch(optimizer=OptimizerName.ADAMW).flags
+
+
+def test_muon_has_the_published_rates_on_both_sides() -> None:
+    for backend in (Backend.NATIVE, Backend.MEGATRON):
+        flags = Flags(launch(backend).flags)
+        assert (flags.number("--lr", 0), flags.number("--decoupled-lr", 0)) == (0.01, 0.001)
+        assert flags.number("--muon-momentum", 0) == 0.95
+        assert flags.text("--muon-coefficient-type") == "simple"
+    settings = parse_settings(launch().arguments("run"))
+    assert (settings.optimizer, settings.lr, settings.decoupled_lr) == ("muon", 0.01, 0.001)
+    assert settings.muon_momentum == 0.95
+
+
+def test_nesterovs_flag_is_the_versions_own() -> None:
+    names = [optimizer_flags(OptimizerName.MUON, version) for version in ("0.17.1", "0.18.2")]
+    assert "--muon-use-nesterov" in names[0]
+    assert "--muon-nesterov" in names[1]
+
+
+def test_another_muon_than_pytorchs_is_refused_by_the_native_backend() -> None:
+    words = list(launch().arguments("run"))
+    words[words.index("--muon-scale-mode") + 1] = "spectral"
+    with pytest.raises(SystemExit):
+        parse_settings(words)
+
+
+def test_megatrons_muon_without_its_package_is_refused_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = optimizer_problems(launch(Backend.MEGATRON))
+    assert "emerging_optimizers" in problem
+    assert "BACKEND=native" in problem
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert list(optimizer_problems(launch(Backend.MEGATRON))) == []
+
+
+def test_megatrons_without_muon_are_refused() -> None:
+    new = launch(Backend.MEGATRON)
+    old = replace(new, entry=replace(new.entry, megatron_version="0.16.1"))
+    (problem,) = optimizer_problems(old)
+    assert problem.startswith("Megatron 0.16.1 has no Muon with the published coefficients")
+
+
+def test_muon_is_refused_where_matrices_are_sharded_or_the_backend_has_it_not() -> None:
+    (problem,) = optimizer_problems(launch(name="train-fsdp2-gpt2-tiny-2cpu"))
+    assert problem.startswith("Muon needs whole matrices, which fsdp2 shards")
+    (problem,) = optimizer_problems(launch(Backend.DEEPSPEED, name="train-dp2-gpt2-tiny-2cpu"))
+    assert problem.startswith("BACKEND=deepspeed has AdamW alone")
+
+
+def test_the_variable_names_the_optimizer() -> None:
+    assert options_from_environment({"OPTIMIZER": "muon"}).optimizer is OptimizerName.MUON
