@@ -1,8 +1,10 @@
-"""Megatron's training batches in Megatron's order, from the same `.bin/.idx`.
+"""Megatron's batches in Megatron's order, from the same `.bin/.idx`.
 
-Megatron shuffles the documents of the training split epoch by epoch, lays them end to end, cuts the
-stream into samples of `seq_length` tokens (plus one, the last label), and shuffles the samples. Both
-shuffles come from one `numpy.random.RandomState(seed)`, so the order can be had without Megatron.
+Megatron splits documents into training, validation and test before it cuts anything into samples, so
+no sample of one reaches into another. It shuffles the documents of a part epoch by epoch, lays them end
+to end, cuts the stream into samples of `seq_length` tokens (plus one, the last label), and shuffles the
+samples. Both shuffles come from one `numpy.random.RandomState(seed)`, so the order can be had without
+Megatron.
 """
 
 from __future__ import annotations
@@ -14,23 +16,37 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from examples.native.parallel import Ranks
+from examples.native.settings import Settings
 from tools.preprocess.dataset import idx_path, open_dataset
 from tools.preprocess.index import read_array, read_header
+from tools.preprocess.split import Part, split_documents
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels, each [micro batch, sequence]."""
 
 SEPARATE_LAST_EPOCH_BELOW = 0.80
 """Megatron keeps the last epoch out of the shuffle if less than this share of it is used."""
 
 
-class TrainingSamples:
-    """The training split as samples of `seq_length` + 1 tokens, in the order they are consumed."""
+class SplitSamples:
+    """One part as samples of `seq_length` + 1 tokens, in the order they are consumed."""
 
-    def __init__(self, prefix: Path, split: str, samples: int, seq_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        split: str,
+        samples: int,
+        seq_length: int,
+        seed: int,
+        part: Part = Part.TRAINING,
+    ) -> None:
         dataset = open_dataset(prefix)
         lengths = sequence_lengths(prefix)
         self._tokens: NDArray[Any] = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self._seq_length = seq_length
-        documents = training_documents(split, len(lengths))
+        documents = split_documents(split, len(lengths), part)
         per_epoch = int(lengths[documents].sum(dtype=np.int64))
         epochs = -(-(samples * seq_length + 1) // per_epoch)
         before_last = ((epochs - 1) * per_epoch - 1) // seq_length
@@ -71,10 +87,20 @@ def sequence_lengths(prefix: Path) -> NDArray[np.int32]:
     return np.concatenate(list(chunks))
 
 
-def training_documents(split: str, documents: int) -> NDArray[np.int32]:
-    """The documents of the first share of a split such as `949,50,1`."""
-    shares = [float(share) for share in split.split(",")]
-    return np.arange(round(shares[0] / sum(shares) * documents), dtype=np.int32)
+def micro_batches(
+    settings: Settings, ranks: Ranks, samples: SplitSamples, first: int
+) -> list[MicroBatch]:
+    """This rank's micro batches of the global batch from sample `first` on, one from each step.
+
+    A step takes a micro batch from each replica in turn.
+    """
+    size = settings.micro_batch_size
+    step = size * ranks.data_size
+    begin = first + ranks.data_rank * size
+    batches = (
+        samples.batch(at, size) for at in range(begin, first + settings.global_batch_size, step)
+    )
+    return [(tokens.to(ranks.device), labels.to(ranks.device)) for tokens, labels in batches]
 
 
 def _document_order(

@@ -10,7 +10,8 @@ import deepspeed  # type: ignore[import-not-found]
 import torch
 from torch import Tensor
 
-from examples.native.engines import MicroBatch, Update, count_parameters
+from examples.native.batches import MicroBatch
+from examples.native.engines import Update, count_parameters
 from examples.native.model import GPT, mean_loss
 from examples.native.optimizer import adamw, clip_gradients
 from examples.native.parallel import Ranks
@@ -41,7 +42,7 @@ class DeepSpeedEngine:
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """DeepSpeed divides by the number of micro batches itself."""
         self._watch.begin_iteration(self._engine.module, self._engine.optimizer)
-        total = torch.zeros((), device=batches[0][0].device)
+        total = torch.zeros(1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
             with self._watch("forward-compute"):
                 loss = mean_loss(self._engine(tokens), labels)
@@ -65,6 +66,14 @@ class DeepSpeedEngine:
         norm = norm if self._clips else self._engine.get_global_grad_norm()
         skipped = self._engine.skipped_steps > skipped_before
         return Update(None if norm is None else float(norm), scale, skipped)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """DeepSpeed gathers what its stage shards."""
+        self._engine.eval()
+        with torch.no_grad():
+            found: Tensor = self._engine(tokens)
+        self._engine.train()
+        return found
 
     def _clip(self) -> float:
         return clip_gradients(self._engine.module.parameters(), self._settings.clip_grad)

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.native.model import GPT, mean_loss
+from examples.native.batches import MicroBatch
+from examples.native.expert_parallel import average_experts, expert_ranks, spread_experts
+from examples.native.model import GPT, mean_loss, mixtures
+from examples.native.muon import RATE, muon_adamw
 from examples.native.optimizer import adamw, clip_gradients
 from examples.native.parallel import Ranks, parallelise
 from examples.native.settings import Settings
 from examples.native.watch import Watch
-
-MicroBatch = tuple[Tensor, Tensor]
-"""Tokens and labels, each [micro batch, sequence]."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,13 @@ class Engine(Protocol):
     """What the training loop needs of a backend."""
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Accumulate gradients of the mean loss; return that mean over this rank's micro batches."""
+        """Accumulate gradients; return means over this rank's micro batches (`lines.NAMES`)."""
 
     def update(self, learning_rate: float) -> Update:
         """Clip, step, and forget the gradients."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[batch, sequence] to [batch, sequence, vocabulary], whole, without gradients or dropout."""
 
 
 class TorchEngine:
@@ -50,9 +53,18 @@ class TorchEngine:
         self._tensor_parallel = ranks.tensor_size > 1
         self._half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
         self._device = ranks.device.type
+        self._mixtures = mixtures(model)
+        self._expert_ranks = (
+            expert_ranks(settings.expert_model_parallel_size)
+            if settings.expert_model_parallel_size > 1
+            else None
+        )
+        self._experts = spread_experts(model, self._expert_ranks) if self._expert_ranks else []
         self._model = parallelise(model, settings, ranks)
-        self._optimizer = adamw(self._model, settings)
-        if ranks.device.type == "cuda":
+        choose = muon_adamw if settings.optimizer == "muon" else adamw
+        self._optimizer: torch.optim.Optimizer = choose(self._model, settings)
+        if ranks.device.type == "cuda" and not self._mixtures:
+            # How many tokens an expert gets is another number every time.
             self._model.compile()
         # Megatron's dynamic loss scale: starts at 2^32, doubles after 1000 good steps.
         self._scaler = torch.amp.GradScaler(
@@ -62,16 +74,18 @@ class TorchEngine:
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Gradients are communicated with the last micro batch where the wrapper can wait for it."""
         self._watch.begin_iteration(self._model, self._optimizer)
-        total = torch.zeros((), device=batches[0][0].device)
+        total = torch.zeros(3 if self._mixtures else 1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
             with self._communicating(number == len(batches)), self._split_loss():
                 with self._watch("forward-compute"), self._autocast():
                     loss = mean_loss(self._model(tokens), labels)
+                    whole = sum((layer.auxiliary_loss() for layer in self._mixtures), loss)
                 with self._watch("backward-compute"):
-                    torch.autograd.backward(self._scaler.scale(loss / len(batches)))
-            # Split logits give a loss that is a DTensor, the same on all ranks.
-            whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
-            total += whole.detach() / len(batches)
+                    torch.autograd.backward(self._scaler.scale(whole / len(batches)))
+            total += self._means(loss) / len(batches)
+        if self._expert_ranks and self._settings.engine != "bare":
+            with self._watch("all-grads-sync"):
+                average_experts(self._experts, self._expert_ranks)
         return total
 
     def update(self, learning_rate: float) -> Update:
@@ -82,7 +96,7 @@ class TorchEngine:
             return Update()
         with self._watch("optimizer"):
             for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group.get(RATE, 1.0)
             scale = self._scaler.get_scale()
             self._scaler.unscale_(self._optimizer)
             norm = clip_gradients(self._model.parameters(), self._settings.clip_grad)
@@ -91,6 +105,23 @@ class TorchEngine:
             self._optimizer.zero_grad(set_to_none=False)
         self._watch.end_step()
         return Update(norm, scale, skipped=self._scaler.get_scale() < scale)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """All of the vocabulary, also where it is split over ranks."""
+        self._model.eval()
+        with torch.no_grad(), self._autocast():
+            found = self._model(tokens)
+        self._model.train()
+        whole: Tensor = found.full_tensor() if isinstance(found, DTensor) else found
+        return whole
+
+    def _means(self, loss: Tensor) -> Tensor:
+        """The loss and, of experts, the layers' mean balancing and z loss; shape [1] or [3]."""
+        # Split logits give a loss that is a DTensor, the same on all ranks.
+        own = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        kept = [torch.stack(layer.losses) for layer in self._mixtures if layer.losses]
+        parts = [own.reshape(1), *([torch.stack(kept).mean(dim=0)] if kept else [])]
+        return torch.cat(parts).detach()
 
     def _communicating(self, last: bool) -> contextlib.AbstractContextManager[None]:
         if isinstance(self._model, DistributedDataParallel) and not last:

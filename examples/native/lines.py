@@ -8,11 +8,15 @@ these logs leave that line out of the times, here as there.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from examples.native.engines import Update
 from examples.native.settings import Settings
+
+NAMES = ("lm loss", "load_balancing_loss", "z_loss")
+"""What an engine's means are, in their order; a dense model has the first alone."""
 
 
 @dataclass
@@ -21,19 +25,20 @@ class Log:
 
     settings: Settings
     _milliseconds: float = 0.0
-    _loss: float = 0.0
+    _losses: list[float] = field(default_factory=list)
     _updates: int = 0
     _skipped: int = 0
     _not_numbers: int = 0
 
-    def add(self, milliseconds: float, loss: float, update: Update) -> None:
+    def add(self, milliseconds: float, losses: Sequence[float], update: Update) -> None:
         """One iteration; a skipped one has no loss to speak of."""
         self._milliseconds += milliseconds
         self._skipped += update.skipped
-        self._not_numbers += math.isnan(loss)
+        self._not_numbers += math.isnan(losses[0])
         if not update.skipped:
             self._updates += 1
-            self._loss += loss
+            before = self._losses or [0.0] * len(losses)
+            self._losses = [old + new for old, new in zip(before, losses, strict=True)]
 
     def line(self, iteration: int, rate: float, update: Update) -> str | None:
         """The line of this iteration, if it has one; `rate` is the next update's, as Megatron's is."""
@@ -41,20 +46,21 @@ class Log:
             return None
         text = self._text(iteration, rate, update)
         if iteration > 1:
-            self._milliseconds = self._loss = 0.0
+            self._milliseconds, self._losses = 0.0, []
             self._updates = self._skipped = self._not_numbers = 0
         return text
 
     def _text(self, iteration: int, rate: float, update: Update) -> str:
         batch = self.settings.global_batch_size
         elapsed = self._milliseconds / (self._updates + self._skipped)
-        loss = self._loss / max(1, self._updates)
+        means = [total / max(1, self._updates) for total in self._losses or [0.0]]
+        losses = "".join(f" {name}: {mean:.6E} |" for name, mean in zip(NAMES, means, strict=False))
         norm = "" if update.gradient_norm is None else f" grad norm: {update.gradient_norm:.3f} |"
         return (
             f" [{_now()}] iteration {iteration:8d}/{self.settings.train_iters:8d} |"
             f" consumed samples: {iteration * batch:12d} |"
             f" elapsed time per iteration (ms): {elapsed:.1f} | learning rate: {rate:.6E} |"
-            f" global batch size: {batch:5d} | lm loss: {loss:.6E} |"
+            f" global batch size: {batch:5d} |{losses}"
             f" loss scale: {update.loss_scale:.1f} |{norm}"
             f" number of skipped iterations: {self._skipped:3d} |"
             f" number of nan iterations: {self._not_numbers:3d} |"
@@ -67,6 +73,16 @@ def parameters_line(tensor_rank: int, parameters: int) -> str:
         " > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank "
         f"({tensor_rank}, 0, 0): {parameters}"
     )
+
+
+def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
+    """Megatron's validation line between its rules, and the accuracy that Megatron does not have."""
+    line = (
+        f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        f" lm loss PPL: {math.exp(min(20, loss)):.6E} | next token accuracy value: {accuracy:.6E} | "
+    )
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
 
 
 def exit_line(iteration: int) -> str:

@@ -1,12 +1,19 @@
-"""The GPT that Megatron trains, in plain PyTorch: pre-norm, learned positions, tied output layer."""
+"""The GPT that Megatron trains, in plain PyTorch: pre-norm, tied output layer; dense or of experts.
+
+LayerNorm or RMSNorm, learned or rotary positions, with or without biases, as Megatron's flags say.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
+from examples.native.experts import MLP, MixtureOfExperts
+from examples.native.rotary import rotate
 from examples.native.settings import Settings
+
+EPSILON = 1e-5
 
 
 class Attention(nn.Module):
@@ -19,14 +26,17 @@ class Attention(nn.Module):
         super().__init__()
         self.width = settings.hidden_size // settings.num_attention_heads
         self.dropout = settings.attention_dropout
-        self.qkv = nn.Linear(settings.hidden_size, 3 * settings.hidden_size)
-        self.proj = nn.Linear(settings.hidden_size, settings.hidden_size)
+        self.rotary_base = settings.rotary_base if is_rotary(settings) else None
+        self.qkv = nn.Linear(settings.hidden_size, 3 * settings.hidden_size, bias=settings.bias)
+        self.proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=settings.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, hidden] to the same; a tensor-parallel rank holds some of the heads."""
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, -1, 3, self.width)
         query, key, value = heads.permute(3, 0, 2, 1, 4)
+        if self.rotary_base is not None:
+            query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
         p = self.dropout if self.training else 0.0
         out = scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
         projected: Tensor = self.proj(out.transpose(1, 2).reshape(batch, length, -1))
@@ -36,23 +46,18 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer layer."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, layer: int) -> None:
         super().__init__()
-        width = settings.hidden_size
-        self.norm1 = nn.LayerNorm(width, eps=1e-5)
+        self.norm1 = norm(settings)
         self.attention = Attention(settings)
-        self.norm2 = nn.LayerNorm(width, eps=1e-5)
-        self.fc1 = nn.Linear(width, 4 * width)
-        self.fc2 = nn.Linear(4 * width, width)
-        self.approximation = "none" if settings.no_bias_gelu_fusion else "tanh"
+        self.norm2 = norm(settings)
+        self.mlp = MixtureOfExperts(settings, layer) if settings.num_experts else MLP(settings)
         self.dropout = settings.hidden_dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, hidden] to the same."""
         x = x + self._drop(self.attention(self.norm1(x)))
-        return x + self._drop(
-            self.fc2(gelu(self.fc1(self.norm2(x)), approximate=self.approximation))
-        )
+        return x + self._drop(self.mlp(self.norm2(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.dropout, self.training)
@@ -65,25 +70,42 @@ class GPT(nn.Module):
         super().__init__()
         width = settings.hidden_size
         self.word_embeddings = nn.Embedding(settings.padded_vocabulary, width)
-        self.position_embeddings = nn.Embedding(settings.max_position_embeddings, width)
-        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.num_layers))
-        self.norm = nn.LayerNorm(width, eps=1e-5)
+        self.position_embeddings = (
+            None if is_rotary(settings) else nn.Embedding(settings.max_position_embeddings, width)
+        )
+        layers = range(1, settings.num_layers + 1)
+        self.blocks = nn.ModuleList(Block(settings, layer) for layer in layers)
+        self.norm = norm(settings)
         self.output_layer = nn.Linear(width, settings.padded_vocabulary, bias=False)
         self.output_layer.weight = self.word_embeddings.weight
         self.dropout = settings.hidden_dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, sequence] to [batch, sequence, padded vocabulary]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = dropout(
-            self.word_embeddings(tokens) + self.position_embeddings(places),
-            self.dropout,
-            self.training,
-        )
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
+        x = dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.output_layer(self.norm(x))
         return logits
+
+
+def norm(settings: Settings) -> nn.Module:
+    """The model's normalisation."""
+    kind = nn.RMSNorm if settings.normalization == "RMSNorm" else nn.LayerNorm
+    return kind(settings.hidden_size, eps=EPSILON)
+
+
+def is_rotary(settings: Settings) -> bool:
+    """Whether positions are turned into queries and keys instead of being learned."""
+    return settings.position_embedding_type == "rope"
+
+
+def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
+    """Every layer's experts, in order; none of a dense model."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from examples.native.expert_parallel import COPIES
 from examples.native.model import GPT
 from examples.native.settings import Settings
 
@@ -53,6 +54,21 @@ def refuse_combinations(settings: Settings, world_size: int) -> None:
             f"The native backend splits tensors over all ranks or none, not TP {tensor} of {world_size} "
             "ranks with data parallelism; use BACKEND=megatron for products."
         )
+    expert = settings.expert_model_parallel_size
+    if tensor > 1 and (settings.num_experts or settings.optimizer == "muon"):
+        sys.exit(
+            "The native backend splits tensors of dense models under AdamW only; use dpN or epN."
+        )
+    if settings.use_torch_fsdp2 and (expert > 1 or settings.optimizer == "muon"):
+        sys.exit(
+            "The native backend has fsdp2 without expert parallelism and Muon, which needs whole "
+            "matrices; use dpN or epN."
+        )
+    if expert > 1 and (world_size % expert or settings.num_experts % expert):
+        sys.exit(
+            f"EP {expert} does not divide {world_size} ranks and {settings.num_experts} experts; use "
+            "another EP."
+        )
     if settings.num_attention_heads % tensor:
         sys.exit(
             f"TP {tensor} does not divide {settings.num_attention_heads} heads; use another TP."
@@ -68,6 +84,9 @@ def parallelise(model: GPT, settings: Settings, ranks: Ranks) -> nn.Module:
         return split_tensors(model, mesh)
     if settings.use_torch_fsdp2:
         return shard_fully(model, mesh, settings)
+    # Experts that are spread over ranks are not everybody's; the engine averages them over theirs.
+    own = [name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
     replica = DistributedDataParallel(model)
     # DDP's reducer calls the process group from C++, where the ledger does not see it; this hook is
     # what the reducer does by default, called from Python.
@@ -83,8 +102,8 @@ def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
     layer = {
         "attention.qkv": ColwiseParallel(),
         "attention.proj": RowwiseParallel(),
-        "fc1": ColwiseParallel(),
-        "fc2": RowwiseParallel(),
+        "mlp.fc1": ColwiseParallel(),
+        "mlp.fc2": RowwiseParallel(),
     }
     for block in model.blocks:
         parallelize_module(block, mesh, layer)

@@ -21,19 +21,23 @@ _WITHOUT_MEANING = {
     "--no-persist-layer-norm": 0,
     "--no-rope-fusion": 0,
     "--no-gradient-accumulation-fusion": 0,
+    "--no-bias-swiglu-fusion": 0,
+    "--moe-token-dispatcher-type": 1,
+    "--moe-grouped-gemm": 0,
+    "--moe-permute-fusion": 0,
+    "--moe-router-load-balancing-type": 1,
     "--num-workers": 1,
     "--log-throughput": 0,
     "--timing-log-level": 1,
     "--tokenizer-type": 1,
-    "--eval-interval": 1,
-    "--eval-iters": 1,
     "--save-interval": 1,
     "--tensorboard-dir": 1,
     "--wandb-project": 1,
     "--wandb-exp-name": 1,
     "--wandb-save-dir": 1,
+    "--decoupled-min-lr": 1,
 }
-"""Megatron's flags that choose kernels, validation or output, with their number of values."""
+"""Megatron's flags that choose kernels or output, with their number of values."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,29 @@ class Settings:
     engine: str
     """`torch`, `deepspeed`, or `bare`: forward and backward alone, no communication, no update."""
     zero_stage: int
+    eval_interval: int
+    eval_iters: int
+    ffn_hidden_size: int
+    """Width inside an MLP, or inside each expert."""
+    normalization: str
+    position_embedding_type: str
+    """`learned_absolute`, or `rope` with base `rotary_base`."""
+    rotary_base: int
+    bias: bool
+    """Of all linear layers."""
+    activation: str
+    """`gelu`, `silu`, or `swiglu`, whose first matrix is twice as wide."""
+    num_experts: int
+    """In each layer; 0 is dense."""
+    moe_router_topk: int
+    moe_aux_loss_coeff: float
+    moe_z_loss_coeff: float
+    expert_model_parallel_size: int
+    optimizer: str
+    """`adam` (AdamW), or `muon` with AdamW for what is no hidden matrix."""
+    decoupled_lr: float
+    """Peak rate of the AdamW beside Muon."""
+    muon_momentum: float
 
     @property
     def padded_vocabulary(self) -> int:
@@ -94,8 +121,11 @@ def parse_settings(words: Sequence[str]) -> Settings:
             f"{unknown[0]} is not implemented by the native backend; leave it out, or train with "
             "BACKEND=megatron."
         )
+    values = vars(known)
+    values["ffn_hidden_size"] = known.moe_ffn_hidden_size or known.ffn_hidden_size or _width(known)
+    values["decoupled_lr"] = known.lr if known.decoupled_lr is None else known.decoupled_lr
     fields = Settings.__dataclass_fields__
-    return Settings(**{name: value for name, value in vars(known).items() if name in fields})
+    return Settings(**{name: value for name, value in values.items() if name in fields})
 
 
 def unknown_flags(words: Sequence[str]) -> list[str]:
@@ -104,34 +134,86 @@ def unknown_flags(words: Sequence[str]) -> list[str]:
     return [word for word in words if word.startswith("--") and word not in known]
 
 
+def _width(known: argparse.Namespace) -> int:
+    """Megatron's default: 4h, for a gated MLP two thirds of it rounded down to a multiple of 64."""
+    wide = 4 * known.hidden_size
+    return int(wide * 2 / 3) // 64 * 64 if known.activation == "swiglu" else wide
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pretrain_native.py", allow_abbrev=False)
-    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("micro-batch-size", "global-batch-size", "train-iters", "exit-interval"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("max-position-embeddings", "vocab-size", "lr-decay-iters", "seed"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("lr", "min-lr", "weight-decay", "adam-beta1", "adam-beta2", "clip-grad"):
-        parser.add_argument(f"--{name}", type=float, required=True)
-    parser.add_argument("--lr-warmup-fraction", type=float, default=0.0)
-    parser.add_argument("--lr-decay-style", choices=("cosine", "linear", "constant"), required=True)
-    parser.add_argument("--attention-dropout", type=float, default=0.1)
-    parser.add_argument("--hidden-dropout", type=float, default=0.1)
-    parser.add_argument("--init-method-std", type=float, default=0.02)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    parser.add_argument("--log-interval", type=int, default=1)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=0)
-    parser.add_argument("--engine", choices=("torch", "deepspeed", "bare"), default="torch")
-    parser.add_argument("--data-path", required=True)
-    parser.add_argument("--split", default="969,30,1")
-    parser.add_argument("--start-weights", type=Path)
-    for name in ("no-bias-gelu-fusion", "fp16", "bf16", "use-torch-fsdp2"):
-        parser.add_argument(f"--{name}", action="store_true")
+    _add_model(parser)
+    _add_experts(parser)
+    _add_training(parser)
     for flag, values in _WITHOUT_MEANING.items():
         if values:
             parser.add_argument(flag)
         else:
             parser.add_argument(flag, action="store_true")
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("max-position-embeddings", "vocab-size"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--ffn-hidden-size", type=int)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    parser.add_argument("--init-method-std", type=float, default=0.02)
+    parser.add_argument("--attention-dropout", type=float, default=0.1)
+    parser.add_argument("--hidden-dropout", type=float, default=0.1)
+    parser.add_argument("--no-bias-gelu-fusion", action="store_true")
+    parser.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    positions = ("learned_absolute", "rope")
+    parser.add_argument("--position-embedding-type", choices=positions, default=positions[0])
+    parser.add_argument("--rotary-base", type=int, default=10_000)
+    parser.add_argument("--disable-bias-linear", dest="bias", action="store_false")
+    for name in ("swiglu", "silu"):
+        parser.add_argument(
+            f"--{name}", dest="activation", action="store_const", const=name, default="gelu"
+        )
+
+
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-experts", type=int, default=0)
+    parser.add_argument("--moe-ffn-hidden-size", type=int)
+    parser.add_argument("--moe-router-topk", type=int, default=2)
+    parser.add_argument("--moe-aux-loss-coeff", type=float, default=0.0)
+    parser.add_argument("--moe-z-loss-coeff", type=float, default=0.0)
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    for name in ("micro-batch-size", "global-batch-size", "train-iters", "exit-interval"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("lr-decay-iters", "seed"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("lr", "min-lr", "weight-decay", "adam-beta1", "adam-beta2", "clip-grad"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
+    parser.add_argument("--decoupled-lr", type=float)
+    parser.add_argument("--muon-momentum", type=float, default=0.95)
+    _add_muon_as_it_is(parser)
+    parser.add_argument("--lr-warmup-fraction", type=float, default=0.0)
+    parser.add_argument("--lr-decay-style", choices=("cosine", "linear", "constant"), required=True)
+    parser.add_argument("--log-interval", type=int, default=1)
+    parser.add_argument("--eval-interval", type=int, default=0)
+    parser.add_argument("--eval-iters", type=int, default=0)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=0)
+    parser.add_argument("--engine", choices=("torch", "deepspeed", "bare"), default="torch")
+    parser.add_argument("--data-path", required=True)
+    parser.add_argument("--split", default="969,30,1")
+    parser.add_argument("--start-weights", type=Path)
+    for name in ("fp16", "bf16", "use-torch-fsdp2"):
+        parser.add_argument(f"--{name}", action="store_true")
+
+
+def _add_muon_as_it_is(parser: argparse.ArgumentParser) -> None:
+    """Megatron's choices of Muon that PyTorch's makes too; others are refused."""
+    for name in ("muon-nesterov", "muon-use-nesterov", "muon-no-split-qkv"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--muon-scale-mode", choices=("shape_scaling",))
+    parser.add_argument("--muon-coefficient-type", choices=("simple",))
+    parser.add_argument("--muon-num-ns-steps", type=int, choices=(5,))

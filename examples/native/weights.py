@@ -1,14 +1,16 @@
 """The shared start's weights, read from Megatron's torch_dist checkpoint without Megatron.
 
 torch_dist is PyTorch's own distributed checkpoint. Layers are stacked: one tensor holds a weight of all
-of them, [layers, …]. Layer norms carry the names that Transformer Engine gives them, fused into the
-linear layer that follows.
+of them, [layers, …], and of all experts, [layers, experts, …]. Layer norms carry the names that
+Transformer Engine gives them, fused into the linear layer that follows.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,16 +19,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from examples.native.model import GPT
+from examples.native.model import GPT, mixtures
 
 _LAYER = {
     "self_attention.linear_qkv.layer_norm_": "norm1.",
     "self_attention.linear_qkv.": "attention.qkv.",
     "self_attention.linear_proj.": "attention.proj.",
     "mlp.linear_fc1.layer_norm_": "norm2.",
-    "mlp.linear_fc1.": "fc1.",
-    "mlp.linear_fc2.": "fc2.",
+    "mlp.linear_fc1.": "mlp.fc1.",
+    "mlp.linear_fc2.": "mlp.fc2.",
+    "mlp.router.": "mlp.router.",
 }
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(fc[12]\..+)")
 _OUTSIDE = {
     "word_embeddings.weight": "embedding.word_embeddings.weight",
     "position_embeddings.weight": "embedding.position_embeddings.weight",
@@ -42,13 +46,13 @@ def load_start(model: GPT, checkpoint: Path) -> None:
     """
     stored = read_tensors(checkpoint)
     parameters = dict(model.named_parameters())
+    experts = next((layer.count for layer in mixtures(model)), 0)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            source, layer = _source(name)
+            source, places = _source(name)
             value = stored.get(source)
-            if value is not None and layer is not None:
-                # Indexing past the last layer would say nothing of the model; comparing shapes does.
-                value = value[layer] if value.shape[0] == len(model.blocks) else value
+            if value is not None:
+                value = _at(value, places, (len(model.blocks), experts))
             if value is None or value.shape != parameter.shape:
                 found = "nothing" if value is None else list(value.shape)
                 sys.exit(
@@ -75,10 +79,27 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _source(name: str) -> tuple[str, int | None]:
-    """Megatron's name for one of ours, and the layer where it is stacked."""
+def _at(value: Tensor, places: Sequence[int], stacked: Sequence[int]) -> Tensor:
+    """One layer's, one expert's part; the whole where the model has another number of them.
+
+    Indexing past the last layer would say nothing of the model; comparing shapes does.
+    """
+    for place, count in zip(places, stacked, strict=False):
+        if value.shape[0] != count:
+            return value
+        value = value[place]
+    return value
+
+
+def _source(name: str) -> tuple[str, tuple[int, ...]]:
+    """Megatron's name for one of ours, and the layer and the expert where they are stacked."""
     if not name.startswith("blocks."):
-        return _OUTSIDE[name], None
-    _, number, rest = name.split(".", 2)
+        return _OUTSIDE[name], ()
+    _, layer, rest = name.split(".", 2)
+    if expert := _EXPERT.fullmatch(rest):
+        return f"decoder.layers.mlp.experts.experts.linear_{expert[2]}", (
+            int(layer),
+            int(expert[1]),
+        )
     theirs, ours = next((t, o) for t, o in _LAYER.items() if rest.startswith(o))
-    return f"decoder.layers.{theirs}{rest.removeprefix(ours)}", int(number)
+    return f"decoder.layers.{theirs}{rest.removeprefix(ours)}", (int(layer),)

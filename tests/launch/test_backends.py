@@ -29,8 +29,10 @@ UNKNOWN = [
 ]
 
 
-def launch(strategy: str, ranks: int, backend: Backend, **changes: object) -> Launch:
-    target = parse_target(f"train-{strategy}-gpt2-tiny-{ranks}cpu")
+def launch(
+    strategy: str, ranks: int, backend: Backend, model: str = "gpt2-tiny", **changes: object
+) -> Launch:
+    target = parse_target(f"train-{strategy}-{model}-{ranks}cpu")
     options = replace(Options(backend=backend), **changes)  # type: ignore[arg-type]
     return compose_target(target, flags_of_grammar(target), options)
 
@@ -57,8 +59,8 @@ def test_a_missing_package_is_refused_with_the_way_to_get_it(
 
 
 def test_a_flag_that_only_megatron_knows_is_refused_by_name() -> None:
-    problems = list(backend_problems(launch("dp2", 2, Backend.NATIVE, extra=("--swiglu",))))
-    assert any("--swiglu" in problem or "GELU" in problem for problem in problems)
+    problems = list(backend_problems(launch("dp2", 2, Backend.NATIVE, extra=("--qk-layernorm",))))
+    assert any("--qk-layernorm" in problem for problem in problems)
 
 
 def test_both_backends_are_given_the_same_model_batch_and_schedule() -> None:
@@ -82,3 +84,24 @@ def test_a_flag_goes_with_its_values() -> None:
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(LaunchError, match="BACKEND=jax is not megatron, native, deepspeed or bare"):
         options_from_environment({"BACKEND": "jax"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy", "ranks", "known"),
+    [
+        (Backend.NATIVE, "ep2", 2, True),
+        (Backend.NATIVE, "ep2dp2", 4, True),
+        (Backend.NATIVE, "tp2", 2, False),
+        (Backend.NATIVE, "fsdp2", 2, False),
+        (Backend.BARE, "ep2", 2, False),
+        (Backend.BARE, "dp2", 2, True),
+        (Backend.DEEPSPEED, "dp2", 2, False),
+    ],
+)
+def test_experts_are_native_on_data_and_expert_ranks(
+    backend: Backend, strategy: str, ranks: int, known: bool
+) -> None:
+    composed = launch(strategy, ranks, backend, model="moe-tiny")
+    problems = [p for p in backend_problems(composed) if "needs the package" not in p]
+    assert (problems == []) == known
+    assert composed.entry.path == "examples/moe/pretrain_native.py"

@@ -17,7 +17,6 @@ from tools.recipe.arguments import merge_flags
 from tools.recipe.strategy import strategy_flags
 from tools.records import DeviceKind, Sharding
 
-NATIVE_ENTRY = "examples/gpt3/pretrain_native.py"
 NO_DEEPSPEED = (
     "BACKEND=deepspeed needs the package deepspeed, which is optional; "
     "'make setup-deepspeed' installs it."
@@ -52,7 +51,7 @@ def for_backend(launch: Launch, options: Options) -> Launch:
     return replace(
         launch,
         backend=options.backend,
-        entry=replace(launch.entry, path=NATIVE_ENTRY),
+        entry=replace(launch.entry, path=f"examples/{launch.model.family}/pretrain_native.py"),
         start_checkpoint=start,
         flags=flags,
         environment=environment,
@@ -69,8 +68,13 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
         return ("--engine", "bare")
     if parallelism.sharding is Sharding.FSDP2:
         return ("--use-torch-fsdp2",)
-    tensor = parallelism.tensor
-    return ("--tensor-model-parallel-size", str(tensor)) if tensor > 1 else ()
+    degrees = {"tensor": parallelism.tensor, "expert": parallelism.expert}
+    return tuple(
+        word
+        for name, degree in degrees.items()
+        if degree > 1
+        for word in (f"--{name}-model-parallel-size", str(degree))
+    )
 
 
 def backend_problems(launch: Launch) -> Iterator[str]:
@@ -79,11 +83,13 @@ def backend_problems(launch: Launch) -> Iterator[str]:
         return
     yield from _layout_problems(launch)
     shape = launch.model.shape
-    if shape.experts or shape.gated or shape.rms_norm or not shape.positions or not shape.bias:
+    if shape.query_groups != shape.heads or not shape.tied_embeddings:
         yield (
-            f"{launch.model.name} is not the GPT that BACKEND={launch.backend} builds (dense, with "
-            "LayerNorm, GELU, biases and learned positions); use BACKEND=megatron."
+            f"{launch.model.name} is not the GPT that BACKEND={launch.backend} builds (a key and value "
+            "for each head, tied embeddings); use BACKEND=megatron."
         )
+    elif shape.experts and launch.backend is Backend.DEEPSPEED:
+        yield "BACKEND=deepspeed trains dense models here; use BACKEND=native for experts."
     elif unknown := unknown_flags(launch.flags):
         yield f"BACKEND={launch.backend} does not know {unknown[0]}; leave it out of EXTRA=."
     if launch.backend is Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
@@ -105,19 +111,20 @@ def without(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 def _layout_problems(launch: Launch) -> Iterator[str]:
     parallelism, ranks = launch.parallelism, launch.devices
     only_data = parallelism.data == ranks
-    only_tensor = parallelism.tensor == ranks and not parallelism.sequence_parallel
+    dense = not launch.model.shape.experts
+    only_tensor = parallelism.tensor == ranks and not parallelism.sequence_parallel and dense
+    whole = parallelism.expert == 1
     if launch.backend is Backend.NATIVE:
-        known = "baseline, dpN, tpN and fsdp2"
-        fits = (
-            only_data and parallelism.sharding in (Sharding.NONE, Sharding.FSDP2)
-        ) or only_tensor
+        known = "baseline, dpN, tpN and fsdp2" if dense else "baseline, dpN, epN and epNdpM"
+        sharded = parallelism.sharding is Sharding.FSDP2 and dense and whole
+        fits = (only_data and (sharded or parallelism.sharding is Sharding.NONE)) or only_tensor
     elif launch.backend is Backend.DEEPSPEED:
         known = "baseline, dpN, zero1, zero2 and zero3"
-        fits = only_data and parallelism.sharding in _ZERO_STAGES
+        fits = only_data and whole and parallelism.sharding in _ZERO_STAGES
     else:
         known = "baseline and dpN"
-        fits = only_data and parallelism.sharding is Sharding.NONE
-    if not fits or parallelism.expert > 1:
+        fits = only_data and whole and parallelism.sharding is Sharding.NONE
+    if not fits:
         yield (
             f"BACKEND={launch.backend} has {known}, and no {launch.strategy}; use one of these, or "
             "BACKEND=megatron."

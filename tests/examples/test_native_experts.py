@@ -1,0 +1,129 @@
+"""The native mixture of experts: routing, losses, counts; all without a process group."""
+
+import math
+
+import pytest
+import torch
+
+from examples.native.experts import MixtureOfExperts, balance_loss, run_here, z_loss
+from examples.native.model import GPT, mixtures
+from examples.native.muon import muon_parameters
+from examples.native.rotary import rotate
+from examples.native.settings import Settings, parse_settings
+from tests.examples.test_native import REQUIRED
+from tools.plan.parameters import active_parameters, parameters_total
+from tools.recipe.model import load_model
+
+TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")
+
+
+def settings(*more: str) -> Settings:
+    return parse_settings((*REQUIRED, *more))
+
+
+def preset(name: str, *more: str) -> Settings:
+    """A model's own flags in place of the tests' sizes."""
+    model = load_model(name)
+    sizes = REQUIRED[REQUIRED.index("--micro-batch-size") :]
+    return parse_settings((*sizes, *model.flags, *more))
+
+
+@pytest.fixture
+def layer() -> MixtureOfExperts:
+    torch.manual_seed(0)
+    return MixtureOfExperts(settings(*TINY, "--no-bias-gelu-fusion"), layer=1)
+
+
+def test_a_token_gets_its_top_two_experts_weighted_by_the_softmax_over_the_two(
+    layer: MixtureOfExperts,
+) -> None:
+    x = torch.randn(2, 3, 16)
+    logits = layer.router(x)
+    for place in ((0, 0), (1, 2)):
+        top, chosen = logits[place].topk(2)
+        parts = [layer.experts[int(number)](x[place]) for number in chosen]
+        expected = sum(w * part for w, part in zip(top.softmax(0), parts, strict=True))
+        torch.testing.assert_close(layer(x)[place], expected)
+
+
+def test_an_expert_without_tokens_has_zero_gradients(layer: MixtureOfExperts) -> None:
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.tensor([[9.0], [8.0], [-9.0], [-9.0]]).expand(4, 16))
+    layer(torch.ones(1, 5, 16)).sum().backward()
+    gradients = [expert.fc1.weight.grad for expert in layer.experts]
+    assert all(gradient is not None for gradient in gradients)
+    assert [bool(gradient.any()) for gradient in gradients] == [True, True, False, False]
+
+
+def test_balance_is_one_for_even_experts_and_their_number_over_k_when_all_choose_the_same() -> None:
+    even = torch.full((8, 4), 0.25)
+    assert balance_loss(even, torch.tensor([4, 4, 4, 4])) == pytest.approx(1)
+    certain = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(8, 4)
+    assert balance_loss(certain, torch.tensor([8, 8, 0, 0])) == pytest.approx(2)
+
+
+def test_z_loss_is_the_square_of_the_log_of_the_sum() -> None:
+    assert z_loss(torch.zeros(3, 8)) == pytest.approx(math.log(8) ** 2)
+
+
+def test_the_auxiliary_loss_weighs_both_by_their_coefficients() -> None:
+    coefficients = ("--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.25")
+    layer = MixtureOfExperts(settings(*TINY, *coefficients), layer=1)
+    layer(torch.randn(1, 4, 16))
+    assert layer.losses is not None
+    balance, z = layer.losses
+    torch.testing.assert_close(layer.auxiliary_loss(), 0.5 * balance + 0.25 * z)
+
+
+def test_rows_go_to_the_experts_in_their_order() -> None:
+    experts = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
+    for factor, expert in enumerate(experts):
+        torch.nn.init.constant_(expert.weight, factor)
+    done = run_here(torch.ones(5, 1), torch.tensor([2, 0, 3]), experts)
+    assert done.flatten().tolist() == [0, 0, 2, 2, 2]
+
+
+def test_rotation_keeps_lengths_and_makes_products_depend_on_distance_alone() -> None:
+    query, key = torch.randn(2, 1, 1, 1, 8)
+    turned_q, turned_k = (rotate(x.expand(1, 1, 6, 8), 10_000)[0, 0] for x in (query, key))
+    products = turned_q @ turned_k.T
+    torch.testing.assert_close(products[3, 1], products[5, 3])
+    torch.testing.assert_close(turned_q.norm(dim=-1), query.norm().expand(6))
+    torch.testing.assert_close(turned_q[0], query[0, 0, 0])
+
+
+def test_blueberry_has_the_published_parameters_to_the_last() -> None:
+    with torch.device("meta"):
+        model = GPT(preset("blueberry-79m", "--silu"))
+    parameters = list(model.parameters())
+    assert sum(p.numel() for p in parameters) == 79_059_840
+    idle = 6 * 6 * sum(p.numel() for p in mixtures(model)[0].experts[0].parameters())
+    assert 79_059_840 - idle == 36_592_512
+    muon = muon_parameters(model)
+    assert (len(muon), sum(p.numel() for p in muon)) == (114, 60_180_480)
+    assert all(layer.router.weight in set(muon) for layer in mixtures(model))
+    rest = set(parameters) - set(muon)
+    assert sum(p.numel() for p in rest) == 18_879_360
+
+
+def test_the_planner_counts_what_the_native_model_has() -> None:
+    for name in ("blueberry-79m", "blueberry-dense", "moe-tiny", "moe-tiny-dense"):
+        shape = load_model(name).shape
+        with torch.device("meta"):
+            model = GPT(preset(name, "--vocab-size", str(shape.vocabulary)))
+        assert sum(p.numel() for p in model.parameters()) == parameters_total(shape)
+    assert active_parameters(load_model("blueberry-79m").shape) == 36_592_512
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [((), 64), (("--swiglu",), 0), (("--ffn-hidden-size", "24"), 24)],
+)
+def test_the_width_inside_an_mlp_is_megatrons(flags: tuple[str, ...], width: int) -> None:
+    assert settings(*flags).ffn_hidden_size == width  # two thirds of 64, rounded down to 64s: 0
+
+
+def test_an_evaluation_reports_to_nobody(layer: MixtureOfExperts) -> None:
+    layer.eval()
+    with torch.no_grad():
+        assert layer(torch.randn(1, 4, 16)).shape == (1, 4, 16)

@@ -1,0 +1,94 @@
+"""The mixture of experts without Megatron, against Megatron: the same weights, batches and routing."""
+
+import pytest
+
+from tests.examples.conftest import ITERATIONS, Run, Trainer
+from tools.launch.optimizers import OptimizerName
+from tools.launch.options import Backend
+from tools.measurements import Operation, read_communication
+from tools.records import Status
+from tools.routing import read_routing
+
+EVALUATED = ("--eval-interval", str(ITERATIONS), "--eval-iters", "2")
+
+
+@pytest.fixture(scope="module")
+def megatron(train: Trainer) -> Run:
+    return train("train-baseline-moe-tiny-1cpu", extra=EVALUATED)
+
+
+@pytest.fixture(scope="module")
+def native(train: Trainer, megatron: Run) -> Run:
+    return train("train-baseline-moe-tiny-1cpu", extra=EVALUATED, backend=Backend.NATIVE)
+
+
+@pytest.fixture(scope="module")
+def spread(train: Trainer, megatron: Run) -> Run:
+    return train("train-ep2-moe-tiny-2cpu", extra=EVALUATED, backend=Backend.NATIVE)
+
+
+def test_native_prints_megatrons_losses_and_gradient_norms(megatron: Run, native: Run) -> None:
+    assert native.status.status is Status.OK
+    assert len(native.losses) == ITERATIONS
+    assert native.losses == pytest.approx(megatron.losses, rel=1e-6)
+    for ours, theirs in zip(native.log.iterations, megatron.log.iterations, strict=True):
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1.1e-3)
+        assert ours.other_losses == pytest.approx(theirs.other_losses, rel=1e-5)
+
+
+def test_native_validates_as_megatron_does_and_adds_the_accuracy(
+    megatron: Run, native: Run
+) -> None:
+    (ours,), (theirs,) = native.log.validation, megatron.log.validation
+    assert ours.losses["lm loss"] == pytest.approx(theirs.losses["lm loss"], rel=1e-6)
+    assert 0 < ours.losses["next token accuracy"] < 1
+
+
+def test_experts_over_two_ranks_are_the_same_model(native: Run, spread: Run) -> None:
+    assert spread.losses == pytest.approx(native.losses, rel=1e-6)
+    assert spread.log.validation[0].losses == pytest.approx(native.log.validation[0].losses)
+    # Half of 4 layers' 8 experts of two matrices of 64 × 128 are elsewhere.
+    (whole,), (half,) = native.parameters.values(), spread.parameters.values()
+    assert whole - half == 4 * 4 * 2 * 64 * 128
+
+
+def test_tokens_travel_by_all_to_all_and_the_ledger_sees_it(spread: Run) -> None:
+    record = read_communication(spread.folder)
+    exchanges = [
+        call
+        for call in record.ranks[0].calls
+        if call.operation is Operation.ALL_TO_ALL and call.group == "ep"
+    ]
+    assert sum(call.calls for call in exchanges) > 0
+
+
+def test_routing_is_recorded_and_nothing_is_dropped(native: Run, spread: Run) -> None:
+    tokens_of_layer = []
+    for run in (native, spread):
+        rows = [
+            row for rank in read_routing(run.folder).ranks for row in rank.layers
+            if (row.iteration, row.layer) == (1, 1)
+        ]  # fmt: skip
+        assert all(row.dropped_tokens == 0 for row in rows)
+        tokens_of_layer.append(
+            [sum(counts) for counts in zip(*(r.tokens_per_expert for r in rows), strict=True)]
+        )
+    whole, both = tokens_of_layer
+    assert whole == both
+    assert sum(whole) == 2 * 8 * 64  # two experts a token of 8 samples of 64
+
+
+@pytest.mark.slow
+def test_data_parallel_experts_print_the_same_losses(train: Trainer, native: Run) -> None:
+    run = train("train-dp2-moe-tiny-2cpu", backend=Backend.NATIVE)
+    assert run.losses == pytest.approx(native.losses, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_muon_trains_the_same_on_one_rank_and_with_spread_experts(train: Trainer) -> None:
+    options = {"backend": Backend.NATIVE, "optimizer": OptimizerName.MUON}
+    alone = train("train-baseline-moe-tiny-1cpu", **options)
+    spread = train("train-ep2-moe-tiny-2cpu", **options)
+    assert alone.status.status is Status.OK
+    assert alone.losses[-1] < alone.losses[0]
+    assert spread.losses == pytest.approx(alone.losses, rel=1e-4)  # bf16 inside the update
