@@ -11,7 +11,7 @@ MEASURED = $(wildcard runs/calibration-$(shell uname -n)-$(or $(GPU),h200).json)
 
 .PHONY: help setup list demo parity plan dryrun schedules report explain bench bench-scrape bench-preprocess \
 	bench-ledger prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
-	doctor image status reproduce resume setup-deepspeed compare-zero compare-backends sweep test test-slow lint clean
+	doctor image status reproduce resume setup-deepspeed compare-zero compare-backends compare-moe sweep test test-slow lint clean
 
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
@@ -50,7 +50,7 @@ install-dependencies: setup ## the published name of setup
 setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --requirement requirements-deepspeed.txt
 
-## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= DATA= EXTRA="--flags" REPEATS= DRY_RUN=1 WANDB=1
+## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= OPTIMIZER=adamw|muon DATA= EXTRA="--flags" REPEATS= DRY_RUN=1 WANDB=1
 ## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>
 ## BACKEND=native (plain PyTorch) or deepspeed trains the same model on the same batches without Megatron
 ## NET=1gbps (any rate up to 10gbps) joins the two halves of CPU ranks by a shaped link; needs root
@@ -82,6 +82,9 @@ compare-zero: setup ## data parallel, pipeline and ZeRO-1/2/3, as the tables of 
 
 compare-backends: setup ## Megatron, plain PyTorch and DeepSpeed, against bare forward and backward
 	@$(VENV_PYTHON) -m tools.launch compare backends --model $(or $(MODEL),gpt2-tiny)
+
+compare-moe: setup ## Megatron and plain PyTorch on a mixture of experts, with write-up 000's table (MODEL=moe-tiny)
+	@$(VENV_PYTHON) -m tools.launch compare moe --model $(or $(MODEL),moe-tiny)
 
 sweep: setup ## sizes against devices, goes on when repeated: MODELS= STRATEGIES= BACKENDS= DEVICES="1cpu 2cpu" REPEATS= NAME=
 	@$(VENV_PYTHON) -m tools.launch sweep

@@ -3,7 +3,7 @@
 python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
-python -m tools.launch compare zero|backends --model NAME     ZeRO's stages, or the backends
+python -m tools.launch compare zero|backends|moe --model NAME  ZeRO's stages, the backends, or experts
 python -m tools.launch resume runs/…  [--strategy pp2]        go on from the newest whole checkpoint
 python -m tools.launch demo | parity | list | image | reproduce | sweep | status
 """
@@ -89,6 +89,10 @@ def _reproduce(_: argparse.Namespace, options: Options, console: Console) -> int
 
 
 def _compare(command: argparse.Namespace, options: Options, console: Console) -> int:
+    if command.what == "moe":
+        from tools.launch.compare_moe import compare_moe
+
+        return compare_moe(command.model, options, console)
     from tools.launch.compare import compare_backends_of, compare_zero_stages
 
     run = compare_zero_stages if command.what == "zero" else compare_backends_of
@@ -157,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
     commands.add_parser("parity", help="the demo as a check of the losses")
     compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
-    compare.add_argument("what", choices=("zero", "backends"))
+    compare.add_argument("what", choices=("zero", "backends", "moe"))
     compare.add_argument("--model", default="gpt2-tiny")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
     commands.add_parser("list", help="models, strategies, and what runs here")

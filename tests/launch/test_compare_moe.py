@@ -1,0 +1,111 @@
+import importlib.util
+import math
+from dataclasses import replace
+
+import pytest
+
+from tools.launch import compare_moe as module
+from tools.launch.compare_moe import KINDS, equal_terms
+from tools.launch.moe_measured import MoeRun
+from tools.launch.moe_table import parity, render
+from tools.launch.optimizers import OptimizerName
+from tools.launch.options import Backend, Options
+from tools.records import DeviceKind
+
+
+def run(backend: str, milliseconds: float = 100, seed: int = 1, **changes: object) -> MoeRun:
+    found = MoeRun(
+        backend=backend,
+        strategy="dp2",
+        optimizer="AdamW",
+        seed=seed,
+        status="ok",
+        samples_ms=tuple(milliseconds + 0.01 * n for n in range(-10, 11)),
+        wall_seconds=20,
+        losses={1: 10.0 + seed, 3: 9.0},
+        validation_loss=8.0 + seed / 10,
+        accuracy=0.25 if backend == "native" else None,
+        machine="2 cores of A, fp32",
+        commit="abc",
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def row(text: str, backend: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {backend} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_scores_are_means_over_seeds_with_their_range() -> None:
+    runs = [run(backend, seed=seed) for seed in (1, 3) for backend in ("megatron", "native")]
+    text = render("moe-tiny", runs, ())
+    cells = row(text, "native")
+    assert cells[3].startswith("10.00 \\[")
+    assert cells[5] == "8.2000 (8.1000 to 8.3000)"
+    assert cells[6] == "25.00% (25.00% to 25.00%)"
+    assert cells[7].startswith(f"{(math.exp(8.1) + math.exp(8.3)) / 2:.0f} (")
+    assert row(text, "megatron")[6] == "–"
+
+
+def test_native_is_called_faster_only_beyond_the_noise() -> None:
+    faster = render("m", [run("megatron", 120), run("native", 100)], ())
+    assert "dp2 under AdamW: native is faster than Megatron, ×0.833 the time" in faster
+    alike = render("m", [run("megatron"), run("native")], ())
+    assert "native is within noise of Megatron" in alike
+
+
+def test_losses_are_compared_with_those_of_the_same_seed() -> None:
+    reference = [run("megatron", seed=seed) for seed in (1, 2)]
+    same = [run("native", seed=seed) for seed in (2, 1)]
+    assert parity(same, reference) == 0
+    off = [run("native", losses={1: 11.0, 3: 9.009})]
+    assert parity(off, reference) == pytest.approx(1e-3)
+    assert parity([run("native", seed=9)], reference) is None
+
+
+def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:
+    close = run("native", losses={1: 11.0 * (1 + 0.9e-5)})
+    assert "parity held" in render("m", [run("megatron"), close], ())
+    apart = run("native", losses={1: 11.0 * (1 + 1.2e-5)})
+    assert "parity is broken" in render("m", [run("megatron"), apart], ())
+
+
+def test_another_optimizer_is_no_broken_parity_but_a_difference_in_score() -> None:
+    muon = run("native", optimizer="Muon + AdamW", losses={1: 5.0}, validation_loss=7.0)
+    text = render("m", [run("megatron"), run("native"), muon], ())
+    assert "parity held" in text
+    assert "Muon's validation loss is -1.1000 from AdamW's, beyond what seeds scatter." in text
+
+
+def test_published_values_stand_below_with_what_is_wrong_with_them() -> None:
+    text = render("m", [run("megatron"), run("native")], ("A note.",))
+    assert "| Native PyTorch | 4.80 | 208 s | 0.0703 | 98.74% | 1.07 |" in text
+    assert "| Megatron-LM | 4.46 | 224 s | 0.0759 | 98.64% | 1.08 |" in text
+    assert "stride-1 windows split at random" in text
+    assert "- A note." in text
+
+
+def test_a_run_that_failed_is_counted_as_missing() -> None:
+    failed = run("native", seed=2, status="crashed", samples_ms=(), validation_loss=None, losses={})
+    cells = row(render("m", [run("megatron"), run("native"), failed], ()), "native")
+    assert cells[9] == "1 of 2"
+
+
+def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own() -> None:
+    options = equal_terms("moe-tiny", DeviceKind.CPU, Options(extra=("--adam-eps", "1e-7")))
+    assert (options.micro_batch_size, options.global_batch_size) == (2, 8)
+    assert options.extra[:4] == ("--eval-interval", "40", "--eval-iters", "8")
+    assert options.extra[4:] == ("--adam-eps", "1e-7")
+    assert options.data == "owt-ds/sample-unique_text_document"
+    assert equal_terms("moe-tiny", DeviceKind.CPU, Options(data="own")).data == "own"
+
+
+def test_megatrons_muon_is_left_out_where_its_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    left = [kind for kind in KINDS if not module._lacks_package(kind)]
+    assert len(left) == len(KINDS) - 1
+    assert all(
+        (kind.backend, kind.optimizer) != (Backend.MEGATRON, OptimizerName.MUON) for kind in left
+    )
