@@ -80,7 +80,8 @@ def average_experts(parameters: Sequence[nn.Parameter], ranks: ExpertRanks) -> N
     if ranks.replicas.size() > 1:
         dist.all_reduce(flat, group=ranks.replicas)
     flat /= ranks.data_size
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 
@@ -97,13 +98,13 @@ class AllToAll:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         there, here = sent.sum(1).tolist(), received.sum(1).tolist()
-        arrived: Tensor = _Exchange.apply(rows, here, there, self._group)  # type: ignore[no-untyped-call]
+        arrived: Tensor = _Exchange.apply(rows, here, there, self._group)
         # They arrive by rank, then by expert; experts want theirs together.
         numbers = torch.arange(local, device=rows.device).repeat(len(received))
         order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
         done = run_here(arrived[order], received.sum(0), experts)
         back = done[order.argsort()]
-        answer: Tensor = _Exchange.apply(back, there, here, self._group)  # type: ignore[no-untyped-call]
+        answer: Tensor = _Exchange.apply(back, there, here, self._group)
         return answer
 
 

@@ -98,7 +98,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
 def run_here(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
     """All experts are this rank's: each takes its rows; one without any still has (zero) gradients."""
-    parts = rows.split(counts.tolist())
+    parts = torch.split(rows, counts.tolist())
     return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
 

@@ -86,7 +86,8 @@ def parallelise(model: GPT, settings: Settings, ranks: Ranks) -> nn.Module:
         return shard_fully(model, mesh, settings)
     # Experts that are spread over ranks are not everybody's; the engine averages them over theirs.
     own = [name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, own)  # type: ignore[no-untyped-call]
     replica = DistributedDataParallel(model)
     # DDP's reducer calls the process group from C++, where the ledger does not see it; this hook is
     # what the reducer does by default, called from Python.

@@ -15,7 +15,7 @@ from rich.console import Console
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.moe_measured import measure_run
-from tools.launch.moe_table import render
+from tools.launch.moe_table import TOLERANCE, render, worst_difference
 from tools.launch.optimizers import PACKAGE, OptimizerName
 from tools.launch.options import Backend, Options
 from tools.launch.series import build_report, run_module, run_series
@@ -84,7 +84,8 @@ def compare_moe(model: str, options: Options, console: Console) -> int:
     (folder / FILE).write_text(text + "\n")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Comparison: {(folder / FILE).relative_to(ROOT)}", highlight=False)
-    return int(not all(run.is_well for run in runs) or "parity is broken" in text)
+    worst = worst_difference(runs)
+    return int(not all(run.is_well for run in runs) or worst is None or worst > TOLERANCE)
 
 
 def equal_terms(model: str, device: DeviceKind, options: Options) -> Options:

@@ -29,7 +29,13 @@ Group = Sequence[MoeRun]
 def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     """Markdown; runs of one kind stand together, with the range over their seeds."""
     kinds = _by_kind(runs)
-    said = [*_speeds(kinds), _parity_sentence(kinds), *_scores(kinds), *notes, *_conditions(runs)]
+    said = [
+        *_speeds(kinds),
+        _parity_sentence(worst_difference(runs)),
+        *_scores(kinds),
+        *notes,
+        *_conditions(runs),
+    ]
     rows = [_row(group, parity(group, _reference(group, kinds))) for group in kinds.values()]
     return "\n\n".join(
         (
@@ -42,6 +48,13 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
             _published(),
         )
     )
+
+
+def worst_difference(runs: Group) -> float | None:
+    """The largest of all kinds; what `TOLERANCE` is held against."""
+    kinds = _by_kind(runs)
+    found = [parity(group, _reference(group, kinds)) for group in kinds.values()]
+    return max((difference for difference in found if difference is not None), default=None)
 
 
 def parity(group: Group, reference: Group) -> float | None:
@@ -126,9 +139,7 @@ def _speeds(kinds: dict[Kind, list[MoeRun]]) -> list[str]:
     return sentences
 
 
-def _parity_sentence(kinds: dict[Kind, list[MoeRun]]) -> str:
-    found = [parity(group, _reference(group, kinds)) for group in kinds.values()]
-    worst = max((difference for difference in found if difference is not None), default=None)
+def _parity_sentence(worst: float | None) -> str:
     if worst is None:
         return "No losses can be compared."
     held = "parity held" if worst <= TOLERANCE else "parity is broken"
