@@ -17,6 +17,7 @@ def measured(backend: str, strategy: str, milliseconds: float, **changes: object
         "global_batch_size": 8,
         "peak_bytes": 100_000_000,
         "sent_bytes": 50_000_000,
+        "nccl_bytes": 30_000_000,
         "communication_seconds": 0.1,
         "pass_seconds": 0.08,
         "overhead": 0.5,
@@ -49,8 +50,17 @@ def test_each_measured_value_stands_beside_the_published_one() -> None:
     assert row[5] == "40 (2.8)"
     assert row[6] == "0.50x (0.42x)"
     assert cells(text, "ZeRO-2", 1)[1:] == ["25.0%", "50.0% (79.2%)", "25.0%"]
-    assert cells(text, "ZeRO-2", 2)[1:] == ["-50% (+9%)", "50.0 MB", "100.0 ms", "4.00 Gbit/s"]
+    assert cells(text, "ZeRO-2", 2)[1:] == [
+        *("-50% (+9%)", "50.0 MB", "30.0 MB", "100.0 ms", "4.00 Gbit/s")
+    ]
     assert "ZeRO-2: Megatron-LM 0.19.0 (commit abc)" in text
+
+
+def test_transfers_that_the_write_up_gives_stand_beside_what_was_sent() -> None:
+    text = compare_zero.render("gpt3-355m", [measured("megatron", "zero3", 200)])
+    row = cells(text, "ZeRO-3", 2)
+    assert row[2] == "50.0 MB (700 MB)"
+    assert row[4:] == ["100.0 ms (11 s)", "4.00 Gbit/s (0.5 Gbit/s)"]
 
 
 def test_a_model_that_was_not_published_says_whose_figures_stand_beside_it() -> None:

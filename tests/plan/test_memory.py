@@ -89,6 +89,8 @@ def test_without_dropout_no_masks_are_kept() -> None:
         ("bf16", Sharding.ZERO1, 6 + 12 / 4),
         ("fp32", Sharding.ZERO1, 8 + 8 / 4),
         ("bf16", Sharding.ZERO2, 2 + 16 / 4),
+        ("fp32", Sharding.ZERO2, 4 + (4 + 4 + 8) / 4),
+        ("fp32", Sharding.ZERO3, (4 + 4 + 4 + 8) / 4),
         ("bf16", Sharding.ZERO3, 18 / 4),
     ],
 )

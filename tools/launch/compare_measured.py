@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.measurements import Phase, RankTime
+from tools.measurements import Phase, RankTime, Transport
 from tools.report.published import load_published
 from tools.report.report_data import Entry, build_report
 from tools.report.runs import load_runs
@@ -31,6 +31,8 @@ class Measured:
     """Of the rank that holds most, by the memory ledger or the device's allocator."""
     sent_bytes: int | None
     """What the busiest rank puts on the wire in an iteration."""
+    nccl_bytes: int | None
+    """What the same calls would be with NCCL's rings."""
     communication_seconds: float | None
     """The mean rank stands still for communication, in an iteration."""
     pass_seconds: float | None
@@ -83,6 +85,7 @@ def _measured(entry: Entry, folder: Path) -> Measured:
         global_batch_size=row.global_batch_size or 0,
         peak_bytes=row.peak_memory_bytes,
         sent_bytes=row.comm_bytes_per_iteration,
+        nccl_bytes=_nccl_bytes(entry),
         communication_seconds=mean(sum(rank.communication_seconds.values()) for rank in ranks)
         if ranks
         else None,
@@ -118,6 +121,12 @@ _SHARDED_BY = {
     "zero3": "Megatron-FSDP optim_grads_params of",
     "fsdp2": "torch FSDP2, wrapped by",
 }
+
+
+def _nccl_bytes(entry: Entry) -> int | None:
+    record = entry.run.ledgers.communication
+    ranks = record.ranks if record else ()
+    return max((rank.wire_bytes_over(Transport.NCCL) for rank in ranks), default=None)
 
 
 def _passes(rank: RankTime) -> float:

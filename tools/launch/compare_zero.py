@@ -33,6 +33,8 @@ class PublishedZero:
     samples_per_second: float
     speedup: float
     shares: Mapping[str, float]
+    network: Mapping[str, float]
+    """Megabytes and seconds of one transfer, and the rate that follows, as the write-up has them."""
 
 
 def published_rows(model: str) -> tuple[str, dict[str, PublishedZero]]:
@@ -47,6 +49,7 @@ def published_rows(model: str) -> tuple[str, dict[str, PublishedZero]]:
             figure["samples_per_second"],
             figure["speedup"],
             figure.get("shares", {}),
+            figure.get("network", {}),
         )
         for figure in of_002
         if figure["model"] == shown
@@ -70,7 +73,9 @@ def render(model: str, runs: Sequence[Measured]) -> str:
             "## Memory saved and bytes sent",
             _traffic(runs, baseline, published),
             "The implied bandwidth is the bytes that the busiest rank sends over the time that ranks "
-            "stand still for communication; what overlaps with computing is not in that time.",
+            "stand still for communication; what overlaps with computing is not in that time. On CPU "
+            "ranks gloo sends an all-reduce for a reduce-scatter; NCCL's rings, as on GPUs, would send "
+            "what stands beside. The write-up gives one transfer, not an iteration's.",
             "## What was measured",
             "\n".join(f"- {_name(run)}: {run.implementation}" for run in runs),
         )
@@ -121,7 +126,10 @@ def _shares(runs: Sequence[Measured], published: Mapping[str, PublishedZero]) ->
 def _traffic(
     runs: Sequence[Measured], baseline: Measured | None, published: Mapping[str, PublishedZero]
 ) -> str:
-    header = ["Method", "Memory against baseline", "Sent/iteration", "Standing still", "Implied"]
+    header = [
+        *("Method", "Memory against baseline", "Sent/iteration", "With NCCL's rings"),
+        *("Standing still", "Implied"),
+    ]
     rows = []
     for run in runs:
         mine = ratio(run.peak_bytes, baseline.peak_bytes if baseline else None)
@@ -130,13 +138,21 @@ def _traffic(
             published["dp2"].peak_gigabytes if "dp2" in published else None,
         )
         seconds, bandwidth = run.communication_seconds, run.implied_gigabits
+        network = published[run.strategy].network if run.strategy in published else {}
         rows.append(
             [
                 _name(run),
                 beside(change(mine), change(theirs) if theirs else None),
-                megabytes(run.sent_bytes),
-                DASH if seconds is None else f"{seconds * 1000:.1f} ms",
-                DASH if bandwidth is None else f"{bandwidth:.2f} Gbit/s",
+                beside(megabytes(run.sent_bytes), _published(network, "sent_mb", "MB")),
+                megabytes(run.nccl_bytes),
+                beside(
+                    DASH if seconds is None else f"{seconds * 1000:.1f} ms",
+                    _published(network, "seconds", "s"),
+                ),
+                beside(
+                    DASH if bandwidth is None else f"{bandwidth:.2f} Gbit/s",
+                    _published(network, "gbit_per_second", "Gbit/s"),
+                ),
             ]
         )
     return table(header, rows)
@@ -152,6 +168,10 @@ def published_cells(row: PublishedZero | None) -> tuple[str | None, ...]:
         f"{row.samples_per_second:g}",
         f"{row.speedup:.2f}x",
     )
+
+
+def _published(network: Mapping[str, float], name: str, unit: str) -> str | None:
+    return f"{network[name]:g} {unit}" if name in network else None
 
 
 def beside(measured: str, published: str | None) -> str:

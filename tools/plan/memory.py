@@ -118,7 +118,8 @@ def memory_of_rank(
     return RankMemory(
         weights=precision.weights * _held(parameters, parallelism, weights),
         gradients=precision.gradients * _held(parameters, parallelism, gradients),
-        main_parameters=precision.main_parameters * _held(parameters, parallelism, optimizer),
+        main_parameters=_main_parameter_bytes(precision, parallelism)
+        * _held(parameters, parallelism, optimizer),
         optimizer_state=precision.adam * _held(parameters, parallelism, optimizer),
         activations=activation_bytes(configuration, pipeline_rank),
         temporaries=_temporary_bytes(configuration, last),
@@ -181,6 +182,13 @@ def _shards(parallelism: Parallelism) -> tuple[bool, bool, bool]:
     everything = sharding in {Sharding.ZERO3, Sharding.FSDP2}
     gradients = everything or sharding is Sharding.ZERO2
     return everything, gradients, gradients or sharding is Sharding.ZERO1
+
+
+def _main_parameter_bytes(precision: Precision, parallelism: Parallelism) -> int:
+    """Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
+    (`param_and_grad_buffer.py: main_weight_buffer`)."""
+    megatron_fsdp = parallelism.sharding in {Sharding.ZERO2, Sharding.ZERO3}
+    return precision.main_parameters or (4 if megatron_fsdp else 0)
 
 
 def _held(parameters: Parameters, parallelism: Parallelism, sharded: bool) -> int:
