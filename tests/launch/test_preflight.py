@@ -45,6 +45,12 @@ def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Pa
         ("train-tp2-gpt2-xl-2cpu", {"micro_batch_size": 1}, "25 attention heads"),
         ("train-pp3-gpt2-tiny-3cpu", {}, "4 layers"),
         ("train-dp2-gpt2-tiny-2cpu", {"global_batch_size": 7}, "7"),
+        ("train-pp2-gpt2-tiny-2cpu", {"extra": ("--num-layers", "3")}, "3 layers, which PP 2"),
+        (
+            "train-pp2dp2-zero3-gpt2-tiny-4cpu",
+            {"micro_batch_size": 1, "global_batch_size": 8},
+            r"Megatron-FSDP \(zero3\) .* so PP 2 breaks it; use zero1",
+        ),
         (
             "train-baseline-gpt3-175b-1cpu",
             {},

@@ -32,6 +32,10 @@ FASTEST_BITS_PER_SECOND = 10e9
 _RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[mg])bps", re.IGNORECASE)
 _UNIT_BITS = {"m": 10**6, "g": 10**9}
 _PORT = 29500
+_CONGESTION_CONTROL = "reno"
+"""Fills a link that loses nothing, and every namespace may choose it. A machine's own choice may pace
+and probe, as bbr does, which slows the first megabytes after a pause and stops every ten seconds."""
+_SETTING = "/proc/sys/net/ipv4/tcp_congestion_control"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 3.0
 """Less than the launcher's own, so that the namespaces are removed before it forces anything."""
@@ -121,6 +125,7 @@ def link(rate: Rate, name: str) -> Iterator[tuple[Side, ...]]:
             _inside(side, "ip", "link", "set", side.device, "up")
             _inside(side, "ip", "link", "set", "lo", "up")
             _inside(side, "tc", "qdisc", "add", "dev", side.device, "root", *_bucket(rate))
+            _inside(side, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {_SETTING}")
         yield sides
     finally:
         for side in sides:

@@ -1,0 +1,49 @@
+"""What a slow link costs: ZeRO-3 against data parallelism, by the bytes that the ledger counts."""
+
+import os
+import shutil
+from statistics import median
+
+import pytest
+
+from tests.examples.conftest import Run, Trainer
+from tools.launch.network import parse_rate
+from tools.measurements import read_communication
+from tools.plan.shared_link import link_seconds
+from tools.records import Status
+
+CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+LINK = parse_rate("1gbps")
+ITERATIONS = 20
+WARM_UP = 4
+"""Iterations that start groups or are slowed by the memory ledger."""
+
+
+def milliseconds(run: Run) -> list[float]:
+    assert run.status.status is Status.OK
+    return [line.elapsed_ms for line in run.log.iterations if line.iteration > WARM_UP]
+
+
+def link_milliseconds(run: Run) -> float:
+    ranks = read_communication(run.folder).ranks
+    rate = LINK.bits_per_second
+    return 1e3 * max(link_seconds(r.calls, run.record.parallelism, rate) for r in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_SHAPE, reason="needs root, ip and tc")
+def test_zero3_falls_behind_at_one_gigabit_by_the_bytes_in_the_ledger(train: Trainer) -> None:
+    times: dict[tuple[str, bool], list[float]] = {}
+    expected: dict[str, float] = {}
+    # Interleaved, so that a busy quarter of a minute falls on all four alike.
+    for _ in range(2):
+        for strategy in ("dp2", "zero3"):
+            for slow in (False, True):
+                target = f"train-{strategy}-gpt2-tiny-2cpu"
+                run = train(target, iterations=ITERATIONS, network=LINK if slow else None)
+                times.setdefault((strategy, slow), []).extend(milliseconds(run))
+                expected[strategy] = link_milliseconds(run)
+    found = {key: median(values) for key, values in times.items()}
+    gap = {slow: found["zero3", slow] - found["dp2", slow] for slow in (False, True)}
+    predicted = expected["zero3"] - expected["dp2"]
+    assert gap[True] - gap[False] == pytest.approx(predicted, rel=0.25)
