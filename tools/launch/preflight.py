@@ -13,6 +13,7 @@ import psutil
 
 from tools.launch.backends import backend_problems
 from tools.launch.checkpoints.saving import checkpoint_bytes, saving_problems
+from tools.launch.checkpoints.shapes import other_model_problem
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.network import network_problems
@@ -101,6 +102,7 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
     yield from nodes_problems(launch)
     yield from optimizer_problems(launch)
     yield from _wandb_problems(launch)
+    yield from _checkpoint_problems(launch)
     yield from _data_problems(launch)
 
 
@@ -175,6 +177,16 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
             f"{launch.local_devices} CPU rank(s), and {available / 2**30:.1f} GiB are free; lower "
             "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
         )
+
+
+def _checkpoint_problems(launch: Launch) -> Iterator[str]:
+    """Weights to begin with must be the model's: the shared start's, or what EXTRA= loads."""
+    named = Flags(launch.flags).text("--load")
+    folders = {launch.start_checkpoint, ROOT / named if named else None}
+    for folder in sorted(folder for folder in folders if folder is not None):
+        problem = other_model_problem(folder, launch.model.shape, launch.model.name)
+        if problem:
+            yield problem
 
 
 def _wandb_problems(launch: Launch) -> Iterator[str]:

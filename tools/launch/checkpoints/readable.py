@@ -59,7 +59,7 @@ def find_pieces(folder: Path) -> tuple[Piece, ...]:
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            stored = _Reader(file).load().storage_data
+            stored = MetadataReader(file).load().storage_data
         return tuple(
             Piece(str(at.relative_path), int(at.offset), int(at.length)) for at in stored.values()
         )
@@ -147,7 +147,9 @@ class _StandIn:
     def __setitem__(self, _: Any, __: Any) -> None: ...
 
 
-class _Reader(pickle.Unpickler):
+class MetadataReader(pickle.Unpickler):
+    """Reads `.metadata` with a stand-in for every class that it names."""
+
     def find_class(self, module: str, name: str) -> Any:  # noqa: ARG002 - pickle's signature
-        # Keys are told apart by identity, so equal stand-ins do not fall together.
+        """A stand-in; keys are told apart by identity, so equal ones do not fall together."""
         return type(name.rpartition(".")[2], (_StandIn,), {})
