@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from statistics import median
+from statistics import quantiles
 
 import pytest
 
@@ -35,15 +35,14 @@ def link_milliseconds(run: Run) -> float:
 def test_zero3_falls_behind_at_one_gigabit_by_the_bytes_in_the_ledger(train: Trainer) -> None:
     times: dict[tuple[str, bool], list[float]] = {}
     expected: dict[str, float] = {}
-    # Interleaved, so that a busy quarter of a minute falls on all four alike.
-    for _ in range(2):
-        for strategy in ("dp2", "zero3"):
-            for slow in (False, True):
-                target = f"train-{strategy}-gpt2-tiny-2cpu"
-                run = train(target, iterations=ITERATIONS, network=LINK if slow else None)
-                times.setdefault((strategy, slow), []).extend(milliseconds(run))
-                expected[strategy] = link_milliseconds(run)
-    found = {key: median(values) for key, values in times.items()}
+    for strategy in ("dp2", "zero3"):
+        for slow in (False, True):
+            target = f"train-{strategy}-gpt2-tiny-2cpu"
+            run = train(target, iterations=ITERATIONS, network=LINK if slow else None)
+            times[strategy, slow] = milliseconds(run)
+            expected[strategy] = link_milliseconds(run)
+    # Whatever else the machine does only adds, so the fast iterations say what the link costs.
+    found = {key: quantiles(values, n=10)[0] for key, values in times.items()}
     gap = {slow: found["zero3", slow] - found["dp2", slow] for slow in (False, True)}
     predicted = expected["zero3"] - expected["dp2"]
     assert gap[True] - gap[False] == pytest.approx(predicted, rel=0.25)
