@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 _WITHOUT_MEANING = {
     "--attention-backend": 1,
@@ -25,7 +26,6 @@ _WITHOUT_MEANING = {
     "--moe-token-dispatcher-type": 1,
     "--moe-grouped-gemm": 0,
     "--moe-permute-fusion": 0,
-    "--moe-router-load-balancing-type": 1,
     "--num-workers": 1,
     "--log-throughput": 0,
     "--timing-log-level": 1,
@@ -115,7 +115,10 @@ class Settings:
 
 def parse_settings(words: Sequence[str]) -> Settings:
     """Read the flags; exits with a sentence that names what this backend does not do."""
-    known, unknown = _parser().parse_known_args(words)
+    try:
+        known, unknown = _parser().parse_known_args(words)
+    except ValueError as error:
+        sys.exit(f"The native backend cannot take {error}.")
     if unknown:
         sys.exit(
             f"{unknown[0]} is not implemented by the native backend; leave it out, or train with "
@@ -134,6 +137,22 @@ def unknown_flags(words: Sequence[str]) -> list[str]:
     return [word for word in words if word.startswith("--") and word not in known]
 
 
+def refused_value(words: Sequence[str]) -> str | None:
+    """A known flag's value that this backend does not do, as argparse puts it; None if all are fine."""
+    try:
+        _parser().parse_known_args(words)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to the caller how to end."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
 def _width(known: argparse.Namespace) -> int:
     """Megatron's default: 4h, for a gated MLP two thirds of it rounded down to a multiple of 64."""
     wide = 4 * known.hidden_size
@@ -141,7 +160,7 @@ def _width(known: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pretrain_native.py", allow_abbrev=False)
+    parser = _Parser(prog="pretrain_native.py", allow_abbrev=False)
     _add_model(parser)
     _add_experts(parser)
     _add_training(parser)
@@ -178,6 +197,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_experts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-experts", type=int, default=0)
     parser.add_argument("--moe-ffn-hidden-size", type=int)
+    parser.add_argument("--moe-router-load-balancing-type", choices=("aux_loss",))
     parser.add_argument("--moe-router-topk", type=int, default=2)
     parser.add_argument("--moe-aux-loss-coeff", type=float, default=0.0)
     parser.add_argument("--moe-z-loss-coeff", type=float, default=0.0)

@@ -105,3 +105,12 @@ def test_experts_are_native_on_data_and_expert_ranks(
     problems = [p for p in backend_problems(composed) if "needs the package" not in p]
     assert (problems == []) == known
     assert composed.entry.path == "examples/moe/pretrain_native.py"
+
+
+def test_a_value_that_only_megatron_has_is_refused_before_anything_starts() -> None:
+    sinkhorn = ("--moe-router-load-balancing-type", "sinkhorn")
+    composed = launch("ep2", 2, Backend.NATIVE, model="moe-tiny", extra=sinkhorn)
+    (problem,) = backend_problems(composed)
+    assert problem.startswith(
+        "BACKEND=native cannot take --moe-router-load-balancing-type: invalid choice: 'sinkhorn'"
+    )

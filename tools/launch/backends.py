@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from examples.native.settings import unknown_flags
+from examples.native.settings import refused_value, unknown_flags
 from tools.launch.compose import UNTIED, Launch, from_root, start_checkpoint_path
 from tools.launch.options import Backend, Options
 from tools.recipe.arguments import merge_flags
@@ -92,6 +92,8 @@ def backend_problems(launch: Launch) -> Iterator[str]:
         yield "BACKEND=deepspeed trains dense models here; use BACKEND=native for experts."
     elif unknown := unknown_flags(launch.flags):
         yield f"BACKEND={launch.backend} does not know {unknown[0]}; leave it out of EXTRA=."
+    elif refused := refused_value(launch.flags):
+        yield f"BACKEND={launch.backend} cannot take {refused}; use BACKEND=megatron."
     if launch.backend is Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
         yield NO_DEEPSPEED
 
