@@ -86,3 +86,9 @@ def test_one_half_precision_takes_the_others_place() -> None:
     large = changed_model(load_model("gpt2-large"), ("--bf16",))
     assert large.dtype == "bf16"
     assert "--fp16" not in large.flags
+
+
+def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:
+    assert load_model("moe-tiny").dropout == 0
+    assert load_model("gpt2-large").dropout == 0.1
+    assert load_model("gpt2-tiny").dropout == 0

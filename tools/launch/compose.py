@@ -19,7 +19,14 @@ from tools.launch.optimizers import optimizer_flags
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Backend, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.recipe.arguments import Flags, merge_flags, read_args_file
-from tools.recipe.model import GPT2_VOCABULARY, ROOT, Model, changed_model, with_vocabulary
+from tools.recipe.model import (
+    GPT2_VOCABULARY,
+    ROOT,
+    Model,
+    changed_model,
+    training_flags,
+    with_vocabulary,
+)
 from tools.recipe.strategy import batch_for, parallelism_from_flags
 from tools.records import Batch, DeviceKind, Entry, Parallelism, Sharding
 
@@ -191,7 +198,7 @@ def compose(
 
 def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
     """The family's training flags, then the model's own; CPU ranks compute in fp32."""
-    flags = (*read_args_file(ROOT / "examples" / model.family / "training.args"), *model.flags)
+    flags = (*training_flags(model.family), *model.flags)
     half = ("--fp16", "--bf16") if device is DeviceKind.CPU else ()
     return tuple(flag for flag in flags if flag not in half)
 

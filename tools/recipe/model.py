@@ -125,7 +125,8 @@ def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
             flags.integer("--global-batch-size", flags.integer("--micro-batch-size", 1)),
         ),
         dtype=next((t for t in ("fp16", "bf16") if flags.has(f"--{t}")), "fp32"),
-        dropout=flags.number("--hidden-dropout", 0.1),
+        # A family may train all its models without.
+        dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout", 0.1),
     )
 
 
@@ -135,6 +136,11 @@ def with_vocabulary(model: Model, entries: int) -> Model:
         return model
     flags = merge_flags(model.flags, ("--vocab-size", str(entries)))
     return replace(model, flags=flags, shape=replace(model.shape, vocabulary=entries))
+
+
+def training_flags(family: str) -> tuple[str, ...]:
+    """How a family's models are trained unless their own files say otherwise."""
+    return read_args_file(ROOT / "examples" / family / "training.args")
 
 
 def changed_model(model: Model, words: Sequence[str]) -> Model:
