@@ -2,7 +2,7 @@
 
 Both train the same mixture of experts from the same weights on the same batches under the same
 optimizer, sharded alike; Muon, which only one of its two paths had, comes beside it. Repeats have seeds
-of their own: other weights, other order of samples.
+of their own: other weights, other order of samples. Running it again goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def compare_moe(model: str, options: Options, console: Console) -> int:
     launches = [
         _launch(kind, model, device, replace(options, seed=s)) for s in seeds for kind in kinds
     ]
-    finished = run_series(launches, options, console)
+    finished = run_series(launches, options, console, go_on=True)
     name = f"compare-moe-{model}"
     build_report(finished, name)
     runs = [measure_run(folder) for folder, _ in finished]

@@ -12,18 +12,23 @@ from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
+from tools.launch.finished import finished_run
 from tools.launch.options import Backend, Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import outcome
 from tools.recipe.model import ROOT
-from tools.records import StatusRecord
+from tools.records import StatusRecord, read_status
 
 Finished = list[tuple[Path, StatusRecord]]
 
 
-def run_series(launches: Sequence[Launch], options: Options, console: Console) -> Finished:
+def run_series(
+    launches: Sequence[Launch], options: Options, console: Console, go_on: bool = False
+) -> Finished:
     """Train them all; return their folders and how they ended.
+
+    With `go_on` a run that was made before, the same in everything, is taken instead.
 
     Raises:
         LaunchError: One of them cannot work here; nothing was started.
@@ -36,6 +41,11 @@ def run_series(launches: Sequence[Launch], options: Options, console: Console) -
     started = time.monotonic()
     for number, launch in enumerate(launches, start=1):
         title = f"[{number}/{len(launches)}] {title_of(launch)}"
+        made = finished_run(launch, options.runs) if go_on else None
+        if made is not None:
+            finished.append((made, read_status(made)))
+            console.print(f"{title}: made before → {made.name}", highlight=False, markup=False)
+            continue
         finished.append(execute(launch, options.runs, console, title))
         remaining = (time.monotonic() - started) / number * (len(launches) - number)
         left = f", about {remaining:.0f} s left" if number < len(launches) else ""
