@@ -122,7 +122,9 @@ class Kit:
         """Start a run that saves, and wait for its folder."""
         runs = Path(variables.get("RUNS", self.runs))
         before = set(runs.glob("2*"))
-        words = ("target", f"train-{strategy}-gpt2-tiny-{1 if strategy == 'baseline' else 2}cpu")
+        model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
+        ranks = 1 if strategy == "baseline" else 2
+        words = ("target", f"train-{strategy}-{model}-{ranks}cpu")
         launcher = self._launch(words, {"SAVE_EVERY": str(SAVE_EVERY), **variables})
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:

@@ -7,7 +7,7 @@ from tools.launch.checkpoints.stored import find_checkpoints
 from tools.records import CHECKPOINTS_FOLDER, Status
 from tools.report.parity import last_digit, loss_curve
 
-EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
+EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1", "ep2")
 
 
 @pytest.mark.slow

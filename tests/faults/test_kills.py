@@ -61,3 +61,15 @@ def test_whoever_is_killed_whenever_the_run_can_go_on(kit: Kit, seed: int) -> No
         return
     assert resumed.exit_code == 0, resumed.output
     same_losses(resumed.run, kit.whole_curve(strategy))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["rank 1", "torchrun", "launcher", "guard"])
+def test_before_the_first_checkpoint_nothing_is_left_but_a_run_that_cannot_be_resumed(
+    kit: Kit, who: str
+) -> None:
+    ended = struck(kit, "tp2", who, "initializing torch distributed", 0.0)
+    judged_rightly(ended, who)
+    refused = kit.resume(ended.folder)
+    assert refused.exit_code == 2
+    assert "holds no checkpoint" in " ".join(refused.output.split())

@@ -142,11 +142,9 @@ def compose(
         LaunchError: No Megatron is there.
         StrategyError: The flags' degrees do not multiply to `devices`.
     """
-    model = changed_model(model, options.extra)
     parallelism = parallelism_from_flags((*strategy_flags, *options.extra), devices)
     data = options.data or DEFAULT_DATA[device]
-    if data in DEFAULT_DATA.values():
-        model = with_vocabulary(model, GPT2_VOCABULARY)
+    model = model_for(model, options.extra, data)
     entry = entry_of(runtime, options)
     batch = _batch(model, parallelism, options)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
@@ -194,6 +192,12 @@ def compose(
         hang_timeout_seconds=options.hang_timeout_seconds,
         saving=options.saving,
     )
+
+
+def model_for(model: Model, words: Sequence[str], data: str) -> Model:
+    """The model that `words` make of it; on the kit's own data sets it has their vocabulary."""
+    model = changed_model(model, words)
+    return with_vocabulary(model, GPT2_VOCABULARY) if data in DEFAULT_DATA.values() else model
 
 
 def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:

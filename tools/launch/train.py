@@ -81,9 +81,24 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
     console.print(f"{target.name}: {describe(launch)}", highlight=False)
     for repeat in range(1, options.repeats + 1):
         title = target.strategy if options.repeats == 1 else f"{target.strategy} {repeat}"
-        if not _train_once(launch, options, console, title):
+        if not train_once(launch, options, console, title):
             return 1
     return 0
+
+
+def train_once(launch: Launch, options: Options, console: Console, title: str) -> bool:
+    """Train on this machine, or this machine's share; whether it went well."""
+    nodes = launch.nodes
+    if nodes is not None and nodes.rank > 0:
+        folder, code = train_other(launch, nodes, options, console, title)
+        console.print(f"node {nodes.rank} ended with {code} → {_shown(folder)}", highlight=False)
+        return code == 0
+    if nodes is not None:
+        folder, status = train_first(launch, nodes, options, console, title)
+    else:
+        folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
+    console.print(outcome(folder, status), highlight=False)
+    return status.status is Status.OK
 
 
 def compose_target(
@@ -122,21 +137,6 @@ def describe(launch: Launch) -> str:
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
         f"{launch.dtype}, {_trainer(launch)}{_place(launch)}"
     )
-
-
-def _train_once(launch: Launch, options: Options, console: Console, title: str) -> bool:
-    """Train on this machine, or this machine's share; whether it went well."""
-    nodes = launch.nodes
-    if nodes is not None and nodes.rank > 0:
-        folder, code = train_other(launch, nodes, options, console, title)
-        console.print(f"node {nodes.rank} ended with {code} → {_shown(folder)}", highlight=False)
-        return code == 0
-    if nodes is not None:
-        folder, status = train_first(launch, nodes, options, console, title)
-    else:
-        folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
-    console.print(outcome(folder, status), highlight=False)
-    return status.status is Status.OK
 
 
 def _place(launch: Launch) -> str:

@@ -3,10 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.checkpoints.relaunch import relaunch
+from tests.launch.checkpoints.conftest import Write
+from tools.launch.checkpoints.relaunch import go_on_if_saved, relaunch
 from tools.launch.checkpoints.saving import Saving, saving_flags, saving_problems
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
+from tools.launch.network import Rate
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -154,6 +156,37 @@ def test_variables_say_how_often_how_many_and_how() -> None:
 )
 def test_a_strategy_names_its_ranks_where_it_has_degrees(text: str, devices: int) -> None:
     assert devices_of(text, 3) == devices
+
+
+def test_a_model_that_was_changed_goes_on_as_what_it_became() -> None:
+    changed = composed("tp2", extra=("--num-layers", "2"))
+    again = relaunch(record_of(changed), FROM, None, Options())
+    assert again.model.shape == changed.model.shape
+    assert again.model.shape.layers == 2
+
+
+def test_a_shaped_link_stays_unless_another_is_named() -> None:
+    record = replace(record_of(composed("dp2")), link_bits_per_second=10**9)
+    assert relaunch(record, FROM, None, Options()).network == Rate(10**9)
+    assert relaunch(record, FROM, None, Options(network=Rate(5))).network == Rate(5)
+
+
+def test_a_job_that_is_put_back_goes_on_from_what_its_folder_holds(
+    tmp_path: Path, write: Write
+) -> None:
+    launch = composed("tp2")
+    assert go_on_if_saved(launch, tmp_path) is launch
+    stored = tmp_path / "checkpoints"
+    stored.mkdir()
+    write(stored, 4)
+    again = go_on_if_saved(launch, tmp_path)
+    assert again.goes_on_from == GoesOnFrom(tmp_path.name, stored, 4)
+    flags = Flags(again.arguments("runs/a"))
+    assert not flags.has("--finetune")
+    assert flags.text("--load") == str(stored)
+    write(stored, 12)
+    with pytest.raises(LaunchError, match="already reached iteration 12"):
+        go_on_if_saved(launch, tmp_path)
 
 
 def test_batch_is_kept_whole() -> None:

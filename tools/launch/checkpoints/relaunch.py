@@ -14,9 +14,11 @@ from tools.launch.compose import (
     GoesOnFrom,
     Launch,
     entry_of,
+    model_for,
     with_mounts,
 )
 from tools.launch.errors import LaunchError
+from tools.launch.network import Rate
 from tools.launch.options import Backend, Options, RuntimeName
 from tools.launch.runtime import choose_runtime
 from tools.recipe.arguments import Flags, merge_flags
@@ -94,10 +96,11 @@ def relaunch(
         saving_flags(saving, parallelism, entry),
         options.extra,
     )
+    data = Flags(record.argv).text("--data-path")
     start = options.runs / ".start" / record.start_checkpoint if record.start_checkpoint else None
     return Launch(
         strategy=strategy or record.strategy,
-        model=load_model(record.model),
+        model=model_for(load_model(record.model), record.argv, data),
         device=record.device,
         parallelism=parallelism,
         batch=batch,
@@ -106,13 +109,14 @@ def relaunch(
         seed=record.seed,
         iterations=iterations,
         entry=entry,
-        data=Flags(record.argv).text("--data-path"),
+        data=data,
         start_checkpoint=start,
         flags=flags,
         environment=record.environment,
-        runtime=with_mounts(runtime, Flags(record.argv).text("--data-path"), options),
+        runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
-        network=options.network,
+        network=options.network or _link(record),
+        nodes=options.nodes,
         hang_timeout_seconds=options.hang_timeout_seconds,
         saving=saving,
         goes_on_from=goes_on_from,
@@ -157,6 +161,11 @@ def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
             "different formats; name a strategy that shards as the run does."
         )
     return parallelism
+
+
+def _link(record: RunRecord) -> Rate | None:
+    bits = record.link_bits_per_second
+    return Rate(bits) if bits else None
 
 
 def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:

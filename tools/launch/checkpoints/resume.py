@@ -7,6 +7,7 @@ folder of its own that names its parent, because its times and its memory are no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,13 +18,11 @@ from tools.launch.checkpoints.choose import choose_checkpoint
 from tools.launch.checkpoints.relaunch import relaunch
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
-from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.ranks import is_running
-from tools.launch.train import command_line, describe, outcome
+from tools.launch.train import command_line, describe, train_once
 from tools.recipe.strategy import StrategyError
-from tools.records import Status
 
 
 def resume(run: Path, strategy: str | None, options: Options, console: Console) -> int:
@@ -32,6 +31,11 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
     Raises:
         LaunchError: It cannot go on; nothing was changed.
     """
+    if options.slurm is not None:
+        raise LaunchError(
+            "LAUNCHER=slurm resumes a job by itself when it is put back: 'scontrol requeue <job>'; "
+            "leave it out to resume here, in an allocation or with NNODES= on each host."
+        )
     record = _read(run)
     if is_running(run / records.LOG_FILE):
         raise LaunchError(f"{run} is still running; stop it before it is resumed.")
@@ -43,7 +47,8 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
     if options.dry_run:
         print(command_line(launch))
         return 0
-    check(launch, options.runs)
+    if launch.nodes is None:  # Else each node tells the others what stops it.
+        check(launch, options.runs)
     for checkpoint, reason in choice.damaged:
         console.print(
             f"{checkpoint.path.name} cannot be loaded: {reason}. The one before it is used.",
@@ -56,11 +61,8 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         f"{describe(launch)}",
         highlight=False,
     )
-    folder, status = execute(
-        launch, options.runs, console, launch.strategy, folder=run if own_folder else None
-    )
-    console.print(outcome(folder, status), highlight=False)
-    return 0 if status.status is Status.OK else 1
+    there = replace(options, run_folder=run if own_folder else None)
+    return 0 if train_once(launch, there, console, launch.strategy) else 1
 
 
 def _relaunch(
