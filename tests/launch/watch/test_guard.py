@@ -43,7 +43,7 @@ class Family:
         self.guard, self.torchrun, *self.ranks = self.launcher.children(recursive=True)
         assert len(self.ranks) == 2
 
-    def wait_until_gone(self, seconds: float = 12) -> bool:
+    def wait_until_gone(self, seconds: float = 40) -> bool:
         deadline = time.monotonic() + seconds
         everyone = (self.guard, self.torchrun, *self.ranks)
         while time.monotonic() < deadline:
@@ -81,13 +81,13 @@ def test_a_stopped_rank_does_not_outlive_its_launcher_either(family: Family) -> 
 def test_nobody_outlives_torchrun_and_the_launcher_is_told_by_what_it_died(family: Family) -> None:
     family.torchrun.kill()
     assert family.wait_until_gone()
-    output, _ = family.launcher.communicate(timeout=10)
+    output, _ = family.launcher.communicate(timeout=40)
     assert int(output) == 128 + signal.SIGKILL
 
 
 def test_nobody_outlives_the_guard(family: Family) -> None:
     family.guard.kill()
-    family.launcher.wait(timeout=12)
+    family.launcher.wait(timeout=40)
     assert family.wait_until_gone()
 
 
