@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Mark = Any
 """A moment as its clock knows it: nanoseconds, or an event of the device."""
@@ -46,7 +47,7 @@ class DeviceClock:
     device anyway to print the loss.
     """
 
-    def __init__(self, device: Any = torch.cuda) -> None:
+    def __init__(self, device: Any) -> None:
         self._device = device
         self.settle()
 
@@ -70,6 +71,9 @@ class DeviceClock:
 
 def clock_of(model: torch.nn.Module) -> Clock:
     """The clock of the device that holds a model's parameters."""
+    # Here, because the launcher gathers the ranks' files and must start without torch.
+    import torch
+
     parameter = next(model.parameters(), None)
     on_device = parameter is not None and parameter.device.type == "cuda"
-    return DeviceClock() if on_device else HostClock()
+    return DeviceClock(torch.cuda) if on_device else HostClock()

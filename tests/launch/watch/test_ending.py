@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -6,6 +8,7 @@ import pytest
 from tests.report.factory import iteration_line
 from tools import records
 from tools.launch.watch import ending
+from tools.recipe.model import ROOT
 from tools.records import Status, StatusRecord
 
 KILLED = """Root Cause (first observed failure):
@@ -58,3 +61,13 @@ def test_the_last_words_give_the_held_room_back_and_drop_empty_stacks(folder: Pa
     assert written.wall_seconds == 1.3
     assert not stacks.exists()
     assert not (folder / ending.RESERVE_FILE).exists()
+
+
+def test_the_launcher_and_the_guard_start_without_torch() -> None:
+    code = (
+        "import sys, tools.launch.execute, tools.launch.watch.ending; print('torch' in sys.modules)"
+    )
+    answer = subprocess.run(
+        (sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == "False\n"
