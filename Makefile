@@ -27,7 +27,7 @@ demo: setup ## six strategies of gpt2-tiny on CPU ranks, and a report that compa
 parity: setup ## the demo as a check: fails unless every strategy's losses agree with baseline's
 	@$(VENV_PYTHON) -m tools.launch parity
 
-doctor: ## what this machine can do, as a table with the way to mend what is missing; needs no setup
+doctor: ## what this machine can do, and how to mend what is missing; LAUNCHER=slurm NODES=2 compares nodes
 	@tools/doctor.sh
 
 list: setup ## models with their true sizes, strategies, what this machine can run

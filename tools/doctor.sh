@@ -7,6 +7,12 @@ old_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 6))' > /dev/null 2>&1
 }
 
+# On a cluster the nodes are asked one beside the other, which takes the kit's packages.
+if [[ ${LAUNCHER:-} == slurm || ${SLURM_JOB_NUM_NODES:-1} -gt 1 ]]; then
+  tools/setup.sh
+  PYTHONPATH=. exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.launch.cluster.doctor
+fi
+
 for python in ${KIT_PYTHON:+"$KIT_PYTHON"} .venv/bin/python python3 python \
   "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.*/bin/python /usr/libexec/platform-python; do
   if old_enough "$python"; then

@@ -24,6 +24,7 @@ class FakeGpu:
     processes: tuple[int, ...] = ()
     throttle: int = 0
     links: int = 18
+    clock_mhz: int = 1980
     refuses: set[str] = field(default_factory=set)
 
 
@@ -69,7 +70,8 @@ class FakeNvml:
             "nvmlDeviceGetUtilizationRates": lambda gpu: rates,
             "nvmlDeviceGetPowerUsage": lambda gpu: 654_321,
             "nvmlDeviceGetTemperature": lambda gpu, sensor: 60 + gpu,
-            "nvmlDeviceGetClockInfo": lambda gpu, clock: 1980,
+            "nvmlDeviceGetClockInfo": lambda gpu, clock: gpus[gpu].clock_mhz,
+            "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: 1980,
             "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: gpus[gpu].throttle,
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: gpus[gpu].throttle,
             "nvmlDeviceGetTopologyCommonAncestor": lambda gpu, peer: pynvml.NVML_TOPOLOGY_NODE,

@@ -48,6 +48,14 @@ def throttle_reasons(bits: int) -> str:
     return " + ".join((*names, *((f"{unknown:#x}",) if unknown else ()))) or "none"
 
 
+def event_reasons(handle: Any) -> int:
+    """The reasons' bits; raises NVMLError where the GPU does not tell."""
+    try:
+        return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except pynvml.NVMLError:  # Drivers before 535 know the older name alone.
+        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+
 def _told(gpu: Gpu, handle: Any) -> dict[str, object]:
     questions: dict[str, Callable[[], object]] = {
         "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
@@ -57,7 +65,7 @@ def _told(gpu: Gpu, handle: Any) -> dict[str, object]:
             handle, pynvml.NVML_TEMPERATURE_GPU
         ),
         "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "throttle_reasons": lambda: throttle_reasons(_event_reasons(handle)),
+        "throttle_reasons": lambda: throttle_reasons(event_reasons(handle)),
     }
     told: dict[str, object] = {}
     for column, ask in questions.items():
@@ -66,10 +74,3 @@ def _told(gpu: Gpu, handle: Any) -> dict[str, object]:
         except pynvml.NVMLError:
             continue  # Not every GPU and driver answers every question.
     return told
-
-
-def _event_reasons(handle: Any) -> int:
-    try:
-        return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-    except pynvml.NVMLError:  # Drivers before 535 know the older name alone.
-        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))

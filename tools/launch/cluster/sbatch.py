@@ -22,6 +22,15 @@ FIRST_PORT, PORTS = 20_000, 12_000
 """Below what Linux gives to clients; two jobs that share a node differ by their numbers."""
 
 
+FIRST_NODE = (
+    'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    "# The address by which Slurm itself reaches the first node.",
+    'MASTER_ADDR=$(sinfo --noheader --nodes="$first" --format=%o | head -n 1)',
+    "export MASTER_ADDR",
+)
+"""Shell that finds where all meet, on any node of an allocation."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of a job."""
@@ -88,10 +97,7 @@ def script(job: Job) -> str:
         f"export PYTHONPATH={shlex.quote(str(ROOT))}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
         f"export MASTER_PORT=$((SLURM_JOB_ID % {PORTS} + {FIRST_PORT}))",
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "# The address by which Slurm itself reaches the first node.",
-        'MASTER_ADDR=$(sinfo --noheader --nodes="$first" --format=%o | head -n 1)',
-        "export MASTER_ADDR",
+        *FIRST_NODE,
         "# Launchers hear of each other's end themselves; srun must not end one that is clearing up.",
         f"exec srun {shlex.join(_srun(job))} \\",
         """  bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' node \\""",

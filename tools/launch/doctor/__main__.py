@@ -1,13 +1,15 @@
 """Run every check and print the table; 1 if one failed."""
 
+import json
 import os
+import platform
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tools.launch.doctor import devices, machine, network, software
+from tools.launch.doctor import devices, exchange, machine, network, software
 from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
 
 CHECKS: "tuple[Callable[[], Finding | list[Finding]], ...]" = (
@@ -23,6 +25,7 @@ CHECKS: "tuple[Callable[[], Finding | list[Finding]], ...]" = (
     network.check_package_index,
     network.check_image_registry,
     network.check_wandb,
+    exchange.check_exchange,
 )
 COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
 
@@ -58,8 +61,12 @@ def table(findings: "list[Finding]", width: int, colour: bool) -> str:
 
 
 def main() -> int:
-    """Print the table and a count."""
+    """Print the table and a count, or with --json what another machine can compare."""
     findings = examine()
+    if sys.argv[1:] == ["--json"]:
+        host = os.environ.get("SLURMD_NODENAME") or platform.node()
+        print(json.dumps({"host": host, "findings": findings}))
+        return 0
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = table(findings, shutil.get_terminal_size((100, 24)).columns, colour)
     counts = (f"{sum(f.status == s for f in findings)} {s}" for s in (PASS, WARN, FAIL))

@@ -17,6 +17,8 @@ class Finding(NamedTuple):
     found: str
     mend: str = ""
     """The way to a pass, or what works without one."""
+    value: "float | None" = None
+    """What was measured, where two machines will not find the very same."""
 
 
 class Answer(NamedTuple):

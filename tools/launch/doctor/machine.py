@@ -56,15 +56,14 @@ def check_disk(folder: str = ROOT) -> Finding:
         return Finding(FAIL, "Disk", f"{folder} cannot be written: {error.strerror}", mend)
     found = f"{free / GIB:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
     if free < SETUP_BYTES:
-        return Finding(
-            WARN, "Disk", found, f"setup takes up to {SETUP_BYTES / GIB:.0f} GiB; free some"
-        )
+        mend = f"setup takes up to {SETUP_BYTES / GIB:.0f} GiB; free some"
+        return Finding(WARN, "Disk", found, mend, rate)
     if rate < SLOW_BYTES_PER_SECOND:
         mend = (
             "slow for checkpoints and data sets; put runs elsewhere with RUNS= and data with DATA="
         )
-        return Finding(WARN, "Disk", found, mend)
-    return Finding(PASS, "Disk", found)
+        return Finding(WARN, "Disk", found, mend, rate)
+    return Finding(PASS, "Disk", found, "", rate)
 
 
 def write_rate(folder: str, size: int) -> float:

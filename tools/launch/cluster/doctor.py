@@ -1,0 +1,230 @@
+"""`make doctor` on a cluster: every node of an allocation, side by side, and which is the odd one out.
+
+`LAUNCHER=slurm NODES=4 make doctor` asks Slurm for nodes; inside an allocation (salloc, sbatch) it takes
+those that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tools.launch.cluster.sbatch import FIRST_NODE
+from tools.launch.cluster.slurm import slurm_from_environment
+from tools.launch.doctor.exchange import judge
+from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
+from tools.launch.errors import LaunchError
+from tools.recipe.model import ROOT
+
+SECONDS = 420
+OFF = 0.2
+"""Share by which a measured rate must differ from the nodes' median to be called odd."""
+
+EXCHANGE = "\n".join(
+    (
+        *FIRST_NODE,
+        "export NNODES=$SLURM_JOB_NUM_NODES NODE_RANK=$SLURM_NODEID",
+        "export MASTER_PORT=$((SLURM_JOB_ID % 12000 + 20000))",
+        'exec "$@" -m tools.launch.probe.exchange',
+    )
+)
+
+Answers = Mapping[str, Sequence[Finding]]
+"""Findings by node."""
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A node that differs from the others in one thing."""
+
+    node: str
+    what: str
+    found: str
+    others: str
+
+
+def main() -> int:
+    """Print what the nodes have alike, where one differs, and what they send each other."""
+    console = Console()
+    try:
+        srun = srun_command(os.environ)
+        answers = ask_nodes(srun)
+        between = exchange(srun) if len(answers) > 1 else None
+    except LaunchError as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    odd = odd_ones(answers)
+    console.print(_table(answers, odd))
+    if between is not None:
+        console.print(describe(between), markup=False, highlight=False, soft_wrap=True)
+    for one in odd:
+        text = f"{one.node} is the odd one out: {one.what}: {one.found}; others: {one.others}."
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if not odd:
+        console.print(f"{len(answers)} nodes, all alike.", highlight=False)
+    failed = any(finding.status == FAIL for findings in answers.values() for finding in findings)
+    return int(failed or bool(odd))
+
+
+def ask_nodes(srun: Sequence[str]) -> Answers:
+    """Run the doctor on every node.
+
+    Raises:
+        LaunchError: Slurm is not here, refuses, or a node gave no answer.
+    """
+    doctor = (*srun, sys.executable, "-m", "tools.launch.doctor", "--json")
+    answers = dict(parse(_run(doctor)))
+    wanted = _node_count(os.environ)
+    if len(answers) != wanted:
+        raise LaunchError(f"{len(answers)} of {wanted} nodes answered: {', '.join(answers)}.")
+    return answers
+
+
+def exchange(srun: Sequence[str]) -> Mapping[str, Any]:
+    """What `tools.launch.probe.exchange` measures between the nodes.
+
+    Raises:
+        LaunchError: It failed on one of them.
+    """
+    for line in _run((*srun, "bash", "-c", EXCHANGE, "node", sys.executable)).splitlines():
+        if line.startswith("{") and (told := json.loads(line)).get("nodes"):
+            return dict(told)
+    raise LaunchError("The all-reduce between the nodes was not measured: no node told its rate.")
+
+
+def describe(between: Mapping[str, Any]) -> str:
+    """A sentence on the all-reduce between nodes, and one on the slowest pair where it stands out."""
+    (row, *_) = judge({**between, "clocks": []})
+    text = f"{row.status}: {len(between['nodes'])} nodes: {row.found}."
+    pairs, nodes = between["pairs"], between["nodes"]
+    slowest = min(range(len(pairs)), key=pairs.__getitem__)
+    if pairs[slowest] < (1 - OFF) * statistics.median(pairs):
+        other = nodes[(slowest + 1) % len(nodes)]
+        text += (
+            f" The slowest pair is {nodes[slowest]} and {other}: {pairs[slowest] / 1e9:.2f} GB/s, and "
+            f"the pairs' median is {statistics.median(pairs) / 1e9:.2f} GB/s."
+        )
+    return text
+
+
+def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """srun with one task on each node: of this allocation, or of a new one.
+
+    Raises:
+        LaunchError: There is no srun, or a variable is not of its kind.
+    """
+    if shutil.which("srun") is None:
+        raise LaunchError("LAUNCHER=slurm needs Slurm's client (no 'srun' on PATH).")
+    count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
+    if "SLURM_JOB_ID" in environment:
+        return ("srun", "--overlap", *count)
+    slurm = slurm_from_environment(environment)
+    return ("srun", *count, *(slurm.directives if slurm else ()))
+
+
+def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:
+    """Each node's line; what else a node's shell prints is no answer."""
+    found = []
+    for line in text.splitlines():
+        try:
+            told = json.loads(line)
+            found.append((str(told["host"]), [Finding(*row) for row in told["findings"]]))
+        except (ValueError, TypeError, KeyError):
+            continue
+    return sorted(found)
+
+
+def odd_ones(answers: Answers) -> list[Odd]:
+    """Where a node differs: measured values from the median, all else from what most nodes have.
+
+    Of two nodes that differ nobody knows which is right, and both are named.
+    """
+    odd: list[Odd] = []
+    by_what: dict[str, dict[str, Finding]] = {}
+    for node, findings in answers.items():
+        for finding in findings:
+            by_what.setdefault(finding.what, {})[node] = finding
+    for what, rows in by_what.items():
+        missing = [node for node in answers if node not in rows]
+        rows |= {node: Finding(WARN, what, "no such row") for node in missing}
+        odd += _odd_of(what, rows)
+    return odd
+
+
+def _odd_of(what: str, rows: Mapping[str, Finding]) -> list[Odd]:
+    values = [finding.value for finding in rows.values()]
+    if all(value is not None for value in values):
+        middle = statistics.median(value for value in values if value is not None)
+        off = [n for n, f in rows.items() if abs((f.value or 0) - middle) > OFF * abs(middle)]
+        usual = next((f.found for n, f in rows.items() if n not in off), "differ as well")
+    else:
+        (usual, count), *_ = Counter(finding.found for finding in rows.values()).most_common()
+        alone = 2 * count <= len(rows)
+        off = [node for node, finding in rows.items() if alone or finding.found != usual]
+        usual = "differ as well" if alone and len(off) == len(rows) else usual
+    if len(off) == len(rows):
+        return [
+            Odd(node, what, rows[node].found, "; ".join(_others(node, rows)))
+            for node in sorted(off)
+        ]
+    return [Odd(node, what, rows[node].found, usual) for node in sorted(off)]
+
+
+def _others(node: str, rows: Mapping[str, Finding]) -> list[str]:
+    return [f"{other}: {finding.found}" for other, finding in sorted(rows.items()) if other != node]
+
+
+def _table(answers: Answers, odd: Sequence[Odd]) -> Table:
+    names = list(answers)
+    table = Table("what", *names)
+    marked = {(one.node, one.what) for one in odd}
+    whats = dict.fromkeys(f.what for findings in answers.values() for f in findings)
+    for what in whats:
+        cells = []
+        for node in names:
+            found = next((f for f in answers[node] if f.what == what), None)
+            text = f"{found.status}: {found.found}" if found else ""
+            good = found is not None and found.status == PASS and (node, what) not in marked
+            cells.append(Text(text, style="" if good else "yellow"))
+        table.add_row(Text(what), *cells)
+    return table
+
+
+def _node_count(environment: Mapping[str, str]) -> int:
+    text = environment.get("SLURM_JOB_NUM_NODES") or environment.get("NODES") or "1"
+    return int(text) if text.isdecimal() else 1
+
+
+def _run(command: Sequence[str]) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        answer = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"srun gives no answer ({error}).") from None
+    if answer.returncode:
+        raise LaunchError(f"srun fails: {' '.join(answer.stderr.split())[:300]}")
+    return answer.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
