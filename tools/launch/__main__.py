@@ -30,7 +30,7 @@ INTERRUPTED_EXIT = 130
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; 0 if it went well, 2 if it was refused, 130 if it was interrupted."""
-    console = Console()
+    console = Console(markup=False)  # what a log says is no markup
     try:
         with interruptible():
             return _dispatch(_parser().parse_args(arguments), console)

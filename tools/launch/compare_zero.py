@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from tools.launch.compare_measured import DASH, Measured
+from tools.recipe.yaml_file import read_yaml
 from tools.report.markdown import table
 from tools.report.published import FILE
 
@@ -39,7 +38,7 @@ class PublishedZero:
 
 def published_rows(model: str) -> tuple[str, dict[str, PublishedZero]]:
     """The published model that is shown, and its rows by strategy."""
-    figures: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["figures"]
+    figures: list[dict[str, Any]] = read_yaml(FILE)["figures"]
     of_002 = [figure for figure in figures if figure["source"] == "002"]
     shown = model if any(figure["model"] == model for figure in of_002) else STANDS_IN
     return shown, {

@@ -29,6 +29,13 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy",
 HUB = ("HF_ENDPOINT", "HF_TOKEN")
 """Only for what fetches data; training is given no token it has no use for."""
 
+CONFINED = (
+    *("--read-only", "--tmpfs", "/tmp:exec,mode=1777"),
+    *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+)
+"""Nothing of the image can be changed, and no right gained. Compiled kernels are kept and loaded in /tmp,
+the container's home, which is memory and gone with it."""
+
 ENGINE_SECONDS = 20.0
 
 
@@ -56,6 +63,7 @@ class Container:
         return (
             *("docker", "run", "--rm", "--init", "--name", name),
             *("--user", self.user, "--workdir", str(ROOT)),
+            *CONFINED,
             *(("--gpus", "all") if self.gpus else ()),
             *(("--network", "host") if self.host_network else ()),
             # NCCL moves data between ranks through shared memory and pins pages of it.

@@ -6,7 +6,9 @@ every layout loads resharded. It is written under another name and takes its own
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +31,10 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
         LaunchError: Megatron did not write it; the message names its log.
     """
     path = launch.start_checkpoint
-    if path is None or path.is_dir():
+    if path is None:
+        return None
+    if path.is_dir():
+        check_owner(path)
         return path
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -43,6 +48,26 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
         raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")
     partial.rename(path)
     return path
+
+
+def check_owner(folder: Path) -> None:
+    """Refuse a checkpoint that somebody else could have put there: its metadata is a pickle.
+
+    torch reads `.metadata` of a distributed checkpoint with `pickle.load`, and Megatron up to 0.15 its
+    `common.pt` too, which runs whatever is in them.
+
+    Raises:
+        LaunchError: It is another user's, or everybody may write there.
+    """
+    for path in (folder, *folder.rglob("*")):
+        found = path.lstat()
+        writable = not path.is_symlink() and found.st_mode & stat.S_IWOTH
+        if found.st_uid not in (os.geteuid(), 0) or writable:
+            whose = f"user {found.st_uid}'s" if not writable else "writable by everybody"
+            raise LaunchError(
+                f"{path} is {whose}, and a checkpoint can run code when it is loaded; remove it, or "
+                "name a folder of your own with RUNS=."
+            )
 
 
 def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tools.recipe.yaml_file import read_yaml
 
 _FILE = Path(__file__).with_name("hardware.yaml")
 _MIB = 2**20
@@ -68,8 +68,7 @@ class UnknownHardwareError(ValueError):
 @cache
 def load_hardware(path: Path = _FILE) -> Hardware:
     """Read the devices and links."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    data = yaml.load(path.read_text(), Loader=loader)
+    data = read_yaml(path)
     return Hardware(
         devices={key: _device(key, entry) for key, entry in data["devices"].items()},
         links={key: _link(key, entry) for key, entry in data["links"].items()},

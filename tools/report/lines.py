@@ -1,7 +1,8 @@
 """A log as a stream of clean lines, whatever is in the file.
 
 Bounded memory: at most one chunk and one piece are held. Gzip is found by its magic number, invalid
-UTF-8 is replaced, ANSI escapes are dropped, a carriage return ends a line as a newline does.
+UTF-8 is replaced, ANSI escapes and whatever else a terminal would obey are dropped, a carriage return
+ends a line as a newline does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ MAX_LINE = 1 << 16
 """Characters; a longer line comes in pieces, cut before an iteration's text where it has one."""
 
 _ITERATION = " iteration "
+# Those that end a line stay, and so does the escape, which is dropped with its sequence.
+_CONTROLS = bytes({*range(0x20), 0x7F} - {*b"\t\n\v\f\r\x1b\x1c\x1d\x1e"})
+_C1 = re.compile("[\x80-\x84\x86-\x9f]")
 _GZIP_MAGIC = b"\x1f\x8b"
 # Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
 _ANSI = re.compile(
@@ -35,7 +39,8 @@ def read_lines(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     rest = ""
     for chunk in _chunks(path):
-        lines, rest = split_lines(rest + decoder.decode(chunk))
+        text = decoder.decode(chunk.translate(None, _CONTROLS))
+        lines, rest = split_lines(rest + (text if text.isascii() else _C1.sub("", text)))
         yield from filter(None, lines)
     rest += decoder.decode(b"", final=True)
     if rest:
@@ -59,8 +64,8 @@ def split_lines(text: str) -> tuple[list[str], str]:
 
 
 def clean(line: str) -> str:
-    """Drop ANSI escapes."""
-    return _ANSI.sub("", line) if "\x1b" in line else line
+    """Drop ANSI escapes, and what is left of broken ones."""
+    return _ANSI.sub("", line).replace("\x1b", "") if "\x1b" in line else line
 
 
 def _cut(line: str) -> list[str]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tools.recipe.model import ROOT
+from tools.recipe.yaml_file import read_yaml
 from tools.report.runs import Run
 
 FILE = ROOT / "examples" / "gpt3" / "published.yaml"
@@ -98,8 +97,7 @@ def load_published(path: Path = FILE) -> Published:
     """Read the published figures; without the file there are none."""
     if not path.is_file():
         return Published()
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    data = yaml.load(path.read_text(), Loader=loader)
+    data = read_yaml(path)
     sources = {key: _source(key, entry) for key, entry in data["sources"].items()}
     return Published(
         tuple(_figure(entry, sources) for entry in data["figures"]),

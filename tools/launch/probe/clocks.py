@@ -73,6 +73,8 @@ class ClockWatch:
 
     def _look(self, index: int) -> None:
         handle: Any = _told(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
+        if handle is None:
+            return
         clock = _told(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
         if clock is not None:
             self._highest[index] = max(clock, self._highest.get(index, 0))
@@ -83,6 +85,8 @@ class ClockWatch:
 
 def _limit(gpu: Gpu) -> int | None:
     handle: Any = _told(lambda: pynvml.nvmlDeviceGetHandleByIndex(gpu.index))
+    if handle is None:
+        return None
     return _told(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)))
 
 
