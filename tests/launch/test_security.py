@@ -183,9 +183,9 @@ def test_no_file_process_list_or_report_of_a_real_run_holds_a_secret(
     assert run.returncode == 0
     report = (sys.executable, "-m", "tools.report", "build", "--name", f"secrets-{os.getpid()}")
     (folder,) = (tmp_path / "runs").glob("2*")
-    subprocess.run(
-        (*report, str(folder)), cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}
-    )
+    known = environment | {"PYTHONPATH": str(ROOT)}
+    subprocess.run((*report, str(folder)), cwd=tmp_path, env=known, check=True)
+    assert (tmp_path / "reports").is_dir()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]

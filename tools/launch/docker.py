@@ -33,8 +33,8 @@ CONFINED = (
     *("--read-only", "--tmpfs", "/tmp:exec,mode=1777"),
     *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
 )
-"""Nothing of the image can be changed, and no right gained. Compiled kernels are kept and loaded in /tmp,
-the container's home, which is memory and gone with it."""
+"""Nothing of the image can be changed, and no right gained. Compiled kernels are loaded from /tmp, the
+container's home, which is memory and gone with it."""
 
 ENGINE_SECONDS = 20.0
 
