@@ -115,6 +115,18 @@ def test_what_the_others_log_comes_into_node_0s_log_whole(
     assert (tmp_path / "samples.csv").read_text() == "seconds,rank\n1,0\n1,1\n"
 
 
+def test_what_another_node_logged_in_an_attempt_before_is_not_added_again(
+    first: FirstNode, join: Join, tmp_path: Path
+) -> None:
+    log = node_folder(tmp_path, 1) / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the attempt before\n")
+    met(first, join, tmp_path)
+    log.write_text("of the attempt before\nof this one\n")
+    first.failure()
+    assert (tmp_path / "log.txt").read_text() == "first\nof this one\n"
+
+
 def test_a_node_that_fails_ends_the_run_with_its_exit_code(
     first: FirstNode, join: Join, tmp_path: Path
 ) -> None:

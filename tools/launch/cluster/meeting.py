@@ -95,9 +95,9 @@ class FirstNode:
             answer = lines.receive(2 * ANSWER_SECONDS) or {"problem": "it gave no answer"}
             if "problem" in answer:
                 self._refuse(f"{self._name(node)} cannot start: {answer['problem']}.")
+        self._files = NodeFiles(folder, tuple(self._others))
         for lines in self._others.values():
             lines.send(go=True)
-        self._files = NodeFiles(folder, tuple(self._others))
 
     def refuse(self, reason: str) -> None:
         """Send the others home."""

@@ -24,7 +24,8 @@ class NodeFiles:
 
     def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
         self._folder = folder
-        self._read = {node_folder(folder, node): 0 for node in nodes}
+        # Made before the others start, so what is there is from an attempt before this one.
+        self._read = {place: _size(place / LOG_FILE) for place in map(self._of, nodes)}
 
     def bring(self) -> None:
         """Add the whole lines that came since the last call."""
@@ -38,6 +39,9 @@ class NodeFiles:
             samples = _lines_of(folder / SAMPLES_FILE)[1:]
             with (self._folder / SAMPLES_FILE).open("ab") as file:
                 file.writelines(samples)
+
+    def _of(self, node: int) -> Path:
+        return node_folder(self._folder, node)
 
     def _add(self, folder: Path, whole_lines: bool) -> None:
         try:
@@ -53,6 +57,10 @@ class NodeFiles:
             self._read[folder] += len(text)
             with (self._folder / LOG_FILE).open("ab") as log:
                 log.write(text if text.endswith(b"\n") else text + b"\n")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _lines_of(path: Path) -> list[bytes]:
