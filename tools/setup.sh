@@ -38,9 +38,10 @@ fi
 wanted=$(sha256sum requirements.txt)
 [[ -f $STAMP && $(< "$STAMP") == "$wanted" ]] && exit 0
 
-python=$(find_python)
+python=$VENV/bin/python
+fits "$python" || python=$(find_python)
 echo "Setting up $VENV with $("$python" --version): about 3 GB of packages, once."
-fits "$VENV/bin/python" || "$python" -m venv --clear "$VENV"
+[[ $python == "$VENV/bin/python" ]] || "$python" -m venv --clear "$VENV"
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --requirement requirements.txt || {
   echo "Packages of requirements.txt could not be installed (see above); mend it and run 'make setup'." >&2
   exit 1
