@@ -20,6 +20,12 @@ def test_the_published_alias_is_the_baseline_of_the_345m_model() -> None:
     assert target == Target("baseline", "gpt3-345m", 1, DeviceKind.GPU)
 
 
+@pytest.mark.parametrize("strategy", ["dp2", "dp2-zero1"])
+def test_the_label_of_the_write_up_means_the_model_of_its_true_size(strategy: str) -> None:
+    target = parse_target(f"train-{strategy}-gpt3-512m-2gpu")
+    assert target == Target(strategy, "gpt3-355m", 2, DeviceKind.GPU)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -11,7 +11,7 @@ from tools.launch.devices import gpu_names
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
 from tools.plan.parameters import parameters_total
-from tools.recipe.model import Model, load_model, model_names
+from tools.recipe.model import ALIASES, Model, load_model, model_names
 from tools.recipe.strategy import NAMED, batch_for, parse_strategy
 
 MEANING = {
@@ -73,7 +73,7 @@ def _models(available_bytes: int) -> Table:
         shape, batch = model.shape, model.batch
         runs = runnable_here(model, available_bytes)
         table.add_row(
-            model.name,
+            _with_aliases(model.name),
             f"{parameters_total(shape):,}",
             f"{shape.layers}×{shape.hidden}",
             str(shape.heads),
@@ -82,6 +82,12 @@ def _models(available_bytes: int) -> Table:
             "all six" if len(runs) == len(NAMED) else ", ".join(runs) or "too large",
         )
     return table
+
+
+def _with_aliases(name: str) -> str:
+    """The name, and the labels it was published under where they say another size."""
+    labels = [label for label, meant in ALIASES.items() if meant == name]
+    return f"{name} ({', '.join(labels)})" if labels else name
 
 
 def _strategies() -> Table:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from tools.launch.errors import LaunchError
+from tools.recipe.model import ALIASES as MODEL_ALIASES
 from tools.recipe.model import ROOT, load_model, model_names
 from tools.recipe.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy
 from tools.records import DeviceKind
@@ -64,11 +65,11 @@ def published_names() -> tuple[str, ...]:
 
 
 def _split(middle: str, name: str) -> tuple[str, str]:
-    for model in sorted(model_names(), key=len, reverse=True):
+    for model in sorted((*model_names(), *MODEL_ALIASES), key=len, reverse=True):
         if middle.endswith(f"-{model}"):
             strategy = middle.removesuffix(f"-{model}")
             _check_strategy(strategy)
-            return strategy, model
+            return strategy, MODEL_ALIASES.get(model, model)
     strategy, _, model = middle.partition("-")
     try:
         load_model(model)
