@@ -41,6 +41,8 @@ def show_list(console: Console) -> None:
         highlight=False,
     )
     console.print(_models(memory.available))
+    for label, name in ALIASES.items():
+        console.print(f"{label} is another name of {name}.", highlight=False)
     console.print(_strategies())
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
     console.print(
@@ -63,17 +65,18 @@ def _fits(model: Model, strategy: str, available_bytes: int) -> bool:
 
 
 def _models(available_bytes: int) -> Table:
-    table = Table("model", title="Models", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="Models", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("model", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
-    for heading in ("layers×width", "heads", "sequence", "batch"):
-        table.add_column(heading, justify="right")
-    table.add_column("CPU ranks here")
+    for heading in ("shape", "heads", "length", "batch"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("CPU here", min_width=9)
     models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
     for model in models:
         shape, batch = model.shape, model.batch
         runs = runnable_here(model, available_bytes)
         table.add_row(
-            _with_aliases(model.name),
+            model.name,
             f"{parameters_total(shape):,}",
             f"{shape.layers}×{shape.hidden}",
             str(shape.heads),
@@ -82,12 +85,6 @@ def _models(available_bytes: int) -> Table:
             "all six" if len(runs) == len(NAMED) else ", ".join(runs) or "too large",
         )
     return table
-
-
-def _with_aliases(name: str) -> str:
-    """The name, and the labels it was published under where they say another size."""
-    labels = [label for label, meant in ALIASES.items() if meant == name]
-    return f"{name} ({', '.join(labels)})" if labels else name
 
 
 def _strategies() -> Table:
