@@ -79,8 +79,11 @@ def test_zero2_halves_gradients_to_the_byte_and_prints_baselines_losses(
 
 
 @pytest.mark.slow
-def test_fsdp2_agrees_with_a_baseline_whose_output_layer_is_its_own(train: Trainer) -> None:
-    fsdp2 = train("train-fsdp2-gpt2-tiny-2cpu")
+@pytest.mark.parametrize("name", ["fsdp2-gpt2-tiny-2cpu", "tp2dp2-fsdp2-gpt2-tiny-4cpu"])
+def test_fsdp2_agrees_with_a_baseline_whose_output_layer_is_its_own(
+    train: Trainer, name: str
+) -> None:
+    fsdp2 = train(f"train-{name}", micro_batch_size=1)
     baseline = train("train-baseline-gpt2-tiny-1cpu", extra=(UNTIED,))
     assert fsdp2.record.start_checkpoint == baseline.record.start_checkpoint
     assert len(fsdp2.losses) == ITERATIONS
