@@ -6,6 +6,7 @@ import pytest
 from tests.report.factory import log_text, run_record, write_run
 from tests.report.ledger_factory import call, report_of, write_calls
 from tools.measurements import CommunicationRecord, RankCommunication
+from tools.records import RUN_FILE, Batch, read_run, write_record
 from tools.report.bandwidth import RateCurve, rate_curves
 from tools.report.charts import draw_charts
 
@@ -59,6 +60,24 @@ def test_rows_at_different_rates_are_told_apart_by_their_rate(tmp_path: Path) ->
         "dp2 ×2 at 1 Gbit/s",
         "dp2 ×2 at 200 Mbit/s",
         "dp2 ×2 unshaped",
+    ]
+
+
+def test_rows_that_differ_in_two_things_are_told_apart_by_both(tmp_path: Path) -> None:
+    def batch(folder: Path, size: int) -> Path:
+        record = read_run(folder)
+        write_record(folder / RUN_FILE, replace(record, batch=Batch(2, size)))
+        return folder
+
+    report = report_of(
+        run(tmp_path, "1", "dp2", 300.0, 10**9),
+        run(tmp_path, "2", "dp2", 205.0, None),
+        batch(run(tmp_path, "3", "dp2", 310.0, 10**9), 16),
+    )
+    assert sorted(entry.label for entry in report.entries) == [
+        "dp2 ×2 batch 2/16 at 1 Gbit/s",
+        "dp2 ×2 batch 2/8 at 1 Gbit/s",
+        "dp2 ×2 batch 2/8 unshaped",
     ]
 
 

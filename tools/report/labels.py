@@ -44,7 +44,10 @@ def _suffixes(runs: Sequence[Run]) -> list[str]:
         found = [tell(run) for run in runs]
         if len(set(found)) == len(found) and all(found):
             return found
-    return [run.name for run in runs]
+    varying = [tell for tell in _TELLS if len({tell(run) for run in runs}) > 1]
+    joined = [" ".join(filter(None, (tell(run) for tell in varying))) for run in runs]
+    distinct = len(set(joined)) == len(joined) and all(joined)
+    return joined if distinct else [run.name for run in runs]
 
 
 def _batch(run: Run) -> str:
