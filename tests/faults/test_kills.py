@@ -1,6 +1,7 @@
 """kill -9 of a rank, of torchrun, of the launcher and of the guard between them."""
 
 import random
+import signal
 import time
 
 import pytest
@@ -45,6 +46,19 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undistur
     assert resumed.run.restarts == (5,)
     same_losses(resumed.run, kit.whole_curve("dp2"))
     assert (ended.folder / "attempts" / "1" / "status.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_asked_to_stop_goes_on_as_well(kit: Kit, number: signal.Signals) -> None:
+    victim = kit.start("dp2")
+    victim.wait_for("iteration        6/")
+    victim.launcher.send_signal(number)
+    ended = victim.end(10)
+    assert (ended.exit_code, ended.status.status) == (130, Status.INTERRUPTED)
+    resumed = kit.resume(ended.folder)
+    assert resumed.exit_code == 0, resumed.output
+    same_losses(resumed.run, kit.whole_curve("dp2"))
 
 
 @pytest.mark.slow
