@@ -147,15 +147,17 @@ def _train_in(
     exit_code: int | None = None
     interrupted = False
     hang: HangError | None = None
+    room = ending.LowWater(folder)
     try:
-        exit_code = _train(launch, folder, console, title, company)
+        with room:
+            exit_code = _train(launch, folder, console, title, company)
     except HangError as error:
         hang = error
     except Interrupted:
         interrupted = True
         raise
     finally:
-        status = ending.judge(folder, exit_code, interrupted, kills_before)
+        status = ending.judge(folder, exit_code, interrupted, kills_before, room.free_bytes)
         cause = str(hang) if hang else company.cause
         if cause and not interrupted:
             rank = hang.rank if hang else status.rank

@@ -50,6 +50,21 @@ def test_a_full_disk_is_the_first_cause(folder: Path, monkeypatch: pytest.Monkey
     assert ending.judge(folder, 1, True, None).status is Status.INTERRUPTED
 
 
+def test_a_disk_that_was_full_for_a_moment_is_a_cause_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([10**9, 5])
+    usage = lambda _: SimpleNamespace(free=next(free, 10**9))  # noqa: E731
+    monkeypatch.setattr(ending.shutil, "disk_usage", usage)
+    monkeypatch.setattr(ending, "LOOK_SECONDS", 0.01)
+    with ending.LowWater(folder) as room:
+        while room.free_bytes > 5:
+            pass
+    status = ending.judge(folder, 1, False, None, room.free_bytes)
+    assert status.reason.startswith("No space was left")
+    assert not ending.judge(folder, 1, False, None, 10**9).reason.startswith("No space")
+
+
 def test_the_last_words_give_the_held_room_back_and_drop_empty_stacks(folder: Path) -> None:
     ending.reserve_room(folder)
     assert (folder / ending.RESERVE_FILE).stat().st_blocks * 512 >= ending.RESERVE_BYTES

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 from tools import records
 from tools.launch.watch.hang import drop_empty
 from tools.ledger.collect import collect
 from tools.records import Status, StatusRecord
-from tools.report.diagnosis import diagnose
+from tools.report.diagnosis import diagnose, first_error
+from tools.report.scrape import scrape_log
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20
 """Held while a run trains and given back at its end: its status can be written on a full disk too."""
 
+LOOK_SECONDS = 0.2
 _FULL_BYTES = 64 << 10
 _SIGKILL = 137
 
@@ -41,8 +45,34 @@ def memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
+class LowWater:
+    """The least room that a disk had while the `with` block ran: at the end some may be free again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.free_bytes = _free_bytes(folder)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(LOOK_SECONDS):
+            self.free_bytes = min(self.free_bytes, _free_bytes(self._folder))
+
+
 def judge(
-    folder: Path, exit_code: int | None, interrupted: bool, kills_before: int | None
+    folder: Path,
+    exit_code: int | None,
+    interrupted: bool,
+    kills_before: int | None = None,
+    least_free_bytes: int | None = None,
 ) -> StatusRecord:
     """How a run ended.
 
@@ -51,11 +81,14 @@ def judge(
         exit_code: The guard's; 128 + n if signal n ended torchrun itself.
         interrupted: Whether the launcher was told to stop.
         kills_before: What `memory_kills` said before it started.
+        least_free_bytes: Of the folder's disk while it ran, where somebody looked.
     """
     status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    if _is_full(folder):
+    was_full = least_free_bytes is not None and least_free_bytes < _FULL_BYTES
+    # What was full for a moment is blamed only for a log that could not say what happened.
+    if _free_bytes(folder) < _FULL_BYTES or (was_full and _is_silent(folder)):
         reason = f"No space was left on the disk of {folder.name}; {_begin(status.reason)}"
         return replace(status, status=Status.CRASHED, reason=reason)
     if exit_code == _SIGKILL:
@@ -95,16 +128,18 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     return status
 
 
-def _is_full(folder: Path) -> bool:
+def _free_bytes(folder: Path) -> int:
     try:
-        return shutil.disk_usage(folder).free < _FULL_BYTES
+        return shutil.disk_usage(folder).free
     except OSError:
-        return False
+        return _FULL_BYTES
+
+
+def _is_silent(folder: Path) -> bool:
+    return first_error(scrape_log(folder / records.LOG_FILE)) is None
 
 
 def _after(folder: Path) -> str:
-    from tools.report.scrape import scrape_log
-
     iterations = scrape_log(folder / records.LOG_FILE).iterations
     return f" after iteration {iterations[-1].iteration}" if iterations else ""
 
