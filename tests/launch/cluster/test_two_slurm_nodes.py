@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from tests.launch.cluster.two_nodes import Cluster, obstacle, two_nodes
 from tools.recipe.model import ROOT
 from tools.records import Status, read_run, read_status
+from tools.report.parity import Curve, loss_curve
+from tools.report.runs import load_folder
 from tools.report.scrape import scrape_log
 
 WHY_NOT = obstacle()
@@ -85,3 +88,43 @@ def test_a_job_trains_across_two_nodes_as_one_machine_does(
     ]
     ranks = {line.split(",")[1] for line in (folder / "samples.csv").read_text().splitlines()[1:]}
     assert ranks == {"0", "1"}
+
+
+LONGER = {"ITERS": "24", "SAVE_EVERY": "4", "DROPOUT": "0.1"}
+
+
+def curve(folder: Path) -> Curve:
+    """Losses by iteration, without those lines that Megatron averages after a start."""
+    return loss_curve(load_folder(folder))
+
+
+def wait_for(cluster: Cluster, folder: Path, text: str) -> None:
+    log = folder / "log.txt"
+    deadline = time.monotonic() + 150
+    while not log.exists() or text not in log.read_text():
+        assert time.monotonic() < deadline, cluster.logs()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "pp2"])
+def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
+    cluster: Cluster, tmp_path: Path, sample_prefix: Path, strategy: str
+) -> None:
+    folder = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
+    job = job_of(folder)
+    wait_for(cluster, folder, "iteration       10/")
+    cluster.ask("scancel", job)
+    assert cluster.wait(job, "CANCELLED") == "CANCELLED"
+    assert read_status(folder).status is Status.INTERRUPTED
+    cluster.ask("scontrol", "requeue", job)
+    said = f"{cluster.wait(job, 'COMPLETED', 'FAILED')}: {(folder / 'slurm.txt').read_text()}"
+    assert read_status(folder).status is Status.OK, said
+    (resumption,) = read_run(folder).resumptions
+    assert resumption.iteration in (4, 8, 12)
+    undisturbed = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
+    cluster.wait(job_of(undisturbed), "COMPLETED", "FAILED")
+    expected, found = curve(undisturbed), curve(folder)
+    assert max(found) == max(expected) == 24
+    both = found.keys() & expected.keys()
+    assert len(both) >= 22
+    assert {i: found[i] for i in both} == {i: expected[i] for i in both}

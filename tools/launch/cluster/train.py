@@ -101,6 +101,9 @@ def introduction(launch: Launch, nodes: Nodes) -> Present:
         "torch": installed_versions().get("torch", "none"),
         "flags": f"{flags} (a hash)",
         "data set": data,
+        "its first iteration after": str(
+            launch.goes_on_from.iteration if launch.goes_on_from else 0
+        ),
     }
     if launch.device is DeviceKind.GPU:
         names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
