@@ -50,10 +50,12 @@ def _dispatch(command: argparse.Namespace, console: Console) -> int:
         show_list(console)
         return 0
     options = options_from_environment()
-    if command.command not in (*SPREADING, "status") and (options.nodes or options.slurm):
+    if options.nodes and command.command not in SPREADING:
+        raise LaunchError(f"'{command.command}' runs on this machine alone; leave NNODES= out.")
+    if options.slurm and command.command not in SUBMITTING:
         raise LaunchError(
-            f"'{command.command}' runs on this machine alone; leave LAUNCHER= and NNODES= to train-… "
-            "targets."
+            f"'{command.command}' runs on this machine alone; leave LAUNCHER= to train-… targets and "
+            "sweep ('scontrol requeue' lets a job go on)."
         )
     return _HANDLERS[command.command](command, options, console)
 
@@ -143,7 +145,8 @@ _HANDLERS = {
     "status": _status,
     "resume": _resume,
 }
-SPREADING = ("target", "run")
+SPREADING = ("target", "run", "resume")
+SUBMITTING = ("target", "run", "sweep", "status")
 
 
 def _parser() -> argparse.ArgumentParser:

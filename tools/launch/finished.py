@@ -26,6 +26,29 @@ def finished_runs(launch: Launch, runs: Path) -> list[Path]:
     return [folder for folder in folders if _is_same(folder, launch, here)]
 
 
+def runs_anywhere(launch: Launch, runs: Path) -> list[Path]:
+    """Folders of runs that train exactly this, on whatever machine, however they ended; newest first."""
+    pattern = f"2*-{launch.strategy}-{launch.model.name}-{launch.devices}{launch.device}"
+    return [
+        folder
+        for folder in sorted(runs.glob(pattern), reverse=True)
+        if _asks_the_same(folder, launch)
+    ]
+
+
+def _asks_the_same(folder: Path, launch: Launch) -> bool:
+    try:
+        record = records.read_run(folder)
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return (
+        record.argv == launch.arguments(from_root(folder))
+        and record.backend == launch.backend
+        and record.entry == launch.entry
+        and (folder / records.JOB_FILE).is_file()
+    )
+
+
 def _is_same(folder: Path, launch: Launch, here: Provenance) -> bool:
     try:
         record, status = records.read_run(folder), records.read_status(folder)

@@ -7,11 +7,13 @@ every layout loads resharded. It is written under another name and takes its own
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from tools.launch.compose import UNTIED, Launch, compose, from_root
@@ -36,9 +38,7 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
     if path.is_dir():
         check_owner(path)
         return path
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = _own_partial(path)
     writer = _writing_launch(launch, options, partial)
     log = partial / LOG_FILE
     with RunProgress(console, "starting checkpoint", 1) as progress:
@@ -46,8 +46,26 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
     if exit_code != 0:
         reason = diagnose(log, exit_code, interrupted=False).reason
         raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except (
+        OSError
+    ):  # Another run has written the same meanwhile, such as an element of the same array.
+        if not path.is_dir():
+            raise
+        shutil.rmtree(partial)
     return path
+
+
+def _own_partial(path: Path) -> Path:
+    """A folder for this process alone; those that ended processes of this machine left are removed."""
+    mine = f"{path.name}.partial-{platform.node()}-"
+    for left in path.parent.glob(f"{mine}*"):
+        if not psutil.pid_exists(int(left.name.removeprefix(mine))):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = path.with_name(f"{mine}{os.getpid()}")
+    partial.mkdir(parents=True)
+    return partial
 
 
 def check_owner(folder: Path) -> None:

@@ -203,4 +203,4 @@ def test_a_slurm_job_is_for_training_targets_alone() -> None:
         check=False,
     )
     assert answer.returncode == 2
-    assert "leave LAUNCHER= and NNODES= to train-… targets" in " ".join(answer.stdout.split())
+    assert "leave LAUNCHER= to train-… targets and sweep" in " ".join(answer.stdout.split())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.cluster.conftest import program, run_folders
 from tools.launch.cluster.follow import follow
 from tools.launch.cluster.queue import JobState, job_states
 from tools.recipe.model import ROOT
@@ -23,25 +24,6 @@ ITERATION = (
 KEY = "s3cret-wandb-key"
 
 
-def program(folder: Path, name: str, line: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/usr/bin/env bash\n{line}\n")
-    path.chmod(0o755)
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    program(
-        folder, "sbatch", f'cp "${{@: -1}}" {folder}/submitted; env > {folder}/env; echo "12;kit"'
-    )
-    program(folder, "squeue", "exit 0")
-    program(folder, "sacct", "exit 1")
-    return folder
-
-
 def submit(runs: Path, sample: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     settings = {"LAUNCHER": "slurm", "NODES": "2", "ITERS": "5", "RUNS": str(runs)}
     return subprocess.run(
@@ -52,10 +34,6 @@ def submit(runs: Path, sample: Path, **variables: str) -> subprocess.CompletedPr
         text=True,
         check=False,
     )
-
-
-def run_folders(runs: Path) -> list[Path]:
-    return sorted(folder for folder in runs.glob("*") if not folder.name.startswith("."))
 
 
 def test_a_submitted_run_has_its_folder_script_and_job_number(

@@ -6,8 +6,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -44,32 +44,67 @@ def submit(
     """
     slurm = options.slurm
     assert slurm is not None
-    spread = replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
+    spread = over_nodes(launch, slurm)
     check_composition(spread, options.runs)
-    words = ("run", target.strategy, target.model, f"{target.devices}{target.device}", "--", *flags)
-    job = _job(target, spread, options, slurm)
-    if options.dry_run:
-        print(
-            script(replace(job, cells=(_cell(RUN_PLACEHOLDER, words, options),) * options.repeats))
-        )
-        return 0
-    _require_sbatch()
-    folders = [create_run_folder(spread, options.runs) for _ in range(options.repeats)]
-    cells = tuple(_cell(from_root(folder), words, options) for folder in folders)
-    job_id = _hand_over(replace(job, cells=cells), folders)
-    for folder in folders:
-        shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-        console.print(f"{target.name}: job {job_id} → {shown}", highlight=False, markup=False)
-    console.print("'make status' follows it.", highlight=False)
+    settings = {name: value for name, value in options.given if name not in ONLY_HERE}
+    each = [Waiting(spread, words_of(target, flags), settings)] * options.repeats
+    submit_array(target.name.removeprefix("train-"), each, options, console)
     return 0
 
 
-def _job(target: Target, launch: Launch, options: Options, slurm: Slurm) -> Job:
+@dataclass(frozen=True)
+class Waiting:
+    """A run to be submitted."""
+
+    launch: Launch
+    words: tuple[str, ...]
+    """Arguments of `python -m tools.launch`."""
+    settings: Mapping[str, str]
+
+
+def submit_array(
+    name: str, each: Sequence[Waiting], options: Options, console: Console
+) -> tuple[Path, ...]:
+    """Submit runs of one size as one job, an array if there are several; their folders.
+
+    Raises:
+        LaunchError: Slurm is not here or refuses it; nothing was written.
+    """
+    job = _job(name, each[0].launch, options)
+    if options.dry_run:
+        cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
+        print(script(replace(job, cells=cells)))
+        return ()
+    _require_sbatch()
+    folders = tuple(create_run_folder(one.launch, options.runs) for one in each)
+    cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
+    job_id = _hand_over(replace(job, cells=cells), folders)
+    for folder in folders:
+        shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+        console.print(f"job {job_id}: {shown}", highlight=False, markup=False, soft_wrap=True)
+    console.print("'make status' follows it.", highlight=False)
+    return folders
+
+
+def over_nodes(launch: Launch, slurm: Slurm) -> Launch:
+    """The launch as it will be spread; where its nodes meet is known once they are there."""
+    return replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
+
+
+def words_of(target: Target, flags: Sequence[str]) -> tuple[str, ...]:
+    """What a node's launcher is called with for a target."""
+    devices = f"{target.devices}{target.device}"
+    return ("run", target.strategy, target.model, devices, "--", *flags)
+
+
+def _job(name: str, launch: Launch, options: Options) -> Job:
+    slurm = options.slurm
+    assert slurm is not None
     container = _container(launch, options, slurm)
     on_host = str(Path(sys.executable)) if not container else docker.PYTHON
     return Job(
-        name=target.name.removeprefix("train-"),
-        device=target.device,
+        name=name,
+        device=launch.device,
         devices_a_node=launch.local_devices,
         slurm=slurm,
         cells=(),
@@ -114,9 +149,9 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | No
     return Container(slurm.image or str(squashed), mounts)
 
 
-def _cell(folder: str, words: tuple[str, ...], options: Options) -> Cell:
-    settings = {name: value for name, value in options.given if name not in ONLY_HERE}
-    return Cell(folder, words, {**settings, "RUNTIME": RuntimeName.HOST.value})
+def _cell(folder: str, one: Waiting) -> Cell:
+    # The job is in its container already, or to have none.
+    return Cell(folder, one.words, {**one.settings, "RUNTIME": RuntimeName.HOST.value})
 
 
 def _hand_over(job: Job, folders: Sequence[Path]) -> str:

@@ -10,7 +10,8 @@ from itertools import product
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.options import Backend, Options
-from tools.launch.preflight import check
+from tools.launch.preflight import check, check_composition
+from tools.launch.runtime import ON_HOST
 from tools.launch.sweep.request import Request
 from tools.launch.target import Target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -66,7 +67,10 @@ def plan_cells(request: Request, options: Options) -> Plan:
     for cell in cells_of(request):
         try:
             launch = compose_cell(cell, options)
-            check(launch, options.runs)
+            if options.slurm is None:
+                check(launch, options.runs)
+            else:  # The nodes' own launchers look at the nodes.
+                check_composition(launch, options.runs)
         except (LaunchError, ValueError) as error:
             skipped.append(Skipped(cell, " ".join(str(error).split())))
         else:
@@ -87,8 +91,9 @@ def compose_cell(cell: Cell, options: Options) -> Launch:
     Raises:
         LaunchError: Strategy, backend and devices do not fit each other.
     """
+    runtime = ON_HOST if options.slurm is not None else None
     return compose_target(
-        cell.target, flags_of_grammar(cell.target), cell_options(cell.backend, options)
+        cell.target, flags_of_grammar(cell.target), cell_options(cell.backend, options), runtime
     )
 
 

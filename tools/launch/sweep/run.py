@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from tools.launch.cluster.sweep import finished_in_slurm, submit_cells
 from tools.launch.compose import Launch
 from tools.launch.demo import ensure_sample
 from tools.launch.errors import LaunchError
@@ -46,8 +47,11 @@ def sweep(request: Request, options: Options, console: Console, reports: Path = 
     cells = msgspec.json.format(msgspec.json.encode(as_data(plan, options)), indent=2)
     (folder / CELLS_FILE).write_bytes(cells + b"\n")
     series = Series(plan, options, console)
+    if options.slurm is not None:
+        submit_cells(plan.launches, options, console)
     try:
-        series.train()
+        if options.slurm is None:
+            series.train()
     finally:  # Also after Ctrl-C: what is there is shown, and the next time goes on from it.
         results = series.results()
         _say(console, write_results(folder, results, plan.skipped))
@@ -77,11 +81,12 @@ class Series:
 
     def results(self) -> list[Measured]:
         """What every cell has by now."""
+        finished = finished_runs if self._options.slurm is None else finished_in_slurm
         return [
             measure(
                 cell,
                 launch,
-                finished_runs(launch, self._options.runs)[: self._options.repeats],
+                finished(launch, self._options.runs)[: self._options.repeats],
                 self._options.repeats,
                 self._failed.get(cell, ""),
             )
