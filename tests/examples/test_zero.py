@@ -3,6 +3,7 @@
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
+from tests.examples.test_ledgers import measured, predicted
 from tools.measurements import MemoryCategory, Operation, read_communication, read_memory
 from tools.records import Status
 
@@ -41,6 +42,15 @@ def test_zero3_gathers_every_layers_weights_for_forward_and_again_for_backward(z
     assert gathers["forward"] + gathers["optimizer"] == 8
 
 
+def assert_calls_are_in_the_closed_form(run: Run) -> None:
+    for rank in read_communication(run.folder).ranks:
+        assert measured(rank) == predicted(run, rank.rank)
+
+
+def test_every_call_of_zero3_is_in_the_closed_form(zero3: Run) -> None:
+    assert_calls_are_in_the_closed_form(zero3)
+
+
 PADDING = {2: 4 * 128, 3: 4 * 768}
 """Megatron-FSDP fills every bucket up, so that both ranks hold as much."""
 STEPS = {0: 2 * 52, 1: 53, 2: 53, 3: 57}
@@ -76,6 +86,7 @@ def test_zero2_halves_gradients_to_the_byte_and_prints_baselines_losses(
     zero2 = train("train-zero2-gpt2-tiny-2cpu")
     assert zero2.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)
     assert_sharded_as_stage_says(zero2, 2)
+    assert_calls_are_in_the_closed_form(zero2)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.measurements import Operation, wire_bytes
+from tools.measurements import Operation, Transport, wire_bytes
 from tools.plan.communication import communication_of_rank
 from tools.plan.configuration import Configuration, Recompute, configuration_of
 from tools.plan.megatron import Megatron
@@ -141,7 +141,8 @@ def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO3)
     traffic = communication_of_rank(Configuration(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
-    layer, outside = 4 * 49_984, 12_894_720
+    # A layer's 49,984 parameters, filled up to whole rows of 256 on both ranks.
+    layer, outside = 4 * 50_176, 12_894_720
     assert calls == {
         (Operation.ALL_GATHER, layer): 16,
         (Operation.REDUCE_SCATTER, layer): 8,
@@ -153,8 +154,24 @@ def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
 def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO2)
     traffic = communication_of_rank(Configuration(GPT, split, Batch(2, 8), dtype="fp32"))
-    totals = {
-        operation: sum(i.total_payload_bytes for i in traffic if i.operation is operation)
-        for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
-    }
-    assert totals == {Operation.ALL_GATHER: 13_694_464, Operation.REDUCE_SCATTER: 2 * 13_694_464}
+    calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
+    # One bucket of all 3,423,616 parameters, filled up to whole rows of 256 on both ranks.
+    bucket = 4 * 3_423_744
+    assert calls == {(Operation.ALL_GATHER, bucket): 1, (Operation.REDUCE_SCATTER, bucket): 2}
+
+
+def weights_and_gradients(strategy: str, ranks: int, transport: Transport) -> list[Traffic]:
+    tiny = load_model("gpt2-tiny")
+    configuration = replace(
+        configuration_of(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
+        dtype="fp32",
+        transport=transport,
+    )
+    traffic = communication_of_rank(configuration)
+    return [item for item in traffic if item.what in ("weights", "gradients")]
+
+
+def test_gloo_sends_a_reduce_scatter_twice_and_an_all_gather_once() -> None:
+    ring, gloo = (weights_and_gradients("zero2", 2, transport) for transport in Transport)
+    assert [item.wire_bytes for item in ring] == [4 * 3_423_744 // 2, 4 * 3_423_744]
+    assert [item.wire_bytes for item in gloo] == [4 * 3_423_744 // 2, 2 * 4 * 3_423_744]

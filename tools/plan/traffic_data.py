@@ -11,6 +11,7 @@ from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import layer_parameters, rank_parameters
 from tools.plan.tensors import Buffer, chunk_buffers
 from tools.plan.wire import Group, Traffic
+from tools.recipe.model import ModelShape
 from tools.records import Sharding
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
@@ -109,16 +110,15 @@ def _bucket_groups(
 
 def bucket_elements(buffer: Buffer, ranks: int) -> int:
     """Elements of a distributed optimizer's bucket, with its padding."""
-    divisor = lcm(ranks, _BUCKET_ALIGNMENT)
-    return -(-buffer.aligned_elements // divisor) * divisor
+    return _padded(buffer.aligned_elements, lcm(ranks, _BUCKET_ALIGNMENT))
 
 
 def _fully_sharded(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
-    """ZeRO-2, ZeRO-3 and FSDP2, without the few elements of padding in each bucket.
+    """ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models with their padding.
 
     Every micro batch reduce-scatters its gradients. ZeRO-3 and FSDP2 gather each layer before its
-    forward and before its backward; what is in no layer, and everything under ZeRO-2, is gathered
-    once, after the update.
+    forward and before its backward; what is in no layer, and everything under ZeRO-2, which has one
+    bucket, is gathered once, after the update.
     """
     shape, parallelism = configuration.trained_shape, configuration.parallelism
     layers, passes = configuration.layers_a_stage, configuration.microbatches
@@ -129,9 +129,23 @@ def _fully_sharded(configuration: Configuration, pipeline_rank: int) -> Iterator
     experts = layer.experts if parallelism.expert > 1 else 0
     shared = layer.total - experts
     outside = rank.total - layers * layer.total
+    if parallelism.sharding is not Sharding.FSDP2 and not shape.experts:
+        rows = _widest_row(shape, parallelism.tensor)
+        if parallelism.sharding is Sharding.ZERO2:
+            layers, outside = 0, _padded(rank.total, ranks * rows)
+        shared, outside = _padded(shared, ranks * rows), _padded(outside, ranks * shape.hidden)
     yield from _unit(configuration, Group.DATA_CONTEXT, ranks, shared, layers * passes)
     yield from _unit(configuration, Group.EXPERT_DATA, expert_ranks, experts, layers * passes)
     yield from _unit(configuration, Group.DATA_CONTEXT, ranks, outside, passes, layered=False)
+
+
+def _widest_row(shape: ModelShape, tensor: int) -> int:
+    """Megatron-FSDP cuts a bucket where a row of each of its matrices ends (`chunk_size_factor`)."""
+    return lcm(shape.hidden, shape.heads * shape.head_width // tensor, shape.ffn_hidden // tensor)
+
+
+def _padded(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple
 
 
 def _unit(
