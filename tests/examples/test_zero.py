@@ -97,5 +97,6 @@ def test_fsdp2_agrees_with_a_baseline_whose_output_layer_is_its_own(
     fsdp2 = train(f"train-{name}", micro_batch_size=1)
     baseline = train("train-baseline-gpt2-tiny-1cpu", extra=(UNTIED,))
     assert fsdp2.record.start_checkpoint == baseline.record.start_checkpoint
+    assert_calls_are_in_the_closed_form(fsdp2)
     assert len(fsdp2.losses) == ITERATIONS
     assert fsdp2.losses == pytest.approx(baseline.losses, abs=1.1e-5)

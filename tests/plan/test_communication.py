@@ -160,6 +160,21 @@ def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() ->
     assert calls == {(Operation.ALL_GATHER, bucket): 1, (Operation.REDUCE_SCATTER, bucket): 2}
 
 
+def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> None:
+    split = Parallelism(data=2, sharding=Sharding.FSDP2)
+    traffic = communication_of_rank(Configuration(GPT, split, Batch(2, 8), dtype="fp32"))
+    calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
+    layer, embedding, output = 4 * 49_984, 4 * (50304 + 64) * 64, 4 * (50304 + 2) * 64
+    assert calls == {
+        (Operation.ALL_GATHER, layer): 16,
+        (Operation.REDUCE_SCATTER, layer): 8,
+        (Operation.ALL_GATHER, embedding): 4,
+        (Operation.REDUCE_SCATTER, embedding): 2,
+        (Operation.ALL_GATHER, output): 4,
+        (Operation.REDUCE_SCATTER, output): 2,
+    }
+
+
 def weights_and_gradients(strategy: str, ranks: int, transport: Transport) -> list[Traffic]:
     tiny = load_model("gpt2-tiny")
     configuration = replace(

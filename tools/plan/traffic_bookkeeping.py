@@ -71,7 +71,11 @@ def _gradient_statistics(configuration: Configuration) -> Iterator[Traffic]:
     """
     parallelism = configuration.parallelism
     groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if parallelism.expert > 1 else [])
-    if parallelism.sharding is not Sharding.NONE:
+    if (
+        parallelism.sharding is Sharding.FSDP2
+    ):  # Its gradients are DTensors, summed over their mesh.
+        groups = [Group.DATA_CONTEXT, Group.MODEL]
+    elif parallelism.sharding is not Sharding.NONE:
         groups = [Group.WORLD]
     for group in groups:
         norm = "optimizer/clip_grads.py: get_grad_norm_fp32"

@@ -117,8 +117,9 @@ def _fully_sharded(configuration: Configuration, pipeline_rank: int) -> Iterator
     """ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models with their padding.
 
     Every micro batch reduce-scatters its gradients. ZeRO-3 and FSDP2 gather each layer before its
-    forward and before its backward; what is in no layer, and everything under ZeRO-2, which has one
-    bucket, is gathered once, after the update.
+    forward and before its backward; FSDP2 the embedding and the output layer likewise. What ZeRO-3
+    has in no layer, and everything under ZeRO-2, which has one bucket, is gathered once, after the
+    update.
     """
     shape, parallelism = configuration.trained_shape, configuration.parallelism
     layers, passes = configuration.layers_a_stage, configuration.microbatches
@@ -136,7 +137,12 @@ def _fully_sharded(configuration: Configuration, pipeline_rank: int) -> Iterator
         shared, outside = _padded(shared, ranks * rows), _padded(outside, ranks * shape.hidden)
     yield from _unit(configuration, Group.DATA_CONTEXT, ranks, shared, layers * passes)
     yield from _unit(configuration, Group.EXPERT_DATA, expert_ranks, experts, layers * passes)
-    yield from _unit(configuration, Group.DATA_CONTEXT, ranks, outside, passes, layered=False)
+    if parallelism.sharding is Sharding.FSDP2:
+        embedding = rank.word_embedding + rank.position_embedding
+        for unit in (embedding, outside - embedding):
+            yield from _unit(configuration, Group.DATA_CONTEXT, ranks, unit, passes)
+    else:
+        yield from _unit(configuration, Group.DATA_CONTEXT, ranks, outside, passes, layered=False)
 
 
 def _widest_row(shape: ModelShape, tensor: int) -> int:
