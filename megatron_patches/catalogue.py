@@ -18,6 +18,7 @@ from megatron_patches import (
     sequence_parallel_norm,
     start_weights,
     tensors_on_host,
+    uneven_parts,
 )
 from megatron_patches.registry import Patch
 
@@ -31,6 +32,7 @@ PATCHES: tuple[Patch, ...] = (
     sequence_parallel_norm.PATCH,
     attention.PATCH,
     experts.SPLITS,
+    uneven_parts.PATCH,
     experts.GATE,
     ledger.PATCH,
     routing.PATCH,

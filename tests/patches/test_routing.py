@@ -1,0 +1,79 @@
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_patches.routing import _Watch
+from tools.ledger.routing import RoutingLedger
+from tools.routing import LayerRouting
+
+LOGITS = torch.zeros(2, 1, 3)
+CHOSEN = torch.tensor([[True, True, False], [True, False, True]])
+
+
+@pytest.fixture
+def ledger() -> Iterator[RoutingLedger]:
+    ledger = RoutingLedger()
+    ledger.install()
+    yield ledger
+    RoutingLedger.installed = None
+
+
+class Router:
+    """Calls its parts as Megatron's TopKRouter does."""
+
+    training = True
+    layer_number = 3
+
+    def __init__(self, watch: _Watch, *, kept: torch.Tensor | None = None, loss: float = 0) -> None:
+        self._kept, self._loss = kept, loss
+        self._drop = watch.dropping(lambda probabilities, chosen: (probabilities, kept))
+        self._attach = watch.loss(lambda router, activation, *_: activation)
+
+    def routing(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities, chosen = torch.rand(2, 3), CHOSEN
+        if self._kept is not None:
+            probabilities, chosen = self._drop(probabilities, chosen)
+        if self._loss:
+            group = SimpleNamespace(size=lambda: 2)
+            loss = torch.tensor(0.01 * self._loss)
+            self._attach(self, probabilities, 0.01, loss, "load_balancing_loss", group)
+        return probabilities, chosen
+
+
+def route(ledger: RoutingLedger, **parts: Any) -> LayerRouting:
+    watch = _Watch()
+    router = Router(watch, **parts)
+    watch.routing(Router.routing)(router, LOGITS)
+    ledger.end_iteration(1)
+    result = ledger.result(0)
+    assert result is not None
+    (row,) = result.layers
+    return row
+
+
+def test_a_dropless_router_reports_whom_it_chose_in_its_layer(ledger: RoutingLedger) -> None:
+    row = route(ledger)
+    assert (row.layer, row.tokens_per_expert, row.dropped_tokens) == (3, (2, 1, 1), 0)
+    assert row.load_balancing_loss is None
+
+
+def test_what_capacity_leaves_out_is_dropped_and_padding_is_no_token(ledger: RoutingLedger) -> None:
+    padded = torch.tensor([[True, False, True], [False, False, True]])
+    row = route(ledger, kept=padded)
+    assert (row.tokens_per_expert, row.dropped_tokens) == ((1, 0, 1), 2)
+
+
+def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: RoutingLedger) -> None:
+    assert route(ledger, loss=0.5).load_balancing_loss == pytest.approx(1.0)
+
+
+def test_evaluation_is_not_reported(ledger: RoutingLedger) -> None:
+    watch = _Watch()
+    router = Router(watch)
+    router.training = False
+    watch.routing(Router.routing)(router, LOGITS)
+    ledger.end_iteration(1)
+    assert ledger.result(0) is None

@@ -1,0 +1,22 @@
+"""Run by torchrun on two ranks: prints what each gathers and keeps of a sum; parts of 1 and 2 rows."""
+
+import torch
+from torch import distributed
+
+from megatron_patches.uneven_parts import gather_uneven, reduce_scatter_uneven
+
+ROWS = [1, 2]
+
+distributed.init_process_group("gloo")
+group = distributed.group.WORLD
+assert group is not None
+rank = distributed.get_rank()
+own = torch.full((ROWS[rank], 2), float(rank + 1))
+gathered = gather_uneven(own, group, ROWS)
+whole = torch.arange(6.0).view(3, 2) * (rank + 1)
+kept = reduce_scatter_uneven(whole, group, ROWS)
+answers: list[object] = [None, None]
+distributed.all_gather_object(answers, (gathered.tolist(), kept.tolist()))
+if rank == 0:
+    print(answers)
+distributed.destroy_process_group()
