@@ -102,6 +102,10 @@ def _gloo_reduce_bytes(payload_bytes: int, ranks: int) -> int:
     return ring + payload_bytes * (ranks - 1) // ranks**2
 
 
+ROUTED_GROUPS = ("ep", "expert_tp", "tp_ep")
+"""Groups over which tokens are brought to experts and back: a router decides how many."""
+
+
 class Phase(StrEnum):
     """Part of an iteration."""
 
@@ -128,7 +132,7 @@ class Calls:
     dtype: str
     calls: int
     payload_bytes: int
-    """Of one call."""
+    """Of one call; the mean of its calls where a router decides (`ROUTED_GROUPS`)."""
     wire_bytes: int
     """Sent by this rank over all these calls, for the algorithm."""
     algorithm: str

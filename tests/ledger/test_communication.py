@@ -62,3 +62,28 @@ def test_nothing_is_said_of_a_run_without_a_whole_iteration() -> None:
     ledger.forget()
     assert ledger.communication(3).calls == ()
     assert ledger.time(3).iteration_seconds == 0
+
+
+def routed(rows: int, sent: int) -> Watched:
+    """An all-to-all of rows of 8 bytes."""
+    call = Call("ep", 2, Operation.ALL_TO_ALL, Phase.FORWARD, "float32", 8 * rows, sent)
+    return Watched(call._replace(row_bytes=8), 0, 1)
+
+
+def test_iterations_that_differ_only_in_what_the_router_chose_are_of_one_kind() -> None:
+    ledger = CommunicationLedger()
+    iteration(ledger, routed(10, 32), routed(6, 16), Watched(REDUCE, 0, 1))
+    iteration(ledger, routed(10, 40), routed(14, 24), Watched(REDUCE, 0, 1))
+    found = ledger.communication(0)
+    assert (found.steady_iterations, found.other_iterations) == (2, 0)
+    assert [(row.group, row.calls, row.payload_bytes, row.wire_bytes) for row in found.calls] == [
+        ("ep", 2, 8 * 10, (32 + 16 + 40 + 24) // 2),
+        ("tp", 1, 400, 400),
+    ]
+
+
+def test_rows_of_another_length_are_other_calls() -> None:
+    ledger = CommunicationLedger()
+    wide = routed(10, 0).call._replace(row_bytes=16)
+    iteration(ledger, routed(10, 0), Watched(wide, 0, 1))
+    assert [row.calls for row in ledger.communication(0).calls] == [1, 1]

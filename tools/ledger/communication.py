@@ -1,6 +1,8 @@
 """Calls of one rank, summed by what they are, and told apart by iteration.
 
-Iterations that make the same calls are counted together; the most frequent kind is the steady one.
+Iterations that make the same calls are counted together; the most frequent kind is the steady one. How
+many rows are sent to an expert differs from call to call, so there only the bytes of a row must be the
+same, and the bytes of a call are means.
 """
 
 from __future__ import annotations
@@ -38,6 +40,20 @@ class Call(NamedTuple):
     sent_bytes: int | None
     """Where the splits say it exactly (uneven all-to-all); else it follows from the payload."""
     transport: Transport = Transport.NCCL
+    row_bytes: int = 0
+    """Of one row, where a router decides how many there are; else 0."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent by this rank."""
+        if self.sent_bytes is not None:
+            return self.sent_bytes
+        return wire_bytes(self.operation, self.payload_bytes, self.ranks, self.transport)
+
+    @property
+    def alike(self) -> Call:
+        """What it has in common with the calls it is counted with."""
+        return self._replace(payload_bytes=0, sent_bytes=None) if self.row_bytes else self
 
 
 @dataclass(slots=True)
@@ -56,6 +72,8 @@ class _Kind:
     """Iterations that made the same calls."""
 
     iterations: int = 0
+    payload_bytes: Counter[Call] = field(default_factory=Counter)
+    wire_bytes: Counter[Call] = field(default_factory=Counter)
     wait_ns: Counter[Call] = field(default_factory=Counter)
     transfer_ns: Counter[Call] = field(default_factory=Counter)
     phase_ns: Counter[Phase] = field(default_factory=Counter)
@@ -72,7 +90,7 @@ class CommunicationLedger:
 
     def end_iteration(self, phase_ns: Mapping[Phase, int], clock: Clock) -> None:
         """Close an iteration that took so long in each phase; the clock has settled."""
-        counts = Counter(watched.call for watched in self.watched)
+        counts = Counter(watched.call.alike for watched in self.watched)
         kind = self._kinds.setdefault(frozenset(counts.items()), _Kind())
         kind.iterations += 1
         kind.phase_ns.update(phase_ns)
@@ -119,8 +137,10 @@ class CommunicationLedger:
 
 
 def _sum_up(watched: Watched, kind: _Kind, read: Callable[[Mark], int]) -> None:
-    call, started = watched.call, read(watched.started)
+    call, started = watched.call.alike, read(watched.started)
     issue_ns = read(watched.issued) - started
+    kind.payload_bytes[call] += watched.call.payload_bytes
+    kind.wire_bytes[call] += watched.call.wire_bytes
     kind.wait_ns[call] += issue_ns
     kind.blocked_ns[call.phase] += issue_ns
     for phase, began, ended in watched.waits:
@@ -132,9 +152,6 @@ def _sum_up(watched: Watched, kind: _Kind, read: Callable[[Mark], int]) -> None:
 
 def _rows(calls: Iterable[tuple[Call, int]], kind: _Kind) -> Iterable[Calls]:
     for call, count in calls:
-        sent = call.sent_bytes
-        if sent is None:
-            sent = wire_bytes(call.operation, call.payload_bytes, call.ranks, call.transport)
         yield Calls(
             group=call.group,
             ranks=call.ranks,
@@ -142,8 +159,8 @@ def _rows(calls: Iterable[tuple[Call, int]], kind: _Kind) -> Iterable[Calls]:
             phase=call.phase,
             dtype=call.dtype,
             calls=count,
-            payload_bytes=call.payload_bytes,
-            wire_bytes=count * sent,
+            payload_bytes=round(kind.payload_bytes[call] / (count * kind.iterations)),
+            wire_bytes=round(kind.wire_bytes[call] / kind.iterations),
             algorithm=algorithm(call.operation, call.transport),
             wait_seconds=kind.wait_ns[call] * NANO / kind.iterations,
             transfer_seconds=kind.transfer_ns[call] * NANO / kind.iterations,

@@ -8,6 +8,7 @@ straight to C++; the operators are wrapped by name.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from tools.ledger.clock import Mark
 from tools.ledger.communication import Call, CommunicationLedger, Watched
 from tools.ledger.groups import group_name
 from tools.ledger.timeline import Timeline
-from tools.measurements import Operation, Phase, Transport
+from tools.measurements import ROUTED_GROUPS, Operation, Phase, Transport
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
 _METHODS = {
@@ -184,6 +185,7 @@ class CallWatcher:
             payload_bytes=times * _bytes(tensors),
             sent_bytes=sent_bytes,
             transport=_transport(group, tensors),
+            row_bytes=_row_bytes(tensors[0]) if name in ROUTED_GROUPS and tensors else 0,
         )
 
 
@@ -224,6 +226,11 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     else:
         for item in value:
             yield from _tensors(item)
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of one of the rows that a router shares out."""
+    return tensor.element_size() * math.prod(tensor.shape[1:])
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
