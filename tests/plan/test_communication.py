@@ -3,6 +3,7 @@ micro batch 2, global batch 8, on CPU ranks over gloo, at two versions, every co
 """
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,63 @@ def test_gloo_sends_a_reduce_scatter_twice_and_an_all_gather_once() -> None:
     ring, gloo = (weights_and_gradients("zero2", 2, transport) for transport in Transport)
     assert [item.wire_bytes for item in ring] == [4 * 3_423_744 // 2, 4 * 3_423_744]
     assert [item.wire_bytes for item in gloo] == [4 * 3_423_744 // 2, 2 * 4 * 3_423_744]
+
+
+MOE = MODELS["moe"]
+EP2 = Parallelism(data=2, expert=2)
+
+
+def calls_of(configuration: Configuration, group: Group) -> dict[tuple[str, int], int]:
+    found: dict[tuple[str, int], int] = {}
+    for item in communication_of_rank(configuration):
+        if item.group is group:
+            key = (item.operation.value, item.payload_bytes)
+            found[key] = found.get(key, 0) + item.calls
+    return found
+
+
+def test_the_z_loss_is_logged_over_stage_pipeline_and_data_ranks() -> None:
+    split = Parallelism(data=2, pipeline=2)
+    plain = Configuration(MOE, split, Batch(2, 8), dtype="fp32")
+    watched = replace(plain, shape=replace(MOE, router_z_loss=True))
+    more = Counter(i.group for i in communication_of_rank(watched, 1))
+    more -= Counter(i.group for i in communication_of_rank(plain, 1))
+    assert more == {Group.PIPELINE: 1, Group.DATA_CONTEXT: 1, Group.TENSOR_DATA_CONTEXT: 1}
+    old = Counter(i.group for i in communication_of_rank(watched, 1, Megatron.F4FA7D6B))
+    old -= Counter(i.group for i in communication_of_rank(plain, 1, Megatron.F4FA7D6B))
+    assert old == {Group.PIPELINE: 1, Group.DATA_CONTEXT: 1}
+
+
+def test_without_a_load_balancing_loss_nobody_counts_the_tokens_for_it() -> None:
+    split = Parallelism(tensor=2, sequence_parallel=True)
+    balanced = Configuration(MOE, split, Batch(2, 8), dtype="fp32")
+    free = replace(balanced, shape=replace(MOE, load_balancing=False))
+    # Four layers, four micro batches; and the logging of the loss over the same group.
+    counted = calls_of(balanced, Group.TENSOR_CONTEXT)
+    assert counted == {("all_reduce", 4 * 8): 16, ("all_reduce", 4 * 4): 1}
+    assert calls_of(free, Group.TENSOR_CONTEXT) == {}
+
+
+def test_all_gather_brings_every_token_to_every_rank_of_its_experts() -> None:
+    gathered = replace(
+        Configuration(MOE, EP2, Batch(2, 8), dtype="fp32"), token_dispatcher="allgather"
+    )
+    passes = 4 * 2  # layers × micro batches
+    tokens = 2 * 2 * 64  # ranks × sequences × length
+    assert calls_of(gathered, Group.EXPERT) == {}
+    assert calls_of(gathered, Group.TENSOR_EXPERT) == {
+        ("all_gather", tokens * 4): passes,
+        ("all_gather", tokens * 4 * 4): passes,
+        ("all_gather", tokens * 64 * 4): 2 * passes,
+        ("reduce_scatter", tokens * 64 * 4): 2 * passes,
+        ("reduce_scatter", tokens * 4 * 4): passes,
+    }
+
+
+def test_experts_that_are_not_split_over_tp_need_no_gathering_over_it() -> None:
+    split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
+    shared = Configuration(MOE, split, Batch(2, 8), dtype="fp32")
+    whole = replace(shared, parallelism=replace(split, expert_tensor=1))
+    assert calls_of(shared, Group.EXPERT_TENSOR)
+    assert calls_of(whole, Group.EXPERT_TENSOR) == {}
+    assert calls_of(whole, Group.EXPERT) == calls_of(shared, Group.EXPERT)

@@ -28,22 +28,7 @@ TINY = ModelShape(
     vocabulary=100,
     vocabulary_multiple=8,
 )
-BLUEBERRY = ModelShape(
-    layers=6,
-    hidden=384,
-    heads=8,
-    query_groups=8,
-    head_width=48,
-    ffn_hidden=1536,
-    seq_length=512,
-    positions=0,
-    vocabulary=49152,
-    bias=False,
-    rms_norm=True,
-    experts=8,
-    experts_per_token=2,
-    expert_ffn_hidden=1536,
-)
+BLUEBERRY = load_model("blueberry-79m").shape
 
 
 @pytest.mark.parametrize(
@@ -54,6 +39,8 @@ BLUEBERRY = ModelShape(
         ("gpt3-345m", 64_109_568),
         ("gpt3-857m", 355_919_872),
         ("gpt3-64m", 63_847_424),
+        ("llama3-8b", 8_030_261_248),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_published_models_have_the_parameters_megatron_prints(name: str, expected: int) -> None:
@@ -74,6 +61,23 @@ def test_the_last_of_two_stages_holds_a_second_copy_of_the_tied_embedding() -> N
 def test_a_mixture_of_experts_counts_router_and_every_expert() -> None:
     assert parameters_total(BLUEBERRY) == 79_059_840
     assert active_parameters(BLUEBERRY) == 36_592_512
+
+
+def test_on_gpt2_tokens_only_the_embedding_of_a_mixture_grows() -> None:
+    larger = replace(BLUEBERRY, vocabulary=50257)
+    assert parameters_total(larger) == 79_502_208
+    assert active_parameters(larger) == 37_034_880
+
+
+@pytest.mark.parametrize(
+    ("mixture", "dense"), [("moe-tiny", "moe-tiny-dense"), ("blueberry-79m", "blueberry-dense")]
+)
+def test_a_dense_baseline_has_the_active_parameters_but_for_the_routers(
+    mixture: str, dense: str
+) -> None:
+    shape = load_model(mixture).shape
+    routers = shape.layers * shape.experts * shape.hidden
+    assert active_parameters(shape) - parameters_total(load_model(dense).shape) == routers
 
 
 def test_a_dense_model_is_wholly_active() -> None:
@@ -118,6 +122,44 @@ def test_expert_ranks_hold_their_share_of_experts_and_the_whole_router() -> None
     whole = rank_parameters(BLUEBERRY, Parallelism(data=2))
     assert half.experts * 2 == whole.experts == 56_623_104
     assert half.shared == whole.shared
+
+
+def test_experts_that_are_not_split_are_whole_on_every_tensor_rank() -> None:
+    split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
+    as_others, whole = (
+        rank_parameters(BLUEBERRY, replace(split, expert_tensor=ranks)) for ranks in (0, 1)
+    )
+    assert whole.experts == 2 * as_others.experts == 28_311_552
+    assert whole.shared == as_others.shared
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([0, 1, 2]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_ranks_that_hold_one_copy_of_the_experts_hold_each_expert_once(
+    tensor: int, pipeline: int, expert: int, expert_tensor: int, gated: bool, grouped: bool
+) -> None:
+    shape = replace(BLUEBERRY, gated=gated, query_groups=4 if grouped else 8, tied_embeddings=False)
+    split = Parallelism(
+        data=2 * expert,
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        sequence_parallel=tensor > 1,
+    )
+    stages = [rank_parameters(shape, split, stage) for stage in range(pipeline)]
+    ranks = split.tensor_of_experts * expert
+    matrices = 3 if gated else 2
+    all_experts = 6 * 8 * matrices * 384 * 1536
+    assert sum(stage.experts for stage in stages) * ranks == all_experts
+    assert ranks * pipeline * split.copies_of_experts == split.world_size
+    assert parameters_total(shape) - active_parameters(shape) == all_experts * 6 // 8
 
 
 @pytest.mark.parametrize(

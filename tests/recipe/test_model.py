@@ -10,6 +10,7 @@ from tools.recipe.model import (
     load_model,
     model_names,
     shape_from_flags,
+    with_vocabulary,
 )
 from tools.records import Batch
 
@@ -34,6 +35,9 @@ DIMENSIONS = [
         ("gpt3-857m", 355_919_872, Batch(1, 1536), 2048),
         ("gpt2-large", 774_090_240, Batch(32, 32), 1024),
         ("gpt2-xl", 1_557_686_400, Batch(16, 16), 1024),
+        ("blueberry-79m", 79_059_840, Batch(16, 32), 1024),
+        ("moe-tiny", 3_811_904, Batch(4, 4), 64),
+        ("mixtral-8x7b", 46_702_792_704, Batch(1, 1), 4096),
     ],
 )
 def test_the_presets_are_what_they_say(
@@ -49,7 +53,8 @@ def test_an_unknown_model_names_the_near_ones() -> None:
         load_model("gpt2-larg")
 
 
-def test_every_preset_can_be_read() -> None:
+def test_a_name_is_one_familys_and_every_preset_can_be_read() -> None:
+    assert len(set(model_names())) == len(model_names())
     assert {load_model(name).name for name in model_names()} == set(model_names())
 
 
@@ -92,3 +97,27 @@ def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:
     assert load_model("moe-tiny").dropout == 0
     assert load_model("gpt2-large").dropout == 0.1
     assert load_model("gpt2-tiny").dropout == 0
+
+
+def test_another_vocabulary_changes_the_embedding_and_the_flag_alone() -> None:
+    own = load_model("blueberry-79m")
+    larger = with_vocabulary(own, 50257)
+    assert parameters_total(larger.shape) == 79_502_208
+    assert Flags(larger.flags).integer("--vocab-size", 0) == 50257
+    assert with_vocabulary(own, 49152) is own
+
+
+@pytest.mark.parametrize(
+    ("words", "balanced", "z_loss"),
+    [
+        ((), False, False),
+        (("--moe-aux-loss-coeff", "0.0"), False, False),
+        (("--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001"), True, True),
+        (("--moe-aux-loss-coeff", "[0.01]"), True, False),
+    ],
+)
+def test_a_routers_losses_are_read_from_its_coefficients(
+    words: tuple[str, ...], balanced: bool, z_loss: bool
+) -> None:
+    shape = shape_from_flags("m", Flags([*DIMENSIONS, "--num-experts", "8", *words]))
+    assert (shape.load_balancing, shape.router_z_loss) == (balanced, z_loss)

@@ -88,3 +88,20 @@ def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
 )
 def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:
     assert batch_for(Batch(32, 32), parse_strategy(text, devices)) == batch
+
+
+def test_a_split_of_the_experts_own_is_a_flag_and_tps_is_none() -> None:
+    words = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    own = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "1"), 4)
+    assert (own.expert_tensor, own.tensor_of_experts, own.copies_of_experts) == (1, 1, 4)
+    assert strategy_flags(own)[-3:] == ("--expert-tensor-parallel-size", "1", "--sequence-parallel")
+    as_tensor = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "2"), 4)
+    assert as_tensor == parallelism_from_flags(words, 4)
+
+
+def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_devices() -> None:
+    split = parse_strategy("tp2pp2ep2dp2", 16)
+    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
+    assert split.sequence_parallel, "experts under TP need it"
+    with pytest.raises(StrategyError, match="uses 4 device"):
+        parse_strategy("ep2dp2", 2)

@@ -82,7 +82,12 @@ def test_receives_barriers_and_groups_of_one_rank_send_nothing(tmp_path: Path) -
 def test_bytes_to_experts_are_not_matched_because_the_router_decides_them(tmp_path: Path) -> None:
     _, dense = load(write(tmp_path, "dp2"))
     shape = replace(dense.shape, experts=4, experts_per_token=2, expert_ffn_hidden=64)
-    configuration = replace(dense, shape=shape, parallelism=replace(dense.parallelism, expert=2))
+    configuration = replace(
+        dense,
+        shape=shape,
+        parallelism=replace(dense.parallelism, expert=2),
+        token_dispatcher="alltoall",
+    )
     comparison = compare_calls(configuration, RankCommunication(0, 1, 0, ()), LATEST)
     missing = [item for item in comparison.unattributed if item.group == "ep"]
     assert [(item.payload_bytes, item.calls < 0) for item in missing] == [(0, True)]

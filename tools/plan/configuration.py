@@ -11,6 +11,9 @@ from tools.plan.parameters import shape_as_run
 from tools.recipe.model import Model, ModelShape
 from tools.records import Batch, Parallelism
 
+ALL_TO_ALL, ALL_GATHER = "alltoall", "allgather"
+"""Ways in which tokens reach their experts (`--moe-token-dispatcher-type`)."""
+
 
 class Recompute(StrEnum):
     """Which activations are computed again in backward instead of kept."""
@@ -38,6 +41,7 @@ class Configuration:
     cp_comm_type: str = "p2p"
     transport: Transport = Transport.NCCL
     """What moves the bytes: gloo on CPU ranks."""
+    token_dispatcher: str = ALL_TO_ALL
 
     @property
     def trained_shape(self) -> ModelShape:

@@ -16,6 +16,9 @@ from tools.records import Batch, Parallelism, Sharding
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 """Context-parallel attention that the planner knows (`--cp-comm-type`)."""
 
+_EXPERTS_IN_FP16 = (0, 16)
+"""First release without `Expert parallelism is not supported with fp16 training`."""
+
 _FSDP = (Sharding.ZERO2, Sharding.ZERO3)
 
 
@@ -27,10 +30,12 @@ def violations(
     model: str = "the model",
     dtype: str | None = None,
     cp_comm_type: str = "p2p",
+    release: tuple[int, int] | None = None,
 ) -> tuple[str, ...]:
     """Every reason why Megatron refuses this combination; empty if it would train.
 
-    `dtype` (`fp16`, `bf16`, `fp32`) adds the rules that depend on it.
+    `dtype` (`fp16`, `bf16`, `fp32`) adds the rules that depend on it; `release`, Megatron's major and
+    minor version, leaves out those that others have.
     """
     if smallest := _degree_below_one(parallelism, batch):
         return (smallest,)
@@ -39,7 +44,8 @@ def violations(
         *_pipeline_rules(shape, parallelism, model),
         *_context_rules(shape, parallelism, model, cp_comm_type),
         *_batch_rules(parallelism, batch),
-        *_expert_rules(shape, parallelism, model, dtype),
+        *_expert_rules(shape, parallelism, model),
+        *_half_precision_expert_rules(shape, parallelism, dtype, release),
         *_sharding_rules(parallelism, dtype),
     )
 
@@ -61,6 +67,7 @@ def _degree_below_one(parallelism: Parallelism, batch: Batch) -> str | None:
         "PP": parallelism.pipeline,
         "CP": parallelism.context,
         "EP": parallelism.expert,
+        "ETP": parallelism.tensor_of_experts,
         "virtual stages": parallelism.virtual_stages,
         "micro batch": batch.micro_batch_size,
         "global batch": batch.global_batch_size,
@@ -155,9 +162,7 @@ def _batch_rules(parallelism: Parallelism, batch: Batch) -> Iterator[str]:
         )
 
 
-def _expert_rules(
-    shape: ModelShape, parallelism: Parallelism, model: str, dtype: str | None
-) -> Iterator[str]:
+def _expert_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
     expert = parallelism.expert
     if not shape.experts:
         if expert > 1:
@@ -171,19 +176,46 @@ def _expert_rules(
             f"{model} has {shape.experts} experts, which EP {expert} does not divide; use an EP of "
             f"{_choices(divisors(shape.experts))}."
         )
-    ranks = parallelism.data * parallelism.context
-    if ranks % expert:
+    if not 1 <= shape.experts_per_token <= shape.experts:
         yield (
-            f"EP {expert} lies inside DP x CP = {ranks} and does not divide it; use an EP of "
-            f"{_choices([d for d in divisors(ranks) if shape.experts % d == 0])}."
+            f"{model} routes each token to {shape.experts_per_token} of {shape.experts} experts; use a "
+            f"--moe-router-topk of 1 to {shape.experts}."
         )
-    if parallelism.tensor > 1 and not parallelism.sequence_parallel:
-        tensor = parallelism.tensor
-        yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
     if shape.bias:
         yield "Experts have no biases (f4fa7d6b refuses them); add --disable-bias-linear."
-    if expert > 1 and dtype == "fp16":
-        yield "EP refuses fp16 (at f4fa7d6b); use --bf16."
+    yield from _expert_layout_rules(shape, parallelism, model)
+
+
+def _expert_layout_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
+    tensor, split = parallelism.tensor, parallelism.tensor_of_experts
+    if parallelism.tensor > 1 and not parallelism.sequence_parallel:
+        yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
+    if shape.expert_ffn_hidden % split:
+        yield (
+            f"{model}'s experts have {shape.expert_ffn_hidden} columns, which ETP {split} does not "
+            f"divide; use an ETP of {_choices(divisors(shape.expert_ffn_hidden))}."
+        )
+    ranks = parallelism.data * parallelism.context
+    if split != tensor:
+        ranks = ranks * tensor // split if ranks * tensor % split == 0 else 1
+    if ranks % parallelism.expert:
+        inside = "DP x CP" if split == tensor else f"what ETP {split} leaves of DP x CP x TP"
+        yield (
+            f"EP {parallelism.expert} lies inside {inside} = {ranks} and does not divide it; use an EP "
+            f"of {_choices([d for d in divisors(ranks) if shape.experts % d == 0])}."
+        )
+
+
+def _half_precision_expert_rules(
+    shape: ModelShape,
+    parallelism: Parallelism,
+    dtype: str | None,
+    release: tuple[int, int] | None,
+) -> Iterator[str]:
+    if release is not None and release >= _EXPERTS_IN_FP16:
+        return
+    if shape.experts and parallelism.expert > 1 and dtype == "fp16":
+        yield "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
 
 
 def _sharding_rules(parallelism: Parallelism, dtype: str | None) -> Iterator[str]:

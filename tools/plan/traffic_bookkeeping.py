@@ -44,7 +44,7 @@ def bookkeeping_traffic(
             numbers=2,
         )
     if configuration.shape.experts:
-        yield from _load_balancing(configuration)
+        yield from _router_losses(configuration, megatron)
     if megatron is Megatron.F4FA7D6B:
         yield _timers(configuration)
 
@@ -60,6 +60,7 @@ def group_size(configuration: Configuration, group: Group) -> int:
         Group.PIPELINE: parallelism.pipeline,
         Group.TENSOR_CONTEXT: parallelism.tensor * parallelism.context,
         Group.DATA_CONTEXT: parallelism.data * parallelism.context,
+        Group.TENSOR_DATA_CONTEXT: parallelism.world_size // parallelism.pipeline,
     }[group]
 
 
@@ -85,16 +86,21 @@ def _gradient_statistics(configuration: Configuration) -> Iterator[Traffic]:
             yield _call(configuration, group, "overflow flag", source)
 
 
-def _load_balancing(configuration: Configuration) -> Iterator[Traffic]:
-    """The auxiliary loss of every layer, for the log."""
-    for group in (Group.TENSOR_CONTEXT, Group.PIPELINE, Group.DATA_CONTEXT):
-        yield _call(
-            configuration,
-            group,
-            "auxiliary loss of each layer",
-            "transformer/moe: logging of auxiliary losses",
-            numbers=configuration.shape.layers,
-        )
+def _router_losses(configuration: Configuration, megatron: Megatron) -> Iterator[Traffic]:
+    """The routers' losses of every layer, for the log; f4fa7d6b averages the z-loss over DP alone.
+
+    The load-balancing loss is logged, as 0, also where it is no part of the loss.
+    """
+    everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
+    own = (Group.TENSOR_CONTEXT,) if configuration.shape.load_balancing else ()
+    logged = [("load-balancing loss of each layer", (*own, *everywhere))]
+    if configuration.shape.router_z_loss:
+        stage = () if megatron is Megatron.F4FA7D6B else (Group.TENSOR_DATA_CONTEXT,)
+        logged.append(("z-loss of each layer", (*stage, *everywhere)))
+    source, numbers = "transformer/moe: logging of auxiliary losses", configuration.shape.layers
+    for what, groups in logged:
+        for group in groups:
+            yield _call(configuration, group, what, source, numbers=numbers)
 
 
 def _timers(configuration: Configuration) -> Traffic:

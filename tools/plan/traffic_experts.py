@@ -1,19 +1,22 @@
-"""Calls that move tokens to their experts and back (`--moe-token-dispatcher-type alltoall`).
+"""Calls that move tokens to their experts and back, by `--moe-token-dispatcher-type`.
 
-How many tokens a rank receives depends on the router, and on average it is as many as it sends:
-top-k copies of its own. So the totals over the EP group are exact, those of one rank are means.
-Probabilities travel in the model's dtype (`--moe-router-dtype` is not modelled).
+`alltoall`: how many tokens a rank receives depends on the router, and on average it is as many as it
+sends, top-k copies of its own. So the payloads summed over the EP group are exact, those of one rank
+are means, and so is what of them stays on the rank. `allgather`: every rank gets all tokens of its
+group, and everything is exact. Probabilities travel in the model's dtype (`--moe-router-dtype` is not
+modelled).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import Operation, Phase
-from tools.plan.configuration import Configuration, Recompute
+from tools.measurements import Operation, Phase, Transport
+from tools.plan.configuration import ALL_GATHER, Configuration, Recompute
 from tools.plan.wire import Group, Traffic
 
 _DISPATCHER = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
+_GATHERING = "transformer/moe/token_dispatcher.py: MoEAllGatherTokenDispatcher"
 _INT64 = 8
 
 
@@ -21,9 +24,13 @@ def expert_traffic(configuration: Configuration) -> Iterator[Traffic]:
     """Calls over EP, and over the TP ranks that share each expert."""
     if not configuration.shape.experts:
         return
+    if configuration.shape.load_balancing:
+        yield _balance(configuration)
+    if configuration.token_dispatcher == ALL_GATHER:
+        yield from _gathered(configuration)
+        return
     if _expert_ranks(configuration) > 1:
         yield _token_counts(configuration)
-    yield _balance(configuration)
     if configuration.parallelism.expert > 1:
         yield from _exchanges(configuration)
     if configuration.parallelism.tensor_of_experts > 1:
@@ -103,14 +110,44 @@ def _exchanges(configuration: Configuration) -> Iterator[Traffic]:
             )
 
 
+def _gathered(configuration: Configuration) -> Iterator[Traffic]:
+    """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
+    ranks = _expert_ranks(configuration)
+    if ranks == 1:
+        return
+    shape, element = configuration.shape, configuration.element_bytes
+    tokens = ranks * (configuration.tokens // configuration.sequence_shards)
+    states, choices = tokens * shape.hidden * element, tokens * shape.experts
+    forwards, backwards = _passes(configuration)
+    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
+    for operation, phase, what, payload, calls in (
+        (gather, Phase.FORWARD, "which token goes where", choices, forwards),
+        (gather, Phase.FORWARD, "routing probabilities", choices * element, forwards),
+        (gather, Phase.FORWARD, "tokens to all experts", states, forwards),
+        (scatter, Phase.FORWARD, "outputs of experts", states, forwards),
+        (gather, Phase.BACKWARD, "gradients of the outputs", states, backwards),
+        (scatter, Phase.BACKWARD, "gradients of the tokens", states, backwards),
+        (scatter, Phase.BACKWARD, "gradients of the probabilities", choices * element, backwards),
+    ):
+        yield Traffic(
+            Group.TENSOR_EXPERT, ranks, operation, phase, what, calls, payload, _GATHERING
+        )
+
+
 def _expert_tensor_parallel(configuration: Configuration) -> Iterator[Traffic]:
-    """Each expert is split as well: its inputs are gathered, its outputs scattered."""
+    """Each expert is split as well: its inputs are gathered, its outputs scattered.
+
+    gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes
+    (`megatron_patches/uneven_parts.py`).
+    """
     ranks = configuration.parallelism.tensor_of_experts
     forwards, backwards = _passes(configuration)
     routed = ranks * routed_tokens(configuration)
     element = configuration.element_bytes
     tokens = routed * configuration.shape.hidden * element
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
+    if configuration.transport is Transport.GLOO:
+        gather = scatter = Operation.ALL_TO_ALL
     for operation, phase, what, payload, calls in (
         (gather, Phase.FORWARD, "inputs of experts", tokens, forwards),
         (gather, Phase.FORWARD, "their probabilities", routed * element, forwards),

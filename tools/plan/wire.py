@@ -26,6 +26,8 @@ class Group(StrEnum):
     TENSOR_EXPERT = "tp_ep"
     EXPERT_MODEL = "expert_mp"
     """Expert TP×EP×PP: the ranks that hold one copy of all experts."""
+    TENSOR_DATA_CONTEXT = "tp_dp_cp"
+    """TP×DP×CP: the ranks of one pipeline stage."""
     PIPELINE = "pp"
     EMBEDDING = "embedding"
     MODEL = "mp"

@@ -59,6 +59,10 @@ class ModelShape:
     """Experts in each MLP; 0 is dense."""
     experts_per_token: int = 0
     expert_ffn_hidden: int = 0
+    load_balancing: bool = True
+    """The router's load-balancing loss is part of the loss."""
+    router_z_loss: bool = False
+    """So is the mean square of its logits' log-sum-exp."""
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
@@ -190,6 +194,8 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         if flags.has("--num-experts")
         else 0,
         expert_ffn_hidden=flags.integer("--moe-ffn-hidden-size", ffn),
+        load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
+        router_z_loss=flags.has("--moe-z-loss-coeff"),
     )
 
 

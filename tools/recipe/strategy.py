@@ -61,7 +61,7 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
     return parallelism
 
 
-def devices_of(text: str, otherwise: int) -> int:
+def devices_of(text: str, otherwise: int = 1) -> int:
     """How many ranks a strategy's degrees multiply to; `otherwise` for one that names none (`zero1`).
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.measurements import Transport
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import ALL_GATHER, Configuration, Recompute
 from tools.plan.megatron import LATEST, Megatron
 from tools.report.predicted_moments import Kernels
 from tools.report.runs import Run
@@ -43,6 +43,7 @@ def configuration_of_run(run: Run) -> Configuration:
         fused_attention=not local or setup.parallelism.context > 1,
         cp_comm_type="all_gather" if local else _cp_comm_type(run),
         transport=Transport.GLOO if setup.device == "cpu" else Transport.NCCL,
+        token_dispatcher=_argument(run, "moe_token_dispatcher_type") or ALL_GATHER,
     )
 
 

@@ -16,6 +16,9 @@ from tools.report.closed_form import pipeline_rank
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 """They send nothing; a receive is its sender's call."""
 
+_ROUTED = (Group.EXPERT.value, Group.EXPERT_TENSOR.value)
+"""How many tokens these calls move is the router's choice; the closed form has the mean."""
+
 Kind = tuple[str, str, int]
 """Group, operation, payload bytes; payload is 0 where it depends on the router."""
 
@@ -111,4 +114,4 @@ def _left_over(measured: Iterable[Calls], predicted: Iterable[Traffic]) -> list[
 
 
 def _kind(group: str, operation: str, payload_bytes: int) -> Kind:
-    return group, operation, 0 if group == Group.EXPERT.value else payload_bytes
+    return group, operation, 0 if group in _ROUTED else payload_bytes

@@ -176,13 +176,15 @@ def _model_name(shape: ModelShape | None) -> str:
 
 
 def _parallelism(arguments: Mapping[str, str]) -> Parallelism:
-    expert = _integer(arguments, "expert_model_parallel_size") or 1
+    tensor = _integer(arguments, "tensor_model_parallel_size") or 1
+    of_experts = _integer(arguments, "expert_tensor_parallel_size") or tensor
     return Parallelism(
         data=_integer(arguments, "data_parallel_size") or 1,
-        tensor=_integer(arguments, "tensor_model_parallel_size") or 1,
+        tensor=tensor,
         pipeline=_integer(arguments, "pipeline_model_parallel_size") or 1,
         context=_integer(arguments, "context_parallel_size") or 1,
-        expert=expert,
+        expert=_integer(arguments, "expert_model_parallel_size") or 1,
+        expert_tensor=0 if of_experts == tensor else of_experts,
         virtual_stages=_integer(arguments, "virtual_pipeline_model_parallel_size") or 1,
         sequence_parallel=arguments.get("sequence_parallel") == "True",
         sharding=_sharding(arguments),

@@ -20,7 +20,6 @@ _FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 _WITHOUT_DEVICES = (
     "--fake-process-group",
     "--disable-gloo-process-groups",
-    "--no-rope-fusion",
     *("--dataloader-type", "external"),
     *("--train-iters", "1"),
     *("--eval-iters", "0"),
