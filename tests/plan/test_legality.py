@@ -96,3 +96,37 @@ def test_fp16_is_refused_where_upstream_refuses_it() -> None:
     fsdp2 = Parallelism(data=2, sharding=Sharding.FSDP2)
     (found,) = violations(LARGE.shape, fsdp2, Batch(1, 2), dtype="fp16")
     assert "FSDP2 refuses fp16; use --bf16" in found
+
+
+def test_experts_in_fp16_are_refused_up_to_015() -> None:
+    moe, split, batch = MOE, Parallelism(data=2, expert=2), Batch(1, 2)
+    for release in (None, (0, 15)):
+        (found,) = violations(moe, split, batch, dtype="fp16", release=release)
+        assert (
+            found
+            == "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
+        )
+    assert violations(moe, split, batch, dtype="fp16", release=(0, 16)) == ()
+    assert violations(moe, Parallelism(data=2), batch, dtype="fp16", release=(0, 15)) == ()
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> None:
+    (found,) = violations(replace(MOE, experts_per_token=chosen), Parallelism(), Batch(1, 1))
+    assert f"to {chosen} of 8 experts; use a --moe-router-topk of 1 to 8." in found
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        # TP 2 × DP 2 leave four ranks to experts that are not split.
+        (Parallelism(data=2, tensor=2, expert=4, expert_tensor=1, sequence_parallel=True), ""),
+        (Parallelism(data=2, tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), ""),
+        (Parallelism(data=2, tensor=2, expert=2, expert_tensor=4, sequence_parallel=True), "= 1"),
+        (Parallelism(data=2, tensor=2, expert=4, sequence_parallel=True), "DP x CP = 2"),
+        (Parallelism(data=3, expert_tensor=3), "which ETP 3 does not divide"),
+    ],
+)
+def test_experts_may_be_split_otherwise_than_the_rest(split: Parallelism, words: str) -> None:
+    found = violations(MOE, split, Batch(1, split.data))
+    assert (words in found[0]) if words else not found

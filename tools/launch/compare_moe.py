@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from tools.launch.compose import DEFAULT_DATA, Launch
+from tools.launch.compose import DEFAULT_DATA, UNIQUE_SAMPLE, Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.moe_measured import measure_run
 from tools.launch.moe_table import TOLERANCE, render, worst_difference
@@ -29,7 +29,7 @@ from tools.recipe.model import ROOT, load_model
 from tools.records import DeviceKind
 
 RANKS = 2
-CPU_DATA = "owt-ds/sample-unique_text_document"
+CPU_DATA = UNIQUE_SAMPLE
 """Every paragraph once: the sample's own repeat, and validation would hold what was trained on."""
 
 CPU_ITERATIONS, REPEATS = 40, 2

@@ -32,11 +32,16 @@ from tools.records import Batch, DeviceKind, Entry, Parallelism, Sharding
 
 RUNTIMES = Path(__file__).parent / "runtimes"
 TINY_ITERATIONS, ITERATIONS = 25, 100
-# What the kit itself prepares holds GPT-2 tokens: whatever is trained on it has GPT-2's vocabulary.
 DEFAULT_DATA = {
     DeviceKind.CPU: "owt-ds/sample_text_document",
     DeviceKind.GPU: "owt-ds/openwebtext-10k_text_document",
 }
+UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
+"""The sample with every paragraph once."""
+
+GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
+"""What the kit prepares holds GPT-2 tokens: whatever is trained on it has GPT-2's vocabulary."""
+
 RUN_PLACEHOLDER = "<run folder>"
 FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -197,7 +202,7 @@ def compose(
 def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     """The model that `words` make of it; on the kit's own data sets it has their vocabulary."""
     model = changed_model(model, words)
-    return with_vocabulary(model, GPT2_VOCABULARY) if data in DEFAULT_DATA.values() else model
+    return with_vocabulary(model, GPT2_VOCABULARY) if data in GPT2_DATA else model
 
 
 def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import psutil
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tools.launch.devices import gpu_names
+from tools.launch.devices import Gpu, visible_gpus
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
-from tools.plan.parameters import parameters_total
+from tools.plan.parameters import active_parameters, parameters_of_rank, parameters_total
 from tools.recipe.model import ALIASES, Model, load_model, model_names
-from tools.recipe.strategy import NAMED, batch_for, parse_strategy
+from tools.recipe.strategy import NAMED, OF_EXPERTS, batch_for, devices_of, parse_strategy
+from tools.records import Parallelism
 
 MEANING = {
     "baseline": "one device",
@@ -23,6 +27,10 @@ MEANING = {
     "pp2": "the layers in two stages",
     "vpp2": "PP 2, two interleaved stages a rank",
     "ep2": "experts over two ranks (mixture of experts)",
+    "ep2dp2": "two copies of the experts, each over two ranks",
+    "tp2ep2": "experts over two ranks, each and all matrices in two (with sequence parallelism)",
+    "pp2ep2": "layers in two stages, experts over two ranks in each",
+    "ep8": "experts over eight ranks",
     "zero1": "optimizer state sharded over the replicas",
     "zero2": "gradients sharded too",
     "zero3": "weights sharded too",
@@ -33,48 +41,71 @@ MEANING = {
 
 def show_list(console: Console) -> None:
     """Print models, strategies and what runs here."""
-    gpus = gpu_names()
+    gpus = visible_gpus()
     memory = psutil.virtual_memory()
     console.print(
         f"This machine: {psutil.cpu_count()} cores, {memory.available / 2**30:.0f} GiB free, "
-        f"{f'{len(gpus)} × {gpus[0]}' if gpus else 'no GPU'}.",
+        f"{f'{len(gpus)} × {gpus[0].name}' if gpus else 'no GPU'}.",
         highlight=False,
     )
-    console.print(_models(memory.available))
+    models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
+    console.print(_models(models, memory.available, gpus))
     for label, name in ALIASES.items():
         console.print(f"{label} is another name of {name}.", highlight=False)
+    console.print(_experts([model for model in models if model.shape.experts]))
     console.print(_strategies())
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
     console.print(
-        "  make train-tp2-gpt2-tiny-2cpu    make train-tp2-gpt2-large-2gpu", highlight=False
+        "  make train-tp2-gpt2-tiny-2cpu    make train-tp2-gpt2-large-2gpu    "
+        "make train-ep2-moe-tiny-2cpu",
+        highlight=False,
     )
 
 
 def runnable_here(model: Model, available_bytes: int) -> tuple[str, ...]:
     """The named strategies that this machine's CPU ranks can run with the model's own batch."""
-    return tuple(name for name in NAMED if _fits(model, name, available_bytes))
+    return tuple(name for name in _names(model) if _fits(model, name, available_bytes))
 
 
-def _fits(model: Model, strategy: str, available_bytes: int) -> bool:
-    devices = 1 if strategy == "baseline" else 2
+def runnable_on(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """The named strategies whose ranks fit on these GPUs, one on each."""
+    smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
+    return tuple(
+        name
+        for name in _names(model)
+        if devices_of(name) <= len(gpus)
+        and _fits(model, name, smallest * devices_of(name), on_cpu=False)
+    )
+
+
+def _names(model: Model) -> tuple[str, ...]:
+    return OF_EXPERTS if model.shape.experts else NAMED
+
+
+def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = True) -> bool:
+    devices = devices_of(strategy)
     parallelism = parse_strategy(strategy, devices)
     batch = batch_for(model.batch, parallelism)
-    if violations(model.shape, parallelism, batch, model=model.name):
+    dtype = "fp32" if on_cpu else model.dtype
+    if violations(model.shape, parallelism, batch, model=model.name, dtype=dtype):
         return False
-    return estimate_peak_bytes(model, parallelism, batch, "fp32") * devices <= available_bytes
+    peak = estimate_peak_bytes(model, parallelism, batch, dtype, on_cpu=on_cpu)
+    return peak * devices <= available_bytes
 
 
-def _models(available_bytes: int) -> Table:
+def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table:
     table = Table(title="Models", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     for heading in ("shape", "heads", "length", "batch"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("CPU here", min_width=9)
-    models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
+    if gpus:
+        table.add_column("GPUs here", min_width=9)
     for model in models:
         shape, batch = model.shape, model.batch
-        runs = runnable_here(model, available_bytes)
+        fitting = [runnable_here(model, available_bytes)]
+        fitting += [runnable_on(model, gpus)] if gpus else []
         table.add_row(
             model.name,
             f"{parameters_total(shape):,}",
@@ -82,9 +113,42 @@ def _models(available_bytes: int) -> Table:
             str(shape.heads),
             str(shape.seq_length),
             f"{batch.micro_batch_size}/{batch.global_batch_size}",
-            "all six" if len(runs) == len(NAMED) else ", ".join(runs) or "too large",
+            *(_choice(names, _names(model)) for names in fitting),
         )
     return table
+
+
+def _choice(names: Sequence[str], known: Sequence[str]) -> str:
+    if len(names) == len(known):
+        return "all six" if len(known) == len(NAMED) else f"all {len(known)}"
+    return ", ".join(names) or "too large"
+
+
+_SPLITS = {
+    "ep2": parse_strategy("ep2", 2),
+    "ep8": parse_strategy("ep8", 8),
+    "tp2ep2": parse_strategy("tp2ep2", 4),
+    "tp2ep2, ETP 1": replace(parse_strategy("tp2ep2", 4), expert_tensor=1),
+    "pp2ep2": parse_strategy("pp2ep2", 4),
+}
+
+
+def _experts(models: Sequence[Model]) -> Table:
+    """All, what a token meets, what the fullest rank holds; ETP, else TP, ranks share an expert."""
+    title = "Mixtures of experts: parameters"
+    table = Table("", title=title, box=SIMPLE_HEAD, pad_edge=False)
+    for model in models:
+        table.add_column(model.name, justify="right", no_wrap=True)
+    table.add_row("all", *(f"{parameters_total(model.shape):,}" for model in models))
+    table.add_row("active", *(f"{active_parameters(model.shape):,}" for model in models))
+    for name, split in _SPLITS.items():
+        table.add_row(f"a rank: {name}", *(f"{_fullest(model, split):,}" for model in models))
+    return table
+
+
+def _fullest(model: Model, split: Parallelism) -> int:
+    stages = range(split.pipeline)
+    return max(parameters_of_rank(model.shape, split, 0, stage) for stage in stages)
 
 
 def _strategies() -> Table:

@@ -15,9 +15,11 @@ from tools.launch.backends import backend_problems
 from tools.launch.checkpoints.saving import checkpoint_bytes, saving_problems
 from tools.launch.checkpoints.shapes import other_model_problem
 from tools.launch.compose import DEFAULT_DATA, Launch
+from tools.launch.entry import release
 from tools.launch.errors import LaunchError
 from tools.launch.network import network_problems
 from tools.launch.optimizers import optimizer_problems
+from tools.launch.preflight_experts import expert_problems
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
@@ -94,8 +96,11 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
         launch.parallelism,
         launch.batch,
         model=launch.model.name,
-        dtype=launch.dtype,
+        # EXTRA=--fp16 is Megatron's on CPU ranks too, which else compute in fp32.
+        dtype="fp16" if "--fp16" in launch.flags else launch.dtype,
+        release=release(launch.entry.megatron_version),
     )
+    yield from expert_problems(launch)
     yield from backend_problems(launch)
     if launch.saving is not None:
         yield from saving_problems(launch.strategy, launch.parallelism, launch.backend)

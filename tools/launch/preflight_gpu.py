@@ -31,10 +31,11 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
     gpus = visible_gpus()
     if len(gpus) < launch.local_devices:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        tiny = "moe-tiny" if launch.model.shape.experts else "gpt2-tiny"
         shown = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
         yield (
             f"{launch.local_devices} GPU(s) are wanted and {len(gpus)} found{shown}; run "
-            f"'make train-{launch.strategy}-gpt2-tiny-{launch.devices}cpu' to see the strategy on CPU "
+            f"'make train-{launch.strategy}-{tiny}-{launch.devices}cpu' to see the strategy on CPU "
             "ranks, or 'make plan' for what it would need."
         )
         return

@@ -22,7 +22,8 @@ from tools.launch.preflight import check
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target, parse_target, script_of
-from tools.recipe.model import ROOT, load_model
+from tools.plan.parameters import parameters_total
+from tools.recipe.model import ROOT, Model, load_model
 from tools.recipe.strategy import StrategyError, parse_strategy, strategy_flags
 from tools.records import Status, StatusRecord
 
@@ -135,7 +136,18 @@ def describe(launch: Launch) -> str:
     return (
         f"{launch.iterations} iterations on {launch.devices} {launch.device.upper()} rank(s), "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{launch.dtype}, {_trainer(launch)}{_place(launch)}"
+        f"{launch.dtype}, {_trainer(launch)}{_place(launch)}{_vocabulary(launch.model)}"
+    )
+
+
+def _vocabulary(model: Model) -> str:
+    """Says so where the data's tokens are not those of the model's own tokenizer."""
+    own, trained = load_model(model.name).shape.vocabulary, model.shape.vocabulary
+    if own == trained:
+        return ""
+    return (
+        f", a vocabulary of {trained:,} as the data's for its own of {own:,}: "
+        f"{parameters_total(model.shape):,} parameters"
     )
 
 

@@ -1,0 +1,132 @@
+"""Mixtures of experts, from the target's name to what is refused before anything starts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.launch.compose import DEFAULT_DATA, Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.runtime import Runtime
+from tools.launch.target import parse_target, script_of
+from tools.launch.train import compose_target, describe, flags_of_grammar
+from tools.recipe.arguments import Flags
+from tools.recipe.model import ROOT
+from tools.recipe.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
+from tools.records import DeviceKind
+
+Composer = Callable[..., Launch]
+CHECKOUT_OF_THE_COMMIT = "MAJOR = 0\nMINOR = 15\nPATCH = 0\nPRE_RELEASE = 'rc2'\n"
+
+
+@pytest.fixture
+def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
+    def compose_named(
+        name: str, extra: str = "", runtime: Runtime | None = None, **changes: object
+    ) -> Launch:
+        options = Options(data=str(sample_prefix), runs=tmp_path / "runs", extra=(*extra.split(),))
+        target = parse_target(name)
+        options = replace(options, **changes)  # type: ignore[arg-type]
+        return compose_target(target, flags_of_grammar(target), options, runtime)
+
+    return compose_named
+
+
+def refusal(launch: Launch, runs: Path) -> str:
+    with pytest.raises(LaunchError) as caught:
+        check(launch, runs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", OF_EXPERTS)
+def test_scripts_pass_the_flags_of_the_grammar(strategy: str) -> None:
+    target = parse_target(f"train-{strategy}-moe-tiny-{devices_of(strategy)}cpu")
+    script = script_of(target)
+    assert script == f"examples/moe/train_{strategy}.sh"
+    text = (ROOT / script).read_text()
+    flags = text.partition(' "$@" -- ')[2].replace("\\\n", " ").split()
+    assert flags == list(strategy_flags(parse_strategy(strategy, devices_of(strategy))))
+
+
+def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
+    split = parse_strategy("ep2dp2", 4)
+    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
+    assert parse_strategy("tp2ep2", 4).copies_of_experts == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "extra", "message"),
+    [
+        ("train-ep3-moe-tiny-3cpu", "", "moe-tiny has 8 experts, which EP 3 does not divide"),
+        ("train-tp2-moe-tiny-2cpu", "", "Experts under TP 2 need --sequence-parallel; use sp2."),
+        (
+            "train-ep2-moe-tiny-2cpu",
+            "--moe-router-topk 9",
+            "each token to 9 of 8 experts; use a --moe-router-topk of 1 to 8.",
+        ),
+        ("train-ep2-gpt2-tiny-2cpu", "", "EP 2 needs experts and gpt2-tiny is dense"),
+        (
+            "train-ep2-moe-tiny-2cpu",
+            "--moe-expert-capacity-factor 1.5",
+            "--moe-expert-capacity-factor 1.5 drops tokens.*from 4 on nothing.*SHARED_START=0",
+        ),
+        (
+            "train-ep2-moe-tiny-2cpu",
+            "--moe-grouped-gemm",
+            "--moe-grouped-gemm is Transformer Engine's, which does not work here; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_rule(
+    composed: Composer, tmp_path: Path, target: str, extra: str, message: str
+) -> None:
+    launch = composed(target, extra)
+    with pytest.raises(LaunchError, match=message):
+        check(launch, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_capacity_that_drops_nothing_or_a_start_of_its_own_is_allowed(
+    composed: Composer, tmp_path: Path
+) -> None:
+    factor = "--moe-expert-capacity-factor"
+    check(composed("train-ep2-moe-tiny-2cpu", f"{factor} 4"), tmp_path / "runs")
+    own = composed("train-ep2-moe-tiny-2cpu", f"{factor} 1.5", shared_start=False)
+    check(own, tmp_path / "runs")
+
+
+def test_fp16_with_expert_parallelism_is_refused_by_the_commits_that_do(
+    composed: Composer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "megatron-lm"
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "package_info.py").write_text(CHECKOUT_OF_THE_COMMIT)
+    old = composed("train-ep2-moe-tiny-2cpu", "--fp16", megatron_lm=folder)
+    assert "EP refuses fp16 (up to 0.15" in refusal(old, tmp_path / "runs")
+    check(composed("train-ep2-moe-tiny-2cpu", "--fp16"), tmp_path / "runs")
+
+
+def test_experts_are_multiplied_together_where_transformer_engine_is() -> None:
+    target = parse_target("train-ep2-blueberry-79m-2gpu")
+    flags = [
+        compose_target(target, flags_of_grammar(target), Options(), runtime).flags
+        for runtime in (Runtime(transformer_engine=True), Runtime())
+    ]
+    assert ["--moe-grouped-gemm" in words for words in flags] == [True, False]
+    assert all("--bf16" in words for words in flags)
+
+
+def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed: Composer) -> None:
+    own_data = DEFAULT_DATA[DeviceKind.CPU]
+    launch = composed("train-ep2-blueberry-79m-2cpu", data=own_data)
+    assert Flags(launch.flags).integer("--vocab-size", 0) == 50257
+    assert describe(launch).endswith(
+        "a vocabulary of 50,257 as the data's for its own of 49,152: 79,502,208 parameters"
+    )
+    elsewhere = composed("train-ep2-blueberry-79m-2cpu")
+    assert elsewhere.model.shape.vocabulary == 49152
+    assert elsewhere.start_checkpoint != launch.start_checkpoint
+    assert "vocabulary" not in describe(composed("train-ep2-moe-tiny-2cpu", data=own_data))

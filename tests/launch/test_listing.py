@@ -1,0 +1,64 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from tools.launch import listing
+from tools.launch.devices import Gpu
+from tools.launch.listing import runnable_here, runnable_on, show_list
+from tools.recipe.model import load_model
+
+GIB = 2**30
+
+
+@pytest.fixture
+def listed() -> str:
+    console = Console(file=io.StringIO(), width=160)
+    show_list(console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def figures(listed: str, beginning: str) -> list[str]:
+    lines = (text.strip() for text in listed.splitlines())
+    return next(text for text in lines if text.startswith(beginning)).split()
+
+
+def test_models_show_their_true_sizes(listed: str) -> None:
+    assert figures(listed, "blueberry-79m ")[1] == "79,059,840"
+    assert figures(listed, "llama3-8b ")[1] == "8,030,261,248"
+
+
+@pytest.mark.parametrize(
+    ("beginning", "counts"),
+    [
+        ("all ", ["3,811,904", "79,059,840", "46,702,792,704"]),
+        ("active ", ["3,418,688", "36,592,512", "12,879,925,248"]),
+        ("a rank: ep2 ", ["3,549,760", "50,748,288", "24,154,214,400"]),
+        ("a rank: ep8 ", ["3,353,152", "29,514,624", "7,242,780,672"]),
+        ("a rank: tp2ep2 ", ["1,780,288", "25,385,856", "12,077,764,608"]),
+        ("a rank: tp2ep2, ETP 1 ", ["1,911,360", "39,541,632", "23,352,053,760"]),
+    ],
+)
+def test_mixtures_show_what_is_active_and_what_a_rank_holds(
+    listed: str, beginning: str, counts: list[str]
+) -> None:
+    assert figures(listed, beginning)[-3:] == counts
+
+
+def test_what_fits_is_asked_of_the_strategies_that_a_model_has() -> None:
+    moe, dense = load_model("moe-tiny"), load_model("moe-tiny-dense")
+    assert runnable_here(moe, 100 * GIB)[2:5] == ("ep2", "ep2dp2", "tp2ep2")
+    assert "ep2" not in runnable_here(dense, 100 * GIB)
+    assert runnable_here(load_model("mixtral-8x7b"), 100 * GIB) == ()
+
+
+def test_gpus_take_what_their_number_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu(index, f"GPU-{index}", "A", 40 * GIB) for index in range(2)]
+    assert runnable_on(load_model("blueberry-79m"), gpus) == ("baseline", "dp2", "ep2")
+    assert runnable_on(load_model("mixtral-8x7b"), gpus) == ()
+    monkeypatch.setattr(listing, "visible_gpus", lambda: tuple(gpus))
+    console = Console(file=io.StringIO(), width=160)
+    show_list(console)
+    assert isinstance(console.file, io.StringIO)
+    assert "GPUs here" in console.file.getvalue()
