@@ -11,14 +11,17 @@ from tools.report.chart_canvas import Chart, draw
 from tools.report.chart_devices import draw_devices
 from tools.report.chart_losses import draw_losses
 from tools.report.chart_memory import draw_memory
+from tools.report.chart_routing import draw_routing
 from tools.report.chart_times import MAX_TIMES, draw_times
 from tools.report.parity import loss_curve
 from tools.report.report_data import Entry, Report
+from tools.report.routing import iterations_of
 from tools.report.rows import memory_by_rank
 
 MAX_COHORTS = 4
 MAX_CURVES = 8
 MAX_DEVICES = 12
+MAX_ROUTED = 4
 
 __all__ = ["Chart", "draw_charts"]
 
@@ -26,6 +29,7 @@ __all__ = ["Chart", "draw_charts"]
 def draw_charts(report: Report) -> list[Chart]:
     """Draw every chart that the runs have data for; limits are told in the charts' texts."""
     charts = [*_times(report.entries), *_bandwidth(report.entries), *_losses(report.entries)]
+    charts += _routing(report.entries)
     measured = [entry for entry in report.entries if memory_by_rank(entry.run)]
     if measured:
         text = "Peak memory of each rank, as the allocator or the ledger counts it."
@@ -81,6 +85,23 @@ def _losses(entries: Sequence[Entry]) -> list[Chart]:
         painter = partial(draw_losses, entries=members[:MAX_CURVES])
         name = "loss" if place == 0 else f"loss-{place + 1}"
         charts.append(draw(name, title, _limited(text, members, MAX_CURVES), painter))
+    return charts
+
+
+def _routing(entries: Sequence[Entry]) -> list[Chart]:
+    """A picture for each run that has routers; the first of a strategy stands for those like it."""
+    watched = [entry for entry in entries if entry.run.ledgers.routing]
+    charts = []
+    for place, entry in enumerate(watched[:MAX_ROUTED]):
+        assert entry.run.ledgers.routing is not None
+        text = (
+            "How many tokens each expert computed, over its even share, layer by layer; below the"
+            " router's losses before their coefficients, and its entropy."
+        )
+        painter = partial(draw_routing, iterations=iterations_of(entry.run.ledgers.routing))
+        name = "routing" if place == 0 else f"routing-{place + 1}"
+        title = f"Routing, {entry.label}"
+        charts.append(draw(name, title, _limited(text, watched, MAX_ROUTED), painter))
     return charts
 
 

@@ -12,6 +12,7 @@ from tools.report.explain_memory import (
     sharding_sentences,
 )
 from tools.report.explain_pipeline import bubble_sentences
+from tools.report.explain_routing import routing_sentences, routing_tables
 from tools.report.explain_tables import Table, tables
 from tools.report.explain_traffic import context_sentences, traffic_sentences
 from tools.report.explained import Subject, Topic, subjects_of
@@ -23,6 +24,7 @@ _QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
     ("What does each strategy send?", traffic_sentences),
     ("How does context parallelism compare with tensor parallelism?", context_sentences),
     ("What does the pipeline wait for, and would more micro batches help?", bubble_sentences),
+    ("How evenly are tokens routed, and what does it cost?", routing_sentences),
     ("Why is a pipeline's memory uneven?", pipeline_memory_sentences),
     ("What does sequence parallelism save?", sequence_parallel_sentences),
     ("What does sharding the optimizer save?", sharding_sentences),
@@ -47,7 +49,7 @@ def explain(report: Report) -> Explanation:
     topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
-        tables(subjects),
+        tables(subjects) + routing_tables(subjects),
         {subject.run.name: subject.findings for subject in subjects},
     )
 

@@ -14,7 +14,8 @@ from tools.measurements import (
     read_communication,
     read_memory,
 )
-from tools.records import COMMUNICATION_FILE, MEMORY_FILE
+from tools.records import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE
+from tools.routing import RoutingRecord, read_routing
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Ledgers:
 
     memory: MemoryRecord | None = None
     communication: CommunicationRecord | None = None
+    routing: RoutingRecord | None = None
 
     @property
     def peak_memory_bytes_by_rank(self) -> Mapping[int, int]:
@@ -51,7 +53,9 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
     """Read the ledgers of a run folder, and say what is wrong with them."""
     notes: list[str] = []
     memory = _read(read_memory, folder, MEMORY_FILE, notes)
-    return Ledgers(memory, _read(read_communication, folder, COMMUNICATION_FILE, notes)), notes
+    communication = _read(read_communication, folder, COMMUNICATION_FILE, notes)
+    routing = _read(read_routing, folder, ROUTING_FILE, notes)
+    return Ledgers(memory, communication, routing), notes
 
 
 def _read[T](read: Callable[[Path], T], folder: Path, name: str, notes: list[str]) -> T | None:
