@@ -53,8 +53,9 @@ def test_every_call_of_zero3_is_in_the_closed_form(zero3: Run) -> None:
 
 PADDING = {2: 4 * 128, 3: 4 * 768}
 """Megatron-FSDP fills every bucket up, so that both ranks hold as much."""
-STEPS = {0: 2 * 52, 1: 53, 2: 53, 3: 57}
-"""Adam counts its steps for each of 52 tensors, on both ranks for those that lie across the ranks."""
+STEPS = {0: 2 * 52}
+"""torch's Adam counts its steps for each of 52 tensors; under the distributed optimizer and FSDP the
+count is no tensor (megatron_patches/adam_step.py)."""
 
 
 def held(run: Run, category: MemoryCategory) -> list[int]:
@@ -69,7 +70,9 @@ def assert_sharded_as_stage_says(run: Run, stage: int) -> None:
     moments = 2 * WHOLE_BYTES * (1 if stage >= 1 else 2)
     # Megatron-FSDP also keeps a copy of the weights for its optimizer to update.
     copy = whole if stage >= 2 else 0
-    assert sum(held(run, MemoryCategory.OPTIMIZER_STATE)) == moments + copy + 4 * STEPS[stage]
+    assert sum(held(run, MemoryCategory.OPTIMIZER_STATE)) == moments + copy + 4 * STEPS.get(
+        stage, 0
+    )
 
 
 def test_each_zero_stage_halves_what_it_shards_to_the_byte(
