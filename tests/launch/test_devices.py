@@ -66,6 +66,10 @@ def test_a_reading_has_every_column_and_the_rank_of_its_gpu(two_h200: FakeNvml) 
     assert readings[1]["throttle_reasons"] == "none"
 
 
+def test_on_a_later_node_readings_carry_the_ranks_of_that_node(two_h200: FakeNvml) -> None:
+    assert [rank for rank, _ in GpuRanks(visible_gpus({}), lambda: 2).read()] == [2, 3]
+
+
 def test_what_a_gpu_does_not_tell_is_left_out_and_a_lost_gpu_gives_nothing(
     two_h200: FakeNvml,
 ) -> None:

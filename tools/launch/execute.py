@@ -197,5 +197,13 @@ def _tell(keeper: Keeper, console: Console) -> None:
 
 def _source(launch: Launch, ranks: Ranks) -> Source:
     if launch.device is records.DeviceKind.GPU:
-        return GpuRanks(visible_gpus()[: launch.local_devices])
+        gpus = visible_gpus()[: launch.local_devices]
+        return GpuRanks(gpus, lambda: _first_rank(launch, ranks))
     return CpuRanks(ranks)
+
+
+def _first_rank(launch: Launch, ranks: Ranks) -> int:
+    """This machine's first rank: as its processes say, or as nodes are numbered where none is seen."""
+    if launch.nodes is None:
+        return 0
+    return min(ranks.by_rank(), default=launch.nodes.rank * launch.local_devices)

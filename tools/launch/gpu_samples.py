@@ -26,14 +26,18 @@ THROTTLE_REASONS = {
 
 
 class GpuRanks:
-    """One reading a rank; rank r of one machine trains on the r-th visible GPU."""
+    """One reading a rank; the r-th rank of a machine trains on its r-th visible GPU.
 
-    def __init__(self, gpus: Sequence[Gpu]) -> None:
+    `first` tells the machine's first rank, which torchrun decides when the nodes meet.
+    """
+
+    def __init__(self, gpus: Sequence[Gpu], first: Callable[[], int] = lambda: 0) -> None:
         self._gpus = tuple(gpus)
+        self._first = first
 
     def read(self) -> Iterable[tuple[int, Reading]]:
         """As `Source.read`; a GPU that has fallen off the bus gives no reading."""
-        for rank, gpu in enumerate(self._gpus):
+        for rank, gpu in enumerate(self._gpus, start=self._first()):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
             except pynvml.NVMLError:

@@ -101,8 +101,11 @@ def command_script(record: records.RunRecord) -> str:
     settings = " \\\n  ".join(
         f"{name}={shlex.quote(value)}" for name, value in record.environment.items()
     )
+    nodes = record.host.nodes
+    where = f"# This is node 0's of {len(nodes)}: {', '.join(nodes)}.\n" if nodes else ""
     return (
         "#!/usr/bin/env bash\n"
+        f"{where}"
         f"# Repeats {record.run}; what it writes besides its output goes to that run's folder.\n"
         "set -euo pipefail\n"
         'cd "$(git -C "$(dirname "${BASH_SOURCE[0]}")" rev-parse --show-toplevel)"\n'

@@ -1,6 +1,7 @@
 """Real jobs on a real Slurm of two nodes."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -128,3 +129,18 @@ def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
     both = found.keys() & expected.keys()
     assert len(both) >= 22
     assert {i: found[i] for i in both} == {i: expected[i] for i in both}
+
+
+def test_the_doctor_asks_both_nodes_and_measures_between_them(cluster: Cluster) -> None:
+    answer = subprocess.run(
+        (sys.executable, "-m", "tools.launch.cluster.doctor"),
+        cwd=ROOT,
+        env={**cluster.environment, "LAUNCHER": "slurm", "NODES": "2", "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Two nodes of one machine disturb each other, so their rates may well be found to differ.
+    assert answer.returncode in (0, 1), answer.stdout + answer.stderr
+    assert re.search(r"what .* n1 .* n2 ", answer.stdout)
+    assert re.search(r"2 nodes: gloo between 2 CPU ranks: \d+\.\d\d GB/s over", answer.stdout)
