@@ -18,7 +18,7 @@ help: ## this list
 		/^## / {print substr($$0, 4)}' $(firstword $(MAKEFILE_LIST))
 
 ## First steps
-setup: ## .venv with everything pinned in requirements.txt (other targets do it by themselves)
+setup: ## .venv with everything in requirements.txt, each file by its hash (other targets do it by themselves)
 	@tools/setup.sh
 
 demo: setup ## six strategies of gpt2-tiny on CPU ranks, and a report that compares them
@@ -48,7 +48,7 @@ prepare-ds: setup ## owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
 install-dependencies: setup ## the published name of setup
 
 setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
-	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --requirement requirements-deepspeed.txt
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-deepspeed.txt
 
 ## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= OPTIMIZER=adamw|muon DATA= EXTRA="--flags" REPEATS= DRY_RUN=1 WANDB=1
 ## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>

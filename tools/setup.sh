@@ -42,7 +42,8 @@ python=$VENV/bin/python
 fits "$python" || python=$(find_python)
 echo "Setting up $VENV with $("$python" --version): about 3 GB of packages, once."
 [[ $python == "$VENV/bin/python" ]] || "$python" -m venv --clear "$VENV"
-"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --requirement requirements.txt || {
+"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
+  --requirement requirements.txt || {
   echo "Packages of requirements.txt could not be installed (see above); mend it and run 'make setup'." >&2
   exit 1
 }

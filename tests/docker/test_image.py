@@ -104,7 +104,7 @@ class TestRequirements:
         assert not [name for name in named if name.startswith(OWN_OF_THE_IMAGE)]
 
     def test_pins_are_the_hosts_so_that_data_sets_are_the_same(self) -> None:
-        host = requirements(ROOT / "requirements.txt")
+        host = requirements(ROOT / "requirements.in")
         for name, requirement in requirements(RECIPE / "requirements.txt").items():
             if "==" in str(requirement.specifier):
                 assert requirement.specifier == host[name].specifier

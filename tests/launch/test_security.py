@@ -189,3 +189,29 @@ def test_no_file_process_list_or_report_of_a_real_run_holds_a_secret(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Versions by name, of lines such as `name==1.0 ; condition \\`."""
+    found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", path.read_text(), re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in found}
+
+
+@pytest.mark.parametrize("name", ["requirements", "requirements-deepspeed"])
+def test_every_package_is_pinned_with_hashes_and_comes_from_no_named_address(name: str) -> None:
+    text = (ROOT / f"{name}.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    packages = re.split(r"\n(?=\S)", "\n".join(lines))
+    assert len(packages) > 5
+    for package in packages:
+        assert re.match(r"[\w.-]+==\S+ ", package), package
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", package), package
+    assert "//" not in text
+    assert pins(ROOT / f"{name}.in").items() <= pins(ROOT / f"{name}.txt").items()
+
+
+def test_setup_installs_nothing_without_a_hash() -> None:
+    assert "--require-hashes" in (ROOT / "tools/setup.sh").read_text()
+    dry = ("make", "--dry-run", "setup-deepspeed")
+    answer = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--require-hashes --requirement requirements-deepspeed.txt" in answer.stdout

@@ -10,7 +10,8 @@ from pathlib import Path
 from tools.launch.doctor.finding import FAIL, PASS, ROOT, WARN, Finding, ask
 
 VENV_PYTHON = Path(ROOT, ".venv", "bin", "python")
-PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)", re.MULTILINE)
+# What is meant for some machines alone stands before a ';' with the condition, and is not looked for.
+PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)(?=[ \t]*(?:\\|#|$))", re.MULTILINE)
 LIST_PACKAGES = (
     "import importlib.metadata as m, json;"
     "print(json.dumps({d.metadata['Name'].lower().replace('_', '-'): d.version"
