@@ -91,7 +91,7 @@ def test_a_job_trains_across_two_nodes_as_one_machine_does(
     assert ranks == {"0", "1"}
 
 
-LONGER = {"ITERS": "24", "SAVE_EVERY": "4", "DROPOUT": "0.1"}
+LONGER = {"ITERS": "16", "SAVE_EVERY": "4", "DROPOUT": "0.1"}
 
 
 def curve(folder: Path) -> Curve:
@@ -113,7 +113,7 @@ def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
 ) -> None:
     folder = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
     job = job_of(folder)
-    wait_for(cluster, folder, "iteration       10/")
+    wait_for(cluster, folder, "iteration        6/")
     cluster.ask("scancel", job)
     assert cluster.wait(job, "CANCELLED") == "CANCELLED"
     assert read_status(folder).status is Status.INTERRUPTED
@@ -121,13 +121,13 @@ def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
     said = f"{cluster.wait(job, 'COMPLETED', 'FAILED')}: {(folder / 'slurm.txt').read_text()}"
     assert read_status(folder).status is Status.OK, said
     (resumption,) = read_run(folder).resumptions
-    assert resumption.iteration in (4, 8, 12)
+    assert resumption.iteration in (4, 8)
     undisturbed = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
     cluster.wait(job_of(undisturbed), "COMPLETED", "FAILED")
     expected, found = curve(undisturbed), curve(folder)
-    assert max(found) == max(expected) == 24
+    assert max(found) == max(expected) == 16
     both = found.keys() & expected.keys()
-    assert len(both) >= 22
+    assert len(both) >= 14
     assert {i: found[i] for i in both} == {i: expected[i] for i in both}
 
 

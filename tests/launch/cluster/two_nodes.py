@@ -29,7 +29,7 @@ SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 CommunicationParameters=NoAddrCache
 StateSaveLocation={folder}/state
@@ -105,7 +105,10 @@ class Cluster:
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[Cluster]:
-    """Start both nodes and the controller; all of it is gone afterwards."""
+    """Start both nodes and the controller; all of it is gone afterwards.
+
+    A requeued job waits until its old credential has expired: 10 s here, and two minutes elsewhere.
+    """
     folder.chmod(0o755)
     (folder / "state").mkdir()
     ports = dict(zip(("controller", "first", "second"), _free_ports(3), strict=True))
