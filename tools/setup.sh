@@ -40,7 +40,7 @@ wanted=$(sha256sum requirements.txt)
 
 python=$VENV/bin/python
 fits "$python" || python=$(find_python)
-echo "Setting up $VENV with $("$python" --version): about 3 GB of packages, once."
+echo "Setting up $VENV with $("$python" --version): about 3 GB of packages, once." >&2
 [[ $python == "$VENV/bin/python" ]] || "$python" -m venv --clear "$VENV"
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
   --requirement requirements.txt || {
