@@ -7,7 +7,7 @@ import pytest
 from tools.launch import compare_moe as module
 from tools.launch.compare_moe import KINDS, equal_terms
 from tools.launch.moe_measured import MoeRun
-from tools.launch.moe_table import parity, render
+from tools.launch.moe_table import Parity, parity, render
 from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Backend, Options
 from tools.records import DeviceKind
@@ -23,6 +23,7 @@ def run(backend: str, milliseconds: float = 100, seed: int = 1, **changes: objec
         samples_ms=tuple(milliseconds + 0.01 * n for n in range(-10, 11)),
         wall_seconds=20,
         losses={1: 10.0 + seed, 3: 9.0},
+        routing={1: ((3, 5),), 2: ((4, 4),), 3: ((2, 6),)},
         validation_loss=8.0 + seed / 10,
         accuracy=0.25 if backend == "native" else None,
         machine="2 cores of A, fp32",
@@ -57,10 +58,19 @@ def test_native_is_called_faster_only_beyond_the_noise() -> None:
 def test_losses_are_compared_with_those_of_the_same_seed() -> None:
     reference = [run("megatron", seed=seed) for seed in (1, 2)]
     same = [run("native", seed=seed) for seed in (2, 1)]
-    assert parity(same, reference) == 0
+    assert parity(same, reference) == Parity(0, 4, None)
     off = [run("native", losses={1: 11.0, 3: 9.009})]
-    assert parity(off, reference) == pytest.approx(1e-3)
-    assert parity([run("native", seed=9)], reference) is None
+    assert parity(off, reference).difference == pytest.approx(1e-3)
+    assert not parity([run("native", seed=9)], reference).held
+
+
+def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
+    routing = {1: ((3, 5),), 2: ((4, 4),), 3: ((1, 7),)}
+    parted = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
+    assert parity([parted], [run("megatron")]) == Parity(0, 1, 3)
+    text = render("m", [run("megatron"), parted], ())
+    assert "until a token took another expert (iteration 3 at the earliest" in text
+    assert row(text, "native")[8] == "0.0e+00 to iteration 2"
 
 
 def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:
@@ -71,10 +81,15 @@ def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:
 
 
 def test_another_optimizer_is_no_broken_parity_but_a_difference_in_score() -> None:
+    adamw = [run(backend, seed=seed) for seed in (1, 2) for backend in ("megatron", "native")]
     muon = run("native", optimizer="Muon + AdamW", losses={1: 5.0}, validation_loss=7.0)
-    text = render("m", [run("megatron"), run("native"), muon], ())
+    text = render("m", [*adamw, muon], ())
     assert "parity held" in text
-    assert "Muon's validation loss is -1.1000 from AdamW's, beyond what seeds scatter." in text
+    assert (
+        "Muon's validation loss is -1.1500 from AdamW's, beyond what AdamW's own runs scatter by "
+        "(0.1000)." in text
+    )
+    assert "within what" in render("m", [*adamw, replace(muon, validation_loss=8.15)], ())
 
 
 def test_published_values_stand_below_with_what_is_wrong_with_them() -> None:
@@ -94,7 +109,7 @@ def test_a_run_that_failed_is_counted_as_missing() -> None:
 def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own() -> None:
     options = equal_terms("moe-tiny", DeviceKind.CPU, Options(extra=("--adam-eps", "1e-7")))
     assert (options.micro_batch_size, options.global_batch_size) == (2, 8)
-    assert options.extra[:4] == ("--eval-interval", "40", "--eval-iters", "8")
+    assert options.extra[:4] == ("--eval-interval", "30", "--eval-iters", "8")
     assert options.extra[4:] == ("--adam-eps", "1e-7")
     assert options.data == "owt-ds/sample-unique_text_document"
     assert equal_terms("moe-tiny", DeviceKind.CPU, Options(data="own")).data == "own"

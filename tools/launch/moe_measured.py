@@ -10,8 +10,11 @@ from tools.recipe.arguments import Flags
 from tools.records import Status
 from tools.report.parity import loss_curve
 from tools.report.runs import load_folder
+from tools.routing import read_routing
 
 ACCURACY = "next token accuracy"
+Counts = tuple[tuple[int, ...], ...]
+"""Tokens of each expert, layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class MoeRun:
     wall_seconds: float | None
     losses: dict[int, float]
     """Training loss by iteration, where a line is of one iteration alone."""
+    routing: dict[int, Counts]
+    """What the routers chose in each iteration, over all ranks; empty without a ledger."""
     validation_loss: float | None
     accuracy: float | None
     """Share of next tokens named right; Megatron does not say."""
@@ -58,8 +63,23 @@ def measure_run(folder: Path) -> MoeRun:
         samples_ms=run.window.samples_ms,
         wall_seconds=run.status.wall_seconds,
         losses=loss_curve(run),
+        routing=_routing(folder),
         validation_loss=scores.get("lm loss"),
         accuracy=scores.get(ACCURACY),
         machine=f"{record.host.cores} cores of {record.host.cpu}, {record.dtype}",
         commit=(record.kit_commit or "no commit")[:12],
     )
+
+
+def _routing(folder: Path) -> dict[int, Counts]:
+    try:
+        record = read_routing(folder)
+    except FileNotFoundError:
+        return {}
+    sums: dict[tuple[int, int], tuple[int, ...]] = {}
+    for row in (row for rank in record.ranks for row in rank.layers):
+        place, new = (row.iteration, row.layer), row.tokens_per_expert
+        before = sums.get(place, (0,) * len(new))
+        sums[place] = tuple(a + b for a, b in zip(before, new, strict=True))
+    iterations = sorted({iteration for iteration, _ in sums})
+    return {i: tuple(sums[at] for at in sorted(sums) if at[0] == i) for i in iterations}
