@@ -37,7 +37,7 @@ def reduce_scatter_uneven(
     return parts.view(ranks, own, *whole.shape[1:]).sum(dim=0)
 
 
-def _where_uneven(
+def _on_gloo(
     uneven: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
     def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -49,7 +49,8 @@ def _where_uneven(
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
-            if rows is None or len(set(rows)) == 1:
+            # All of them, so that iterations whose parts happen to be equal make no other calls.
+            if rows is None or distributed.get_backend(group) != "gloo":
                 return original(tensor, group, rows, *args, **kwargs)
             return uneven(tensor, group, rows)
 
@@ -64,9 +65,9 @@ PATCH = Patch(
     reason="gloo gathers and reduce-scatters only parts of equal length",
     needed=lambda situation: situation.on_cpu,
     replacements=(
-        Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _where_uneven(gather_uneven)),
+        Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _on_gloo(gather_uneven)),
         Replacement(
-            f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _where_uneven(reduce_scatter_uneven)
+            f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _on_gloo(reduce_scatter_uneven)
         ),
     ),
 )

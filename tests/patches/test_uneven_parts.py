@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patches.uneven_parts import _where_uneven
+from megatron_patches.uneven_parts import _on_gloo
 from tools.recipe.model import ROOT
 
 PROGRAM = Path(__file__).with_name("two_ranks_uneven.py")
@@ -27,13 +27,25 @@ def test_two_ranks_gather_and_reduce_parts_of_one_and_two_rows() -> None:
     assert by_rank[1][1] == [[6.0, 9.0], [12.0, 15.0]]
 
 
-@pytest.mark.parametrize(("rows", "name"), [(None, "own"), ([2, 2], "own"), ([1, 3], "uneven")])
-def test_equal_parts_are_left_to_megatron(rows: list[int] | None, name: str) -> None:
-    def uneven(*_: object) -> object:
-        return "uneven"
+@pytest.mark.parametrize(
+    ("rows", "backend", "name"),
+    [
+        (None, "gloo", "Megatron's"),
+        ([1, 3], "nccl", "Megatron's"),
+        ([2, 2], "fake", "Megatron's"),
+        ([1, 3], "gloo", "ours"),
+        ([2, 2], "gloo", "ours"),
+    ],
+)
+def test_equal_parts_and_other_backends_are_left_to_megatron(
+    monkeypatch: pytest.MonkeyPatch, rows: list[int] | None, backend: str, name: str
+) -> None:
+    def ours(*_: object) -> object:
+        return "ours"
 
-    def own(*_: object, **__: object) -> object:
-        return "own"
+    def megatrons(*_: object, **__: object) -> object:
+        return "Megatron's"
 
-    call = _where_uneven(uneven)(own)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    call = _on_gloo(ours)(megatrons)  # type: ignore[arg-type]
     assert call(torch.zeros(4), None, rows) == name
