@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
         sys.path.insert(0, str(entry.resolve().parent))
         sys.argv = [str(entry), *arguments[1:]]
         applied = apply_patches(PATCHES, situation)
-    except (PatchError, LookupError) as error:
+    except (PatchError, LookupError, ValueError) as error:
         sys.exit(str(error))
     if int(os.environ.get("RANK", "0")) == 0:
         print(

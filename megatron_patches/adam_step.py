@@ -33,9 +33,12 @@ def count_steps_by_group(optimizer: torch.optim.Optimizer) -> None:
 
 def _lend_counts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in optimizer.state:
-                optimizer.state[parameter]["step"] = torch.tensor(float(group.get("step", 0)))
+        known = [parameter for parameter in group["params"] if parameter in optimizer.state]
+        # The fused kernel reads the counts on the device; one allocation serves them all.
+        device = known[0].device if known and group.get("fused") else torch.device("cpu")
+        counts = torch.full((len(known),), float(group.get("step", 0)), device=device)
+        for parameter, count in zip(known, counts.unbind(), strict=True):
+            optimizer.state[parameter]["step"] = count
 
 
 def _take_counts_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -20,17 +20,34 @@ from megatron_patches import (
     tensors_on_host,
     uneven_parts,
 )
+from megatron_patches.fused import (
+    adamw,
+    attention_backend,
+    bias_gelu,
+    cross_entropy,
+    gradient_gemm,
+    multi_tensor,
+    norm,
+)
 from megatron_patches.registry import Patch
 
 PATCHES: tuple[Patch, ...] = (
     host_device.PATCH,
     tensors_on_host.PATCH,
     cuda_extensions.PATCH,
+    adamw.PATCH,
     device_mesh.PATCH,
     dataset_helpers.PATCH,
     gradient_norm.PATCH,
     sequence_parallel_norm.PATCH,
     attention.PATCH,
+    attention_backend.FLASH,
+    attention_backend.CUDNN,
+    bias_gelu.PATCH,
+    norm.PATCH,
+    cross_entropy.PATCH,
+    multi_tensor.PATCH,
+    gradient_gemm.PATCH,
     experts.SPLITS,
     uneven_parts.PATCH,
     experts.GATE,

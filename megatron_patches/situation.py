@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
+
+from megatron_patches.fused.names import parse_fusions
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class Situation:
     """Megatron comes from a checkout beside the entry, not from the installed wheel."""
     has_transformer_engine: bool
     """It works here; on CPU ranks never, because its layers are CUDA kernels."""
+    fused: tuple[str, ...] = ()
+    """Patches of `fused/` that were asked for by name."""
 
     @property
     def on_cpu(self) -> bool:
@@ -29,11 +35,14 @@ class Situation:
         return self.device == "cpu"
 
 
-def find_situation(entry: Path, device: str) -> Situation:
+def find_situation(
+    entry: Path, device: str, environment: Mapping[str, str] = os.environ
+) -> Situation:
     """Look at the entry's folder and the installed packages, without importing Megatron.
 
     Raises:
         LookupError: Neither a checkout nor the `megatron-core` wheel is there.
+        ValueError: `KIT_FUSED` names a patch that does not exist.
     """
     checkout = entry.resolve().parent
     is_checkout = (checkout / "megatron" / "core" / "package_info.py").is_file()
@@ -42,6 +51,7 @@ def find_situation(entry: Path, device: str) -> Situation:
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
         is_checkout=is_checkout,
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
+        fused=parse_fusions(environment.get("KIT_FUSED", "")),
     )
 
 

@@ -1,0 +1,46 @@
+"""Attention by one of torch's kernels and no other, so that they can be measured against each other.
+
+A kernel that cannot do what is asked raises "No available kernel": nothing slower stands in silently.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_patches.registry import Patch, Replacement
+
+
+def only(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wraps a function so that scaled_dot_product_attention in it uses this kernel alone."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with sdpa_kernel(backend):
+                return original(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def _patch(name: str, backend: SDPBackend) -> Patch:
+    return Patch(
+        name=f"fused {name}",
+        reason="torch chooses an attention kernel by rules, not by measurement",
+        needed=lambda situation: name in situation.fused,
+        replacements=(
+            Replacement(
+                "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+                only(backend),
+            ),
+        ),
+    )
+
+
+FLASH = _patch("attention_flash", SDPBackend.FLASH_ATTENTION)
+CUDNN = _patch("attention_cudnn", SDPBackend.CUDNN_ATTENTION)

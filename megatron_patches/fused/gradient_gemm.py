@@ -1,0 +1,66 @@
+"""Weight gradients added to the gradient buffer by the matrix product itself.
+
+Megatron's `gradient_accumulation_fusion` calls Apex's extension `fused_weight_gradient_mlp_cuda`. Its two
+functions are a matrix product with beta 1 into `main_grad`, which torch.addmm does: in one type for 16-bit
+buffers, and from 16-bit factors into an fp32 buffer by `out_dtype` on CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patches.registry import Patch, PatchError, Replacement
+
+_EXTENSION = "fused_weight_gradient_mlp_cuda"
+
+
+def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Add grad_outputᵀ · total_input to main_grad; [n, in], [n, out], [out, in]."""
+    left, right = grad_output.t(), total_input
+    if main_grad.dtype == right.dtype:
+        main_grad.addmm_(left, right)
+    elif main_grad.is_cuda:
+        torch.ops.aten.addmm.dtype_out(main_grad, left, right, main_grad.dtype, out=main_grad)
+    else:  # The CPU has no product of mixed types.
+        main_grad.addmm_(left.to(main_grad.dtype), right.to(main_grad.dtype))
+
+
+def extension() -> ModuleType:
+    """A module with the names of Apex's."""
+    module = ModuleType(_EXTENSION)
+    module.wgrad_gemm_accum_fp32 = accumulate  # type: ignore[attr-defined]
+    module.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
+    return module
+
+
+def _provide(available: bool) -> bool:
+    from megatron.core.tensor_parallel import layers
+
+    if available:
+        return available
+    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        raise PatchError(
+            f"FUSED=gradient_gemm needs torch.addmm with out_dtype, which torch {torch.__version__} "
+            "does not have; leave it out."
+        )
+    module: Any = extension()
+    sys.modules[_EXTENSION] = module
+    layers.fused_weight_gradient_mlp_cuda = module
+    return True
+
+
+PATCH = Patch(
+    name="fused gradient_gemm",
+    reason="adding weight gradients in the matrix product needs Apex's extension",
+    needed=lambda situation: "gradient_gemm" in situation.fused,
+    replacements=(
+        Replacement(
+            "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available", _provide
+        ),
+    ),
+)

@@ -1,0 +1,100 @@
+"""Gradient norm, clipping, and copies between 16-bit and fp32 parameters over all tensors at once.
+
+Without Transformer Engine and Apex Megatron falls back to a loop: the norm reads one number from the
+device for each tensor, and waits for it; scaling and copying start one or two kernels a tensor. torch's
+`_foreach` functions take all tensors in a few kernels. From 0.17 on the norm also stays on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from megatron_patches.registry import Patch, Replacement
+
+Lists = Sequence[Sequence[Tensor]]
+_CLIPPING = "megatron.core.optimizer.clip_grads"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+
+
+def l2_norm(_: int, __: Any, lists: Lists, *___: Any) -> tuple[Tensor, None]:
+    """Norm over all tensors, shape [1], fp32, on their device; stands in for multi_tensor_l2norm."""
+    tensors = [tensor for tensors in lists for tensor in tensors]
+    # torch's CPU norm loses small squares in fp32 (gradient_norm.py); GPU kernels reduce in blocks.
+    dtype = torch.float32 if tensors[0].is_cuda else torch.float64
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[arg-type]
+    return torch.linalg.vector_norm(norms).float().view(1), None
+
+
+def scale(_: int, __: Any, lists: Lists, factor: float | Tensor) -> None:
+    """Write the first list's tensors times a factor into the second's; for multi_tensor_scale."""
+    sources, targets = lists
+    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+        copy_all(sources, targets)
+    torch._foreach_mul_(targets, factor.view(()) if isinstance(factor, Tensor) else factor)  # type: ignore[call-overload]
+
+
+def copy_all(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Any = None) -> None:  # noqa: ARG001 - Megatron's signature
+    """Copy each tensor of `this` into its counterpart in `that`, converting its type."""
+    if this:
+        torch._foreach_copy_(list(that), list(this))  # type: ignore[arg-type]
+
+
+def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """fp32 gradients of the same shapes; those that are fp32 already are themselves."""
+    narrow = [gradient for gradient in gradients if gradient.dtype != torch.float32]
+    if not narrow:
+        return list(gradients)
+    sizes = [gradient.numel() for gradient in narrow]
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=narrow[0].device)
+    wide = [p.view(g.shape) for p, g in zip(flat.split(sizes), narrow, strict=True)]
+    copy_all(narrow, wide)
+    found = iter(wide)
+    return [g if g.dtype == torch.float32 else next(found) for g in gradients]
+
+
+def _copying_gradients_at_once(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def copy_model_grads_to_main_grads(self: Any) -> None:
+        pairs = [
+            pair
+            for groups in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
+            for pair in zip(*groups, strict=True)
+        ]
+        if any(getattr(model, "main_grad", None) is None for model, _ in pairs):
+            return original(self)
+        wide = wide_gradients([model.main_grad for model, _ in pairs])
+        for (model, main), gradient in zip(pairs, wide, strict=True):
+            main.grad, model.grad = gradient, None
+        for group in self.fp32_from_fp32_groups:
+            for parameter in group:
+                parameter.grad = parameter.main_grad
+        return None
+
+    return copy_model_grads_to_main_grads
+
+
+PATCH = Patch(
+    name="fused multi_tensor",
+    reason="Megatron's fallbacks go tensor by tensor and wait for the device at each",
+    needed=lambda situation: "multi_tensor" in situation.fused,
+    replacements=(
+        Replacement(f"{_CLIPPING}:l2_norm_impl", lambda _: l2_norm),
+        Replacement(f"{_CLIPPING}:multi_tensor_scale_impl", lambda _: scale),
+        Replacement(
+            f"{_CLIPPING}:multi_tensor_scale_tensor_impl",
+            lambda _: scale,
+            since=Version("0.17.0rc0"),
+        ),
+        Replacement(f"{_OPTIMIZER}:_multi_tensor_copy_this_to_that", lambda _: copy_all),
+        Replacement(
+            f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
+            _copying_gradients_at_once,
+        ),
+    ),
+)

@@ -1,0 +1,64 @@
+"""LayerNorm compiled, forward and backward.
+
+Without Apex Megatron's layer norm is `WrappedTorchNorm`, which is torch.nn.LayerNorm and so already one
+kernel forward (`F.layer_norm`); its backward takes one for the input and two for weight and bias. What
+the compiler makes of it is the alternative to measure, not a certain gain.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patches.registry import Patch, Replacement
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalise over the last dimension in fp32, scale and shift; x [s, b, h], weight and bias [h]."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight + bias).to(x.dtype)
+
+
+class CompiledLayerNorm(torch.nn.LayerNorm):
+    """torch.nn.LayerNorm whose arithmetic is compiled."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalise the last dimension."""
+        return _compiled()(input, self.weight, self.bias, self.eps)
+
+
+def recast(norm: torch.nn.Module) -> torch.nn.Module:
+    """The same module, compiled if it is a LayerNorm over one dimension with weight and bias."""
+    whole = type(norm) is torch.nn.LayerNorm and norm.bias is not None
+    if whole and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
+        norm.__class__ = CompiledLayerNorm
+    return norm
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    return torch.compile(layer_norm)
+
+
+def _recasting(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        return recast(original(cls, config, *args, **kwargs))
+
+    return new
+
+
+PATCH = Patch(
+    name="fused norm",
+    reason="torch's LayerNorm takes three kernels backward",
+    needed=lambda situation: "norm" in situation.fused,
+    replacements=(
+        Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _recasting),
+    ),
+)

@@ -1,0 +1,23 @@
+"""Compiled functions run as they are written: these tests are about arithmetic, not about the compiler."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def devices() -> list[object]:
+    """The CPU, and a GPU, which skips with the reason where there is none."""
+    absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+    return ["cpu", pytest.param("cuda", marks=absent)]
+
+
+@pytest.fixture(params=devices())
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

@@ -1,0 +1,49 @@
+import math
+
+import pytest
+import torch
+
+from megatron_patches.fused.bias_gelu import bias_gelu
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    """tanh GELU by its formula (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(3, 2, 5), (1, 1, 1), (7, 3, 16)])
+def test_forward_and_both_gradients_equal_float64(
+    dtype: torch.dtype, shape: tuple[int, ...], device: str
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    bias = torch.randn(shape[-1:], device=device).to(dtype).requires_grad_()
+    upstream = torch.randn(shape, device=device).to(dtype)
+    wide = [t.detach().double().requires_grad_() for t in (x, bias)]
+    expected = reference(wide[0] + wide[1])
+    expected.backward(upstream.double())
+    found = bias_gelu(x, bias)
+    found.backward(upstream)
+    close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
+    torch.testing.assert_close(found.double(), expected, **close)
+    for narrow, reference_ in zip((x, bias), wide, strict=True):
+        assert narrow.grad is not None
+        torch.testing.assert_close(narrow.grad.double(), reference_.grad, **close)
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+def test_it_is_the_function_of_megatrons_own_fusion() -> None:
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+
+    torch.manual_seed(0)
+    x, bias = torch.randn(6, 2, 8), torch.randn(8)
+    both = [[t.clone().requires_grad_() for t in (x, bias)] for _ in range(2)]
+    out = [function(*pair) for function, pair in zip((bias_gelu, bias_gelu_impl), both, strict=True)]
+    torch.testing.assert_close(out[0], out[1], rtol=1e-6, atol=1e-6)
+    for result in out:
+        result.square().sum().backward()
+    for mine, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)

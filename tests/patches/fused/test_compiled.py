@@ -1,0 +1,46 @@
+"""What is compiled on a GPU also goes through the compiler here, each in one graph, and computes the same."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_patches.fused.bias_gelu import bias_gelu
+from megatron_patches.fused.cross_entropy import token_statistics, write_gradient
+from megatron_patches.fused.norm import layer_norm
+
+
+def inputs(name: str) -> tuple[object, ...]:
+    torch.manual_seed(0)
+    x = torch.randn(6, 40, requires_grad=name in ("bias_gelu", "layer_norm"))
+    row, target = torch.randn(40, requires_grad=True), torch.arange(6)
+    return {
+        "bias_gelu": (x, row),
+        "layer_norm": (x, row, torch.randn(40, requires_grad=True), 1e-5),
+        "token_statistics": (x, target),
+        "write_gradient": (x, target, torch.logsumexp(x, -1), torch.rand(6)),
+    }[name]
+
+
+def computed(function: Callable[..., object], name: str) -> list[torch.Tensor]:
+    arguments = inputs(name)
+    out = function(*arguments)
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    if any(tensor.requires_grad for tensor in tensors):
+        assert isinstance(out, torch.Tensor)
+        out.square().sum().backward()
+        return [out.detach(), *(t.grad for t in tensors if t.grad is not None)]
+    return list(out) if isinstance(out, tuple) else tensors[:1]
+
+
+@pytest.mark.slow  # It compiles C++.
+@pytest.mark.filterwarnings("ignore")  # Of the compiler's own.
+@pytest.mark.parametrize("function", [bias_gelu, layer_norm, token_statistics, write_gradient])
+def test_one_graph_that_computes_the_same(function: Callable[..., object]) -> None:
+    name = function.__name__
+    with torch.compiler.set_stance("default"):
+        compiled = computed(torch.compile(function, fullgraph=True), name)
+    plain = computed(function, name)
+    assert len(compiled) == len(plain) > 0
+    for one, other in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from megatron_patches.fused.gradient_gemm import accumulate, extension
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 5), (1, 1, 1), (33, 17, 9)])
+@pytest.mark.parametrize("buffer", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_product_is_added_to_what_the_buffer_holds(
+    shape: tuple[int, int, int], buffer: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    if buffer not in (dtype, torch.float32):
+        pytest.skip("Megatron's buffers are fp32 or of the parameters' type")
+    torch.manual_seed(0)
+    tokens, inner, outer = shape
+    total_input = torch.randn(tokens, inner, device=device).to(dtype)
+    grad_output = torch.randn(tokens, outer, device=device).to(dtype)
+    main_grad = torch.randn(outer, inner, device=device).to(buffer)
+    expected = main_grad.double() + grad_output.double().t() @ total_input.double()
+    place = main_grad.data_ptr()
+    accumulate(total_input, grad_output, main_grad)
+    assert main_grad.data_ptr() == place
+    tolerance = TOLERANCE[buffer] * tokens**0.5
+    torch.testing.assert_close(main_grad.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_extension_has_the_names_that_megatron_calls() -> None:
+    module = extension()
+    for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
+        assert getattr(module, name) is accumulate

@@ -1,0 +1,39 @@
+import pytest
+
+from megatron_patches.fused.names import FUSIONS, NAMES, dropped_flags, parse_fusions
+
+
+def test_names_come_in_one_order_however_they_are_written() -> None:
+    assert parse_fusions(" adamw,norm , ,norm") == ("norm", "adamw")
+
+
+def test_nothing_is_on_unless_it_is_asked_for() -> None:
+    assert parse_fusions("") == ()
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=f"no 'gelu'; it knows {NAMES[0]}, "):
+        parse_fusions("norm,gelu")
+
+
+def test_two_attention_kernels_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="attention_flash and attention_cudnn exclude each other"):
+        parse_fusions("attention_cudnn,attention_flash")
+
+
+def test_flags_that_would_switch_a_patch_off_are_dropped_with_it_only() -> None:
+    assert dropped_flags(("gradient_gemm",)) == ("--no-gradient-accumulation-fusion",)
+    assert dropped_flags(("norm",)) == ()
+
+
+def test_each_name_is_a_patch() -> None:
+    from packaging.version import Version
+
+    from megatron_patches.catalogue import PATCHES
+    from megatron_patches.situation import Situation
+
+    off = Situation("gpu", Version("0.19"), False, False)
+    for fusion in FUSIONS:
+        on = Situation("gpu", Version("0.19"), False, False, (fusion.name,))
+        added = {p.name for p in PATCHES if p.needed(on)} - {p.name for p in PATCHES if p.needed(off)}
+        assert added == {f"fused {fusion.name}"}
