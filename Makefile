@@ -52,6 +52,7 @@ setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 
 ## Training: ITERS= MICRO_BATCH= GLOBAL_BATCH= SEED= DROPOUT= OPTIMIZER=adamw|muon DATA= EXTRA="--flags" REPEATS= DRY_RUN=1 WANDB=1
 ## On GPUs also RUNTIME=docker or host (docker where it can be had), IMAGE=<NGC tag>
+## Without Transformer Engine FUSED=norm,adamw,… (see examples/gpt3/bare_gpu.md); SHARE_GPU=1 puts all ranks on one GPU
 ## BACKEND=native (plain PyTorch) or deepspeed trains the same model on the same batches without Megatron
 ## NET=1gbps (any rate up to 10gbps) joins the two halves of CPU ranks by a shaped link; needs root
 ## Several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=<of node 0> on each host, or LAUNCHER=slurm NODES=2 with

@@ -28,6 +28,8 @@ class Situation:
     """It works here; on CPU ranks never, because its layers are CUDA kernels."""
     fused: tuple[str, ...] = ()
     """Patches of `fused/` that were asked for by name."""
+    shares_device: bool = False
+    """All ranks are on one GPU."""
 
     @property
     def on_cpu(self) -> bool:
@@ -52,6 +54,7 @@ def find_situation(
         is_checkout=is_checkout,
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
         fused=parse_fusions(environment.get("KIT_FUSED", "")),
+        shares_device=device == "gpu" and environment.get("KIT_SHARE_GPU") == "1",
     )
 
 

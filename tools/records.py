@@ -204,6 +204,8 @@ class RunRecord:
     """Iterations between checkpoints; None: none are saved."""
     resumptions: tuple[Resumption, ...] = ()
     """In order; empty for a run that was never resumed."""
+    shares_gpu: bool = False
+    """All ranks were on one GPU: its times say nothing about the strategy."""
     schema: int = 1
 
 

@@ -1,8 +1,8 @@
 """Cross entropy over chunks of tokens, without fp32 logits of the whole micro batch.
 
 Megatron's own makes an fp32 copy of the logits and keeps it as the softmax until backward: 4 bytes an
-element beside the 2 of the logits. Its native fusion (`--cross-entropy-loss-fusion`, up to 0.19) keeps it
-as well and returns the gradient in bf16, also under fp16. Here forward keeps the logits as they are and
+element beside the 2 of the logits. Its native fusion (`--cross-entropy-loss-fusion`, to 0.19) keeps it
+too and returns the gradient in bf16, also under fp16. Here forward keeps the logits as they are and
 one log-sum-exp a token; backward computes the softmax again and writes the gradient over the logits,
 which nothing reads any more. Only a few chunks of fp32 exist at a time.
 

@@ -1,8 +1,8 @@
 """Weight gradients added to the gradient buffer by the matrix product itself.
 
-Megatron's `gradient_accumulation_fusion` calls Apex's extension `fused_weight_gradient_mlp_cuda`. Its two
-functions are a matrix product with beta 1 into `main_grad`, which torch.addmm does: in one type for 16-bit
-buffers, and from 16-bit factors into an fp32 buffer by `out_dtype` on CUDA.
+Megatron's `gradient_accumulation_fusion` calls Apex's extension `fused_weight_gradient_mlp_cuda`. Its
+two functions are a matrix product with beta 1 into `main_grad`, which torch.addmm does: in one type for
+16-bit buffers, and from 16-bit factors into an fp32 buffer by `out_dtype` on CUDA.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ PATCH = Patch(
     reason="adding weight gradients in the matrix product needs Apex's extension",
     needed=lambda situation: "gradient_gemm" in situation.fused,
     replacements=(
-        Replacement(
-            "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available", _provide
-        ),
+        Replacement("megatron.core.tensor_parallel.layers:_grad_accum_fusion_available", _provide),
     ),
 )

@@ -1,4 +1,4 @@
-"""The names that `FUSED=` knows, and which of Megatron's flags each needs or makes wrong. No torch here."""
+"""The names that `FUSED=` knows, and the flags that would undo each. No torch here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ FUSIONS = (
         "weight gradients added to the gradient buffer by the matrix product itself",
         drops=("--no-gradient-accumulation-fusion",),
     ),
-    Fusion("attention_flash", "attention by torch's flash kernel only", excludes=("attention_cudnn",)),
+    Fusion(
+        "attention_flash", "attention by torch's flash kernel only", excludes=("attention_cudnn",)
+    ),
     Fusion("attention_cudnn", "attention by cuDNN only", excludes=("attention_flash",)),
 )
 NAMES = tuple(fusion.name for fusion in FUSIONS)

@@ -29,7 +29,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 class CompiledLayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm whose arithmetic is compiled."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dimension."""
         return _compiled()(input, self.weight, self.bias, self.eps)
 

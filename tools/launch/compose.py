@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_patches.fused.names import dropped_flags
 from tools.launch import docker, wandb_logging
 from tools.launch.checkpoints.saving import Saving, saving_flags, saving_folder
 from tools.launch.cluster.nodes import Nodes
@@ -92,6 +93,8 @@ class Launch:
     hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
     saving: Saving | None = None
     goes_on_from: GoesOnFrom | None = None
+    shares_gpu: bool = False
+    """All ranks are on one GPU, over gloo."""
 
     @property
     def devices(self) -> int:
@@ -160,7 +163,7 @@ def compose(
     flags = merge_flags(
         model_flags(model, device),
         strategy_flags,
-        runtime_flags(device, parallelism, runtime),
+        bare_flags(runtime_flags(device, parallelism, runtime), options),
         expert_flags(model, device, runtime),
         ("--micro-batch-size", str(batch.micro_batch_size)),
         ("--global-batch-size", str(batch.global_batch_size)),
@@ -189,13 +192,15 @@ def compose(
         start_checkpoint=start,
         flags=flags,
         environment=environment_for(device, parallelism, start)
-        | (options.wandb.environment if options.wandb else {}),
+        | (options.wandb.environment if options.wandb else {})
+        | bare_environment(options),
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
         network=options.network,
         nodes=options.nodes,
         hang_timeout_seconds=options.hang_timeout_seconds,
         saving=options.saving,
+        shares_gpu=options.share_gpu,
     )
 
 
@@ -203,6 +208,18 @@ def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     """The model that `words` make of it; on the kit's own data sets it has their vocabulary."""
     model = changed_model(model, words)
     return with_vocabulary(model, GPT2_VOCABULARY) if data in GPT2_DATA else model
+
+
+def bare_flags(flags: Sequence[str], options: Options) -> tuple[str, ...]:
+    """A runtime's flags without those that would switch off what `FUSED=` provides; gloo to share."""
+    gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
+    return (*(flag for flag in flags if flag not in dropped_flags(options.fused)), *gloo)
+
+
+def bare_environment(options: Options) -> dict[str, str]:
+    """What tells the patches of `FUSED=` and `SHARE_GPU=`."""
+    fused = {"KIT_FUSED": ",".join(options.fused)} if options.fused else {}
+    return fused | ({"KIT_SHARE_GPU": "1"} if options.share_gpu else {})
 
 
 def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:

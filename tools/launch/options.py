@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from megatron_patches.fused.names import NAMES, parse_fusions
 from tools.launch.checkpoints.saving import KEEP, Saving
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
@@ -79,6 +80,10 @@ class Options:
     saving: Saving | None = None
     hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
     """A run whose log stands still for so long is ended, with the stacks of its ranks."""
+    fused: tuple[str, ...] = ()
+    """Patches of `megatron_patches/fused` by name; none unless asked for."""
+    share_gpu: bool = False
+    """Put all ranks on one GPU: true memory and losses, no comparable times."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -116,6 +121,8 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         saving=_saving(read),
         hang_timeout_seconds=read("HANG_TIMEOUT", _positive, "a whole number of seconds above 0")
         or Options.hang_timeout_seconds,
+        fused=read("FUSED", parse_fusions, f"a list with commas of {', '.join(NAMES)}") or (),
+        share_gpu=read("SHARE_GPU", _truth, "0 or 1") or False,
     )
     return replace(options, given=tuple(read.given.items()))
 

@@ -29,7 +29,7 @@ GIB = 2**30
 def gpu_problems(launch: Launch) -> Iterator[str]:
     """Why the GPUs here cannot do it, a sentence each."""
     gpus = visible_gpus()
-    if len(gpus) < launch.local_devices:
+    if len(gpus) < (1 if launch.shares_gpu else launch.local_devices):
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         tiny = "moe-tiny" if launch.model.shape.experts else "gpt2-tiny"
         shown = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
@@ -101,8 +101,10 @@ def _busy(gpus: Sequence[Gpu]) -> Iterator[str]:
 
 
 def _too_small(launch: Launch, gpu: Gpu) -> Iterator[str]:
+    ranks = launch.local_devices if launch.shares_gpu else 1
+    room = gpu.memory_bytes // ranks
     needed = peak_bytes(launch, launch.batch)
-    if needed <= gpu.memory_bytes:
+    if needed <= room:
         return
     batch = launch.batch
     smaller = reversed(divisors(batch.micro_batch_size, batch.micro_batch_size - 1))
@@ -110,7 +112,7 @@ def _too_small(launch: Launch, gpu: Gpu) -> Iterator[str]:
         (
             micro
             for micro in smaller
-            if peak_bytes(launch, replace(batch, micro_batch_size=micro)) <= gpu.memory_bytes
+            if peak_bytes(launch, replace(batch, micro_batch_size=micro)) <= room
         ),
         None,
     )
@@ -121,8 +123,8 @@ def _too_small(launch: Launch, gpu: Gpu) -> Iterator[str]:
     )
     yield (
         f"{launch.model.name} with {launch.strategy} and a micro batch of {batch.micro_batch_size} "
-        f"needs about {needed / GIB:.0f} GiB a GPU, and GPU {gpu.index} ({gpu.name}) has "
-        f"{gpu.memory_bytes / GIB:.0f}; {way}."
+        f"needs about {needed / GIB:.0f} GiB a {'rank' if ranks > 1 else 'GPU'}, and GPU {gpu.index} "
+        f"({gpu.name}) has {room / GIB:.0f}{' for each' if ranks > 1 else ''}; {way}."
     )
 
 

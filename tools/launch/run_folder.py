@@ -93,6 +93,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         link_bits_per_second=launch.network.bits_per_second if launch.network else None,
         save_every=launch.saving.every if launch.saving else None,
         resumptions=_resumptions(launch),
+        shares_gpu=launch.shares_gpu,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.recipe.strategy import EXAMPLES
+from tools.report.bare_gpu import patches, shares_gpu
 from tools.report.runs import Run
 from tools.report.statistics import Estimate, estimate
 
@@ -101,6 +102,8 @@ def _key(run: Run) -> tuple[object, ...]:
         setup.dropout,
         setup.dataset.prefix if setup.dataset else None,
         run.record.link_bits_per_second if run.record else None,
+        patches(run),
+        shares_gpu(run),
         tuple(sorted(essential(_given(run)).items())),
     )
 

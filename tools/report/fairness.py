@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tools.report.bare_gpu import patches, shares_gpu
 from tools.report.configurations import Configuration
 from tools.report.labels import link_rate
 from tools.report.runs import Run
@@ -43,7 +44,8 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
     ours, theirs = one.tokens_per_iteration, two.tokens_per_iteration
     per_iteration = per_token = None
     per_device = None
-    if reference.estimate and other.estimate and ours and theirs:
+    shared = shares_gpu(reference.newest) or shares_gpu(other.newest)
+    if reference.estimate and other.estimate and ours and theirs and not shared:
         per_token = compare(reference.estimate, other.estimate, ours / theirs)
         per_iteration = per_token if ours == theirs else None
         if one.world_size and two.world_size:
@@ -75,6 +77,8 @@ def differences(reference: Run, other: Run) -> list[Difference]:
         ("Megatron", one.megatron or None, two.megatron or None, False),
         ("host", _host(reference), _host(other), False),
         ("link between the ranks", _link(reference), _link(other), False),
+        ("patches", patches(reference), patches(other), False),
+        ("ranks on one GPU", shares_gpu(reference), shares_gpu(other), False),
     )
     return [
         Difference(what, _text(a), _text(b), expected) for what, a, b, expected in pairs if a != b

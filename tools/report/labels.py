@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from tools.report.bare_gpu import patches
 from tools.report.configurations import Configuration
 from tools.report.runs import Run
 
@@ -61,6 +62,7 @@ _TELLS: tuple[Callable[[Run], str], ...] = (
     lambda run: run.setup.megatron.split(" ")[0],
     lambda run: run.setup.backend,
     lambda run: link_rate(run) if run.record else "",
+    lambda run: f"patches {patches(run)}",
     lambda run: f"recompute {run.setup.recompute or 'none'}",
     lambda run: run.status.status.value,
     lambda run: run.record.host.name if run.record else "",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from tools.plan.parameters import parameters_total
 from tools.records import Sharding
+from tools.report.bare_gpu import bare_notes
 from tools.report.configurations import Configuration
 from tools.report.fairness import adam_state
 from tools.report.parity import Parity
@@ -173,4 +174,4 @@ def _notes(configuration: Configuration, rates: Rates, parity: Parity) -> list[s
         notes.append("parity tolerance is the rounding alone: no repeat was run")
     if adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
-    return [*notes, *rates.notes, *run.notes]
+    return [*bare_notes(run), *notes, *rates.notes, *run.notes]

@@ -1,4 +1,4 @@
-"""Compiled functions run as they are written: these tests are about arithmetic, not about the compiler."""
+"""Compiled functions run as they are written: these tests are about arithmetic, not the compiler."""
 
 from collections.abc import Iterator
 

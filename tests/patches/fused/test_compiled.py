@@ -1,4 +1,4 @@
-"""What is compiled on a GPU also goes through the compiler here, each in one graph, and computes the same."""
+"""What is compiled on a GPU goes through the compiler here too: one graph each, the same results."""
 
 from collections.abc import Callable
 

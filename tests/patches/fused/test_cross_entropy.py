@@ -26,9 +26,7 @@ def exact(
     logits: torch.Tensor, target: torch.Tensor, upstream: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = logits.double().requires_grad_()
-    flat = torch.nn.functional.cross_entropy(
-        wide.flatten(0, 1), target.flatten(), reduction="none"
-    )
+    flat = torch.nn.functional.cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none")
     loss = flat.view(target.shape)
     loss.backward(upstream.double())
     assert wide.grad is not None

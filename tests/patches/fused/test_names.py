@@ -35,5 +35,7 @@ def test_each_name_is_a_patch() -> None:
     off = Situation("gpu", Version("0.19"), False, False)
     for fusion in FUSIONS:
         on = Situation("gpu", Version("0.19"), False, False, (fusion.name,))
-        added = {p.name for p in PATCHES if p.needed(on)} - {p.name for p in PATCHES if p.needed(off)}
+        added = {p.name for p in PATCHES if p.needed(on)} - {
+            p.name for p in PATCHES if p.needed(off)
+        }
         assert added == {f"fused {fusion.name}"}

@@ -47,5 +47,9 @@ def test_a_recast_norm_keeps_its_parameters_and_their_marks() -> None:
 
 
 def test_other_norms_stay_as_they_are() -> None:
-    for norm in (torch.nn.RMSNorm(4), torch.nn.LayerNorm(4, bias=False), torch.nn.LayerNorm((2, 4))):
+    for norm in (
+        torch.nn.RMSNorm(4),
+        torch.nn.LayerNorm(4, bias=False),
+        torch.nn.LayerNorm((2, 4)),
+    ):
         assert type(recast(norm)) is type(norm)

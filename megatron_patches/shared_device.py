@@ -1,0 +1,132 @@
+"""Several ranks on one GPU: what they exchange goes through host memory.
+
+NCCL refuses two ranks on a device, and gloo has no CUDA send, receive or all-gather. Every call ends
+in a method of the process group, so each method copies its tensors to the host, lets gloo exchange
+those, and copies the results back. Memory and losses are those of the strategy; times are not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_patches.registry import Patch, Replacement
+
+# Methods by what their first argument is; the others are inputs. Names changed over torch 2.8 to 2.15.
+_FILLED_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+_FILLED = (
+    *("allgather", "_allgather_base", "all_gather_single", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter"),
+    *("recv", "recv_anysource"),
+)
+_SENT = ("send",)
+_LATER = ("send", "recv", "recv_anysource")
+"""Two ranks that both send first would wait for each other for ever: these are waited for later."""
+
+
+class Staged:
+    """A call on host copies; waiting for it brings the results to the device."""
+
+    def __init__(self, work: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self._work = work
+        self._pairs = pairs
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Wait for gloo, then copy what it received."""
+        done = True if self._work is None else bool(self._work.wait(*args, **kwargs))
+        for target, received in self._pairs:
+            target.copy_(received)
+        self._pairs = []
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def stage(name: str, original: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """A process group's method that lets tensors of a kind of device pass through the host."""
+
+    @functools.wraps(original, updated=())
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(tensor.device.type == device for tensor in _tensors((args, kwargs))):
+            return original(group, *args, **kwargs)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        staged = [_staged(name, place, value, device, pairs) for place, value in enumerate(args)]
+        named = {key: _copied(value, device, []) for key, value in kwargs.items()}
+        work = Staged(original(group, *staged, **named), pairs)
+        if name not in _LATER:
+            work.wait()
+        return work
+
+    return call
+
+
+def _staged(
+    name: str, place: int, value: Any, device: str, pairs: list[tuple[Tensor, Tensor]]
+) -> Any:
+    """The first argument is filled, unless it is what is sent; only what is filled is copied back."""
+    filled = place == 0 and name not in _SENT
+    return _copied(value, device, pairs if filled else [])
+
+
+def _copied(value: Any, device: str, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    if isinstance(value, Tensor):
+        if value.device.type != device:
+            return value
+        # A clone also where the device is the host, as in the tests.
+        host = value.detach().to("cpu", copy=True).contiguous()
+        pairs.append((value.detach(), host))
+        return host
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, device, pairs) for item in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _to_existing(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Rank 1's device is device 0 as well."""
+
+    @functools.wraps(original)
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        original(index % torch.cuda.device_count())
+
+    return set_device
+
+
+_METHODS = tuple(
+    name for name in (*_FILLED_IN_PLACE, *_FILLED, *_SENT) if hasattr(ProcessGroup, name)
+)
+
+PATCH = Patch(
+    name="shared_device",
+    reason="NCCL refuses two ranks on a GPU, and gloo lacks most of its calls there",
+    needed=lambda situation: situation.shares_device,
+    replacements=(
+        Replacement("torch.cuda:set_device", _to_existing),
+        *(
+            Replacement(
+                f"torch.distributed:ProcessGroup.{name}",
+                functools.partial(stage, name, device="cuda"),
+            )
+            for name in _METHODS
+        ),
+    ),
+)

@@ -1,0 +1,106 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
+from tools.launch.bare_gpu import fused_problems, sharing_problems
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Backend, Options, options_from_environment
+from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems
+from tools.launch.runtime import ON_HOST, Runtime
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.records import Batch
+
+Composer = Callable[..., Launch]
+
+
+@pytest.fixture
+def one_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    yield from machine_with(monkeypatch, FakeGpu())
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Composer:
+    def compose_named(name: str, runtime: Runtime = ON_HOST, **changes: object) -> Launch:
+        options = Options(data="owt-ds/any", runs=tmp_path / "runs", **changes)  # type: ignore[arg-type]
+        target = parse_target(name)
+        return compose_target(target, flags_of_grammar(target), options, runtime)
+
+    return compose_named
+
+
+def test_nothing_is_fused_or_shared_unless_asked_for(composed: Composer) -> None:
+    launch = composed("train-baseline-gpt2-large-1gpu")
+    assert not {"KIT_FUSED", "KIT_SHARE_GPU"} & set(launch.environment)
+    assert "--no-gradient-accumulation-fusion" in launch.flags
+    assert "--distributed-backend" not in launch.flags
+
+
+def test_names_reach_the_patches_and_the_flags_that_would_undo_them_go(composed: Composer) -> None:
+    launch = composed("train-baseline-gpt2-large-1gpu", fused=("adamw", "gradient_gemm"))
+    assert launch.environment["KIT_FUSED"] == "adamw,gradient_gemm"
+    assert "--no-gradient-accumulation-fusion" not in launch.flags
+    assert "--no-masked-softmax-fusion" in launch.flags
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(LaunchError, match=r"FUSED=gelu is not a list with commas of bias_gelu, "):
+        options_from_environment({"FUSED": "gelu"})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "runtime", "wanted"),
+    [
+        ("train-baseline-gpt2-large-1gpu", {}, Runtime(transformer_engine=True), "Transformer"),
+        ("train-baseline-gpt2-large-1gpu", {"backend": Backend.NATIVE}, ON_HOST, "BACKEND=native"),
+        ("train-zero2-gpt2-large-2gpu", {}, ON_HOST, "buffers that zero2 does not have"),
+    ],
+)
+def test_patches_that_do_not_fit_are_refused(
+    composed: Composer, name: str, changes: dict[str, object], runtime: Runtime, wanted: str
+) -> None:
+    launch = composed(name, runtime, fused=("gradient_gemm",), **changes)
+    (problem,) = fused_problems(launch)
+    assert wanted in problem
+
+
+def test_two_ranks_share_the_one_gpu_over_gloo(composed: Composer, one_h200: FakeNvml) -> None:
+    launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
+    assert list(sharing_problems(launch)) == []
+    assert list(gpu_problems(launch)) == []
+    assert launch.environment["KIT_SHARE_GPU"] == "1"
+    place = launch.flags.index("--distributed-backend")
+    assert launch.flags[place + 1] == "gloo"
+
+
+def test_what_two_ranks_need_must_fit_the_one_gpu(composed: Composer, one_h200: FakeNvml) -> None:
+    launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
+    assert launch.batch == Batch(64, 64)
+    (problem,) = gpu_memory_problems(launch)
+    assert "GiB a rank" in problem
+    assert "for each" in problem
+    smaller = composed(
+        "train-tp2-gpt2-large-2gpu", share_gpu=True, micro_batch_size=16, global_batch_size=64
+    )
+    assert list(gpu_memory_problems(smaller)) == []
+
+
+def test_sharing_is_refused_with_one_rank_or_on_cpu_ranks(
+    composed: Composer, one_h200: FakeNvml
+) -> None:
+    (one,) = sharing_problems(composed("train-baseline-gpt2-large-1gpu", share_gpu=True))
+    assert "this run has one rank" in one
+    (cpu,) = sharing_problems(composed("train-tp2-gpt2-tiny-2cpu", share_gpu=True))
+    assert "CPU ranks need nothing of the kind" in cpu
+
+
+def test_sharing_is_refused_where_there_are_two_gpus_or_none(
+    composed: Composer, two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
+    assert "exactly one visible GPU and 2 are;" in next(sharing_problems(launch))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "and 0 are (CUDA_VISIBLE_DEVICES=);" in next(sharing_problems(launch))

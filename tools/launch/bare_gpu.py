@@ -1,0 +1,53 @@
+"""Why `FUSED=` (patches for GPUs without Transformer Engine) or `SHARE_GPU=1` cannot be had."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from tools.launch.compose import FSDP, Launch
+from tools.launch.devices import visible_gpus
+from tools.launch.options import Backend
+from tools.records import DeviceKind
+
+
+def fused_problems(launch: Launch) -> Iterator[str]:
+    """Why the patches that are asked for do not fit the run, a sentence each."""
+    asked = launch.environment.get("KIT_FUSED")
+    if not asked:
+        return
+    if launch.backend is not Backend.MEGATRON:
+        yield f"FUSED={asked} changes Megatron, and BACKEND={launch.backend} trains without it."
+    elif launch.runtime.transformer_engine:
+        yield (
+            f"FUSED={asked} replaces what Transformer Engine does, and this runtime has it; set "
+            "RUNTIME=host with a torch that it is not installed for, or leave FUSED= out."
+        )
+    if "gradient_gemm" in asked.split(",") and launch.parallelism.sharding in FSDP:
+        yield (
+            f"FUSED=gradient_gemm adds to gradient buffers that {launch.strategy} does not have; "
+            "leave it out."
+        )
+
+
+def sharing_problems(launch: Launch) -> Iterator[str]:
+    """Why the ranks cannot share a GPU, a sentence each."""
+    if not launch.shares_gpu:
+        return
+    if launch.device is not DeviceKind.GPU:
+        yield "SHARE_GPU=1 puts GPU ranks on one device; CPU ranks need nothing of the kind."
+    elif launch.devices == 1:
+        yield "SHARE_GPU=1 is for several ranks on one GPU, and this run has one rank; leave it out."
+    elif launch.nodes is not None:
+        yield "SHARE_GPU=1 is for one machine; leave NNODES= and LAUNCHER= out."
+    elif launch.runtime.container is not None:
+        yield "SHARE_GPU=1 stages transfers in the patches of the host runtime; set RUNTIME=host."
+    elif len(visible_gpus()) != 1:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
+        yield (
+            f"SHARE_GPU=1 needs exactly one visible GPU and {len(visible_gpus())} are{shown}; choose "
+            "one with CUDA_VISIBLE_DEVICES=, or leave it out."
+        )
+    if launch.backend is not Backend.MEGATRON:
+        yield f"SHARE_GPU=1 patches Megatron's groups, and BACKEND={launch.backend} has its own."
