@@ -5,7 +5,7 @@ python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch 
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch compare zero|backends|moe --model NAME  ZeRO's stages, the backends, or experts
 python -m tools.launch resume runs/…  [--strategy pp2]        go on from the newest whole checkpoint
-python -m tools.launch demo | parity | list | image | reproduce | sweep | status
+python -m tools.launch demo | parity | list | image | reproduce | sweep | status | bench-gpu
 """
 
 from __future__ import annotations
@@ -108,6 +108,12 @@ def _sweep(_: argparse.Namespace, options: Options, console: Console) -> int:
     return sweep(request_from_environment(), options, console)
 
 
+def _bench_gpu(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.bench_gpu.run import bench_gpu
+
+    return bench_gpu(options.runs, options.dry_run, console)
+
+
 def _status(command: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.cluster.follow import follow, show_status
 
@@ -144,6 +150,7 @@ _HANDLERS = {
     "run": _train,
     "status": _status,
     "resume": _resume,
+    "bench-gpu": _bench_gpu,
 }
 SPREADING = ("target", "run", "resume")
 SUBMITTING = ("target", "run", "sweep", "status")
@@ -167,6 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("what", choices=("zero", "backends", "moe"))
     compare.add_argument("--model", default="gpt2-tiny")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
+    commands.add_parser(
+        "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"
+    )
     commands.add_parser("list", help="models, strategies, and what runs here")
     status = commands.add_parser("status", help="every run: waiting, running or ended")
     status.add_argument("--quiet", action="store_true", help="only record what Slurm ended")

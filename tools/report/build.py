@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
+from tools.gpu_bench import read_bench
 from tools.report.changes import BaselineError, compare_with_baseline, read_baseline
 from tools.report.files import write_report
 from tools.report.published import load_published
@@ -68,7 +70,14 @@ def _report(name: str, options: BuildOptions) -> Report:
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
     runs.sort(key=lambda run: run.record.created_utc if run.record else "")
-    return build_report(name, runs, load_published(), problems, all_conditions)
+    bench = None
+    try:
+        # Runs that were named are the report's only subject.
+        bench = None if options.paths else read_bench(options.runs_root)
+    except (OSError, msgspec.DecodeError) as error:
+        problems.append(f"The results of bench-gpu cannot be read ({error}); they are left out.")
+    report = build_report(name, runs, load_published(), problems, all_conditions)
+    return replace(report, gpu_bench=bench)
 
 
 def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path | None) -> Report:
@@ -80,7 +89,7 @@ def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path |
 
 
 def _exit_code(report: Report, options: BuildOptions) -> int:
-    if not report.entries:
+    if not report.entries and report.gpu_bench is None:
         return 1
     found = any(change.is_finding for change in report.changes)
     return 1 if options.strict and found else 0

@@ -16,6 +16,7 @@ from tools.report.explain_routing import routing_sentences, routing_tables
 from tools.report.explain_tables import Table, tables
 from tools.report.explain_traffic import context_sentences, traffic_sentences
 from tools.report.explained import Subject, Topic, subjects_of
+from tools.report.gpu_bench import bench_tables
 from tools.report.predicted import Findings
 from tools.report.report_data import Report
 
@@ -42,14 +43,15 @@ class Explanation:
 
 
 def explain(report: Report) -> Explanation:
-    """Explain the runs of a report whose ledgers were kept; nothing if no run has one."""
+    """Explain the runs of a report whose ledgers were kept, and what `make bench-gpu` measured."""
     subjects = subjects_of(report)
+    bench = bench_tables(report.gpu_bench)
     if not any(_has_ledger(subject) for subject in subjects):
-        return Explanation()
+        return Explanation(tables=bench)
     topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
-        tables(subjects) + routing_tables(subjects),
+        bench + tables(subjects) + routing_tables(subjects),
         {subject.run.name: subject.findings for subject in subjects},
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from tools.gpu_bench import GpuBench
 from tools.report.changes import Change
 from tools.report.configurations import Configuration, configurations, essential
 from tools.report.fairness import SpeedComparison, compare_speed
@@ -70,6 +71,8 @@ class Report:
     changes: tuple[Change, ...] = field(default=())
     baseline: str = ""
     """The earlier report that `changes` compares with."""
+    gpu_bench: GpuBench | None = None
+    """What `make bench-gpu` left beside the runs."""
 
 
 def build_report(

@@ -1,0 +1,144 @@
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.launch.bench_gpu.results import bench
+from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
+from tests.report.factory import log_text, run_record, write_run
+from tools.gpu_bench import read_bench, write_bench
+from tools.launch.bench_gpu import run, wheels
+from tools.launch.bench_gpu.measured import MeasureError, measured
+from tools.launch.bench_gpu.plan import Step, steps
+from tools.launch.bench_gpu.run import Bench, _run_all, bench_gpu
+from tools.launch.bench_gpu.settings import PUBLISHED, SETTINGS, Setting, chosen
+from tools.launch.errors import LaunchError
+
+QUIET = Console(file=io.StringIO())
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    yield from machine_with(monkeypatch)
+
+
+@pytest.fixture
+def one_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    yield from machine_with(monkeypatch, FakeGpu())
+
+
+def made(folder: Path, count: int, setting: Setting) -> Path:
+    record = run_record("r", dtype=setting.dtype)
+    return write_run(folder, record, log_text([400.0 + n for n in range(count)]))
+
+
+def test_without_a_gpu_it_is_refused_in_a_sentence_and_nothing_is_written(
+    no_gpu: FakeNvml, tmp_path: Path
+) -> None:
+    with pytest.raises(LaunchError, match="none is visible here; DRY_RUN=1 shows"):
+        bench_gpu(tmp_path, False, QUIET, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_the_plan_without_a_gpu(
+    no_gpu: FakeNvml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_gpu(tmp_path, True, QUIET, {"ONLY": "tuned"}) == 0
+    printed = capsys.readouterr().out
+    assert "tuned 2/2" in printed
+    assert "published 1/2" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"), [({"ONLY": "x"}, "no setting 'x'"), ({"BUDGET": "x"}, "BUDGET=x")]
+)
+def test_wrong_variables_are_refused(
+    environment: Mapping[str, str], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LaunchError, match=reason):
+        bench_gpu(tmp_path, True, QUIET, environment)
+
+
+def test_missing_packages_are_named_with_the_way_to_bring_them(
+    one_h200: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheels, "missing", lambda: ("msgspec",))
+    with pytest.raises(LaunchError, match=r"msgspec is not installed.*--no-index --find-links"):
+        bench_gpu(tmp_path, False, QUIET, {})
+
+
+def test_a_run_is_kept_with_the_iterations_after_the_warm_up(tmp_path: Path) -> None:
+    setting = chosen("bf16")[0]
+    found = measured(made(tmp_path, 40, setting), setting, 61.0)
+    assert found.iteration_ms == tuple(400.0 + n for n in range(20, 40))
+    assert len(found.losses) == 20
+    assert (found.wall_seconds, found.groups_ms) == (61.0, {})
+
+
+def test_a_run_that_is_too_short_or_lacks_its_trace_is_no_result(tmp_path: Path) -> None:
+    setting = chosen("bf16")[0]
+    with pytest.raises(MeasureError, match="has 10 of 20 timed iterations"):
+        measured(made(tmp_path / "a", 30, setting), setting, 1.0)
+    with pytest.raises(MeasureError, match="trace cannot be read"):
+        measured(made(tmp_path / "b", 76, PUBLISHED), PUBLISHED, 1.0)
+
+
+def bench_of(folder: Path, budget: float = 1e6) -> Bench:
+    return Bench(folder, budget, QUIET, bench())
+
+
+def test_every_result_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    planned = steps(chosen("bf16 published+norm"))
+    seen: list[int] = []
+
+    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+        before = read_bench(tmp_path)
+        seen.append(len(before.settings) if before else 0)
+        return made(folder, 40, step.setting)
+
+    assert _run_all(bench_of(tmp_path), planned, {}, train) is False
+    written = read_bench(tmp_path)
+    assert written is not None
+    assert seen == [0, 1]
+    assert [(s.name, len(s.runs)) for s in written.settings] == [("published+norm", 1), ("bf16", 1)]
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+        if step.setting.name == "bf16":
+            raise MeasureError("it fell over")
+        return made(folder, 40, step.setting)
+
+    assert _run_all(bench_of(tmp_path), steps(chosen("bf16 published+norm")), {}, train) is True
+    written = read_bench(tmp_path)
+    assert written is not None
+    reasons = {setting.name: setting.reason for setting in written.settings}
+    assert reasons == {"published+norm": "", "bf16": "it fell over"}
+
+
+def test_what_no_time_is_left_for_is_recorded_as_left_out(tmp_path: Path) -> None:
+    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+        raise AssertionError("there was no time")
+
+    assert _run_all(bench_of(tmp_path, 1.0), steps(SETTINGS), {}, train) is False
+    written = read_bench(tmp_path)
+    assert written is not None
+    assert {setting.reason for setting in written.settings} == {"no time was left for it"}
+    assert len(written.settings) == len(SETTINGS)
+
+
+def test_other_conditions_begin_anew_and_equal_ones_go_on(
+    one_h200: FakeNvml, tmp_path: Path
+) -> None:
+    fresh = run._begin(tmp_path)
+    assert fresh.device == "NVIDIA H200"
+    assert fresh.model_flops_per_iteration == pytest.approx(1.6109e14, rel=1e-4)
+    measured_before = replace(fresh, created_utc="before")
+    write_bench(tmp_path, measured_before)
+    assert run._begin(tmp_path).created_utc == "before"
+    write_bench(tmp_path, replace(measured_before, driver="another"))
+    assert run._begin(tmp_path).created_utc != "before"

@@ -1,0 +1,236 @@
+"""`make bench-gpu`: ceilings, then each setting by the kit's own train command, while time lasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.gpu_bench import (
+    FOLDER,
+    Ceilings,
+    GpuBench,
+    Measured,
+    SettingResult,
+    read_bench,
+    write_bench,
+)
+from tools.launch.bench_gpu import wheels
+from tools.launch.bench_gpu.measured import MeasureError, measured
+from tools.launch.bench_gpu.plan import (
+    BUDGET_SECONDS,
+    CEILINGS_SECONDS,
+    Step,
+    describe,
+    steps,
+    variables,
+)
+from tools.launch.bench_gpu.settings import SETTINGS, TARGET, Setting, chosen
+from tools.launch.compose import DEFAULT_DATA
+from tools.launch.demo import ensure_sample
+from tools.launch.devices import driver_version, visible_gpus
+from tools.launch.entry import kit_commit
+from tools.launch.errors import LaunchError
+from tools.launch.execute import Interrupted
+from tools.launch.run_folder import utc_now
+from tools.launch.target import parse_target
+from tools.launch.toolchain import compiler_problem
+from tools.launch.versions import installed_versions
+from tools.plan.flops import model_flops
+from tools.preprocess.dataset import idx_path
+from tools.recipe.model import ROOT, load_model
+from tools.records import DeviceKind
+from tools.report.gpu_bench import bench_text
+
+END_SECONDS = 10.0
+"""A run that does not end in its time is sent SIGTERM, and its launcher ends the ranks."""
+
+
+@dataclass
+class Bench:
+    """A call: what there is, and how to measure more."""
+
+    runs: Path
+    budget_seconds: float
+    console: Console
+    result: GpuBench
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the budget."""
+        return self.budget_seconds - (time.monotonic() - self.started)
+
+    def add(self, setting: Setting, run: Measured | None, reason: str = "") -> None:
+        """Keep a run, or why there is none, and write all that is known so far."""
+        kept = [s for s in self.result.settings if s.name != setting.name]
+        before = next((s for s in self.result.settings if s.name == setting.name), None)
+        runs = (*(before.runs if before else ()), *((run,) if run else ()))
+        new = SettingResult(setting.name, setting.dtype, setting.fused, setting.extra, runs, reason)
+        order = [s.name for s in SETTINGS]
+        settings = sorted((*kept, new), key=lambda s: order.index(s.name))
+        self.result = replace(self.result, settings=tuple(settings), created_utc=utc_now())
+        write_bench(self.runs, self.result)
+
+
+def bench_gpu(
+    runs: Path, dry_run: bool, console: Console, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Measure; 0 if every run that was started ended well.
+
+    Raises:
+        LaunchError: It cannot run here; nothing was written.
+    """
+    settings, budget = _asked(environment)
+    if dry_run:
+        data = {"DATA": environment["DATA"]} if environment.get("DATA") else {}
+        print(describe(steps(settings), budget, data))
+        return 0
+    _check(environment)
+    bench = Bench(runs, budget, console, _begin(runs))
+    data = _data(environment, console)
+    bench.result = replace(bench.result, ceilings=_ceilings(runs))
+    failed = _run_all(bench, steps(settings, bench.result), data, _train)
+    console.print(bench_text(bench.result), markup=False, highlight=False)
+    console.print(f"Results: {runs / FOLDER}; 'make report' shows them.", highlight=False)
+    return int(failed)
+
+
+def _asked(environment: Mapping[str, str]) -> tuple[tuple[Setting, ...], float]:
+    try:
+        settings = chosen(environment.get("ONLY", ""))
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    try:
+        budget = float(environment.get("BUDGET") or BUDGET_SECONDS)
+    except ValueError:
+        raise LaunchError(f"BUDGET={environment['BUDGET']} is no number of seconds.") from None
+    return settings, budget
+
+
+def _check(environment: Mapping[str, str]) -> None:
+    if len(visible_gpus(environment)) == 0:
+        raise LaunchError(
+            "make bench-gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
+            "would do."
+        )
+    if problem := wheels.torch_problem():
+        raise LaunchError(problem)
+    if wanted := wheels.missing():
+        raise LaunchError(f"{', '.join(wanted)} is not installed. {wheels.how_to(wanted)}")
+    if problem := compiler_problem():
+        raise LaunchError(problem)
+
+
+def _begin(runs: Path) -> GpuBench:
+    """Go on with what was measured under equal conditions; else begin anew."""
+    model = load_model(parse_target(TARGET).model)
+    fresh = GpuBench(
+        created_utc=utc_now(),
+        device=visible_gpus()[0].name,
+        driver=driver_version(),
+        software=installed_versions(),
+        kit_commit=kit_commit(),
+        model_flops_per_iteration=model_flops(model.shape, model.batch.global_batch_size),
+        ceilings=None,
+        settings=(),
+    )
+    before = read_bench(runs)
+    return before if before is not None and before.identity == fresh.identity else fresh
+
+
+def _data(environment: Mapping[str, str], console: Console) -> dict[str, str]:
+    """The data set that is named, else the published one where it was prepared, else the sample."""
+    if environment.get("DATA"):
+        return {"DATA": environment["DATA"]}
+    if idx_path(ROOT / DEFAULT_DATA[DeviceKind.GPU]).is_file():
+        return {}
+    ensure_sample(console)
+    return {"DATA": DEFAULT_DATA[DeviceKind.CPU]}
+
+
+def _ceilings(runs: Path) -> Ceilings:
+    output = runs.absolute() / FOLDER / "ceilings.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    command = (sys.executable, "-m", "tools.launch.bench_gpu.ceilings", str(output))
+    try:
+        subprocess.run(
+            command, cwd=ROOT, check=True, capture_output=True, timeout=3 * CEILINGS_SECONDS
+        )
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.decode().strip().splitlines() or ["it printed nothing"])[-1]
+        raise LaunchError(f"The device's ceilings could not be measured: {last}") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError("The device's ceilings took too long to measure.") from None
+    return Ceilings(**json.loads(output.read_text()))
+
+
+Train = Callable[[Step, Path, Mapping[str, str], float], Path]
+
+
+def _run_all(bench: Bench, planned: Sequence[Step], data: Mapping[str, str], train: Train) -> bool:
+    """Run what fits; whether any run failed. The longest run so far tells what still fits."""
+    failed = False
+    longest: dict[int, float] = {}
+    for step in planned:
+        iterations = step.setting.iterations
+        needed = longest.get(iterations, step.expected_seconds)
+        if needed > bench.seconds_left:
+            bench.console.print(f"{step.title}: left out, no time for it; repeat the command.")
+            if step.repeat == 1:
+                bench.add(step.setting, None, "no time was left for it")
+            continue
+        began = time.monotonic()
+        try:
+            folder = train(step, bench.runs / FOLDER / step.setting.name, data, bench.seconds_left)
+            found = measured(folder, step.setting, time.monotonic() - began)
+            bench.add(step.setting, found)
+            bench.console.print(_told(step, found), highlight=False)
+        except MeasureError as error:
+            failed = True
+            bench.add(step.setting, None, str(error))
+            bench.console.print(f"{step.title}: {error}", style="red", markup=False)
+        longest[iterations] = max(longest.get(iterations, 0.0), time.monotonic() - began)
+    return failed
+
+
+def _told(step: Step, found: Measured) -> str:
+    middle = sorted(found.iteration_ms)[len(found.iteration_ms) // 2]
+    return f"{step.title}: {middle:.1f} ms an iteration, {found.wall_seconds:.0f} s"
+
+
+def _train(step: Step, runs: Path, data: Mapping[str, str], seconds: float) -> Path:
+    """The kit's own train command; the run folder it made.
+
+    Raises:
+        MeasureError: It failed or was not done in time.
+    """
+    environment = {**os.environ, **variables(step.setting, str(runs)), **data}
+    before = set(runs.glob("*/run.json"))
+    command = (sys.executable, "-m", "tools.launch", "target", TARGET)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(END_SECONDS + seconds)
+        raise MeasureError(f"it was not done in {seconds:.0f} s and was ended") from None
+    except Interrupted:
+        process.terminate()
+        process.wait()
+        raise
+    made = sorted(set(runs.glob("*/run.json")) - before)
+    if process.returncode != 0 or not made:
+        last = (output.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+        raise MeasureError(f"'{shlex.join(command)}' failed: {last}")
+    return made[-1].parent
