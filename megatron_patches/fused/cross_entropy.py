@@ -77,7 +77,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(tensor.split(CHUNK_TOKENS) for tensor in tensors), strict=True))
+    return list(zip(*(torch.split(tensor, CHUNK_TOKENS) for tensor in tensors), strict=True))
 
 
 def _over_ranks(lse: Tensor, predicted: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             from megatron.core.parallel_state import get_tensor_model_parallel_group
 
             tp_group = get_tensor_model_parallel_group()
-        loss: Tensor = ChunkedCrossEntropy.apply(logits.contiguous(), target, tp_group)  # type: ignore[no-untyped-call]
+        loss: Tensor = ChunkedCrossEntropy.apply(logits.contiguous(), target, tp_group)
         return loss
 
     return cross_entropy

@@ -27,7 +27,7 @@ def l2_norm(_: int, __: Any, lists: Lists, *___: Any) -> tuple[Tensor, None]:
     tensors = [tensor for tensors in lists for tensor in tensors]
     # torch's CPU norm loses small squares in fp32 (gradient_norm.py); GPU kernels reduce in blocks.
     dtype = torch.float32 if tensors[0].is_cuda else torch.float64
-    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))  # type: ignore[arg-type]
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
     return torch.linalg.vector_norm(norms).float().view(1), None
 
 
@@ -42,7 +42,7 @@ def scale(_: int, __: Any, lists: Lists, factor: float | Tensor) -> None:
 def copy_all(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Any = None) -> None:  # noqa: ARG001 - Megatron's signature
     """Copy each tensor of `this` into its counterpart in `that`, converting its type."""
     if this:
-        torch._foreach_copy_(list(that), list(this))  # type: ignore[arg-type]
+        torch._foreach_copy_(list(that), list(this))
 
 
 def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -52,7 +52,7 @@ def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
         return list(gradients)
     sizes = [gradient.numel() for gradient in narrow]
     flat = torch.empty(sum(sizes), dtype=torch.float32, device=narrow[0].device)
-    wide = [p.view(g.shape) for p, g in zip(flat.split(sizes), narrow, strict=True)]
+    wide = [p.view(g.shape) for p, g in zip(torch.split(flat, sizes), narrow, strict=True)]
     copy_all(narrow, wide)
     found = iter(wide)
     return [g if g.dtype == torch.float32 else next(found) for g in gradients]

@@ -56,12 +56,12 @@ def _median_seconds(work: Callable[[], object], device: str) -> float:
 
 
 def _cuda_seconds(work: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return float(begin.elapsed_time(end)) / 1000
 
 
 def _host_seconds(work: Callable[[], object]) -> float:
