@@ -21,8 +21,8 @@ NEEDED = (
         "msgspec",
         "rich",
         "matplotlib",
-        "Jinja2",
-        "PyYAML",
+        "jinja2",
+        "pyyaml",
     ),
 )
 """To prepare the sample, train, and report; versions are those of requirements.txt."""
