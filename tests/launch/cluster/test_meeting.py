@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools.launch.cluster.joining import OtherNode
 from tools.launch.cluster.lines import LineError, Lines
-from tools.launch.cluster.meeting import FirstNode, OtherNode, Present
+from tools.launch.cluster.meeting import FirstNode, Present
 from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
@@ -199,7 +200,7 @@ def test_a_folder_that_is_not_shared_is_refused(
 def test_a_node_looks_for_the_very_file_that_node_0_wrote(
     port: int, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.cluster.meeting.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("tools.launch.cluster.joining.ANSWER_SECONDS", 0.2)
     folder = run_folder(tmp_path)
     with socket.create_server(("127.0.0.1", port)) as server:
         joining = in_thread(join().join)

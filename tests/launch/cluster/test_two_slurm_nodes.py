@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cluster.two_nodes import Cluster, obstacle, two_nodes
+from tools.launch.cluster.sbatch import Cell, Job, script
+from tools.launch.cluster.slurm import Slurm
 from tools.recipe.model import ROOT
-from tools.records import Status, read_run, read_status
+from tools.records import DeviceKind, Status, read_run, read_status
 from tools.report.parity import Curve, loss_curve
 from tools.report.runs import load_folder
 from tools.report.scrape import scrape_log
@@ -129,6 +131,28 @@ def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
     both = found.keys() & expected.keys()
     assert len(both) >= 22
     assert {i: found[i] for i in both} == {i: expected[i] for i in both}
+
+
+def test_an_arrays_elements_start_their_own_runs_on_both_nodes(
+    cluster: Cluster, tmp_path: Path, sample_prefix: Path
+) -> None:
+    """What is started is a dry run, which says the command that each node would run."""
+    settings = {"DRY_RUN": "1", "DATA": str(sample_prefix), "RUNS": str(tmp_path)}
+    cells = []
+    for strategy in ("dp2", "tp2"):
+        (tmp_path / strategy).mkdir()
+        words = ("target", f"train-{strategy}-gpt2-tiny-2cpu")
+        cells.append(Cell(str(tmp_path / strategy), words, settings))
+    job = Job("array", DeviceKind.CPU, 1, Slurm(nodes=2), tuple(cells), sys.executable)
+    (tmp_path / "job.sbatch").write_text(script(job))
+    number = cluster.ask("sbatch", "--parsable", str(tmp_path / "job.sbatch"))
+    for element, strategy in enumerate(("dp2", "tp2")):
+        cluster.wait(f"{number}_{element}", "COMPLETED")
+        said = (tmp_path / strategy / "slurm.txt").read_text()
+        # Two nodes write at once, so their lines may lie inside one another's.
+        assert said.count("--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d") == 2, said
+        assert (said.count("is_host=0"), said.count("is_host=1")) == (1, 1)
+        assert said.count("--tensor-model-parallel-size 2") == (2 if strategy == "tp2" else 0)
 
 
 def test_the_doctor_asks_both_nodes_and_measures_between_them(cluster: Cluster) -> None:

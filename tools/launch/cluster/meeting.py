@@ -13,8 +13,9 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -43,6 +44,14 @@ class Present:
     host: str
     has: Mapping[str, str]
     """What all nodes must have alike, by name."""
+
+
+class Closable(Protocol):
+    """Either side."""
+
+    def close(self) -> None:
+        """Hang up."""
+        ...
 
 
 class FirstNode:
@@ -80,7 +89,7 @@ class FirstNode:
 
     def interface(self) -> str | None:
         """The network interface by which the others reach this node."""
-        return _interface_of(next(iter(self._others.values())))
+        return interface_of(next(iter(self._others.values())))
 
     def announce(self, folder: Path) -> None:
         """Tell the others the run folder, and let all start once each has found it.
@@ -190,79 +199,8 @@ class FirstNode:
         raise LaunchError(reason)
 
 
-class OtherNode:
-    """The side of every node but 0."""
-
-    cause = None
-
-    def __init__(self, nodes: Nodes, patience: float = PATIENCE_SECONDS) -> None:
-        self._nodes = nodes
-        self._lines = Lines(_connect(nodes, patience))
-        self._failed: str | None = None
-
-    def introduce(self, own: Present, problem: str | None = None) -> None:
-        """Say who this is, and why it cannot run its share if it cannot."""
-        self._lines.send(**asdict(own), problem=problem)
-
-    def interface(self) -> str | None:
-        """The network interface by which node 0 is reached."""
-        return _interface_of(self._lines)
-
-    def join(self) -> Path:
-        """Wait for the run folder and the word to start.
-
-        Raises:
-            LaunchError: Node 0 refuses, is gone, or its folder is not seen from here.
-        """
-        told = self._expect("run")
-        folder = ROOT / str(told["run"])
-        if not _appears(folder / RUN_FILE, str(told["sha256"])):
-            problem = f"it does not see {folder}, which node 0 has made"
-            self._lines.send(problem=f"{problem}; RUNS= must name a folder that all hosts share")
-        else:
-            self._lines.send(sees=True)
-        self._expect("go")
-        return folder
-
-    def announce(self, folder: Path) -> None:
-        """Node 0's to do."""
-
-    def failure(self) -> str | None:
-        """As `Company.failure`."""
-        if self._failed is None:
-            try:
-                message = self._lines.receive(0)
-            except LineError:
-                message = None
-            if message is not None and message.get("exit"):
-                self._failed = "Node 0 has ended the run."
-            elif message is None and self._lines.ended:
-                self._failed = "Node 0 was lost."
-        return self._failed
-
-    def finish(self, exit_code: int) -> int:
-        """As `Company.finish`; everything of this node is on the disk."""
-        self._lines.send(exit=exit_code)
-        self._lines.close()
-        return exit_code
-
-    def close(self) -> None:
-        """Hang up."""
-        self._lines.close()
-
-    def _expect(self, name: str) -> dict[str, object]:
-        try:
-            message = self._lines.receive(PATIENCE_SECONDS + 2 * ANSWER_SECONDS) or {}
-        except LineError as error:
-            message = {"refused": f"something else answers at {self._nodes.address}: {error}."}
-        if name not in message:
-            reason = message.get("refused", f"Node 0 at {self._nodes.address} is gone.")
-            raise LaunchError(str(reason))
-        return message
-
-
 @contextmanager
-def closing(node: FirstNode | OtherNode) -> Iterator[None]:
+def closing(node: Closable) -> Iterator[None]:
     """Hang up on the way out, however it is taken."""
     try:
         yield
@@ -280,21 +218,6 @@ def _listen(port: int) -> socket.socket:
         ) from None
 
 
-def _connect(nodes: Nodes, patience: float) -> socket.socket:
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return socket.create_connection((nodes.address, nodes.port), timeout=ANSWER_SECONDS)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"Node 0 was not reached at MASTER_ADDR={nodes.address}, port {nodes.port}, "
-                    f"within {patience:.0f} s ({error.strerror or error}); start it with NODE_RANK=0, "
-                    "and see that the address is right and the port open."
-                ) from None
-        time.sleep(0.2)
-
-
 def _difference(own: Present, other: Present) -> str | None:
     for name, value in own.has.items():
         theirs = other.has.get(name)
@@ -306,7 +229,8 @@ def _difference(own: Present, other: Present) -> str | None:
     return None
 
 
-def _interface_of(lines: Lines) -> str | None:
+def interface_of(lines: Lines) -> str | None:
+    """The network interface that a connection uses."""
     address = lines.socket.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
@@ -317,17 +241,3 @@ def _interface_of(lines: Lines) -> str | None:
 def _named(folder: Path) -> str:
     resolved = folder.resolve()
     return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
-
-
-def _appears(file: Path, digest: str) -> bool:
-    """Whether a file with these bytes is there; a network file system may show it late."""
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while True:
-        try:
-            if hashlib.sha256(file.read_bytes()).hexdigest() == digest:
-                return True
-        except OSError:
-            pass
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.cluster.meeting import FirstNode, OtherNode, Present, closing
+from tools.launch.cluster.joining import OtherNode
+from tools.launch.cluster.meeting import FirstNode, Present, closing
 from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.compose import Launch

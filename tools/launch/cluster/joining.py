@@ -1,0 +1,116 @@
+"""The side of every node but 0 of the meeting: reach node 0, be let in, hear of its end."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tools.launch.cluster.lines import LineError, Lines
+from tools.launch.cluster.meeting import ANSWER_SECONDS, PATIENCE_SECONDS, Present, interface_of
+from tools.launch.cluster.nodes import Nodes
+from tools.launch.errors import LaunchError
+from tools.recipe.model import ROOT
+from tools.records import RUN_FILE
+
+
+class OtherNode:
+    """A connection to node 0."""
+
+    cause = None
+
+    def __init__(self, nodes: Nodes, patience: float = PATIENCE_SECONDS) -> None:
+        self._nodes = nodes
+        self._lines = Lines(_connect(nodes, patience))
+        self._failed: str | None = None
+
+    def introduce(self, own: Present, problem: str | None = None) -> None:
+        """Say who this is, and why it cannot run its share if it cannot."""
+        self._lines.send(**asdict(own), problem=problem)
+
+    def interface(self) -> str | None:
+        """The network interface by which node 0 is reached."""
+        return interface_of(self._lines)
+
+    def join(self) -> Path:
+        """Wait for the run folder and the word to start.
+
+        Raises:
+            LaunchError: Node 0 refuses, is gone, or its folder is not seen from here.
+        """
+        told = self._expect("run")
+        folder = ROOT / str(told["run"])
+        if not _appears(folder / RUN_FILE, str(told["sha256"])):
+            problem = f"it does not see {folder}, which node 0 has made"
+            self._lines.send(problem=f"{problem}; RUNS= must name a folder that all hosts share")
+        else:
+            self._lines.send(sees=True)
+        self._expect("go")
+        return folder
+
+    def announce(self, folder: Path) -> None:
+        """Node 0's to do."""
+
+    def failure(self) -> str | None:
+        """As `Company.failure`."""
+        if self._failed is None:
+            try:
+                message = self._lines.receive(0)
+            except LineError:
+                message = None
+            if message is not None and message.get("exit"):
+                self._failed = "Node 0 has ended the run."
+            elif message is None and self._lines.ended:
+                self._failed = "Node 0 was lost."
+        return self._failed
+
+    def finish(self, exit_code: int) -> int:
+        """As `Company.finish`; everything of this node is on the disk."""
+        self._lines.send(exit=exit_code)
+        self._lines.close()
+        return exit_code
+
+    def close(self) -> None:
+        """Hang up."""
+        self._lines.close()
+
+    def _expect(self, name: str) -> dict[str, object]:
+        try:
+            message = self._lines.receive(PATIENCE_SECONDS + 2 * ANSWER_SECONDS) or {}
+        except LineError as error:
+            message = {"refused": f"something else answers at {self._nodes.address}: {error}."}
+        if name not in message:
+            reason = message.get("refused", f"Node 0 at {self._nodes.address} is gone.")
+            raise LaunchError(str(reason))
+        return message
+
+
+def _connect(nodes: Nodes, patience: float) -> socket.socket:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_connection((nodes.address, nodes.port), timeout=ANSWER_SECONDS)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Node 0 was not reached at MASTER_ADDR={nodes.address}, port {nodes.port}, "
+                    f"within {patience:.0f} s ({error.strerror or error}); start it with NODE_RANK=0, "
+                    "and see that the address is right and the port open."
+                ) from None
+        time.sleep(0.2)
+
+
+def _appears(file: Path, digest: str) -> bool:
+    """Whether a file with these bytes is there; a network file system may show it late."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            if hashlib.sha256(file.read_bytes()).hexdigest() == digest:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
