@@ -9,6 +9,7 @@ from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.options import Backend, Options, options_from_environment
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems
+from tools.launch.provenance import find_provenance
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -74,6 +75,12 @@ def test_two_ranks_share_the_one_gpu_over_gloo(composed: Composer, one_h200: Fak
     assert launch.environment["KIT_SHARE_GPU"] == "1"
     place = launch.flags.index("--distributed-backend")
     assert launch.flags[place + 1] == "gloo"
+
+
+def test_each_rank_names_the_gpu_it_shares(composed: Composer, one_h200: FakeNvml) -> None:
+    launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
+    devices = find_provenance(launch, Path("unused")).host.devices
+    assert devices == ("NVIDIA H200", "NVIDIA H200")
 
 
 def test_what_two_ranks_need_must_fit_the_one_gpu(composed: Composer, one_h200: FakeNvml) -> None:

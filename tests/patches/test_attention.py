@@ -50,3 +50,17 @@ def test_attention_without_a_mask_is_causal() -> None:
     query, key, value = torch.randn(3, 8, 2, 4, 8, dtype=torch.float64)
     whole = attend(query, key, value, causal_mask(0, 1, 8), 0.3, 0.0)
     torch.testing.assert_close(attend(query, key, value, None, 0.3, 0.0), whole)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_drops_its_share_of_the_weights_and_keeps_their_mean(p: float) -> None:
+    torch.manual_seed(0)
+    length, width = 64, 8
+    # Equal scores, and a value that tells its position: each weight of the last query can be read.
+    query = torch.zeros(length, 200, 1, length)
+    value = torch.eye(length)[:, None, None, :].expand(length, 200, 1, length).contiguous()
+    out = attend(query, query, value, None, 1 / math.sqrt(width), p)[-1]
+    dropped = (out == 0).double().mean().item()
+    assert dropped == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / out.numel()))
+    kept = out[out != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (length * (1 - p))))

@@ -1,8 +1,11 @@
 """The staging of tensors through the host: CPU tensors play the device's part."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_patches import shared_device
 from megatron_patches.shared_device import stage
+from tools.recipe.model import ROOT
 
 Group = Any
 
@@ -111,6 +115,26 @@ def test_every_method_that_moves_tensors_is_staged_but_for_none() -> None:
     from tools.ledger.process_groups import METHODS
 
     assert set(METHODS) - {"barrier"} <= set(shared_device._METHODS)
+
+
+def test_torchs_own_functions_stage_whatever_way_they_are_called(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "tests.patches.staged_ranks")
+    ranks = [
+        subprocess.Popen(
+            (*command, str(rank), str(tmp_path / "store")),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0, output
+        staged = output.splitlines()[-1].split()
+        assert {"allreduce", "broadcast", "allgather"} <= set(staged)
+        assert {"send", "recv"} <= set(staged)
 
 
 @pytest.mark.parametrize(("asked", "set_"), [(0, 0), (1, 0), ("cuda:1", 0)])
