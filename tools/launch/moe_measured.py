@@ -53,11 +53,10 @@ def measure_run(folder: Path) -> MoeRun:
     """Read a run folder of this kit."""
     run, record = load_folder(folder), records.read_run(folder)
     scores = run.log.validation[-1].losses if run.log.validation else {}
-    muon = Flags(record.argv).text("--optimizer") == "muon"
     return MoeRun(
         backend=record.backend,
         strategy=record.strategy,
-        optimizer="Muon + AdamW" if muon else "AdamW",
+        optimizer=_optimizer(record),
         seed=record.seed,
         status=run.status.status,
         samples_ms=run.window.samples_ms,
@@ -69,6 +68,13 @@ def measure_run(folder: Path) -> MoeRun:
         machine=f"{record.host.cores} cores of {record.host.cpu}, {record.dtype}",
         commit=(record.kit_commit or "no commit")[:12],
     )
+
+
+def _optimizer(record: records.RunRecord) -> str:
+    """Megatron's Muon is another: it decays matrices and updates norms at Muon's rate."""
+    if Flags(record.argv).text("--optimizer") != "muon":
+        return "AdamW"
+    return "Megatron's Muon" if record.backend == "megatron" else "Muon + AdamW"
 
 
 def _routing(folder: Path) -> dict[int, Counts]:
