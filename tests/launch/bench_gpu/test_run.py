@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +56,13 @@ def test_a_dry_run_prints_the_plan_without_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"), [({"ONLY": "x"}, "no setting 'x'"), ({"BUDGET": "x"}, "BUDGET=x")]
+    ("environment", "reason"),
+    [
+        ({"ONLY": "x"}, "no setting 'x'"),
+        ({"BUDGET": "x"}, "BUDGET=x"),
+        ({"MICRO_BATCH": "8"}, "MICRO_BATCH= is the settings' own"),
+        ({"RUNTIME": "docker"}, "RUNTIME=host, not docker"),
+    ],
 )
 def test_wrong_variables_are_refused(
     environment: Mapping[str, str], reason: str, tmp_path: Path
@@ -142,3 +150,35 @@ def test_other_conditions_begin_anew_and_equal_ones_go_on(
     assert run._begin(tmp_path).created_utc == "before"
     write_bench(tmp_path, replace(measured_before, driver="another"))
     assert run._begin(tmp_path).created_utc != "before"
+
+
+SLOW_TRAINING = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_run_over_its_time_is_asked_to_end_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "ended"
+    command = (sys.executable, "-c", SLOW_TRAINING, str(marker))
+    real = subprocess.Popen
+    monkeypatch.setattr(run.subprocess, "Popen", lambda _, **kwargs: real(command, **kwargs))
+    (step,) = steps(chosen("bf16"))
+    with pytest.raises(MeasureError, match="was not done in 1 s"):
+        run._train(step, tmp_path / "runs", {}, 1.0)
+    assert marker.exists()
+
+
+def test_a_run_that_is_refused_tells_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (sys.executable, "-c", "import sys; print('no room'); sys.exit(2)")
+    real = subprocess.Popen
+    monkeypatch.setattr(run.subprocess, "Popen", lambda _, **kwargs: real(command, **kwargs))
+    (step,) = steps(chosen("bf16"))
+    with pytest.raises(MeasureError, match="failed: no room"):
+        run._train(step, tmp_path / "runs", {}, 30.0)

@@ -50,8 +50,13 @@ from tools.recipe.model import ROOT, load_model
 from tools.records import DeviceKind
 from tools.report.gpu_bench import bench_text
 
-END_SECONDS = 10.0
-"""A run that does not end in its time is sent SIGTERM, and its launcher ends the ranks."""
+END_SECONDS = 20.0
+"""A run that does not end in its time is sent SIGTERM; its launcher ends the ranks within 10 s."""
+FIXED = (
+    *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
+    *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
+)
+"""Variables of the train command that a setting decides by itself."""
 
 
 @dataclass
@@ -105,6 +110,10 @@ def bench_gpu(
 
 
 def _asked(environment: Mapping[str, str]) -> tuple[tuple[Setting, ...], float]:
+    if given := [name for name in FIXED if environment.get(name)]:
+        raise LaunchError(f"{given[0]}= is the settings' own in bench-gpu; leave it out.")
+    if environment.get("RUNTIME", "host") not in ("", "host"):
+        raise LaunchError(f"bench-gpu measures RUNTIME=host, not {environment['RUNTIME']}.")
     try:
         settings = chosen(environment.get("ONLY", ""))
     except ValueError as error:
@@ -222,15 +231,22 @@ def _train(step: Step, runs: Path, data: Mapping[str, str], seconds: float) -> P
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait(END_SECONDS + seconds)
+        _end(process)
         raise MeasureError(f"it was not done in {seconds:.0f} s and was ended") from None
     except Interrupted:
-        process.terminate()
-        process.wait()
+        _end(process)
         raise
     made = sorted(set(runs.glob("*/run.json")) - before)
     if process.returncode != 0 or not made:
         last = (output.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
         raise MeasureError(f"'{shlex.join(command)}' failed: {last}")
     return made[-1].parent
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.communicate(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
