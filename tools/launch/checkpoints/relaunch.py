@@ -24,7 +24,7 @@ from tools.launch.runtime import choose_runtime
 from tools.recipe.arguments import Flags, merge_flags
 from tools.recipe.model import load_model
 from tools.recipe.strategy import devices_of, parse_strategy, strategy_flags
-from tools.records import CHECKPOINTS_FOLDER, Batch, Parallelism, RunRecord, Sharding
+from tools.records import CHECKPOINTS_FOLDER, Batch, Entry, Parallelism, RunRecord, Sharding
 
 _OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 _OF_ONE_START = (
@@ -80,22 +80,7 @@ def relaunch(
     saving = options.saving or Saving(record.save_every or iterations)
     asked = _as_it_was(record, options)
     runtime = choose_runtime(asked, record.device)
-    entry = entry_of(runtime, asked)
-    if entry.megatron_version != record.entry.megatron_version:
-        raise LaunchError(
-            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
-            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
-        )
-    same = parallelism == record.parallelism
-    flags = merge_flags(
-        without(record.argv, _OF_ONE_START if same else (*_OF_ONE_START, *_LAYOUT)),
-        () if same else strategy_flags(parallelism),
-        () if same else _same_vocabulary(record, parallelism),
-        ("--micro-batch-size", str(batch.micro_batch_size)),
-        ("--exit-interval", str(iterations)),
-        saving_flags(saving, parallelism, entry),
-        options.extra,
-    )
+    entry = _same_megatron(record, entry_of(runtime, asked))
     data = Flags(record.argv).text("--data-path")
     start = options.runs / ".start" / record.start_checkpoint if record.start_checkpoint else None
     return Launch(
@@ -111,7 +96,13 @@ def relaunch(
         entry=entry,
         data=data,
         start_checkpoint=start,
-        flags=flags,
+        flags=merge_flags(
+            _laid_out(record, parallelism),
+            ("--micro-batch-size", str(batch.micro_batch_size)),
+            ("--exit-interval", str(iterations)),
+            saving_flags(saving, parallelism, entry),
+            options.extra,
+        ),
         environment=record.environment,
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
@@ -143,6 +134,26 @@ def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
         flags=without(launch.flags, _OF_THE_START),
         goes_on_from=GoesOnFrom(folder.name, stored, iteration),
     )
+
+
+def _laid_out(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
+    """What the run was told, without what concerned one start, in this layout."""
+    if parallelism == record.parallelism:
+        return without(record.argv, _OF_ONE_START)
+    return merge_flags(
+        without(record.argv, (*_OF_ONE_START, *_LAYOUT)),
+        strategy_flags(parallelism),
+        _same_vocabulary(record, parallelism),
+    )
+
+
+def _same_megatron(record: RunRecord, entry: Entry) -> Entry:
+    if entry.megatron_version != record.entry.megatron_version:
+        raise LaunchError(
+            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
+            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
+        )
+    return entry
 
 
 def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
