@@ -59,7 +59,7 @@ setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 ## SLURM_PARTITION= SLURM_ACCOUNT= SLURM_QOS= SLURM_TIME= SLURM_LINES="--sbatch-options" SLURM_IMAGE= SLURM_SITE=site.slurm
 status: setup ## all runs: queued, running or ended, iteration, loss, time left; asks Slurm where it is
 	@$(VENV_PYTHON) -m tools.launch status
-## SAVE_EVERY=10 saves every 10 iterations; KEEP=2 stay, ASYNC_SAVE=1 saves beside training; HANG_TIMEOUT=900 seconds
+## SAVE_EVERY=10 saves every 10 iterations; KEEP=2 stay, ASYNC_SAVE=1 saves beside training on GPUs; HANG_TIMEOUT=900 seconds
 resume: setup ## go on from the newest whole checkpoint: RUN=runs/…, in another layout with STRATEGY=pp2
 	@$(VENV_PYTHON) -m tools.launch resume $(or $(RUN),$(error Say which run: make resume RUN=runs/…)) \
 		$(if $(STRATEGY),--strategy $(STRATEGY))

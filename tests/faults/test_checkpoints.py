@@ -57,13 +57,3 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message_for_the_one_before(k
     assert f"{newest.path.name} cannot be loaded: {file.name}" in words
     assert resumed.run.restarts == (before.iteration + 1,)
     same_losses(resumed.run, kit.whole_curve("dp2"))
-
-
-@pytest.mark.slow
-def test_saved_beside_training_it_goes_on_as_well(kit: Kit) -> None:
-    early = kit.train("tp2", ITERS="8", ASYNC_SAVE="1")
-    assert early.status.status is Status.OK, early.output
-    assert all(c.is_proven for c in find_checkpoints(early.folder / CHECKPOINTS_FOLDER))
-    resumed = kit.resume(early.folder)
-    assert resumed.exit_code == 0, resumed.output
-    same_losses(resumed.run, kit.whole_curve("tp2"))

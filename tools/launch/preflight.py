@@ -104,7 +104,9 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
     yield from expert_problems(launch)
     yield from backend_problems(launch)
     if launch.saving is not None:
-        yield from saving_problems(launch.strategy, launch.parallelism, launch.backend)
+        yield from saving_problems(
+            launch.saving, launch.strategy, launch.parallelism, launch.backend, launch.device
+        )
     yield from nodes_problems(launch)
     yield from optimizer_problems(launch)
     yield from fused_problems(launch)

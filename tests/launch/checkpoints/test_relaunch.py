@@ -17,6 +17,7 @@ from tools.recipe.strategy import StrategyError, devices_of, parse_strategy
 from tools.records import (
     Batch,
     DatasetIdentity,
+    DeviceKind,
     Entry,
     Host,
     Parallelism,
@@ -128,10 +129,28 @@ def test_sharded_optimizer_states_go_back_into_sharded_ones_only() -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_what_cannot_be_resumed_is_not_saved_and_says_so_by_name(strategy: str) -> None:
-    [problem] = saving_problems(strategy, parse_strategy(strategy, 2), "megatron")
+    [problem] = problems(strategy)
     assert problem.startswith(f"{strategy} cannot be resumed yet")
-    assert not list(saving_problems("zero1", parse_strategy("zero1", 2), "megatron"))
-    assert "BACKEND=native" in next(saving_problems("dp2", Parallelism(data=2), "native"))
+    assert problems("zero1") == []
+    [problem] = problems("dp2", backend="native")
+    assert "BACKEND=native" in problem
+
+
+def test_saving_beside_training_is_for_gpus() -> None:
+    beside = Saving(4, asynchronous=True)
+    [problem] = problems("tp2", beside)
+    assert problem.startswith("ASYNC_SAVE=1 needs GPUs")
+    assert problems("tp2", beside, device=DeviceKind.GPU) == []
+
+
+def problems(
+    strategy: str,
+    saving: Saving = Saving(4),  # noqa: B008 - frozen
+    backend: str = "megatron",
+    device: DeviceKind = DeviceKind.CPU,
+) -> list[str]:
+    parallelism = parse_strategy(strategy, 2)
+    return list(saving_problems(saving, strategy, parallelism, backend, device))
 
 
 def test_the_sharded_optimizer_is_saved_so_that_it_reshards_where_megatron_can() -> None:

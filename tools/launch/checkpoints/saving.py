@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.launch.entry import release
-from tools.records import CHECKPOINTS_FOLDER, Entry, Parallelism, Sharding
+from tools.records import CHECKPOINTS_FOLDER, DeviceKind, Entry, Parallelism, Sharding
 
 KEEP = 2
 """Proven checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
@@ -46,7 +46,9 @@ def saving_folder(run_folder: str) -> str:
     return f"{run_folder}/{CHECKPOINTS_FOLDER}"
 
 
-def saving_problems(strategy: str, parallelism: Parallelism, backend: str) -> Iterator[str]:
+def saving_problems(
+    saving: Saving, strategy: str, parallelism: Parallelism, backend: str, device: DeviceKind
+) -> Iterator[str]:
     """Why a run cannot be saved so that it can be resumed."""
     if backend != "megatron":
         yield (
@@ -56,6 +58,12 @@ def saving_problems(strategy: str, parallelism: Parallelism, backend: str) -> It
         yield (
             f"{strategy} cannot be resumed yet: its {parallelism.sharding} shards are saved in a "
             "format of their own; leave SAVE_EVERY= out, or use zero1."
+        )
+    if saving.asynchronous and device is DeviceKind.CPU:
+        # Megatron's persistent worker divides its rank by torch.cuda.device_count().
+        yield (
+            "ASYNC_SAVE=1 needs GPUs: Megatron's writer process chooses one by number and fails "
+            "without any; leave it out on CPU ranks."
         )
 
 
