@@ -187,6 +187,24 @@ def test_an_expert_gets_an_equal_share_over_ep_and_tp(dry_runner: DryRunner) -> 
     assert comparison.differences == ()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "split",
+    [
+        Parallelism(data=2, tensor=2, expert=2, expert_tensor=1, sequence_parallel=True),
+        Parallelism(data=2, expert=2, sharding=Sharding.ZERO1),
+    ],
+    ids=["whole experts under tp", "distributed optimizer"],
+)
+def test_experts_in_their_own_split_or_with_sharded_state_make_the_calls_named(
+    dry_runner: DryRunner, split: Parallelism
+) -> None:
+    model = small_model("moe")
+    configuration = configured(model, split, Batch(1, 4), dtype="bf16")
+    (comparison,) = of_ranks(dry_runner, model, configuration, "last")
+    assert comparison.differences == ()
+
+
 def test_tables_and_data_say_that_all_calls_are_equal(dry_runner: DryRunner) -> None:
     configuration = configured(TINY, Parallelism(pipeline=2), Batch(1, 2))
     (comparison,) = of_ranks(dry_runner, TINY, configuration, "last")
