@@ -1,0 +1,81 @@
+"""Three updates of a small GPT by Megatron's own layers and optimizer: `… FUSED fp32|bf16`.
+
+Prints losses, gradient norms and a sum over the parameters as JSON; an empty FUSED is Megatron alone.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patches.catalogue import PATCHES
+from megatron_patches.registry import apply_patches
+from megatron_patches.situation import find_situation
+
+TOKENS, BATCH, VOCABULARY = 16, 3, 128
+
+
+def model_and_optimizer(fused: str, half: bool) -> tuple[Any, Any]:
+    """Megatron's GPT under its data parallelism, and its mixed-precision optimizer."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    dtype = torch.bfloat16 if half else torch.float32
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=half,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bias_activation_fusion=True,
+        gradient_accumulation_fusion="gradient_gemm" in fused,
+        masked_softmax_fusion=False,
+    )
+    model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, TOKENS)
+    model = model.bfloat16() if half else model
+    buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(config, buffers, model)
+    options = OptimizerConfig(
+        optimizer="adam", lr=0.01, weight_decay=0.1, bf16=half, params_dtype=dtype, clip_grad=0.1
+    )
+    return wrapped, get_megatron_optimizer(options, [wrapped])
+
+
+def main(fused: str, half: bool) -> None:
+    """Train three steps and print."""
+    situation = find_situation(Path("none"), "cpu", {"KIT_FUSED": fused})
+    applied = apply_patches(PATCHES, situation)
+    model, optimizer = model_and_optimizer(fused, half)
+    torch.manual_seed(5)
+    tokens, labels = torch.randint(VOCABULARY, (2, BATCH, TOKENS))
+    positions = torch.arange(TOKENS).expand(BATCH, TOKENS)
+    mask = torch.ones(TOKENS, TOKENS).triu(1).bool()[None, None]
+    losses, norms = [], []
+    for _ in range(3):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = model(tokens, positions, mask, labels=labels).float().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        _, norm, _ = optimizer.step()
+        losses.append(loss.item())
+        norms.append(float(norm))
+    total = sum(p.detach().double().abs().sum().item() for p in model.parameters())
+    print(json.dumps({"applied": applied, "losses": losses, "norms": norms, "total": total}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] == "bf16")
