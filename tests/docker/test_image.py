@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.launch.errors import LaunchError
-from tools.launch.image import (
+from tools.launch.container.image import (
     RECIPE,
     VERSIONS,
     ImagePair,
@@ -19,6 +18,7 @@ from tools.launch.image import (
     find_pair,
     read_pairs,
 )
+from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.recipe.model import ROOT
 

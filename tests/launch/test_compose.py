@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.compose import Launch, compose, start_flags, tokenizer_flags
+from tools.launch.compose import Launch, compose
+from tools.launch.flags import start_flags, tokenizer_flags
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar

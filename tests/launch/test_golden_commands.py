@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.image import ImagePair, find_pair
+from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.options import Options
 from tools.launch.runtime import Runtime, docker_runtime
 from tools.launch.target import parse_target

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import FakeDocker
-from tools.launch.docker import bind
+from tools.launch.container.docker import bind
 from tools.launch.errors import LaunchError
 from tools.launch.module import docker_command, folders_named, run_module
 from tools.launch.options import Options, RuntimeName

@@ -8,9 +8,9 @@ from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import GIB, FakeNvml
 from tools.launch import devices, preflight_gpu
 from tools.launch.compose import Launch
-from tools.launch.docker import Container
+from tools.launch.container.docker import Container
+from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
-from tools.launch.image import find_pair
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, peak_bytes

@@ -73,7 +73,7 @@ def _parity(_: argparse.Namespace, options: Options, console: Console) -> int:
 
 
 def _image(_: argparse.Namespace, options: Options, __: Console) -> int:
-    from tools.launch.image import build
+    from tools.launch.container.image import build
 
     return build(options)
 
@@ -92,10 +92,10 @@ def _reproduce(_: argparse.Namespace, options: Options, console: Console) -> int
 
 def _compare(command: argparse.Namespace, options: Options, console: Console) -> int:
     if command.what == "moe":
-        from tools.launch.compare_moe import compare_moe
+        from tools.launch.compare.moe import compare_moe
 
         return compare_moe(command.model, options, console)
-    from tools.launch.compare import compare_backends_of, compare_zero_stages
+    from tools.launch.compare.runs import compare_backends_of, compare_zero_stages
 
     run = compare_zero_stages if command.what == "zero" else compare_backends_of
     return run(command.model, options, console)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from examples.native.settings import refused_value, unknown_flags
-from tools.launch.compose import UNTIED, Launch, from_root, start_checkpoint_path
+from tools.launch.compose import UNTIED, Launch, start_checkpoint_path
 from tools.launch.options import Backend, Options
+from tools.launch.paths import from_root
 from tools.recipe.arguments import merge_flags
 from tools.recipe.strategy import strategy_flags
 from tools.records import DeviceKind, Sharding

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from tools.launch.compose import FSDP, Launch
+from tools.launch.compose import Launch
 from tools.launch.devices import visible_gpus
+from tools.launch.flags import FSDP
 from tools.launch.options import Backend
 from tools.records import DeviceKind
 

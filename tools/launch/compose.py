@@ -8,30 +8,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_patches.fused.names import dropped_flags
-from tools.launch import docker, wandb_logging
+from tools.launch import wandb_logging
 from tools.launch.checkpoints.saving import Saving, saving_flags, saving_folder
 from tools.launch.cluster.nodes import Nodes
-from tools.launch.entry import find_entry, release
-from tools.launch.image import MEGATRON_IN_IMAGE
+from tools.launch.container import docker
+from tools.launch.container.image import MEGATRON_IN_IMAGE
+from tools.launch.entry import find_entry
+from tools.launch.flags import (
+    bare_environment,
+    bare_flags,
+    dropout_flags,
+    environment_for,
+    expert_flags,
+    model_flags,
+    runtime_flags,
+    start_flags,
+    tokenizer_flags,
+)
 from tools.launch.network import Rate
 from tools.launch.network import command as shaped
 from tools.launch.optimizers import optimizer_flags
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Backend, Options
+from tools.launch.paths import from_root
 from tools.launch.runtime import ON_HOST, Runtime
-from tools.recipe.arguments import Flags, merge_flags, read_args_file
+from tools.recipe.arguments import Flags, merge_flags
 from tools.recipe.model import (
     GPT2_VOCABULARY,
     ROOT,
     Model,
     changed_model,
-    training_flags,
     with_vocabulary,
 )
 from tools.recipe.strategy import batch_for, parallelism_from_flags
-from tools.records import Batch, DeviceKind, Entry, Parallelism, Sharding
+from tools.records import Batch, DeviceKind, Entry, Parallelism
 
-RUNTIMES = Path(__file__).parent / "runtimes"
 TINY_ITERATIONS, ITERATIONS = 25, 100
 DEFAULT_DATA = {
     DeviceKind.CPU: "owt-ds/sample_text_document",
@@ -44,7 +54,6 @@ GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
 """What the kit prepares holds GPT-2 tokens: whatever is trained on it has GPT-2's vocabulary."""
 
 RUN_PLACEHOLDER = "<run folder>"
-FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -210,25 +219,6 @@ def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     return with_vocabulary(model, GPT2_VOCABULARY) if data in GPT2_DATA else model
 
 
-def bare_flags(flags: Sequence[str], options: Options) -> tuple[str, ...]:
-    """A runtime's flags without those that would switch off what `FUSED=` provides; gloo to share."""
-    gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
-    return (*(flag for flag in flags if flag not in dropped_flags(options.fused)), *gloo)
-
-
-def bare_environment(options: Options) -> dict[str, str]:
-    """What tells the patches of `FUSED=` and `SHARE_GPU=`."""
-    fused = {"KIT_FUSED": ",".join(options.fused)} if options.fused else {}
-    return fused | ({"KIT_SHARE_GPU": "1"} if options.share_gpu else {})
-
-
-def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
-    """The family's training flags, then the model's own; CPU ranks compute in fp32."""
-    flags = (*training_flags(model.family), *model.flags)
-    half = ("--fp16", "--bf16") if device is DeviceKind.CPU else ()
-    return tuple(flag for flag in flags if flag not in half)
-
-
 def entry_of(runtime: Runtime, options: Options) -> Entry:
     """Which Megatron trains: in a container the checkout of its image.
 
@@ -240,59 +230,6 @@ def entry_of(runtime: Runtime, options: Options) -> Entry:
         return find_entry(options.megatron_lm)
     entry = f"{MEGATRON_IN_IMAGE}/pretrain_gpt.py"
     return Entry(entry, pair.megatron_version, pair.megatron_commit[:12])
-
-
-def runtime_flags(
-    device: DeviceKind, parallelism: Parallelism, runtime: Runtime = ON_HOST
-) -> tuple[str, ...]:
-    """What the machine needs, whatever is trained; nothing where NVIDIA's image has it all."""
-    if device is DeviceKind.CPU:
-        # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
-        fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
-        divide = ("--no-gradient-reduce-div-fusion",) if fsdp else ()
-        return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
-    if not runtime.transformer_engine:
-        return read_args_file(RUNTIMES / "host.args")
-    # The output layer is Megatron's own also with Transformer Engine, and its fusion is Apex's.
-    return () if runtime.apex else ("--no-gradient-accumulation-fusion",)
-
-
-def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[str, ...]:
-    """Grouped GEMM where there is one: Transformer Engine's, which f4fa7d6b has in bf16 only."""
-    grouped = device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
-    return ("--moe-grouped-gemm",) if model.shape.experts and grouped else ()
-
-
-def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
-    """A tokenizer that knows only its size: training reads ids, and must never need the hub.
-
-    Up to 0.17 Megatron's NullTokenizer adds an end-of-document entry to the size it is given.
-    """
-    added = 1 if release(entry.megatron_version) < (0, 18) else 0
-    return (
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        str(model.shape.vocabulary - added),
-    )
-
-
-def dropout_flags(probability: float) -> tuple[str, ...]:
-    """Both of Megatron's dropouts."""
-    return ("--attention-dropout", str(probability), "--hidden-dropout", str(probability))
-
-
-def start_flags(checkpoint: Path, parallelism: Parallelism) -> tuple[str, ...]:
-    """Begin iteration 1 from the checkpoint's weights, resharded to this layout.
-
-    Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
-    dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
-    """
-    multiple = ("--make-vocab-size-divisible-by", str(max(1, 128 // parallelism.tensor)))
-    if parallelism.sharding in FSDP:
-        return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
-    load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
-    return (*load, "--ckpt-format", "torch_dist", *multiple)
 
 
 def start_checkpoint_path(
@@ -308,40 +245,11 @@ def start_checkpoint_path(
     return options.runs / ".start" / f"{model.name}-{key}"
 
 
-def environment_for(
-    device: DeviceKind, parallelism: Parallelism, start: Path | None = None
-) -> dict[str, str]:
-    """What the kit sets for the ranks, beyond the caller's environment."""
-    environment = {"KIT_DEVICE": device.value, "HF_HUB_OFFLINE": "1"}
-    if parallelism.sharding not in FSDP:
-        # TP and SP need it before Blackwell; both FSDPs refuse it.
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    elif start:
-        environment["KIT_START_WEIGHTS"] = from_root(start)
-    if device is DeviceKind.GPU:
-        # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
-        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if device is DeviceKind.CPU:
-        # A rank is one core, so that two ranks have twice what one has; no JIT: it would compile.
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-    return environment
-
-
 def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
     """torchrun with so many ranks on this machine; alone it finds a free port by itself."""
     alone = ("--standalone", "--nproc-per-node", str(ranks))
     place = nodes.torchrun_flags(ranks) if nodes else alone
     return (python, "-m", "torch.distributed.run", *place)
-
-
-def from_root(path: Path) -> str:
-    """A path as the ranks see it: relative to the repository root where it lies inside."""
-    resolved = path.resolve()
-    return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
 
 
 def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:

@@ -16,11 +16,12 @@ from rich.console import Console
 from tools import records
 from tools.launch.checkpoints.keeper import Keeper
 from tools.launch.company import ALONE, Company
-from tools.launch.compose import Launch, from_root
+from tools.launch.compose import Launch
+from tools.launch.container.docker import container_name
 from tools.launch.devices import visible_gpus
-from tools.launch.docker import container_name
 from tools.launch.errors import LaunchError
 from tools.launch.gpu_samples import GpuRanks
+from tools.launch.paths import from_root
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.ranks import Ranks
 from tools.launch.run_folder import create_run_folder

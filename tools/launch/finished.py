@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from tools import records
-from tools.launch.compose import Launch, from_root
+from tools.launch.compose import Launch
+from tools.launch.paths import from_root
 from tools.launch.provenance import Provenance, find_provenance
 
 

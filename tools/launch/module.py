@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.launch import docker
+from tools.launch.container import docker
+from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
-from tools.launch.image import find_pair
 from tools.launch.options import Options, RuntimeName
 from tools.launch.runtime import default_runtime, docker_runtime, inside_image
 from tools.recipe.model import ROOT

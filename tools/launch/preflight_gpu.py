@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.launch.compose import Launch
+from tools.launch.container.docker import check_container
 from tools.launch.devices import Gpu, all_gpus, memory_used_bytes, process_ids, visible_gpus
-from tools.launch.docker import check_container
 from tools.launch.errors import LaunchError
 from tools.plan.configuration import configuration_of
 from tools.plan.legality import divisors

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from tools import records
-from tools.launch import docker
 from tools.launch.compose import Launch
+from tools.launch.container import docker
+from tools.launch.container.versions import installed_versions
 from tools.launch.devices import driver_version, gpu_names, processor_name, visible_gpus
 from tools.launch.interconnect import describe_links, find_links
-from tools.launch.versions import installed_versions
 
 PROBE_SECONDS = 180.0
 IMAGES_FOLDER = ".images"
@@ -73,7 +73,9 @@ def _software_of_image(container: docker.Container, cache: Path) -> dict[str, st
     except (OSError, ValueError):
         pass
     probe = docker.Container(container.image, container.user, gpus=False)
-    command = probe.wrap((docker.PYTHON, "-m", "tools.launch.versions"), (), "kit-versions")
+    command = probe.wrap(
+        (docker.PYTHON, "-m", "tools.launch.container.versions"), (), "kit-versions"
+    )
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=PROBE_SECONDS

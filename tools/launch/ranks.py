@@ -15,7 +15,7 @@ from typing import BinaryIO, Self
 
 import psutil
 
-from tools.launch.docker import remove_container
+from tools.launch.container.docker import remove_container
 from tools.launch.watch import guard
 from tools.recipe.model import ROOT
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from tools import records
 from tools.launch.checkpoints.choose import set_aside
 from tools.launch.cluster import node_files
-from tools.launch.compose import GoesOnFrom, Launch, from_root
+from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
+from tools.launch.paths import from_root
 from tools.launch.preflight import data_path
 from tools.launch.provenance import Provenance, find_provenance
 from tools.launch.watch.ending import reserve_room

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tools.launch import docker
+from tools.launch.container import docker
+from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.image import ImagePair, find_pair
 from tools.launch.options import Options, RuntimeName
 from tools.records import DeviceKind
 

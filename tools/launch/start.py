@@ -16,11 +16,12 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from tools.launch.compose import UNTIED, Launch, compose, from_root
+from tools.launch.compose import UNTIED, Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
 from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Backend, Options
+from tools.launch.paths import from_root
 from tools.launch.progress import RunProgress
 from tools.records import LOG_FILE, Batch
 from tools.report.diagnosis import diagnose

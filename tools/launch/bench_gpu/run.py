@@ -35,6 +35,7 @@ from tools.launch.bench_gpu.plan import (
 )
 from tools.launch.bench_gpu.settings import SETTINGS, TARGET, Setting, chosen
 from tools.launch.compose import DEFAULT_DATA
+from tools.launch.container.versions import installed_versions
 from tools.launch.demo import ensure_sample
 from tools.launch.devices import driver_version, visible_gpus
 from tools.launch.entry import kit_commit
@@ -43,7 +44,6 @@ from tools.launch.execute import Interrupted
 from tools.launch.run_folder import utc_now
 from tools.launch.target import parse_target
 from tools.launch.toolchain import compiler_problem
-from tools.launch.versions import installed_versions
 from tools.plan.flops import model_flops
 from tools.preprocess.dataset import idx_path
 from tools.recipe.model import ROOT, load_model

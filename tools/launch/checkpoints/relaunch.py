@@ -10,13 +10,7 @@ from tools.launch.backends import without
 from tools.launch.checkpoints.choose import choose_checkpoint
 from tools.launch.checkpoints.saving import Saving, saving_flags
 from tools.launch.checkpoints.stored import find_checkpoints
-from tools.launch.compose import (
-    GoesOnFrom,
-    Launch,
-    entry_of,
-    model_for,
-    with_mounts,
-)
+from tools.launch.compose import GoesOnFrom, Launch, entry_of, model_for, with_mounts
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate
 from tools.launch.options import Backend, Options, RuntimeName

@@ -13,14 +13,15 @@ from pathlib import Path
 from rich.console import Console
 
 from tools import records
-from tools.launch import docker
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.cluster.sbatch import Cell, Container, Job, script
 from tools.launch.cluster.slurm import Slurm
-from tools.launch.compose import RUN_PLACEHOLDER, Launch, from_root
+from tools.launch.compose import RUN_PLACEHOLDER, Launch
+from tools.launch.container import docker
+from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
-from tools.launch.image import find_pair
 from tools.launch.options import Options, RuntimeName
+from tools.launch.paths import from_root
 from tools.launch.preflight import check_composition, data_path
 from tools.launch.run_folder import create_run_folder, utc_now
 from tools.launch.target import Target

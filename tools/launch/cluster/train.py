@@ -15,6 +15,7 @@ from tools.launch.cluster.meeting import FirstNode, Present, closing
 from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.compose import Launch
+from tools.launch.container.versions import installed_versions
 from tools.launch.devices import visible_gpus
 from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
@@ -23,7 +24,6 @@ from tools.launch.options import Options
 from tools.launch.preflight import check, data_path
 from tools.launch.progress import RunProgress
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.versions import installed_versions
 from tools.preprocess.dataset import open_dataset
 from tools.preprocess.errors import DatasetError
 from tools.records import LEDGER_FOLDER, LOG_FILE, DeviceKind, StatusRecord

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.launch.compare_measured import DASH, Measured
-from tools.launch.compare_zero import interval, megabytes, number, ratio
+from tools.launch.compare.measured import DASH, Measured
+from tools.launch.compare.zero import interval, megabytes, number, ratio
 from tools.launch.options import Backend
 from tools.report.markdown import table
 from tools.report.statistics import Comparison, Verdict, compare

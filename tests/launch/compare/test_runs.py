@@ -1,8 +1,9 @@
 import pytest
 
-from tools.launch import compare_backends, compare_zero
-from tools.launch.compare import equal_terms
-from tools.launch.compare_measured import Measured
+from tools.launch.compare import backends as compare_backends
+from tools.launch.compare import zero as compare_zero
+from tools.launch.compare.measured import Measured
+from tools.launch.compare.runs import equal_terms
 from tools.launch.options import Options
 from tools.report.statistics import estimate
 

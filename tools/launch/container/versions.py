@@ -1,8 +1,8 @@
 """Versions of what trains: torch, CUDA, NCCL, cuDNN, Transformer Engine; of the host or of an image.
 
-Standard library alone at import, so that it runs in any image: `python -m tools.launch.versions`
-prints them as JSON, asking torch itself. On the host the packages' metadata say the same in
-milliseconds.
+Standard library alone at import, so that it runs in any image: `python -m
+tools.launch.container.versions` prints them as JSON, asking torch itself. On the host the packages'
+metadata say the same in milliseconds.
 """
 
 from __future__ import annotations

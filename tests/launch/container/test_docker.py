@@ -7,10 +7,10 @@ import pytest
 
 from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import FakeNvml
-from tools.launch import docker as docker_module
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
-from tools.launch.docker import Container, bind, caller, check_container, container_name
+from tools.launch.container import docker as docker_module
+from tools.launch.container.docker import Container, bind, caller, check_container, container_name
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, RuntimeName, options_from_environment
 from tools.launch.runtime import choose_runtime, default_runtime

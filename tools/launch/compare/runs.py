@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch import compare_backends, compare_zero
 from tools.launch.backends import NO_DEEPSPEED
-from tools.launch.compare_measured import Measured, measure
+from tools.launch.compare import backends as compare_backends
+from tools.launch.compare import zero as compare_zero
+from tools.launch.compare.measured import Measured, measure
 from tools.launch.compose import Launch
 from tools.launch.demo import GLOBAL_BATCH, MICRO_BATCH, ensure_sample
 from tools.launch.devices import visible_gpus

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.launch.docker import ask_engine, client
+from tools.launch.container.docker import ask_engine, client
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.recipe.model import ROOT

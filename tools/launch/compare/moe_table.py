@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from tools.launch.compare_zero import number
-from tools.launch.moe_measured import MoeRun
+from tools.launch.compare.moe_measured import MoeRun
+from tools.launch.compare.zero import number
 from tools.report.markdown import table
 from tools.report.published import FILE, load_published
 from tools.report.statistics import Estimate, Verdict, compare, estimate

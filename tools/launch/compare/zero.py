@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.launch.compare_measured import DASH, Measured
+from tools.launch.compare.measured import DASH, Measured
 from tools.recipe.yaml_file import read_yaml
 from tools.report.markdown import table
 from tools.report.published import FILE

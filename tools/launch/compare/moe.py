@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from tools.launch.compare.moe_measured import measure_run
+from tools.launch.compare.moe_table import parities, render
 from tools.launch.compose import DEFAULT_DATA, UNIQUE_SAMPLE, Launch
 from tools.launch.devices import visible_gpus
-from tools.launch.moe_measured import measure_run
-from tools.launch.moe_table import parities, render
 from tools.launch.optimizers import PACKAGE, OptimizerName
 from tools.launch.options import Backend, Options
 from tools.launch.series import build_report, run_module, run_series

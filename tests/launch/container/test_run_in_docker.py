@@ -74,7 +74,7 @@ def test_versions_of_an_image_are_asked_once(
     docker.answer("run", f"{LOG}{json.dumps(VERSIONS)}\n")
     for _ in range(2):
         run(launch, tmp_path)
-    probes = [call for call in docker.calls if "tools.launch.versions" in call]
+    probes = [call for call in docker.calls if "tools.launch.container.versions" in call]
     assert len(probes) == 1
     assert "--gpus" not in probes[0]
 

@@ -1,0 +1,1 @@
+"""Sets of runs on equal terms, as tables beside what was published."""

@@ -1,0 +1,113 @@
+"""What Megatron's command line and its environment say, by why they say it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_patches.fused.names import dropped_flags
+from tools.launch.entry import release
+from tools.launch.options import Options
+from tools.launch.paths import from_root
+from tools.launch.runtime import ON_HOST, Runtime
+from tools.recipe.arguments import read_args_file
+from tools.recipe.model import Model, training_flags
+from tools.records import DeviceKind, Entry, Parallelism, Sharding
+
+RUNTIMES = Path(__file__).parent / "runtimes"
+FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+
+
+def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
+    """The family's training flags, then the model's own; CPU ranks compute in fp32."""
+    flags = (*training_flags(model.family), *model.flags)
+    half = ("--fp16", "--bf16") if device is DeviceKind.CPU else ()
+    return tuple(flag for flag in flags if flag not in half)
+
+
+def runtime_flags(
+    device: DeviceKind, parallelism: Parallelism, runtime: Runtime = ON_HOST
+) -> tuple[str, ...]:
+    """What the machine needs, whatever is trained; nothing where NVIDIA's image has it all."""
+    if device is DeviceKind.CPU:
+        # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
+        fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
+        divide = ("--no-gradient-reduce-div-fusion",) if fsdp else ()
+        return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
+    if not runtime.transformer_engine:
+        return read_args_file(RUNTIMES / "host.args")
+    # The output layer is Megatron's own also with Transformer Engine, and its fusion is Apex's.
+    return () if runtime.apex else ("--no-gradient-accumulation-fusion",)
+
+
+def bare_flags(flags: Sequence[str], options: Options) -> tuple[str, ...]:
+    """A runtime's flags without those that would switch off what `FUSED=` provides; gloo to share."""
+    gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
+    return (*(flag for flag in flags if flag not in dropped_flags(options.fused)), *gloo)
+
+
+def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[str, ...]:
+    """Grouped GEMM where there is one: Transformer Engine's, which f4fa7d6b has in bf16 only."""
+    grouped = device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
+    return ("--moe-grouped-gemm",) if model.shape.experts and grouped else ()
+
+
+def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
+    """A tokenizer that knows only its size: training reads ids, and must never need the hub.
+
+    Up to 0.17 Megatron's NullTokenizer adds an end-of-document entry to the size it is given.
+    """
+    added = 1 if release(entry.megatron_version) < (0, 18) else 0
+    return (
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        str(model.shape.vocabulary - added),
+    )
+
+
+def dropout_flags(probability: float) -> tuple[str, ...]:
+    """Both of Megatron's dropouts."""
+    return ("--attention-dropout", str(probability), "--hidden-dropout", str(probability))
+
+
+def start_flags(checkpoint: Path, parallelism: Parallelism) -> tuple[str, ...]:
+    """Begin iteration 1 from the checkpoint's weights, resharded to this layout.
+
+    Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
+    dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
+    """
+    multiple = ("--make-vocab-size-divisible-by", str(max(1, 128 // parallelism.tensor)))
+    if parallelism.sharding in FSDP:
+        return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
+    load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
+    return (*load, "--ckpt-format", "torch_dist", *multiple)
+
+
+def environment_for(
+    device: DeviceKind, parallelism: Parallelism, start: Path | None = None
+) -> dict[str, str]:
+    """What the kit sets for the ranks, beyond the caller's environment."""
+    environment = {"KIT_DEVICE": device.value, "HF_HUB_OFFLINE": "1"}
+    if parallelism.sharding not in FSDP:
+        # TP and SP need it before Blackwell; both FSDPs refuse it.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    elif start:
+        environment["KIT_START_WEIGHTS"] = from_root(start)
+    if device is DeviceKind.GPU:
+        # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if device is DeviceKind.CPU:
+        # A rank is one core, so that two ranks have twice what one has; no JIT: it would compile.
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    return environment
+
+
+def bare_environment(options: Options) -> dict[str, str]:
+    """What tells the patches of `FUSED=` and `SHARE_GPU=`."""
+    fused = {"KIT_FUSED": ",".join(options.fused)} if options.fused else {}
+    return fused | ({"KIT_SHARE_GPU": "1"} if options.share_gpu else {})
