@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tools.launch.compare import moe as module
 from tools.launch.compare.moe import KINDS, equal_terms
 from tools.launch.compare.moe_measured import MoeRun
 from tools.launch.compare.moe_table import Parity, parity, render
-from tools.launch.compare import moe as module
 from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Backend, Options
 from tools.records import DeviceKind
