@@ -18,7 +18,17 @@ from pathlib import Path
 
 import psutil
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scancel", "scontrol")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "srun",
+    "squeue",
+    "scancel",
+    "scontrol",
+    "setpriv",
+)
 NODES = ("n1", "n2")
 START_SECONDS = 30.0
 
@@ -153,7 +163,12 @@ def _start(cluster: Cluster, *command: str) -> subprocess.Popen[bytes]:
     log = (cluster.folder / f"slurm-{command[0]}-{command[-1]}.out.log").open("wb")
     with log:
         return subprocess.Popen(
-            command, env=cluster.environment, stdout=log, stderr=log, start_new_session=True
+            # A test that is killed must not leave them behind.
+            ("setpriv", "--pdeathsig", "TERM", *command),
+            env=cluster.environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 
