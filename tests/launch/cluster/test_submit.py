@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cluster.conftest import program, run_folders
+from tests.report.factory import run_record
 from tools.launch.cluster.follow import follow
 from tools.launch.cluster.queue import JobState, job_states
-from tools.launch.options import Options
-from tools.launch.provenance import find_provenance
-from tools.launch.run_folder import describe
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
 from tools.recipe.model import ROOT
 from tools.records import JobRecord, Status, StatusRecord, read_status, write_record
 
@@ -185,10 +181,7 @@ def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: 
     folder = job_folder(tmp_path, "12", iterations=30)
     program(programs, "squeue", "echo '12|RUNNING|None'")
     assert follow(tmp_path)[0].left_seconds is None  # nobody knows of how many
-    target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    launch = compose_target(target, flags_of_grammar(target), Options(iterations=100))
-    record = describe(launch, folder, find_provenance(launch, tmp_path))
-    write_record(folder / "run.json", record)
+    write_record(folder / "run.json", run_record(folder.name, "dp2", exit_interval=100))
     (seen,) = follow(tmp_path)
     assert (seen.iteration, seen.iterations, seen.left_seconds) == (30, 100, 70 * 0.5)
 
