@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
+from tools.launch.demo import ensure_sample
 from tools.recipe.model import ROOT
 from tools.report.runs import find_run_folders, load_folder
 from tools.report.statistics import Comparison, Estimate, compare, estimate
@@ -124,6 +127,7 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
     repeats = int(environment.get("REPEATS") or REPEATS)
     iterations = environment.get("ITERS") or str(ITERATIONS)
     runs: dict[bool, list[Measured]] = {False: [], True: []}
+    ensure_sample(Console(stderr=True))
     try:
         for ledger in order(repeats):
             runs[ledger].append(_train(target, iterations, ledger))
