@@ -138,7 +138,7 @@ bench-scrape: setup ## lines a second that the report reads from a log
 bench-preprocess: setup ## text a second, beside Hugging Face tokenizers and MEGATRON_LM's own script
 	@$(VENV_PYTHON) -m tools.preprocess bench
 
-bench-ledger: setup ## what the ledger costs: on against off, interleaved (TARGET= ITERS= REPEATS=)
+bench-ledger: setup ## what the ledger costs: every other iteration on (TARGET= ITERS=)
 	@$(VENV_PYTHON) -m tools.launch.bench_ledger
 
 bench-gpu: $(if $(WHEELS)$(KIT_PYTHON),,setup) ## Megatron on one GPU without Transformer Engine, in under 9 minutes: ONLY= BUDGET= WHEELS=folder DRY_RUN=1

@@ -92,3 +92,15 @@ def test_another_clock_forgets_what_is_open() -> None:
 )
 def test_megatrons_timer_names_stand_for_phases(name: str, phase: Phase) -> None:
     assert phase_of(name) is phase
+
+
+def test_spans_pass_unseen_while_nobody_watches() -> None:
+    line = timeline(0, 1, 5, 9, 20)
+    line.begin("forward-compute")
+    line.watch(active=False)
+    line.end("forward-compute")
+    line.begin("optimizer")
+    assert line.phase is Phase.OTHER
+    line.watch(active=True)
+    line.end("optimizer")
+    assert line.take() == {Phase.OTHER: 20 - 9}

@@ -90,6 +90,8 @@ class CallWatcher:
         self._ledger = ledger
         self._timeline = timeline
         self._received = received
+        self.active = True
+        """Else calls pass unseen."""
         # Holding the work keeps its Python object, so that its id names it until it is waited for.
         self._pending: dict[int, tuple[Any, Watched]] = {}
 
@@ -111,6 +113,8 @@ class CallWatcher:
 
         @functools.wraps(original, updated=())
         def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return original(group, *args, **kwargs)
             call = self._describe(group, operation, position, args)
             started = self._timeline.clock.mark()
             work = original(group, *args, **kwargs)
@@ -137,6 +141,8 @@ class CallWatcher:
 
     def _functional(self, original: Any, operation: Operation) -> _Operator:
         def operator(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return original(tensor, *args, **kwargs)
             group = _resolve_process_group(args[-1])
             whole = group.size() if operation is Operation.ALL_GATHER else 1
             call = self._call(group, operation, [tensor], None, times=whole)

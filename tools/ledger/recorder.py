@@ -21,6 +21,9 @@ from tools.measurements import Phase
 FOLDER_VARIABLE = "KIT_LEDGER"
 """Names the folder that ranks write to; without it nothing is installed and nothing costs anything."""
 
+ALTERNATE_VARIABLE = "KIT_LEDGER_ALTERNATE"
+"""Set by the benchmark of the ledger's cost: odd iterations are not watched."""
+
 MEMORY_ITERATION = 2
 """The first iteration has no optimizer state before its end; this one is still warm-up."""
 
@@ -36,6 +39,7 @@ class Recorder:
         self._folder = folder
         self._rank = rank
         self._iteration = 0
+        self._alternates = bool(os.environ.get(ALTERNATE_VARIABLE))
         self._communication = CommunicationLedger()
         self._spans: tuple[Span, ...] = ()
         self.timeline = Timeline()
@@ -64,6 +68,8 @@ class Recorder:
             self._finish_iteration(phases)
         self._communication.forget()
         self._iteration += 1
+        self._watcher.active = not (self._alternates and self._iteration % 2)
+        self.timeline.watch(self._watcher.active)
         if self._iteration == TRACED_ITERATION:
             self.timeline.keep_spans()
         if self._iteration == MEMORY_ITERATION:
@@ -78,7 +84,7 @@ class Recorder:
         clock = self.timeline.clock
         if self._iteration == TRACED_ITERATION:
             self._spans = (*self.timeline.take_spans(), *self._communication.spans(clock))
-        if self._iteration != MEMORY_ITERATION:
+        if self._iteration != MEMORY_ITERATION and self._watcher.active:
             self._communication.end_iteration(phases, clock)
         self._watcher.forget_pending()
         if self._iteration % WRITE_EVERY == 0:

@@ -53,6 +53,7 @@ class Timeline:
         self.phase = Phase.OTHER
         """The innermost span's; a span that has none inherits the one around it."""
         self._open: list[tuple[str, Phase, Mark]] = []
+        self._active = True
         self._finished: list[tuple[str, Mark, Mark]] | None = None
         self.use(HostClock())
 
@@ -63,8 +64,16 @@ class Timeline:
         self.phase = Phase.OTHER
         self._changes = [(self.phase, clock.mark())]
 
+    def watch(self, active: bool) -> None:
+        """Whether spans are noted from here on; those that are open are forgotten when that changes."""
+        if active is not self._active:
+            self._active = active
+            self.use(self.clock)
+
     def begin(self, name: str) -> None:
         """Enter a span."""
+        if not self._active:
+            return
         now = self.clock.mark()
         self._open.append((name, self.phase, now))
         phase = phase_of(name)
@@ -73,7 +82,7 @@ class Timeline:
 
     def end(self, name: str) -> None:
         """Leave a span; spans inside it that were left open end with it, unknown names do nothing."""
-        if all(name != open_name for open_name, _, _ in self._open):
+        if not self._active or all(name != open_name for open_name, _, _ in self._open):
             return
         now = self.clock.mark()
         last = None
