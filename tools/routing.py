@@ -5,6 +5,7 @@ Beside `records` and `measurements`, and like them without torch and without any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,31 @@ class RoutingRecord:
 
     ranks: tuple[RankRouting, ...]
     schema: int = 1
+
+
+Counts = tuple[tuple[int, ...], ...]
+"""Tokens of each expert, layer by layer."""
+
+
+def choices(record: RoutingRecord) -> dict[int, Counts]:
+    """What the routers chose in each iteration, over all ranks."""
+    sums: dict[tuple[int, int], tuple[int, ...]] = {}
+    for row in (row for rank in record.ranks for row in rank.layers):
+        place, new = (row.iteration, row.layer), row.tokens_per_expert
+        before = sums.get(place, (0,) * len(new))
+        sums[place] = tuple(a + b for a, b in zip(before, new, strict=True))
+    iterations = sorted({iteration for iteration, _ in sums})
+    return {i: tuple(sums[at] for at in sorted(sums) if at[0] == i) for i in iterations}
+
+
+def first_other_choice(one: Mapping[int, Counts], two: Mapping[int, Counts]) -> int | None:
+    """The first iteration in which an expert got another number of tokens; None if there is none.
+
+    Where two experts are all but equal rounding decides, and from then on two runs train on other
+    sums: their losses say something of each other only up to here.
+    """
+    common = sorted(one.keys() & two.keys())
+    return next((i for i in common if one[i] != two[i]), None)
 
 
 def read_routing(folder: Path) -> RoutingRecord:

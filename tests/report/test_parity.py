@@ -3,20 +3,29 @@ from dataclasses import replace
 import pytest
 
 from tests.report.factory import log_text, run_record, write_run
-from tools.records import Batch
+from tools.records import ROUTING_FILE, Batch, write_record
 from tools.report.configurations import configurations
 from tools.report.parity import last_digit, parity_of
 from tools.report.runs import load_runs
+from tools.routing import LayerRouting, RankRouting, RoutingRecord
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
 
 
-def verdicts(tmp_path, *runs, micro=False):
-    """Write runs of (record, losses) and judge them; by name of the newest run of each row."""
+def verdicts(tmp_path, *runs, micro=False, routed=None):
+    """Write runs of (record, losses) and judge them; by name of the newest run of each row.
+
+    `routed` has, by name, the tokens of two experts for each iteration.
+    """
     folders = [
         write_run(tmp_path, record, log_text([100.0] * len(losses), losses, micro=micro))
         for record, losses in runs
     ]
+    for name, tokens in (routed or {}).items():
+        rows = tuple(
+            LayerRouting(n, 1, counts, 0, None, None, None) for n, counts in enumerate(tokens, 1)
+        )
+        write_record(tmp_path / name / ROUTING_FILE, RoutingRecord((RankRouting(0, rows),)))
     loaded, problems = load_runs(folders)
     assert problems == []
     rows = configurations(loaded)
@@ -120,3 +129,16 @@ def test_each_batch_size_has_a_reference_of_its_own(tmp_path):
     assert found["b"].verdict == ""
     assert (found["d"].verdict, found["t"].verdict) == ("reference", "held")
     assert (found["p"].verdict, found["p"].reference) == ("broken@3", "d")
+
+
+def test_losses_are_compared_until_a_token_takes_another_expert(tmp_path):
+    even, other = (8, 8), (9, 7)
+    runs = ((run_record("a", "dp2"), changed(LOSSES, 5, 0.1)), (run_record("b"), LOSSES))
+    routed = {"b": [even] * 5}
+    found = verdicts(tmp_path / "parted", *runs, routed=routed | {"a": [even] * 3 + [other] * 2})
+    assert (found["a"].verdict, found["a"].compared, found["a"].parted) == ("held", 3, 4)
+    same = verdicts(tmp_path / "same", *runs, routed=routed | {"a": [even] * 5})
+    assert (same["a"].verdict, same["a"].parted) == ("broken@5", None)
+    never = verdicts(tmp_path / "never", *runs, routed=routed | {"a": [other] * 5})
+    assert never["a"].verdict == "not comparable"
+    assert "took other experts in iteration 1" in never["a"].reason

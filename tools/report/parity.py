@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tools.report.configurations import Configuration
 from tools.report.runs import Run
+from tools.routing import choices, first_other_choice
 
 REFERENCE = "reference"
 HELD = "held"
@@ -39,6 +40,8 @@ class Parity:
     """The same in units of the last printed digit."""
     repeats: int = 0
     """Pairs of repeats that the tolerance rests on; 0: rounding alone."""
+    parted: int | None = None
+    """The iteration in which a token took another expert: nothing is compared from there on."""
 
 
 def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
@@ -111,9 +114,11 @@ def _judge_group(rows: Sequence[Configuration]) -> list[Parity]:
 
 def _judge(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
     ours, theirs = loss_curve(reference), loss_curve(other)
-    common = sorted(ours.keys() & theirs.keys())
+    parted = _parted(reference, other)
+    common = sorted(i for i in ours.keys() & theirs.keys() if parted is None or i < parted)
     if not common:
-        return Parity(NOT_COMPARABLE, "no iteration in common", reference.name)
+        until = f" before tokens took other experts in iteration {parted}" if parted else ""
+        return Parity(NOT_COMPARABLE, f"no iteration in common{until}", reference.name)
     allowed, broken = 0.0, None
     worst, worst_units = 0.0, 0.0
     for number in common:
@@ -124,7 +129,12 @@ def _judge(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
         if broken is None and difference > (allowed + unit) * _SLACK:
             broken = number
     verdict = HELD if broken is None else f"broken@{broken}"
-    return Parity(verdict, "", reference.name, len(common), worst, worst_units, pairs)
+    return Parity(verdict, "", reference.name, len(common), worst, worst_units, pairs, parted)
+
+
+def _parted(reference: Run, other: Run) -> int | None:
+    one, two = reference.ledgers.routing, other.ledgers.routing
+    return first_other_choice(choices(one), choices(two)) if one and two else None
 
 
 def _obstacle(reference: Run, other: Run) -> str:

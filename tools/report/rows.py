@@ -168,6 +168,8 @@ def _notes(configuration: Configuration, rates: Rates, parity: Parity) -> list[s
         notes.append(f"{configuration.failed_before} earlier failed")
     if configuration.superseded:
         notes.append(f"{configuration.superseded} older under other versions not shown")
+    if parity.parted:
+        notes.append(f"from iteration {parity.parted} on tokens took other experts; not compared")
     if parity.reason:
         notes.append(f"loss not comparable: {parity.reason}")
     elif parity.verdict.startswith("broken") and not parity.repeats:

@@ -10,11 +10,9 @@ from tools.recipe.arguments import Flags
 from tools.records import Status
 from tools.report.parity import loss_curve
 from tools.report.runs import load_folder
-from tools.routing import read_routing
+from tools.routing import Counts, choices, read_routing
 
 ACCURACY = "next token accuracy"
-Counts = tuple[tuple[int, ...], ...]
-"""Tokens of each expert, layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,6 @@ def _optimizer(record: records.RunRecord) -> str:
 
 def _routing(folder: Path) -> dict[int, Counts]:
     try:
-        record = read_routing(folder)
+        return choices(read_routing(folder))
     except FileNotFoundError:
         return {}
-    sums: dict[tuple[int, int], tuple[int, ...]] = {}
-    for row in (row for rank in record.ranks for row in rank.layers):
-        place, new = (row.iteration, row.layer), row.tokens_per_expert
-        before = sums.get(place, (0,) * len(new))
-        sums[place] = tuple(a + b for a, b in zip(before, new, strict=True))
-    iterations = sorted({iteration for iteration, _ in sums})
-    return {i: tuple(sums[at] for at in sorted(sums) if at[0] == i) for i in iterations}

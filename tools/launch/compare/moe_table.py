@@ -16,6 +16,7 @@ from tools.report.markdown import table
 from tools.report.published import FILE, load_published
 from tools.report.statistics import Estimate, Verdict, compare, estimate
 from tools.report.wording import DASH
+from tools.routing import first_other_choice
 
 TOLERANCE = 1e-5
 """Relative, of a loss, against the first kind of the same optimizer and seed."""
@@ -89,8 +90,7 @@ def parity(group: Group, reference: Group) -> Parity:
 
 def first_other_expert(one: MoeRun, two: MoeRun) -> int | None:
     """The first iteration in which an expert got another number of tokens."""
-    common = sorted(one.routing.keys() & two.routing.keys())
-    return next((i for i in common if one.routing[i] != two.routing[i]), None)
+    return first_other_choice(one.routing, two.routing)
 
 
 def parities(runs: Group) -> list[Parity]:
