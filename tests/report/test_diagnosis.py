@@ -119,6 +119,19 @@ def test_nan_that_stops_megatron_is_nan(tmp_path, error):
     assert judged(tmp_path, traceback(error), 1).status is Status.NAN
 
 
+def test_nan_that_megatron_leaves_to_another_device_to_judge_is_nan(tmp_path):
+    start = (
+        "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 1 at iteration #7"
+    )
+    message = f"{start} invocation #1 (message='found NaN in local forward loss calculation')"
+    text = f"{iteration_line(6)}\n{message}\n{EPILOGUE.replace('exitcode  : 1', 'exitcode  : 16')}"
+    found = judged(tmp_path, text, 1)
+    assert (found.status, found.rank) == (Status.NAN, 1)
+    assert "Unexpected result nan: found NaN in local forward loss calculation, at iteration 7" in (
+        found.reason
+    )
+
+
 def test_nan_to_the_end_is_nan_from_its_first_iteration(tmp_path):
     lines = [iteration_line(n, loss=None if n > 3 else 9.0, nan=int(n > 3)) for n in range(1, 7)]
     found = judged(tmp_path, "\n".join([*lines, "[after training is done] datetime: x"]), 0)

@@ -19,6 +19,11 @@ _FATAL = re.compile(
     r"|terminate called after throwing .{1,200}"
     r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
 )
+_VALIDATION = re.compile(
+    r"(Unexpected result \S{1,40}) on rank (\d{1,6}) at iteration #(\d{1,9}).{0,40}message='(.{1,200})'"
+)
+"""Megatron's `rerun_state_machine`, which then ends with exit code 16 or 17 and no traceback."""
+
 _FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
 _FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")
 _SIGNAL = re.compile(r"got signal: (\d{1,3})|exiting program after receiving (SIG[A-Z]{2,8})")
@@ -61,6 +66,8 @@ class ErrorCollector:
                 self._frames[rank] = ""
         elif "rror" in line or "fault" in line or "terminate" in line or "memory" in line:
             self._feed_untraced(line)
+        elif "Unexpected result" in line:
+            self._feed_validation(line)
         if self._in_epilogue:
             self._feed_epilogue(line)
         elif line.strip() in _EPILOGUE:
@@ -98,6 +105,11 @@ class ErrorCollector:
             return
         launcher = short in _LAUNCHER_KINDS
         self._add(short, message or f"in {where}" if where else message, rank, launcher)
+
+    def _feed_validation(self, line: str) -> None:
+        found = _VALIDATION.search(line)
+        if found:
+            self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
 
     def _feed_untraced(self, line: str) -> None:
         usage = _USAGE.search(line) if ": error: " in line else None
