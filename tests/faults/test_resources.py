@@ -126,9 +126,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_named(kit: Kit) -> None:
     assert "killed by the kernel" in ended.status.reason
 
 
-def test_numbers_that_are_none_stop_the_run_and_the_checkpoint_before_them_serves(
-    kit: Kit,
-) -> None:
+def test_numbers_that_are_none_stop_the_run_and_name_a_rank(kit: Kit) -> None:
     victim = kit.start("dp2")
     victim.wait_for("iteration        6/")
     victim.ranks[0].kill()
@@ -137,9 +135,6 @@ def test_numbers_that_are_none_stop_the_run_and_the_checkpoint_before_them_serve
     ended = kit.resume(folder, EXTRA=f"--weight-decay 1e38 {OVERRIDE}")
     assert ended.status.status is Status.NAN, ended.output
     assert ended.status.rank is not None
-    resumed = kit.resume(folder, EXTRA=f"--weight-decay 0.1 {OVERRIDE}")
-    assert resumed.exit_code == 0, resumed.output
-    same_losses(resumed.run, kit.whole_curve("dp2"))
 
 
 def test_a_taken_port_is_not_needed(kit: Kit) -> None:
