@@ -19,4 +19,7 @@ answers: list[object] = [None, None]
 distributed.all_gather_object(answers, (gathered.tolist(), kept.tolist()))
 if rank == 0:
     print(answers)
+# Nobody may hold the group any longer, or gloo's threads end with the interpreter, which aborts.
+del group
+distributed.barrier()
 distributed.destroy_process_group()
