@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import csv
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import psutil
 
+from tools.launch.beside import Beside
 from tools.launch.devices import processor_name
 from tools.launch.ranks import Ranks
 from tools.records import SAMPLE_COLUMNS
@@ -31,29 +30,16 @@ class Source(Protocol):
         ...
 
 
-class Sampler:
+class Sampler(Beside):
     """Writes a source's readings to a file, in a thread, while the `with` block runs."""
 
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source
         self._path = path
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
+        super().__init__()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
+    def watch(self) -> None:
+        """As `Beside.watch`."""
         # A full disk ends the samples, not the run.
         with suppress(OSError):
             self._write_samples()
@@ -63,7 +49,7 @@ class Sampler:
         with self._path.open("w", newline="") as file:
             writer = csv.DictWriter(file, SAMPLE_COLUMNS)
             writer.writeheader()
-            while not self._done.wait(INTERVAL_SECONDS):
+            while not self.done.wait(INTERVAL_SECONDS):
                 for rank, reading in self._source.read():
                     seconds = f"{time.monotonic() - start:.1f}"
                     writer.writerow({"seconds": seconds, "rank": rank, **reading})

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from tools.launch.beside import Beside
 from tools.launch.checkpoints.readable import DamagedCheckpointError
 from tools.launch.checkpoints.stored import find_checkpoints, finished_iteration, prove, prune
 
 LOOK_SECONDS = 0.5
 
 
-class Keeper:
+class Keeper(Beside):
     """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
         self._seen = finished_iteration(folder)
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        super().__init__()
         self.problems: list[str] = []
         """Checkpoints that could not be read back, a sentence each."""
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(LOOK_SECONDS):
+    def watch(self) -> None:
+        """As `Beside.watch`."""
+        while not self.done.wait(LOOK_SECONDS):
             self._look()
         self._look()
 

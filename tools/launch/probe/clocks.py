@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pynvml
 
+from tools.launch.beside import Beside
 from tools.launch.devices import Gpu
 from tools.launch.gpu_samples import event_reasons, throttle_reasons
 
@@ -29,28 +28,14 @@ class Clock:
     """Every reason that was seen, `none` if there was none."""
 
 
-class ClockWatch:
+class ClockWatch(Beside):
     """Reads the clocks of some GPUs in a thread while the `with` block runs."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = tuple(gpus)
         self._highest: dict[int, int] = {}
         self._reasons: dict[int, int] = {}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._done.set()
-        self._thread.join()
+        super().__init__()
 
     def clocks(self) -> list[Clock]:
         """What was seen, by GPU."""
@@ -64,11 +49,12 @@ class ClockWatch:
             for gpu in self._gpus
         ]
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """As `Beside.watch`."""
         while True:
             for gpu in self._gpus:
                 self._look(gpu.index)
-            if self._done.wait(INTERVAL_SECONDS):
+            if self.done.wait(INTERVAL_SECONDS):
                 return
 
     def _look(self, index: int) -> None:

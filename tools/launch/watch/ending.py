@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
 
 from tools import records
+from tools.launch.beside import Beside
 from tools.launch.watch.hang import drop_empty
 from tools.ledger.collect import collect
 from tools.records import Status, StatusRecord
@@ -45,25 +44,17 @@ def memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-class LowWater:
+class LowWater(Beside):
     """The least room that a disk had while the `with` block ran: at the end some may be free again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
         self.free_bytes = _free_bytes(folder)
+        super().__init__()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(LOOK_SECONDS):
+    def watch(self) -> None:
+        """As `Beside.watch`."""
+        while not self.done.wait(LOOK_SECONDS):
             self.free_bytes = min(self.free_bytes, _free_bytes(self._folder))
 
 
