@@ -110,7 +110,7 @@ class Kit:
             **os.environ,
             "ITERS": str(ITERATIONS),
             "MICRO_BATCH": "2",
-            "GLOBAL_BATCH": "8",
+            "GLOBAL_BATCH": "4",
             "DROPOUT": "0.1",
             "DATA": str(data),
             "RUNS": str(runs),

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from tests.faults.conftest import WHO, Ended, Kit, kill, moment, same_losses
-from tools.records import Status
+from tests.faults.conftest import ITERATIONS, WHO, Ended, Kit, kill, moment, same_losses
+from tools.launch.checkpoints.stored import find_checkpoints
+from tools.records import CHECKPOINTS_FOLDER, Status
 
 STRATEGIES = ("dp2", "tp2", "sp2", "cp2", "pp2", "zero1")
 
@@ -32,6 +33,7 @@ def judged_rightly(ended: Ended, who: str) -> None:
         assert status.reason.startswith("torchrun was killed by SIGKILL")
     else:
         assert status.status is Status.CRASHED
+        assert status.reason.startswith("The guard beside torchrun was killed by SIGKILL")
 
 
 def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undisturbed_one(
@@ -70,8 +72,13 @@ def test_whoever_is_killed_whenever_the_run_can_go_on(kit: Kit, seed: int) -> No
     if ended.status.status is not Status.OK:  # It may have been over when it was struck.
         judged_rightly(ended, who)
     assert ended.run.log.iterations
+    stored = find_checkpoints(ended.folder / CHECKPOINTS_FOLDER)
     resumed = kit.resume(ended.folder)
     if "set ITERS= above" in resumed.output:  # The last checkpoint was already there.
+        assert stored[0].iteration == ITERATIONS
+        return
+    if not any(checkpoint.is_finished for checkpoint in stored):  # Struck in the first save.
+        assert (resumed.exit_code, "start the run again" in resumed.output) == (2, True)
         return
     assert resumed.exit_code == 0, resumed.output
     same_losses(resumed.run, kit.whole_curve(strategy))

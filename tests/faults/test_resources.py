@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.conftest import Kit, same_losses
+from tests.faults.conftest import SAVE_EVERY, Kit, same_losses
+from tools.launch.checkpoints.stored import find_checkpoints
 from tools.launch.watch.ending import memory_kills
-from tools.records import Status
+from tools.records import CHECKPOINTS_FOLDER, Status
 
 pytestmark = pytest.mark.slow
 OVERRIDE = "--override-opt_param-scheduler"
@@ -135,6 +136,12 @@ def test_numbers_that_are_none_stop_the_run_and_name_a_rank(kit: Kit) -> None:
     ended = kit.resume(folder, EXTRA=f"--weight-decay 1e38 {OVERRIDE}")
     assert ended.status.status is Status.NAN, ended.output
     assert ended.status.rank is not None
+    newest, before = find_checkpoints(folder / CHECKPOINTS_FOLDER)
+    assert (newest.iteration, before.iteration) == (SAVE_EVERY + 1, SAVE_EVERY)
+    resumed = kit.resume(folder, EXTRA=f"--weight-decay 0.01 {OVERRIDE}")
+    assert resumed.exit_code == 0, resumed.output
+    assert f"{newest.path.name} is passed over" in resumed.output
+    same_losses(resumed.run, kit.whole_curve("dp2"))
 
 
 def test_a_taken_port_is_not_needed(kit: Kit) -> None:

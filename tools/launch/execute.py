@@ -182,13 +182,19 @@ def _finish(
 def _train(launch: Launch, folder: Path, console: Console, title: str, company: Company) -> int:
     place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
     ledger = {"KIT_LEDGER": place} if launch.ledger else {}
+    log = folder / records.LOG_FILE
     with ExitStack() as around:
+        keeper = None
         if launch.saving is not None:
-            keeper = Keeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep)
+            log.touch()
+            keeper = Keeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep, log)
             around.callback(_tell, keeper, console)
             around.enter_context(keeper)
         progress = around.enter_context(RunProgress(console, title, launch.iterations))
-        return run_ranks(launch, folder / records.LOG_FILE, progress, ledger, company)
+        exit_code = run_ranks(launch, log, progress, ledger, company)
+        if keeper is not None and exit_code == 0:
+            keeper.ended_well()
+        return exit_code
 
 
 def _tell(keeper: Keeper, console: Console) -> None:

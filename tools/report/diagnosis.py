@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -91,7 +90,7 @@ def _judge_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
         return StatusRecord(
             Status.INCOMPLETE, exit_code, "The run ended without a single iteration line."
         )
-    if _ends_in_nan(log):
+    if log.iterations[-1].has_nan:
         number = _first_nan(log)
         return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {number} to the end.")
     return StatusRecord(Status.OK, exit_code, "")
@@ -161,20 +160,10 @@ def _not_megatron(log: ScrapedLog) -> str:
     return f"{name} holds no line of Megatron's; name the log that training itself wrote."
 
 
-def _ends_in_nan(log: ScrapedLog) -> bool:
-    last = log.iterations[-1]
-    return bool(last.nan_iterations) or any(
-        value is not None and math.isnan(value) for value in (last.lm_loss, last.grad_norm)
-    )
-
-
 def _first_nan(log: ScrapedLog) -> int:
     number = log.iterations[-1].iteration
     for found in reversed(log.iterations):
-        bad = bool(found.nan_iterations) or any(
-            value is not None and math.isnan(value) for value in (found.lm_loss, found.grad_norm)
-        )
-        if not bad:
+        if not found.has_nan:
             break
         number = found.iteration
     return number

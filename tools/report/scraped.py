@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -53,6 +54,15 @@ class Iteration(msgspec.Struct, frozen=True, gc=False):
     """Mean over all iterations since the start, losses included (second line, 0.16 on)."""
     after_pause: bool = False
     """Follows an evaluation or a checkpoint."""
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether its loss or its gradient norm is no number."""
+        return (
+            bool(self.nan_iterations)
+            or (self.lm_loss is not None and not math.isfinite(self.lm_loss))
+            or (self.grad_norm is not None and math.isnan(self.grad_norm))
+        )
 
 
 @dataclass(frozen=True)

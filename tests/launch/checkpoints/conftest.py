@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.launch.checkpoints.stored import find_checkpoints
+
 Write = Callable[[Path, int], Path]
 
 
@@ -34,3 +36,14 @@ def write(saved: Path) -> Write:
         return path
 
     return write_checkpoint
+
+
+def iterations(folder: Path) -> list[int]:
+    return [checkpoint.iteration for checkpoint in find_checkpoints(folder)]
+
+
+def damage(path: Path) -> None:
+    file = next(path.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)

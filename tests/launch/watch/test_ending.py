@@ -44,6 +44,15 @@ def test_torchruns_own_death_is_not_blamed_on_a_rank(folder: Path) -> None:
     )
 
 
+def test_the_guards_own_death_is_no_request_to_stop(folder: Path) -> None:
+    with (folder / records.LOG_FILE).open("a") as log:
+        log.write("[exiting program after receiving SIGTERM.] datetime: 2026-01-01 00:00:00 \n")
+    status = ending.judge(folder, -9, False)
+    assert (status.status, status.rank) == (Status.CRASHED, None)
+    assert status.reason.startswith("The guard beside torchrun was killed by SIGKILL after")
+    assert ending.judge(folder, 1, False).status is not Status.INTERRUPTED
+
+
 def test_a_full_disk_is_the_first_cause(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     assert ending.judge(folder, 1, False, None).reason.startswith("No space was left on the disk")

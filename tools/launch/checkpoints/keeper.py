@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from tools.launch.beside import Beside
 from tools.launch.checkpoints.readable import DamagedCheckpointError
-from tools.launch.checkpoints.stored import find_checkpoints, finished_iteration, prove, prune
+from tools.launch.checkpoints.stored import (
+    Checkpoint,
+    find_checkpoints,
+    finished_iteration,
+    prove,
+    prune,
+)
+from tools.launch.progress import LogFollower
+from tools.report.scraped import Iteration
 
 LOOK_SECONDS = 0.5
 
 
 class Keeper(Beside):
-    """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end."""
+    """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end.
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    Older checkpoints go once as many newer ones as shall be kept were read back and have each given
+    another loss: what was saved last may hold the damage that the next iteration meets.
+    """
+
+    def __init__(self, folder: Path, keep: int, log: Path) -> None:
         self._folder = folder
         self._keep = keep
+        self._follower = LogFollower(log, log.stat().st_size)
+        self._newest: Iteration | None = None
         self._seen = finished_iteration(folder)
+        self._ended_well = False
         super().__init__()
         self.problems: list[str] = []
         """Checkpoints that could not be read back, a sentence each."""
@@ -27,23 +43,39 @@ class Keeper(Beside):
         while not self.done.wait(LOOK_SECONDS):
             self._look()
         self._look()
+        self._follower.close()
+
+    def ended_well(self) -> None:
+        """Nothing comes after the last checkpoint any more."""
+        self._ended_well = True
 
     def _look(self) -> None:
-        newest = finished_iteration(self._folder)
-        if newest is None or newest == self._seen:
-            return
-        self._seen = newest
+        self._newest = next(reversed(self._follower.new_iterations()), self._newest)
         stored = find_checkpoints(self._folder)
-        for checkpoint in stored:
-            if checkpoint.iteration > newest or checkpoint.is_proven:
+        newest = finished_iteration(self._folder)
+        if newest is not None and newest != self._seen:
+            self._seen = newest
+            self._prove(checkpoint for checkpoint in stored if checkpoint.iteration <= newest)
+        try:
+            prune([checkpoint for checkpoint in stored if self._is_sound(checkpoint)], self._keep)
+        except OSError as error:
+            self._note(f"An old checkpoint could not be removed: {error}.")
+
+    def _is_sound(self, checkpoint: Checkpoint) -> bool:
+        newest = self._newest
+        if newest is None or newest.has_nan:
+            return False
+        return self._ended_well or checkpoint.iteration < newest.iteration
+
+    def _prove(self, checkpoints: Iterable[Checkpoint]) -> None:
+        for checkpoint in checkpoints:
+            if checkpoint.is_proven:
                 continue
             try:
                 prove(checkpoint)
             except (DamagedCheckpointError, OSError) as error:
-                self.problems.append(
-                    f"Checkpoint {checkpoint.path.name} cannot be read back: {error}."
-                )
-        try:
-            prune(stored, self._keep)
-        except OSError as error:
-            self.problems.append(f"An old checkpoint could not be removed: {error}.")
+                self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)

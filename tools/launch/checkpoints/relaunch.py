@@ -115,12 +115,12 @@ def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
     checkpoint, and begins where there is none.
 
     Raises:
-        LaunchError: There are checkpoints, and none is whole.
+        LaunchError: There are checkpoints, and none can be gone on from.
     """
     stored = folder / CHECKPOINTS_FOLDER
     if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
         return launch
-    iteration = choose_checkpoint(stored).checkpoint.iteration
+    iteration = choose_checkpoint(folder).checkpoint.iteration
     if iteration >= launch.iterations:
         raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
     return replace(

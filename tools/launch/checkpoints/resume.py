@@ -1,4 +1,4 @@
-"""`make resume RUN=…`: a run goes on from its newest whole checkpoint.
+"""`make resume RUN=…`: a run goes on from its newest whole and sound checkpoint.
 
 In its own layout it goes on in its own folder: log, events and checkpoints are added to, and what
 belongs to one attempt is kept in `attempts/`. In another layout (STRATEGY=pp2) it is another run, in a
@@ -39,8 +39,8 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
     record = _read(run)
     if is_running(run / records.LOG_FILE):
         raise LaunchError(f"{run} is still running; stop it before it is resumed.")
+    choice = choose_checkpoint(run)
     stored = run / records.CHECKPOINTS_FOLDER
-    choice = choose_checkpoint(stored)
     launch = _relaunch(
         record, GoesOnFrom(run.name, stored, choice.checkpoint.iteration), strategy, options
     )
@@ -49,9 +49,9 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         return 0
     if launch.nodes is None:  # Else each node tells the others what stops it.
         check(launch, options.runs)
-    for checkpoint, reason in choice.damaged:
+    for checkpoint, flaw in choice.passed_over:
         console.print(
-            f"{checkpoint.path.name} cannot be loaded: {reason}. The one before it is used.",
+            f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used.",
             style="yellow",
             highlight=False,
         )

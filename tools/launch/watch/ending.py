@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,12 +70,19 @@ def judge(
 
     Args:
         folder: The run folder.
-        exit_code: The guard's; 128 + n if signal n ended torchrun itself.
+        exit_code: The guard's; 128 + n if signal n ended torchrun itself, -n if the guard.
         interrupted: Whether the launcher was told to stop.
         kills_before: What `memory_kills` said before it started.
         least_free_bytes: Of the folder's disk while it ran, where somebody looked.
     """
     status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
+    if exit_code is not None and exit_code < 0 and not interrupted:
+        # The guard gives torchrun's signals as 128 + n. Its own end stops torchrun by SIGTERM.
+        by = signal.Signals(-exit_code).name
+        reason = (
+            f"The guard beside torchrun was killed by {by}{_after(folder)}; all ranks were ended."
+        )
+        return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
     was_full = least_free_bytes is not None and least_free_bytes < _FULL_BYTES
