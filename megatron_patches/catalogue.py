@@ -19,6 +19,7 @@ from megatron_patches import (
     shared_device,
     start_weights,
     tensors_on_host,
+    uncompiled,
     uneven_parts,
 )
 from megatron_patches.fused import (
@@ -34,6 +35,7 @@ from megatron_patches.registry import Patch
 
 PATCHES: tuple[Patch, ...] = (
     host_device.PATCH,
+    uncompiled.PATCH,
     tensors_on_host.PATCH,
     cuda_extensions.PATCH,
     adamw.PATCH,

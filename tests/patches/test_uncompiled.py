@@ -1,0 +1,31 @@
+import subprocess
+import sys
+
+from megatron_patches.uncompiled import as_it_is
+
+MEGATRON_WITHOUT_A_COMPILER = """
+import sys, warnings
+from packaging.version import Version
+warnings.simplefilter("ignore")
+from megatron_patches import uncompiled
+from megatron_patches.registry import apply_patches
+from megatron_patches.situation import Situation
+apply_patches([uncompiled.PATCH], Situation("cpu", Version("0.19.0"), False, False, {fused}))
+import megatron.core.fusions.fused_bias_swiglu as fused
+print("torch._inductor.lowering" in sys.modules, fused.swiglu.__name__)
+"""
+
+
+def megatron(fused: tuple[str, ...]) -> list[str]:
+    command = (sys.executable, "-c", MEGATRON_WITHOUT_A_COMPILER.format(fused=fused))
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_a_function_stays_what_it_is_called_or_decorated() -> None:
+    assert as_it_is(len) is len
+    assert as_it_is(mode="max-autotune")(len) is len
+
+
+def test_megatron_loads_no_compiler_unless_a_fused_patch_may_need_it() -> None:
+    assert megatron(()) == ["False", "swiglu"]
+    assert megatron(("bias_gelu",))[0] == "True"
