@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cluster.two_nodes import Cluster, obstacle, two_nodes
-from tools.launch.cluster.sbatch import Cell, Job, script
-from tools.launch.cluster.slurm import Slurm
 from tools.recipe.model import ROOT
-from tools.records import DeviceKind, Status, read_run, read_status
+from tools.records import Status, read_run, read_status
 from tools.report.parity import Curve, loss_curve
 from tools.report.runs import load_folder
 from tools.report.scrape import scrape_log
@@ -133,26 +132,40 @@ def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
     assert {i: found[i] for i in both} == {i: expected[i] for i in both}
 
 
-def test_an_arrays_elements_start_their_own_runs_on_both_nodes(
+def test_a_sweep_is_an_array_that_trains_and_the_next_sweep_finds_what_it_made(
     cluster: Cluster, tmp_path: Path, sample_prefix: Path
 ) -> None:
-    """What is started is a dry run, which says the command that each node would run."""
-    settings = {"DRY_RUN": "1", "DATA": str(sample_prefix), "RUNS": str(tmp_path)}
-    cells = []
-    for strategy in ("dp2", "tp2"):
-        (tmp_path / strategy).mkdir()
-        words = ("target", f"train-{strategy}-gpt2-tiny-2cpu")
-        cells.append(Cell(str(tmp_path / strategy), words, settings))
-    job = Job("array", DeviceKind.CPU, 1, Slurm(nodes=2), tuple(cells), sys.executable)
-    (tmp_path / "job.sbatch").write_text(script(job))
-    number = cluster.ask("sbatch", "--parsable", str(tmp_path / "job.sbatch"))
-    for element, strategy in enumerate(("dp2", "tp2")):
-        cluster.wait(f"{number}_{element}", "COMPLETED")
-        said = (tmp_path / strategy / "slurm.txt").read_text()
-        # Two nodes write at once, so their lines may lie inside one another's.
-        assert said.count("--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d") == 2, said
-        assert (said.count("is_host=0"), said.count("is_host=1")) == (1, 1)
-        assert said.count("--tensor-model-parallel-size 2") == (2 if strategy == "tp2" else 0)
+    runs = tmp_path / "runs"
+    axes = {"MODELS": "gpt2-tiny", "STRATEGIES": "dp2", "DEVICES": "2cpu", "NAME": tmp_path.name}
+    settings = {"LAUNCHER": "slurm", "NODES": "2", "RUNS": str(runs), "DATA": str(sample_prefix)}
+
+    def sweep() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            (sys.executable, "-m", "tools.launch", "sweep"),
+            cwd=ROOT,
+            env={**cluster.environment, **RECIPE, **axes, **settings},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    try:
+        submitted = sweep()
+        jobs = [job_of(folder) for folder in sorted(runs.glob("2*"))]
+        assert [job.split("_")[1] for job in jobs] == ["0", "1"], submitted
+        for job, folder in zip(jobs, sorted(runs.glob("2*")), strict=True):
+            assert cluster.wait(job, "COMPLETED", "FAILED", seconds=240) == "COMPLETED", (
+                folder / "slurm.txt"
+            ).read_text()
+        megatron, native = (curve(folder) for folder in sorted(runs.glob("2*")))
+        assert megatron.keys() & native.keys()
+        for number in megatron.keys() & native.keys():
+            assert megatron[number] == pytest.approx(native[number], abs=1.01e-5)
+        again = sweep()
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert len(list(runs.glob("2*"))) == 2
+    finally:
+        shutil.rmtree(ROOT / "reports" / tmp_path.name, ignore_errors=True)
 
 
 def test_the_doctor_asks_both_nodes_and_measures_between_them(cluster: Cluster) -> None:
