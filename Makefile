@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)
 MEASURED = $(wildcard runs/calibration-$(shell uname -n)-$(or $(GPU),h200).json)
 
 .PHONY: help setup list demo parity plan dryrun schedules report explain bench bench-scrape bench-preprocess \
-	bench-ledger bench-gpu prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
+	bench-ledger bench-gpu loss-curve prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k install-dependencies \
 	doctor image status reproduce resume setup-deepspeed compare-zero compare-backends compare-moe sweep test test-slow lint clean
 
 help: ## this list
@@ -143,6 +143,9 @@ bench-ledger: setup ## what the ledger costs: every other iteration on (TARGET= 
 
 bench-gpu: $(if $(WHEELS)$(KIT_PYTHON),,setup) ## Megatron on one GPU without Transformer Engine, in under 9 minutes: ONLY= BUDGET= WHEELS=folder DRY_RUN=1
 	@$(if $(WHEELS),$(VENV_PYTHON) -m tools.launch.bench_gpu.wheels $(WHEELS) &&) $(VENV_PYTHON) -m tools.launch bench-gpu
+
+loss-curve: setup ## 200 losses with FUSED= beside those of another seed: TARGET= (gpt2-tiny on a CPU) EXTRA=--bf16 ITERS=
+	@$(VENV_PYTHON) -m tools.launch loss-curve
 
 lint: setup ## ruff, mypy, shellcheck, hadolint, import-linter
 	@tools/lint.sh

@@ -5,7 +5,7 @@ python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch 
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch compare zero|backends|moe --model NAME  ZeRO's stages, the backends, or experts
 python -m tools.launch resume runs/…  [--strategy pp2]        go on from the newest whole checkpoint
-python -m tools.launch demo | parity | list | image | reproduce | sweep | status | bench-gpu
+python -m tools.launch demo | parity | list | image | reproduce | sweep | status | bench-gpu | loss-curve
 """
 
 from __future__ import annotations
@@ -114,6 +114,12 @@ def _bench_gpu(_: argparse.Namespace, options: Options, console: Console) -> int
     return bench_gpu(options.runs, options.dry_run, console)
 
 
+def _loss_curve(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.curves import loss_curve
+
+    return loss_curve(options, console)
+
+
 def _status(command: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.cluster.follow import follow, show_status
 
@@ -151,6 +157,7 @@ _HANDLERS = {
     "status": _status,
     "resume": _resume,
     "bench-gpu": _bench_gpu,
+    "loss-curve": _loss_curve,
 }
 SPREADING = ("target", "run", "resume")
 SUBMITTING = ("target", "run", "sweep", "status")
@@ -177,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"
     )
+    commands.add_parser("loss-curve", help="what FUSED= does to the losses, beside another seed")
     commands.add_parser("list", help="models, strategies, and what runs here")
     status = commands.add_parser("status", help="every run: waiting, running or ended")
     status.add_argument("--quiet", action="store_true", help="only record what Slurm ended")

@@ -1,0 +1,53 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from tools.launch.curves import ITERATIONS, Distances, _launches, distance, loss_curve
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options, options_from_environment
+
+
+def test_the_distance_is_that_of_means_over_a_window() -> None:
+    level = dict.fromkeys(range(1, 5), 2.0)
+    wave = {1: 3.0, 2: 1.0, 3: 3.0, 4: 1.0}
+    assert distance(level, wave, 1) == 1.0
+    assert distance(level, wave, 2) == 0.0
+    assert distance(level, dict.fromkeys(level, 2.5), 2) == 0.5
+
+
+def test_only_iterations_of_both_count() -> None:
+    assert distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 1) == 0.5
+    with pytest.raises(LaunchError, match="share 2 iterations and a window has 3"):
+        distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 3)
+
+
+def test_patches_are_within_the_seeds_up_to_their_distance() -> None:
+    assert Distances(0.2, 0.2).within
+    assert not Distances(0.21, 0.2).within
+
+
+def test_three_runs_differ_in_seed_or_patches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TARGET", raising=False)
+    alone, seed, patched = _launches(Options(data="owt-ds/any", fused=("adamw",)))
+    assert (alone.seed, seed.seed, patched.seed) == (1234, 1235, 1234)
+    assert patched.environment == alone.environment | {"KIT_FUSED": "adamw"}
+    assert patched.flags == alone.flags
+    assert {alone.iterations, patched.iterations} == {ITERATIONS}
+    assert alone.dropout == 0.1
+    assert alone.start_checkpoint is None
+
+
+def test_on_a_gpu_the_model_keeps_its_batch_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TARGET", "train-baseline-gpt2-large-1gpu")
+    options = options_from_environment({"DATA": "owt-ds/any", "RUNTIME": "host"})
+    alone, _, patched = _launches(options)
+    assert alone.batch.micro_batch_size == 32
+    assert "--no-gradient-accumulation-fusion" in alone.flags
+    assert "attention_flash" not in patched.environment["KIT_FUSED"]
+
+
+def test_a_target_that_cannot_train_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TARGET", "train-what")
+    with pytest.raises(LaunchError):
+        loss_curve(Options(data="owt-ds/any"), Console(file=io.StringIO()))

@@ -1,0 +1,39 @@
+"""200 updates of gpt2-tiny by the unmodified Megatron, on the CPU: the patches beside another seed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.recipe.model import ROOT
+
+FIGURE = re.compile(r"(\d[\d.e-]*) with (FUSED|SEED)=")
+
+
+def distances(folder: Path, data: Path, **variables: str) -> dict[str, float]:
+    done = subprocess.run(
+        (sys.executable, "-m", "tools.launch", "loss-curve"),
+        cwd=ROOT,
+        env={**os.environ, "DATA": str(data), "RUNS": str(folder), "SEED": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "within the scatter of seeds" in done.stdout
+    return {name: float(figure) for figure, name in FIGURE.findall(done.stdout)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("extra", "share"), [("", 0.02), ("--bf16", 0.1)])
+def test_patches_move_the_curve_by_a_small_share_of_what_a_seed_does(
+    extra: str, share: float, tmp_path: Path, sample_prefix: Path
+) -> None:
+    found = distances(tmp_path / "runs", sample_prefix, EXTRA=extra)
+    # On the CPU no patch draws random numbers, so the dropout masks are those of Megatron alone.
+    assert found["FUSED"] < share * found["SEED"]
