@@ -44,8 +44,12 @@ def attend(
 ) -> Tensor:
     """SDPA in Megatron's layout: [s, b, heads, width] in, [s, b, heads·width] out.
 
-    Without a mask it is causal, which flash kernels can do without keeping scores.
+    Without a mask it is causal, which flash kernels can do without keeping scores. They take no mask;
+    those that do share no key between heads, so keys and values are repeated for them.
     """
+    if mask is not None and query.size(2) != key.size(2):
+        shared = query.size(2) // key.size(2)
+        key, value = (tensor.repeat_interleave(shared, 2) for tensor in (key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
@@ -57,6 +61,23 @@ def attend(
         enable_gqa=query.size(2) != key.size(2),
     )
     return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def is_plain(attention: Any) -> bool:
+    """Whether Megatron's attention is causal, over all that came before, with the usual softmax."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    return (
+        attention.attn_mask_type == AttnMaskType.causal
+        and attention.config.window_size is None
+        and getattr(attention, "softmax_offset", None) is None
+    )
+
+
+def more_than_a_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a bias or packed sequences follow the mask and its type: Megatron's own refuses those."""
+    named = (kwargs.get(name) for name in ("attention_bias", "packed_seq_params"))
+    return any(value is not None for value in (*args[2:], *named))
 
 
 def _without_refusal(original: Callable[..., None]) -> Callable[..., None]:
@@ -73,13 +94,14 @@ def _without_refusal(original: Callable[..., None]) -> Callable[..., None]:
 def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-    from megatron.core.transformer.enums import AttnMaskType
 
     def attend_forked(
         self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         dropout = self.attention_dropout.p if self.training else 0.0
-        arguments = (query, key, value, mask, self.softmax_scale, dropout)
+        # Query-key layer scaling divides the scores by the layer's number, and multiplies them later.
+        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+        arguments = (query, key, value, mask, scale, dropout)
         if self.config.sequence_parallel:
             return attend(*arguments)
         # As Megatron's own: TP ranks hold different heads and must drop different scores.
@@ -97,16 +119,17 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        is_plain = self.attn_mask_type == AttnMaskType.causal and self.config.window_size is None
+        plain = is_plain(self)
         if self.config.context_parallel_size == 1:
             # CPU ranks keep Megatron's own attention; on a GPU its scores would fill the memory.
-            if query.is_cuda and is_plain:
+            if query.is_cuda and plain and not more_than_a_mask(args, kwargs):
                 return attend_forked(self, query, key, value, None)
             return original(self, query, key, value, *args, **kwargs)
-        if not is_plain:
+        if not plain:
             raise NotImplementedError(
                 f"Context parallelism without Transformer Engine knows plain causal attention, not "
-                f"{self.attn_mask_type} with window {self.config.window_size}."
+                f"{self.attn_mask_type} with window {self.config.window_size} and softmax "
+                f"'{getattr(self.config, 'softmax_type', 'vanilla')}'."
             )
         # Recomputing this part in backward is what gathers K and V a second time.
         out: Tensor = tensor_parallel.checkpoint(

@@ -2,7 +2,8 @@
 
 Megatron's `gradient_accumulation_fusion` calls Apex's extension `fused_weight_gradient_mlp_cuda`. Its
 two functions are a matrix product with beta 1 into `main_grad`, which torch.addmm does: in one type for
-16-bit buffers, and from 16-bit factors into an fp32 buffer by `out_dtype` on CUDA.
+16-bit buffers, and from 16-bit factors into an fp32 buffer by `out_dtype` on CUDA. torch 2.9 has
+`out_dtype` too, but wants the buffer in the factors' type (aten/src/ATen/native/cuda/Blas.cpp).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from megatron_patches.registry import Patch, PatchError, Replacement
 
+OLDEST_TORCH = Version("2.10")
 _EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 
@@ -43,10 +46,10 @@ def _provide(available: bool) -> bool:
 
     if available:
         return available
-    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+    if Version(torch.__version__) < OLDEST_TORCH:
         raise PatchError(
-            f"FUSED=gradient_gemm needs torch.addmm with out_dtype, which torch {torch.__version__} "
-            "does not have; leave it out."
+            "FUSED=gradient_gemm needs products of 16-bit factors that add to an fp32 buffer, which "
+            f"torch {torch.__version__} does not have ({OLDEST_TORCH} has); leave it out."
         )
     module: Any = extension()
     sys.modules[_EXTENSION] = module

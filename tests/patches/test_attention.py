@@ -1,9 +1,16 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_patches.attention import attend, causal_mask, positions_of_rank
+from megatron_patches.attention import (
+    attend,
+    causal_mask,
+    is_plain,
+    more_than_a_mask,
+    positions_of_rank,
+)
 
 
 def test_a_rank_holds_its_chunk_and_the_mirrored_one() -> None:
@@ -64,3 +71,48 @@ def test_dropout_drops_its_share_of_the_weights_and_keeps_their_mean(p: float) -
     assert dropped == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / out.numel()))
     kept = out[out != 0]
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (length * (1 - p))))
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.parametrize(
+    ("mask", "window", "offset", "plain"),
+    [
+        ("causal", None, None, True),
+        ("padding", None, None, False),
+        ("causal", (8, 0), None, False),
+        ("causal", None, torch.zeros(4), False),
+    ],
+)
+def test_only_causal_attention_with_the_usual_softmax_is_plain(
+    mask: str, window: object, offset: object, plain: bool
+) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    config = SimpleNamespace(window_size=window)
+    module = SimpleNamespace(
+        attn_mask_type=AttnMaskType[mask], config=config, softmax_offset=offset
+    )
+    assert is_plain(module) is plain
+
+
+def test_a_bias_or_packed_sequences_are_more_than_a_mask() -> None:
+    assert not more_than_a_mask((torch.ones(1), "causal"), {"attention_bias": None})
+    assert more_than_a_mask((torch.ones(1), "causal", torch.ones(1)), {})
+    assert more_than_a_mask((torch.ones(1),), {"packed_seq_params": object()})
+
+
+def test_with_a_mask_no_kernel_is_asked_to_share_keys_between_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(*args: object, **kwargs: object) -> torch.Tensor:
+        asked.append(bool(kwargs["enable_gqa"]))
+        return real(*args, **kwargs)  # type: ignore[arg-type, no-any-return]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    query, key = torch.randn(4, 1, 4, 8), torch.randn(4, 1, 2, 8)
+    masked = attend(query, key, key, causal_mask(0, 1, 4), 0.3, 0.0)
+    torch.testing.assert_close(attend(query, key, key, None, 0.3, 0.0), masked)
+    assert asked == [False, True]

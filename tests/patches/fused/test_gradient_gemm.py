@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from megatron_patches.fused.gradient_gemm import accumulate, extension
+from megatron_patches.fused.gradient_gemm import _provide, accumulate, extension
+from megatron_patches.registry import PatchError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -31,3 +32,12 @@ def test_the_extension_has_the_names_that_megatron_calls() -> None:
     module = extension()
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
         assert getattr(module, name) is accumulate
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+def test_a_torch_that_cannot_add_to_fp32_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(PatchError, match=r"torch 2\.9\.1\+cu128 does not have \(2\.10 has\)"):
+        _provide(False)
