@@ -44,6 +44,8 @@ class Measured:
     """Of the timed iterations."""
     groups_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds an iteration by group of kernels; empty where no trace was made."""
+    note: str = ""
+    """What went wrong after the timed iterations, which count nevertheless."""
 
 
 @dataclass(frozen=True)

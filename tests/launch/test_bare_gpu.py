@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
-from tools.launch.bare_gpu import fused_problems, sharing_problems
+from tools.launch.bare_gpu import attention_problems, fused_problems, sharing_problems
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.options import Backend, Options, options_from_environment
@@ -66,6 +66,21 @@ def test_patches_that_do_not_fit_are_refused(
     launch = composed(name, runtime, fused=("gradient_gemm",), **changes)
     (problem,) = fused_problems(launch)
     assert wanted in problem
+
+
+def test_the_flash_kernel_alone_is_refused_where_a_mask_is_needed(composed: Composer) -> None:
+    launch = composed("train-cp2-gpt2-large-2gpu", fused=("attention_flash",))
+    assert "takes no mask, and cp2 masks by position" in next(fused_problems(launch))
+    assert list(fused_problems(composed("train-dp2-gpt2-large-2gpu", fused=("adamw",)))) == []
+
+
+def test_documents_masked_from_one_another_need_transformer_engine(composed: Composer) -> None:
+    target = "train-baseline-gpt2-large-1gpu"
+    masked = {"extra": ("--reset-attention-mask",)}
+    assert "--reset-attention-mask" in next(attention_problems(composed(target, **masked)))
+    assert list(attention_problems(composed(target))) == []
+    with_it = Runtime(transformer_engine=True)
+    assert list(attention_problems(composed(target, with_it, **masked))) == []
 
 
 def test_two_ranks_share_the_one_gpu_over_gloo(composed: Composer, one_h200: FakeNvml) -> None:

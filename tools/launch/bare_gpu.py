@@ -11,6 +11,8 @@ from tools.launch.flags import FSDP
 from tools.launch.options import Backend
 from tools.records import DeviceKind
 
+RESET_MASK = "--reset-attention-mask"
+
 
 def fused_problems(launch: Launch) -> Iterator[str]:
     """Why the patches that are asked for do not fit the run, a sentence each."""
@@ -28,6 +30,21 @@ def fused_problems(launch: Launch) -> Iterator[str]:
         yield (
             f"FUSED=gradient_gemm adds to gradient buffers that {launch.strategy} does not have; "
             "leave it out."
+        )
+    if "attention_flash" in asked.split(",") and launch.parallelism.context > 1:
+        yield (
+            f"FUSED=attention_flash takes no mask, and {launch.strategy} masks by position; leave it "
+            "out, or name attention_cudnn."
+        )
+
+
+def attention_problems(launch: Launch) -> Iterator[str]:
+    """Why attention on SDPA would not be what the flags say, a sentence."""
+    own = launch.device is DeviceKind.GPU and not launch.runtime.transformer_engine
+    if own and launch.backend is Backend.MEGATRON and RESET_MASK in launch.flags:
+        yield (
+            f"{RESET_MASK} masks documents from one another, and attention without Transformer Engine "
+            "is causal over the whole sequence on GPUs; leave it out."
         )
 
 

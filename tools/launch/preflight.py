@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tools.launch.backends import backend_problems
-from tools.launch.bare_gpu import fused_problems, sharing_problems
+from tools.launch.bare_gpu import attention_problems, fused_problems, sharing_problems
 from tools.launch.checkpoints.saving import checkpoint_bytes, saving_problems
 from tools.launch.checkpoints.shapes import other_model_problem
 from tools.launch.compose import DEFAULT_DATA, Launch
@@ -110,6 +110,7 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
     yield from nodes_problems(launch)
     yield from optimizer_problems(launch)
     yield from fused_problems(launch)
+    yield from attention_problems(launch)
     yield from sharing_problems(launch)
     yield from _wandb_problems(launch)
     yield from _checkpoint_problems(launch)

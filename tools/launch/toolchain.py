@@ -16,9 +16,15 @@ def compiler_problem() -> str | None:
     named = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang", "cc"])):
         return "torch.compile needs a C compiler and none is on PATH; install gcc, or set CC=."
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    header = Path(sysconfig.get_paths(_scheme())["include"]) / "Python.h"
     if not header.is_file():
         return (
             f"torch.compile needs Python's headers and there is no {header}; install python3-dev."
         )
     return None
+
+
+def _scheme() -> str:
+    """Where Triton looks: Debian's own Python names a folder for what is installed locally, too."""
+    scheme = sysconfig.get_default_scheme()
+    return "posix_prefix" if scheme == "posix_local" else scheme

@@ -67,7 +67,7 @@ def _line(setting: SettingResult, bench: GpuBench) -> tuple[str, ...]:
         _size([run.peak_allocated_bytes for run in setting.runs]),
         _size([run.device_memory_bytes for run in setting.runs]),
         f"{newest.losses[-1]:.4f}" if newest.losses else DASH,
-        setting.reason,
+        "; ".join(filter(None, (setting.reason, *(run.note for run in setting.runs)))),
     )
 
 

@@ -80,12 +80,60 @@ def test_elementwise_kernels_are_told_by_the_operators_around_their_launch() -> 
 @pytest.mark.parametrize(
     ("name", "around", "group"),
     [
+        # As traces of H100 and H200 show them, with torch 2.6 to 2.11.
         ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64", (), "GEMM"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", (), "attention"),
+        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", ("aten::mm",), "GEMM"),
+        ("nvjet_sm90_hss_64x8_64x16_1x1_h_bz_splitK_NNT", (), "GEMM"),
+        ("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NNN", (), "GEMM"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __half, float>", (), "GEMM"),
+        ("void gemvNSP_kernel<float, float, float, float, 1, 32, 4, 1024>", (), "GEMM"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_relu_f16_256x128>", (), "GEMM"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
+            (),
+            "attention",
+        ),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1",
+            (),
+            "attention",
+        ),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(...)", (), "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<1>", (), "attention"),
+        (
+            "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 64, 128>>",
+            (),
+            "attention",
+        ),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<96>>", (), "attention"),
         ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", (), "attention"),
         ("triton_poi_fused_add_gelu_0", (), "GELU and bias"),
+        ("triton_red_fused_add_gelu_gelu_backward_sum_1", (), "GELU and bias"),
+        (
+            "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::Half>>",
+            ("LinearWithGradAccumulationAndAsyncCommunicationBackward", "aten::sum"),
+            "GELU and bias",
+        ),
         ("triton_poi_fused_add_native_dropout_1", (), "dropout"),
+        ("triton_red_fused_native_dropout_backward_sum_view_0", (), "dropout"),
+        (
+            "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<c10::Half>",
+            (),
+            "dropout",
+        ),
         ("triton_red_fused_add_mean_mul_rsqrt_sub_2", (), "layer norm"),
+        (
+            "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float, "
+            "float, false>(float const*, float const*)",
+            (),
+            "layer norm",
+        ),
+        (
+            "void (anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>",
+            (),
+            "layer norm",
+        ),
+        ("void cuComputeGradInput<c10::Half, float>", (), "layer norm"),
         ("triton_red_fused_logsumexp_3", (), "cross entropy"),
         (
             "elementwise_kernel",
@@ -94,8 +142,41 @@ def test_elementwise_kernels_are_told_by_the_operators_around_their_launch() -> 
         ),
         ("elementwise_kernel", ("ChunkedCrossEntropy", "aten::exp"), "cross entropy"),
         ("fused_adamw_kernel", (), "optimizer"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
+            "namespace)::FusedOptimizerTensorListMetadata<4>>",
+            ("Optimizer.step#FusedAdamW.step", "aten::_fused_adamw_"),
+            "optimizer",
+        ),
         ("void multi_tensor_apply_kernel", ("aten::_foreach_copy_",), "gradient handling"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+            ("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", "aten::add_"),
+            "gradient handling",
+        ),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized<at::native::"
+            "OpaqueType<2u>, unsigned int, 3, 128, 1, 16, 8>",
+            (),
+            "copies",
+        ),
+        (
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda",
+            (),
+            "copies",
+        ),
         ("Memset (Device)", (), "copies"),
+        ("Memcpy DtoD (Device -> Device)", (), "copies"),
+        (
+            "void at::native::(anonymous namespace)::embedding_backward_feature_kernel",
+            (),
+            "embedding",
+        ),
+        (
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            (),
+            "communication",
+        ),
     ],
 )
 def test_kernels_as_torch_and_its_libraries_name_them(

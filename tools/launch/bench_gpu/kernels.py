@@ -25,11 +25,12 @@ _STEP = "ProfilerStep#"
 # The first that fits counts; patterns see the kernel's name, or those of operators around its launch.
 _BY_OPERATOR = (("optimizer", re.compile(r"Optimizer\.step#|fused_adam", re.IGNORECASE)),)
 _BY_KERNEL = (
-    ("attention", re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)),
+    ("communication", re.compile(r"nccl", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|sdpa|attention|cudnn::fusion", re.IGNORECASE)),
     (
         "GEMM",
         re.compile(
-            r"gemm|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm\b|aten::bmm", re.IGNORECASE
+            r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm\b|aten::bmm", re.IGNORECASE
         ),
     ),
 )
@@ -38,9 +39,14 @@ _BY_EITHER = (
         "cross entropy",
         re.compile(r"cross_?entropy|log_?sum_?exp|log_softmax|nll_loss", re.IGNORECASE),
     ),
-    ("layer norm", re.compile(r"layer_?norm|rms_?norm|GammaBeta|rsqrt", re.IGNORECASE)),
+    (
+        "layer norm",
+        re.compile(r"layer_?norm|rms_?norm|GammaBeta|cuComputeGradInput|rsqrt", re.IGNORECASE),
+    ),
     ("dropout", re.compile(r"dropout|bernoulli|inductor_random|philox", re.IGNORECASE)),
-    ("GELU and bias", re.compile(r"gelu|tanh|GeLUFunction", re.IGNORECASE)),
+    # Beside the product, Megatron's linear layers add a bias and sum its gradient.
+    ("GELU and bias", re.compile(r"gelu|tanh|LinearWithGradAccumulation", re.IGNORECASE)),
+    ("embedding", re.compile(r"embedding|index_?select|RadixSort", re.IGNORECASE)),
     (
         "gradient handling",
         re.compile(

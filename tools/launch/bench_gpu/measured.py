@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 from tools.gpu_bench import Measured
@@ -14,24 +15,37 @@ TRACE = "torch_profile/rank-0.json.gz"
 """Where `--use-pytorch-profiler` puts it, beside the TensorBoard folder (Megatron 0.19)."""
 
 
+FEWEST = 0.8
+"""Share of the timed iterations that must count: fp16 skips an update now and then."""
+
+
 class MeasureError(RuntimeError):
     """A run did not give what it was made for; the message says why."""
 
 
+class UnfinishedError(MeasureError):
+    """A run ended badly; what it had measured until then is in its folder."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(reason)
+        self.folder = folder
+
+
 def measured(folder: Path, setting: Setting, wall_seconds: float) -> Measured:
-    """Times, memory, losses and the split of an iteration.
+    """Times, memory, losses and the split of an iteration; a trace that cannot be read is a note.
 
     Raises:
-        MeasureError: Iterations, or a trace that the setting asks for, are missing.
+        MeasureError: Too few of the timed iterations are there.
     """
     run = load_folder(folder)
     timed = range(WARM_UP + 1, WARM_UP + setting.timed + 1)
     found = [i for i in run.log.iterations if i.iteration in timed and not i.skipped_iterations]
     times = tuple(i.elapsed_ms for i in found if i.elapsed_ms is not None)
-    if len(times) < setting.timed:
+    if len(times) < FEWEST * setting.timed:
         raise MeasureError(
             f"{folder.name} has {len(times)} of {setting.timed} timed iterations that were not skipped"
         )
+    groups, note = _split(folder) if setting.profiled else ({}, "")
     return Measured(
         run=folder.name,
         iteration_ms=times,
@@ -39,12 +53,14 @@ def measured(folder: Path, setting: Setting, wall_seconds: float) -> Measured:
         peak_allocated_bytes=max(memory_by_rank(run).values(), default=None),
         device_memory_bytes=run.samples.peak_memory_bytes,
         losses=tuple(i.lm_loss for i in found if i.lm_loss is not None),
-        groups_ms=_split(folder) if setting.profiled else {},
+        groups_ms=groups,
+        note=note,
     )
 
 
-def _split(folder: Path) -> dict[str, float]:
+def _split(folder: Path) -> tuple[dict[str, float], str]:
+    """Milliseconds by group, or why there are none."""
     try:
-        return milliseconds_by_group(read_trace(folder / TRACE))
-    except (OSError, ValueError) as error:
-        raise MeasureError(f"the profiler's trace cannot be read: {error}") from error
+        return milliseconds_by_group(read_trace(folder / TRACE)), ""
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # A cut gzip ends too early.
+        return {}, f"the profiler's trace cannot be read: {error}"

@@ -24,7 +24,7 @@ from tools.gpu_bench import (
     write_bench,
 )
 from tools.launch.bench_gpu import wheels
-from tools.launch.bench_gpu.measured import MeasureError, measured
+from tools.launch.bench_gpu.measured import MeasureError, UnfinishedError, measured
 from tools.launch.bench_gpu.plan import (
     BUDGET_SECONDS,
     CEILINGS_SECONDS,
@@ -33,7 +33,7 @@ from tools.launch.bench_gpu.plan import (
     steps,
     variables,
 )
-from tools.launch.bench_gpu.settings import SETTINGS, TARGET, Setting, chosen
+from tools.launch.bench_gpu.settings import KNOWN, TARGET, Setting, chosen
 from tools.launch.compose import DEFAULT_DATA
 from tools.launch.container.versions import installed_versions
 from tools.launch.demo import ensure_sample
@@ -80,7 +80,7 @@ class Bench:
         before = next((s for s in self.result.settings if s.name == setting.name), None)
         runs = (*(before.runs if before else ()), *((run,) if run else ()))
         new = SettingResult(setting.name, setting.dtype, setting.fused, setting.extra, runs, reason)
-        order = [s.name for s in SETTINGS]
+        order = [s.name for s in KNOWN]
         settings = sorted((*kept, new), key=lambda s: order.index(s.name))
         self.result = replace(self.result, settings=tuple(settings), created_utc=utc_now())
         write_bench(self.runs, self.result)
@@ -102,7 +102,7 @@ def bench_gpu(
     _check(environment)
     bench = Bench(runs, budget, console, _begin(runs))
     data = _data(environment, console)
-    bench.result = replace(bench.result, ceilings=_ceilings(runs))
+    bench.result = replace(bench.result, ceilings=_ceilings(runs, console))
     failed = _run_all(bench, steps(settings, bench.result), data, _train)
     console.print(bench_text(bench.result), markup=False, highlight=False)
     console.print(f"Results: {runs / FOLDER}; 'make report' shows them.", highlight=False)
@@ -166,7 +166,8 @@ def _data(environment: Mapping[str, str], console: Console) -> dict[str, str]:
     return {"DATA": DEFAULT_DATA[DeviceKind.CPU]}
 
 
-def _ceilings(runs: Path) -> Ceilings:
+def _ceilings(runs: Path, console: Console) -> Ceilings | None:
+    """What the device reaches at best; None where that could not be measured, and the runs go on."""
     output = runs.absolute() / FOLDER / "ceilings.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     command = (sys.executable, "-m", "tools.launch.bench_gpu.ceilings", str(output))
@@ -174,12 +175,13 @@ def _ceilings(runs: Path) -> Ceilings:
         subprocess.run(
             command, cwd=ROOT, check=True, capture_output=True, timeout=3 * CEILINGS_SECONDS
         )
+        return Ceilings(**json.loads(output.read_text()))
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.decode().strip().splitlines() or ["it printed nothing"])[-1]
-        raise LaunchError(f"The device's ceilings could not be measured: {last}") from None
+        reason = (error.stderr.decode().strip().splitlines() or ["it printed nothing"])[-1]
     except subprocess.TimeoutExpired:
-        raise LaunchError("The device's ceilings took too long to measure.") from None
-    return Ceilings(**json.loads(output.read_text()))
+        reason = "it took too long"
+    console.print(f"The device's ceilings are not known: {reason}", style="red", markup=False)
+    return None
 
 
 Train = Callable[[Step, Path, Mapping[str, str], float], Path]
@@ -187,28 +189,43 @@ Train = Callable[[Step, Path, Mapping[str, str], float], Path]
 
 def _run_all(bench: Bench, planned: Sequence[Step], data: Mapping[str, str], train: Train) -> bool:
     """Run what fits; whether any run failed. The longest run so far tells what still fits."""
-    failed = False
+    failed: set[str] = set()
     longest: dict[int, float] = {}
     for step in planned:
         iterations = step.setting.iterations
-        needed = longest.get(iterations, step.expected_seconds)
-        if needed > bench.seconds_left:
+        if step.setting.name in failed:
+            bench.console.print(f"{step.title}: left out, because it failed before.")
+            continue
+        if longest.get(iterations, step.expected_seconds) > bench.seconds_left:
             bench.console.print(f"{step.title}: left out, no time for it; repeat the command.")
             if step.repeat == 1:
                 bench.add(step.setting, None, "no time was left for it")
             continue
         began = time.monotonic()
+        problem = _run_one(bench, step, data, train)
+        if problem:
+            failed.add(step.setting.name)
+            bench.console.print(f"{step.title}: {problem}", style="red", markup=False)
+        longest[iterations] = max(longest.get(iterations, 0.0), time.monotonic() - began)
+    return bool(failed)
+
+
+def _run_one(bench: Bench, step: Step, data: Mapping[str, str], train: Train) -> str:
+    """Run and keep; what went wrong, also where its timed iterations were there by then."""
+    began, problem = time.monotonic(), ""
+    try:
         try:
             folder = train(step, bench.runs / FOLDER / step.setting.name, data, bench.seconds_left)
-            found = measured(folder, step.setting, time.monotonic() - began)
-            bench.add(step.setting, found)
-            bench.console.print(_told(step, found), highlight=False)
-        except MeasureError as error:
-            failed = True
-            bench.add(step.setting, None, str(error))
-            bench.console.print(f"{step.title}: {error}", style="red", markup=False)
-        longest[iterations] = max(longest.get(iterations, 0.0), time.monotonic() - began)
-    return failed
+        except UnfinishedError as error:
+            folder, problem = error.folder, str(error)
+        found = measured(folder, step.setting, time.monotonic() - began)
+    except MeasureError as error:
+        bench.add(step.setting, None, problem or str(error))
+        return problem or str(error)
+    note = "; ".join(filter(None, (problem, found.note)))
+    bench.add(step.setting, replace(found, note=note))
+    bench.console.print(_told(step, found), highlight=False)
+    return note
 
 
 def _told(step: Step, found: Measured) -> str:
@@ -220,26 +237,34 @@ def _train(step: Step, runs: Path, data: Mapping[str, str], seconds: float) -> P
     """The kit's own train command; the run folder it made.
 
     Raises:
-        MeasureError: It failed or was not done in time.
+        MeasureError: It failed or was not done in time; an UnfinishedError if it had begun.
     """
-    environment = {**os.environ, **variables(step.setting, str(runs)), **data}
+    # Wide, or the last line would be the end of a sentence that says why it failed.
+    environment = {**os.environ, "COLUMNS": "1000", **variables(step.setting, str(runs)), **data}
     before = set(runs.glob("*/run.json"))
     command = (sys.executable, "-m", "tools.launch", "target", TARGET)
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+    problem = ""
     try:
         output, _ = process.communicate(timeout=seconds)
+        if process.returncode != 0:
+            last = (output.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[
+                -1
+            ]
+            problem = f"'{shlex.join(command)}' failed: {last}"
     except subprocess.TimeoutExpired:
         _end(process)
-        raise MeasureError(f"it was not done in {seconds:.0f} s and was ended") from None
+        problem = f"it was not done in {seconds:.0f} s and was ended"
     except Interrupted:
         _end(process)
         raise
     made = sorted(set(runs.glob("*/run.json")) - before)
-    if process.returncode != 0 or not made:
-        last = (output.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
-        raise MeasureError(f"'{shlex.join(command)}' failed: {last}")
+    if problem and made:
+        raise UnfinishedError(made[-1].parent, problem)
+    if problem or not made:
+        raise MeasureError(problem or "it left no run folder")
     return made[-1].parent
 
 

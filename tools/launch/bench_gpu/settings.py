@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_patches.fused.names import NAMES
 
 TARGET = "train-baseline-gpt2-large-1gpu"
-WARM_UP = 20
-"""Iterations that are not timed: fp16 skips 16 while its loss scale falls, and compilers work."""
+WARM_UP = 12
+"""Iterations that are not timed: compilers work, and the first updates allocate Adam's state."""
 TIMED = 50
 TIMED_ALONE = 20
 """Of a patch alone, so that more of them fit."""
@@ -19,6 +19,8 @@ EVERYWHERE = (
     *("--train-iters", "2000", "--eval-interval", "100000", "--eval-iters", "0"),
     *("--split", "90,9,1"),  # The sample is small: a test split of 1 in 1000 would be empty.
 )
+# Megatron begins at 2³² and skips updates until the scale fits: 16 of the published runs' iterations.
+LOSS_SCALE = ("--initial-loss-scale", "65536")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Setting:
     @property
     def extra(self) -> tuple[str, ...]:
         """`EXTRA=` of the train command."""
-        half = ("--bf16",) if self.dtype == "bf16" else ()
-        return (*EVERYWHERE, *half, *self.flags, *self._profile)
+        precision = ("--bf16",) if self.dtype == "bf16" else LOSS_SCALE
+        return (*EVERYWHERE, *precision, *self.flags, *self._profile)
 
     @property
     def _profile(self) -> tuple[str, ...]:
@@ -63,14 +65,23 @@ TUNED = Setting(
     "bf16, all patches but those of which one excludes the other or may lose",
     dtype="bf16",
     fused=("bias_gelu", "cross_entropy", "adamw", "multi_tensor", "gradient_gemm"),
-    # Both would wait for the device inside the step, or stop Python at a time of its own choosing.
-    flags=("--no-check-for-nan-in-loss-and-grad", "--manual-gc", "--manual-gc-interval", "100"),
+    flags=(
+        # Each would wait for the device inside the step, or stop Python at a time of its own choosing.
+        *("--no-check-for-nan-in-loss-and-grad", "--manual-gc", "--manual-gc-interval", "100"),
+        # 32 MiB of mask a batch to build and to send, which causal attention on SDPA does not read.
+        "--no-create-attention-mask-in-dataloader",
+        # Else a dozen figures are written between two steps, when the device has nothing to do.
+        *("--tensorboard-log-interval", "1000"),
+    ),
     repeats=2,
     timed=TIMED,
     profiled=True,
 )
 # The one expected to matter most comes first: what does not fit in the time is left out at the end.
-_ALONE = ("multi_tensor", "gradient_gemm", "cross_entropy", "adamw", "bias_gelu")
+_ALONE = (
+    *("multi_tensor", "attention_cudnn", "gradient_gemm", "cross_entropy", "adamw"),
+    *("attention_flash", "bias_gelu"),
+)
 ALONE = tuple(
     Setting(f"published+{name}", f"the patch {name} alone", fused=(name,))
     for name in (*_ALONE, *(name for name in NAMES if name not in _ALONE))
@@ -82,26 +93,66 @@ FLAGS_ALONE = (
         "what Megatron's own compiled fusions of bias, GELU, dropout and addition bring",
         flags=("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
     ),
-    Setting(
+)
+
+
+def _beside_tuned(
+    name: str, why: str, fused: tuple[str, ...] = TUNED.fused, *flags: str
+) -> Setting:
+    return replace(
+        TUNED,
+        name=name,
+        why=why,
+        fused=tuple(known for known in NAMES if known in fused),
+        flags=(*TUNED.flags, *flags),
+        repeats=1,
+        timed=TIMED_ALONE,
+        profiled=False,
+    )
+
+
+FLAGS_BESIDE_TUNED = (
+    _beside_tuned(
+        "tuned+cuda-graph",
+        "forward and backward as one CUDA graph, captured after three iterations",
+        TUNED.fused,
+        *("--cuda-graph-impl", "full_iteration"),
+    ),
+    _beside_tuned(
         "tuned+bf16-gradients",
         "gradients reduced and kept in bf16: half the bytes, other rounding",
-        dtype="bf16",
-        fused=TUNED.fused,
-        flags=(*TUNED.flags, "--grad-reduce-in-bf16"),
+        TUNED.fused,
+        "--grad-reduce-in-bf16",
     ),
 )
-SETTINGS = (PUBLISHED, TUNED, *ALONE, *FLAGS_ALONE)
+SETTINGS = (PUBLISHED, TUNED, *ALONE, *FLAGS_ALONE, *FLAGS_BESIDE_TUNED)
+ON_REQUEST = (
+    *(
+        _beside_tuned(f"tuned-{name}", f"tuned without {name}", tuple({*TUNED.fused} - {name}))
+        for name in TUNED.fused
+    ),
+    *(
+        _beside_tuned(f"tuned+{name}", f"tuned with {name}", (*TUNED.fused, name))
+        for name in NAMES
+        if name not in TUNED.fused
+    ),
+)
+"""Run where `ONLY=` names them: when a patch fails in tuned, or its own measurement speaks for it."""
+
+KNOWN = (*SETTINGS, *ON_REQUEST)
 
 
 def chosen(only: str) -> tuple[Setting, ...]:
-    """The settings that `ONLY="a b"` names, all if it is empty.
+    """The settings that `ONLY="a b"` names, or `SETTINGS` if it is empty.
 
     Raises:
         ValueError: A name is unknown.
     """
     names = only.split()
-    known = {setting.name: setting for setting in SETTINGS}
+    if not names:
+        return SETTINGS
+    known = {setting.name: setting for setting in KNOWN}
     for name in names:
         if name not in known:
             raise ValueError(f"ONLY knows no setting '{name}'; it knows {', '.join(known)}.")
-    return tuple(s for s in SETTINGS if not names or s.name in names)
+    return tuple(s for s in KNOWN if s.name in names)
