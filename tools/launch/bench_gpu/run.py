@@ -134,7 +134,7 @@ def _check(environment: Mapping[str, str]) -> None:
     if problem := wheels.torch_problem():
         raise LaunchError(problem)
     if wanted := wheels.missing():
-        raise LaunchError(f"{', '.join(wanted)} is not installed. {wheels.how_to(wanted)}")
+        raise LaunchError(f"Not installed: {', '.join(wanted)}. {wheels.how_to(wanted)}")
     if problem := compiler_problem():
         raise LaunchError(problem)
 
