@@ -75,8 +75,8 @@ def test_wrong_variables_are_refused(
 def test_missing_packages_are_named_with_the_way_to_bring_them(
     one_h200: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wheels, "missing", lambda: ("msgspec",))
-    with pytest.raises(LaunchError, match=r"msgspec is not installed.*--no-index --find-links"):
+    monkeypatch.setattr(wheels, "missing", lambda: ("msgspec==0.22.0",))
+    with pytest.raises(LaunchError, match=r"Not installed: msgspec==0\.22\.0\. .*'pip download"):
         bench_gpu(tmp_path, False, QUIET, {})
 
 

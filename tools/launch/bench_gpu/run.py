@@ -57,6 +57,8 @@ FIXED = (
     *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
 )
 """Variables of the train command that a setting decides by itself."""
+SHOWN = ("KIT_PYTHON", "DATA")
+"""Variables that the commands of a plan need, too."""
 
 
 @dataclass
@@ -96,8 +98,8 @@ def bench_gpu(
     """
     settings, budget = _asked(environment)
     if dry_run:
-        data = {"DATA": environment["DATA"]} if environment.get("DATA") else {}
-        print(describe(steps(settings), budget, data))
+        given = {name: environment[name] for name in SHOWN if environment.get(name)}
+        print(describe(steps(settings), budget, given))
         return 0
     _check(environment)
     bench = Bench(runs, budget, console, _begin(runs))
