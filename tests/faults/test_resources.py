@@ -103,7 +103,7 @@ def test_data_that_become_shorter_kill_a_rank_and_the_reason_says_so(
 
 def test_a_rank_that_may_have_no_more_memory_is_named(kit: Kit) -> None:
     # Logits of 4 sequences are above glibc's largest threshold, so each micro batch maps them anew.
-    victim = kit.start("dp2", MICRO_BATCH="4")
+    victim = kit.start("dp2", MICRO_BATCH="4", GLOBAL_BATCH="8")
     victim.wait_for("iteration        5/")
     # Less than it has: what it holds stays, and all that is new is refused.
     victim.ranks[1].rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
