@@ -138,7 +138,7 @@ def test_numbers_that_are_none_stop_the_run_and_name_a_rank(kit: Kit) -> None:
     assert ended.status.rank is not None
     newest, before = find_checkpoints(folder / CHECKPOINTS_FOLDER)
     assert (newest.iteration, before.iteration) == (SAVE_EVERY + 1, SAVE_EVERY)
-    resumed = kit.resume(folder, EXTRA=f"--weight-decay 0.01 {OVERRIDE}")
+    resumed = kit.resume(folder, EXTRA=f"--weight-decay 0.1 {OVERRIDE}")
     assert resumed.exit_code == 0, resumed.output
     assert f"{newest.path.name} is passed over" in resumed.output
     same_losses(resumed.run, kit.whole_curve("dp2"))
