@@ -118,12 +118,12 @@ class Kit:
         }
         self._whole: dict[str, Curve] = {}
 
-    def start(self, strategy: str, **variables: str) -> Victim:
+    def start(self, strategy: str, ranks: int = 2, **variables: str) -> Victim:
         """Start a run that saves, and wait for its folder."""
         runs = Path(variables.get("RUNS", self.runs))
         before = set(runs.glob("2*"))
         model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
-        ranks = 1 if strategy == "baseline" else 2
+        ranks = 1 if strategy == "baseline" else ranks
         words = ("target", f"train-{strategy}-{model}-{ranks}cpu")
         launcher = self._launch(words, {"SAVE_EVERY": str(SAVE_EVERY), **variables})
         deadline = time.monotonic() + 120
@@ -136,9 +136,9 @@ class Kit:
             time.sleep(0.05)
         raise AssertionError("no run folder appeared")
 
-    def train(self, strategy: str, **variables: str) -> Ended:
+    def train(self, strategy: str, ranks: int = 2, **variables: str) -> Ended:
         """A run that nothing happens to."""
-        return self.start(strategy, **variables).end(300)
+        return self.start(strategy, ranks, **variables).end(300)
 
     def resume(self, folder: Path, *words: str, **variables: str) -> Ended:
         """Resume a run; the folder of what was trained, its own or a new one."""
@@ -150,11 +150,11 @@ class Kit:
         took = time.monotonic() - began
         return Ended(made.pop() if made else folder, launcher.returncode, took, output)
 
-    def whole_curve(self, strategy: str, **variables: str) -> Curve:
+    def whole_curve(self, strategy: str, ranks: int = 2, **variables: str) -> Curve:
         """Losses of the same run if nothing happens to it and nothing is saved."""
-        key = strategy + json.dumps(variables)
+        key = json.dumps([strategy, ranks, variables])
         if key not in self._whole:
-            ended = self.train(strategy, **{"SAVE_EVERY": "", **variables})
+            ended = self.train(strategy, ranks, **{"SAVE_EVERY": "", **variables})
             assert ended.exit_code == 0, ended.output
             self._whole[key] = loss_curve(ended.run)
         return self._whole[key]

@@ -5,7 +5,8 @@ import pytest
 from tests.faults.conftest import SAVE_EVERY, Ended, Kit, same_losses
 from tools.launch.checkpoints.stored import find_checkpoints
 from tools.records import CHECKPOINTS_FOLDER, Status
-from tools.report.parity import last_digit, loss_curve
+from tools.report.parity import Curve, last_digit, loss_curve
+from tools.report.runs import Run
 
 EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1", "ep2")
 
@@ -35,12 +36,26 @@ def test_saved_as_tp2_it_goes_on_in_any_layout_with_the_same_losses(
     resumed = kit.resume(saved_as_tp2.folder, "--strategy", strategy)
     assert resumed.exit_code == 0, resumed.output
     assert resumed.folder != saved_as_tp2.folder
-    ours, whole = loss_curve(resumed.run), kit.whole_curve("tp2", DROPOUT="0")
+    agree_to_the_printed_digit(resumed.run, kit.whole_curve("tp2", DROPOUT="0"))
+
+
+@pytest.mark.slow
+def test_sharded_optimizer_states_go_on_in_a_layout_that_shards_them_too(kit: Kit) -> None:
+    alone = {"DROPOUT": "0", "MICRO_BATCH": "1"}
+    saved = kit.train("zero1", 4, ITERS=str(SAVE_EVERY), **alone)
+    resumed = kit.resume(saved.folder, "--strategy", "tp2dp2-zero1", **alone)
+    assert resumed.exit_code == 0, resumed.output
+    agree_to_the_printed_digit(resumed.run, kit.whole_curve("zero1", 4, **alone))
+
+
+def agree_to_the_printed_digit(resumed: Run, whole: Curve) -> None:
+    """Or one beside it; and to the end."""
+    ours = loss_curve(resumed)
     assert max(ours) == max(whole)
     assert len(ours.keys() & whole.keys()) >= 9
     for number in ours.keys() & whole.keys():
         assert abs(ours[number] - whole[number]) <= 1.01 * last_digit(whole[number])
-    assert resumed.run.restarts == (SAVE_EVERY + 1,)
+    assert resumed.restarts == (SAVE_EVERY + 1,)
 
 
 @pytest.mark.slow
