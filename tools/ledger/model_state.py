@@ -48,6 +48,11 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
                 yield from (copy for copy in group if copy is not None)
 
 
+def has_state(optimizer: Any) -> bool:
+    """Whether it has made its state, which is with the first update that is not skipped."""
+    return any(inner.state for inner in _plain_optimizers(optimizer))
+
+
 def _is_megatron_fsdp(model: torch.nn.Module) -> bool:
     return hasattr(model, "param_and_grad_buffer")
 

@@ -12,6 +12,7 @@ import msgspec
 from tools.ledger.clock import clock_of
 from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
+from tools.ledger.model_state import has_state
 from tools.ledger.process_groups import CallWatcher
 from tools.ledger.rank_file import RankLedger
 from tools.ledger.routing import RoutingLedger
@@ -25,7 +26,8 @@ ALTERNATE_VARIABLE = "KIT_LEDGER_ALTERNATE"
 """Set by the benchmark of the ledger's cost: odd iterations are not watched."""
 
 MEMORY_ITERATION = 2
-"""The first iteration has no optimizer state before its end; this one is still warm-up."""
+"""The first iteration has no optimizer state before its end; this one is still warm-up. Where updates
+are skipped while fp16's loss scale falls, the first iteration that has the state is measured as well."""
 
 TRACED_ITERATION = 4
 WRITE_EVERY = 100
@@ -44,6 +46,8 @@ class Recorder:
         self._spans: tuple[Span, ...] = ()
         self.timeline = Timeline()
         self.memory = MemoryLedger(self.timeline)
+        self._measures_memory = False
+        self._awaits_state = False
         self._routing = RoutingLedger()
         self._watcher = CallWatcher(self._communication, self.timeline, self.memory.received)
 
@@ -72,7 +76,8 @@ class Recorder:
         self.timeline.watch(self._watcher.active)
         if self._iteration == TRACED_ITERATION:
             self.timeline.keep_spans()
-        if self._iteration == MEMORY_ITERATION:
+        self._measures_memory = self._is_for_memory(optimizer)
+        if self._measures_memory:
             self.memory.start(self._rank, self._iteration, models, optimizer)
 
     def end_step(self) -> None:
@@ -84,11 +89,18 @@ class Recorder:
         clock = self.timeline.clock
         if self._iteration == TRACED_ITERATION:
             self._spans = (*self.timeline.take_spans(), *self._communication.spans(clock))
-        if self._iteration != MEMORY_ITERATION and self._watcher.active:
+        if not self._measures_memory and self._watcher.active:
             self._communication.end_iteration(phases, clock)
         self._watcher.forget_pending()
         if self._iteration % WRITE_EVERY == 0:
             self._write()
+
+    def _is_for_memory(self, optimizer: Any) -> bool:
+        first = self._iteration == MEMORY_ITERATION
+        if first or self._awaits_state:
+            awaited, self._awaits_state = self._awaits_state, not has_state(optimizer)
+            return first or (awaited and not self._awaits_state)
+        return False
 
     def _write(self) -> None:
         ledger = RankLedger(

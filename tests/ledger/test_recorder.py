@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import torch
+
+from tools.ledger.recorder import MEMORY_ITERATION, Recorder
+from tools.measurements import MemoryCategory
+
+
+def measured_at(folder: Path, skipped: int, iterations: int) -> tuple[list[int], int]:
+    """Iterations whose memory was measured, and the bytes of optimizer state found last."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorder = Recorder(folder, 0)
+    seen: list[int] = []
+    for iteration in range(1, iterations + 1):
+        recorder.begin_iteration([model], optimizer)
+        model(torch.ones(1, 8)).sum().backward()
+        if iteration > skipped:
+            optimizer.step()
+        recorder.end_step()
+        result = recorder.memory.result
+        if result is not None and result.iteration not in seen:
+            seen.append(result.iteration)
+    assert result is not None
+    return seen, result.categories[MemoryCategory.OPTIMIZER_STATE]
+
+
+def test_memory_is_measured_once_where_the_first_update_makes_the_state(tmp_path: Path) -> None:
+    seen, state = measured_at(tmp_path, 0, 8)
+    assert seen == [MEMORY_ITERATION]
+    assert state >= 2 * 8 * 8 * 4
+
+
+def test_while_fp16_skips_updates_there_is_no_state_so_memory_is_measured_again(
+    tmp_path: Path,
+) -> None:
+    seen, state = measured_at(tmp_path, 5, 9)
+    assert seen == [MEMORY_ITERATION, 7]
+    assert state >= 2 * 8 * 8 * 4
+
+
+def test_a_run_whose_updates_are_all_skipped_keeps_the_first_measurement(tmp_path: Path) -> None:
+    assert measured_at(tmp_path, 9, 9) == ([MEMORY_ITERATION], 0)
