@@ -1,9 +1,21 @@
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 
 from megatron_patches.fused.names import NAMES
 from tests.launch.bench_gpu.results import bench, result
 from tools.launch.bench_gpu.plan import BUDGET_SECONDS, describe, fitting, steps, variables
-from tools.launch.bench_gpu.settings import ALONE, PUBLISHED, SETTINGS, TUNED, WARM_UP, chosen
+from tools.launch.bench_gpu.settings import (
+    ALONE,
+    EVERYWHERE,
+    PUBLISHED,
+    SETTINGS,
+    TUNED,
+    WARM_UP,
+    chosen,
+)
+from tools.recipe.model import load_model
 
 
 def test_the_published_setting_is_fp16_without_a_patch_and_profiled_after_the_timed_part() -> None:
@@ -59,6 +71,35 @@ def test_the_train_command_is_told_the_patches_and_keeps_no_ledger() -> None:
     assert (told["RUNTIME"], told["LEDGER"], told["RUNS"]) == ("host", "0", "r")
     assert told["FUSED"] == ",".join(TUNED.fused)
     assert "FUSED" not in variables(PUBLISHED, "r")
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+def test_each_split_of_the_sample_holds_sequences_of_the_models_length(sample_prefix: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(
+        str(sample_prefix)
+    )  # Its lengths are its file's, mapped as long as it lives.
+    lengths = data.sequence_lengths
+    parts = [float(part) for part in EVERYWHERE[EVERYWHERE.index("--split") + 1].split(",")]
+    ends = [round(len(lengths) * sum(parts[: n + 1]) / sum(parts)) for n in range(len(parts))]
+    for start, end in pairwise([0, *ends]):
+        assert lengths[start:end].sum() > 4 * load_model("gpt2-large").shape.seq_length
+
+
+def test_one_patch_can_be_left_out_of_tuned_or_added_by_name() -> None:
+    without, beside = chosen("tuned-gradient_gemm tuned+attention_cudnn")
+    assert set(TUNED.fused) - set(without.fused) == {"gradient_gemm"}
+    assert set(beside.fused) - set(TUNED.fused) == {"attention_cudnn"}
+    assert (without.dtype, without.flags) == (TUNED.dtype, TUNED.flags)
+    assert not {without.name, beside.name} & {setting.name for setting in chosen("")}
+
+
+def test_cuda_graphs_are_measured_beside_tuned() -> None:
+    (graphs,) = chosen("tuned+cuda-graph")
+    assert graphs.fused == TUNED.fused
+    assert graphs.flags == (*TUNED.flags, "--cuda-graph-impl", "full_iteration")
+    assert WARM_UP > 3  # Megatron captures after three iterations.
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:

@@ -1,5 +1,6 @@
 import gzip
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,13 @@ from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.report.factory import log_text, run_record, write_run
 from tools.gpu_bench import read_bench, write_bench
 from tools.launch.bench_gpu import run, wheels
+from tools.launch.bench_gpu.kernels import GAPS
 from tools.launch.bench_gpu.measured import TRACE, MeasureError, UnfinishedError, measured
 from tools.launch.bench_gpu.plan import Step, steps
 from tools.launch.bench_gpu.run import Bench, _run_all, bench_gpu
-from tools.launch.bench_gpu.settings import PUBLISHED, SETTINGS, Setting, chosen
+from tools.launch.bench_gpu.settings import PUBLISHED, SETTINGS, TUNED, Setting, chosen
 from tools.launch.errors import LaunchError
+from tools.records import DeviceKind
 
 QUIET = Console(file=io.StringIO())
 
@@ -105,6 +108,21 @@ def test_a_trace_that_cannot_be_read_is_a_note_and_the_times_count(
     found = measured(folder, PUBLISHED, 1.0)
     assert (len(found.iteration_ms), found.groups_ms) == (50, {})
     assert found.note.startswith("the profiler's trace cannot be read: ")
+
+
+def test_on_a_gpu_a_trace_of_the_host_alone_is_no_split(tmp_path: Path) -> None:
+    record = run_record("r", device=DeviceKind.GPU, dtype=PUBLISHED.dtype)
+    log = log_text([400.0 + n for n in range(PUBLISHED.iterations)])
+    folder = write_run(tmp_path, record, log)
+    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 9}
+    operator = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 5}
+    (folder / TRACE).parent.mkdir()
+    (folder / TRACE).write_bytes(
+        gzip.compress(json.dumps({"traceEvents": [step, operator]}).encode())
+    )
+    found = measured(folder, PUBLISHED, 1.0)
+    assert (found.groups_ms, len(found.iteration_ms)) == ({}, 50)
+    assert "saw nothing of the GPU" in found.note
 
 
 def bench_of(folder: Path, budget: float = 1e6) -> Bench:
@@ -232,3 +250,18 @@ def test_a_run_that_is_refused_tells_its_last_line(
     (step,) = steps(chosen("bf16"))
     with pytest.raises(MeasureError, match="failed: no room"):
         run._train(step, tmp_path / "runs", {}, 30.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("setting", [PUBLISHED, TUNED], ids=lambda setting: setting.name)
+def test_the_main_settings_train_and_are_measured_on_a_small_model_here(
+    setting: Setting, tmp_path: Path, sample_prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "TARGET", "train-baseline-gpt2-tiny-1cpu")
+    monkeypatch.setenv("SHARED_START", "0")
+    folder = run._train(Step(setting, 1, 60.0), tmp_path, {"DATA": str(sample_prefix)}, 180.0)
+    found = measured(folder, setting, 60.0)
+    assert (len(found.iteration_ms), len(found.losses), found.note) == (50, 50, "")
+    assert found.losses[-1] < found.losses[0]
+    assert {"GEMM", "cross entropy", "GELU and bias", "optimizer", GAPS} <= set(found.groups_ms)

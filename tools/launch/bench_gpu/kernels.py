@@ -109,6 +109,11 @@ def milliseconds_by_group(events: Sequence[Mapping[str, Any]]) -> dict[str, floa
     return {name: found[name] / 1000 / steps for name in GROUPS if found.get(name)}
 
 
+def saw_the_device(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the profiler saw anything that ran on a GPU."""
+    return any(event.get("cat") in _ON_DEVICE for event in events)
+
+
 def group_of(name: str, around: Sequence[str] = ()) -> str:
     """The group of a kernel, by its own name first and then by the operators around its launch."""
     everything = "\n".join((name, *around))

@@ -6,8 +6,9 @@ import zlib
 from pathlib import Path
 
 from tools.gpu_bench import Measured
-from tools.launch.bench_gpu.kernels import milliseconds_by_group, read_trace
+from tools.launch.bench_gpu.kernels import milliseconds_by_group, read_trace, saw_the_device
 from tools.launch.bench_gpu.settings import WARM_UP, Setting
+from tools.records import DeviceKind
 from tools.report.rows import memory_by_rank
 from tools.report.runs import load_folder
 
@@ -45,7 +46,8 @@ def measured(folder: Path, setting: Setting, wall_seconds: float) -> Measured:
         raise MeasureError(
             f"{folder.name} has {len(times)} of {setting.timed} timed iterations that were not skipped"
         )
-    groups, note = _split(folder) if setting.profiled else ({}, "")
+    on_gpu = run.record is not None and run.record.device is DeviceKind.GPU
+    groups, note = _split(folder, on_gpu) if setting.profiled else ({}, "")
     return Measured(
         run=folder.name,
         iteration_ms=times,
@@ -58,9 +60,12 @@ def measured(folder: Path, setting: Setting, wall_seconds: float) -> Measured:
     )
 
 
-def _split(folder: Path) -> tuple[dict[str, float], str]:
+def _split(folder: Path, on_gpu: bool) -> tuple[dict[str, float], str]:
     """Milliseconds by group, or why there are none."""
     try:
-        return milliseconds_by_group(read_trace(folder / TRACE)), ""
+        events = read_trace(folder / TRACE)
+        if on_gpu and not saw_the_device(events):
+            return {}, "the profiler saw nothing of the GPU (CUPTI may not be allowed here)"
+        return milliseconds_by_group(events), ""
     except (OSError, ValueError, EOFError, zlib.error) as error:  # A cut gzip ends too early.
         return {}, f"the profiler's trace cannot be read: {error}"
