@@ -53,13 +53,18 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(
     path = launch.start_checkpoint
     assert path is not None
     here = f"{path.name}.partial-{platform.node()}-"
-    dead, living, elsewhere = (
+    dead, living, elsewhere, other = (
         path.with_name(name)
-        for name in (f"{here}{2**22 + 1}", f"{here}{os.getppid()}", f"{path.name}.partial-far-1")
+        for name in (
+            f"{here}{2**22 + 1}",
+            f"{here}{os.getppid()}",
+            f"{path.name}.partial-far-1",
+            f"{here}2-77",
+        )
     )
-    for folder in (dead, living, elsewhere):
+    for folder in (dead, living, elsewhere, other):
         folder.mkdir(parents=True)
     monkeypatch.setattr(start, "run_ranks", lambda *_: 0)
     ensure(launch, tmp_path)
     assert path.is_dir()
-    assert sorted(partials(launch)) == sorted([living, elsewhere])
+    assert sorted(partials(launch)) == sorted([living, elsewhere, other])

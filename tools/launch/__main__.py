@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.errors import LaunchError
-from tools.launch.execute import Interrupted, interruptible
+from tools.launch.interruption import Interrupted, interruptible
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import Target
 from tools.recipe.model import load_model

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -21,6 +19,7 @@ from tools.launch.container.docker import container_name
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.gpu_samples import GpuRanks
+from tools.launch.interruption import Interrupted, deferred, raise_if_asked
 from tools.launch.paths import from_root
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.ranks import Ranks
@@ -32,27 +31,6 @@ from tools.launch.watch.hang import HangError, HangWatch, kept_if_filled
 POLL_SECONDS = 0.2
 ENDED_EARLY = 1
 """Exit code of a share that was ended before its torchrun did."""
-
-
-class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM; not an Exception, so that nothing on the way swallows it."""
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones do not disturb the clearing up."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, signal.SIG_IGN)
-        raise Interrupted
-
-    before = {name: signal.signal(name, interrupt) for name in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
 
 
 def execute(
@@ -76,7 +54,9 @@ def execute(
         if folder is None:
             shutil.rmtree(made)
         raise
-    return made, _train_in(made, launch, console, title, company)
+    with deferred():  # A run that ended by itself is judged by that, whatever is asked meanwhile.
+        status = _train_in(made, launch, console, title, company)
+    return made, status
 
 
 def run_ranks(
@@ -94,12 +74,14 @@ def run_ranks(
 
     Raises:
         HangError: The log stood still for the launch's timeout.
+        Interrupted: A request to stop came, and they were ended.
     """
     exit_code = ENDED_EARLY
-    try:
-        exit_code = _run_share(launch, log, progress, also or {}, company, folder or log.parent)
-    finally:
-        exit_code = company.finish(exit_code)
+    with deferred():
+        try:
+            exit_code = _run_share(launch, log, progress, also or {}, company, folder or log.parent)
+        finally:
+            exit_code = company.finish(exit_code)
     return exit_code
 
 
@@ -130,6 +112,7 @@ def _run_share(
                     progress.show(iteration)
                 if exit_code is not None:
                     return exit_code
+                raise_if_asked()
                 if company.failure():
                     return ENDED_EARLY
                 if watch.is_hanging(log):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import BinaryIO, Self
 import psutil
 
 from tools.launch.container.docker import remove_container
+from tools.launch.locks import lock
 from tools.launch.watch import guard
 from tools.recipe.model import ROOT
 
@@ -39,7 +39,7 @@ class Ranks:
         self._container = container
         self._log: BinaryIO = log.open("ab")
         # Every process of the run inherits this lock with its output, and the last one gives it back.
-        fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(self._log)
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
         # session keeps a terminal's Ctrl-C from reaching the ranks before the launcher decides.
@@ -104,18 +104,6 @@ class Ranks:
     def _family(self) -> list[psutil.Process]:
         """Every process that was started for this run, orphans too, by what they all inherit."""
         return [p for p in psutil.process_iter() if _environment(p).get(_MARK) == self._mark]
-
-
-def is_running(log: Path) -> bool:
-    """Whether a process of the run that writes this log still lives."""
-    try:
-        with log.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    return False
 
 
 def alive(process: psutil.Process) -> bool:

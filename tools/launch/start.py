@@ -62,7 +62,10 @@ def _own_partial(path: Path) -> Path:
     """A folder for this process alone; those that ended processes of this machine left are removed."""
     mine = f"{path.name}.partial-{platform.node()}-"
     for left in path.parent.glob(f"{mine}*"):
-        if not psutil.pid_exists(int(left.name.removeprefix(mine))):
+        number = left.name.removeprefix(
+            mine
+        )  # Not one if another host's name begins as this one's.
+        if number.isdigit() and not psutil.pid_exists(int(number)):
             shutil.rmtree(left, ignore_errors=True)
     partial = path.with_name(f"{mine}{os.getpid()}")
     partial.mkdir(parents=True)

@@ -17,6 +17,7 @@ from tools.launch.cluster.train import train_first, train_other
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
+from tools.launch.locks import only_attempt
 from tools.launch.options import Backend, Options
 from tools.launch.preflight import check
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
@@ -71,11 +72,16 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
             target, flags, compose_target(target, flags, options, ON_HOST), options, console
         )
     launch = compose_target(target, flags, options)
-    if options.run_folder is not None:  # A job's; it may have been put back into the queue.
-        launch = go_on_if_saved(launch, options.run_folder)
-    if options.dry_run:
-        print(command_line(launch))
-        return 0
+    with only_attempt(options.run_folder, options.nodes):
+        if options.run_folder is not None:  # A job's; it may have been put back into the queue.
+            launch = go_on_if_saved(launch, options.run_folder)
+        if options.dry_run:
+            print(command_line(launch))
+            return 0
+        return _train(target, launch, options, console)
+
+
+def _train(target: Target, launch: Launch, options: Options, console: Console) -> int:
     if launch.nodes is None:  # Else each node tells the others what stops it.
         check(launch, options.runs)
         ensure_start_checkpoint(launch, options, console)

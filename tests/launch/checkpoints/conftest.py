@@ -22,6 +22,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # That this is a single process.
         checkpoint.save(states, storage_writer=checkpoint.FileSystemWriter(folder), no_dist=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return folder
 
 

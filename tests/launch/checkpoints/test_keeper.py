@@ -1,3 +1,4 @@
+import shutil
 import time
 from pathlib import Path
 
@@ -87,6 +88,28 @@ def test_what_was_logged_before_it_began_counts_for_nothing(
         write(folder, 2)
         write(folder, 4)
     assert iterations(folder) == [4, 2]
+
+
+def test_a_failed_runs_last_word_does_not_wait_for_a_proof(
+    folder: Path, log: Path, write: Write
+) -> None:
+    with Keeper(folder, 2, log):
+        say(log, 4)
+        write(folder, 4)
+    [checkpoint] = find_checkpoints(folder)
+    assert not checkpoint.is_proven
+
+
+def test_an_iteration_that_is_saved_again_is_proven_again(
+    folder: Path, log: Path, write: Write
+) -> None:
+    shutil.rmtree(write(folder, 8))  # Megatron's own word for the newest stays.
+    with Keeper(folder, 2, log) as keeper:
+        say(log, 8)
+        write(folder, 8)
+        keeper.ended_well()
+    [checkpoint] = find_checkpoints(folder)
+    assert checkpoint.is_proven
 
 
 def wait_until_proven(folder: Path, iteration: int) -> None:

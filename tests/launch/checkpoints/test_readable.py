@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from tools.launch.checkpoints.readable import (
     DamagedCheckpointError,
+    ReadingStoppedError,
     find_pieces,
+    is_finished,
     prove_readable,
 )
 
@@ -40,6 +42,38 @@ def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DamagedCheckpointError, match="metadata cannot be read"):
         prove_readable(copy)
+
+
+@pytest.mark.parametrize("text", [None, '{"sharded_back'])
+def test_without_the_word_for_its_format_megatron_would_take_it_for_another(
+    copy: Path, text: str | None
+) -> None:
+    assert is_finished(copy)
+    (copy / "metadata.json").unlink()
+    if text is None:
+        assert not is_finished(copy)
+    else:
+        (copy / "metadata.json").write_text(text)
+    with pytest.raises(DamagedCheckpointError, match=r"metadata\.json"):
+        prove_readable(copy)
+
+
+def test_no_flipped_bit_of_an_archives_own_words_does_more_than_to_be_noticed(copy: Path) -> None:
+    smallest = min(find_pieces(copy), key=lambda piece: piece.length_bytes)
+    path = copy / smallest.file
+    whole = path.read_bytes()
+    end = smallest.offset_bytes + smallest.length_bytes
+    noticed = 0
+    for place in range(end - 200, end):  # The central directory, which names the archive's files.
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            noticed += not _is_readable(copy)
+    assert noticed > 200
+
+
+def test_a_reading_stops_when_nobody_waits_for_it(copy: Path) -> None:
+    with pytest.raises(ReadingStoppedError):
+        prove_readable(copy, lambda: False)
 
 
 def test_a_missing_file_is_named(copy: Path) -> None:

@@ -208,6 +208,13 @@ def test_a_job_that_is_put_back_goes_on_from_what_its_folder_holds(
         go_on_if_saved(launch, tmp_path)
 
 
+def test_a_network_interface_is_of_the_machine_that_the_run_was_on() -> None:
+    launch = composed("tp2")
+    there = {**launch.environment, "GLOO_SOCKET_IFNAME": "ib7", "TP_SOCKET_IFNAME": "ib7"}
+    record = replace(record_of(launch), environment=there)
+    assert relaunch(record, FROM, None, Options()).environment == launch.environment
+
+
 def test_batch_is_kept_whole() -> None:
     record = replace(record_of(composed("tp2")), batch=Batch(8, 8))
     assert relaunch(record, FROM, "dp2", Options()).batch == Batch(4, 8)

@@ -9,7 +9,7 @@ from rich.console import Console
 from tools import records
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.execute import Interrupted
+from tools.launch.interruption import Interrupted
 from tools.launch.options import Options, options_from_environment
 from tools.launch.run_folder import create_run_folder
 from tools.launch.sweep import run as module

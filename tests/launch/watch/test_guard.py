@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from tools import records
-from tools.launch.ranks import alive, is_running
+from tools.launch.locks import is_running
+from tools.launch.ranks import alive
 from tools.recipe.model import ROOT
 from tools.records import Status, StatusRecord
 

@@ -107,3 +107,10 @@ def test_a_process_that_would_die_of_the_question_is_not_asked(tmp_path: Path) -
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_process_that_has_just_died_is_not_asked(tmp_path: Path) -> None:
+    process = psutil.Popen(("true",))
+    process.wait()
+    collect_stacks({0: process}, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,7 @@ from tools.launch.demo import ensure_sample
 from tools.launch.devices import driver_version, visible_gpus
 from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
-from tools.launch.execute import Interrupted
+from tools.launch.interruption import Interrupted
 from tools.launch.run_folder import utc_now
 from tools.launch.target import parse_target
 from tools.launch.toolchain import compiler_problem

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 
 from tools.launch.beside import Beside
-from tools.launch.checkpoints.readable import DamagedCheckpointError
+from tools.launch.checkpoints.readable import DamagedCheckpointError, ReadingStoppedError
 from tools.launch.checkpoints.stored import (
     Checkpoint,
+    announced,
     find_checkpoints,
     finished_iteration,
     prove,
@@ -32,7 +34,7 @@ class Keeper(Beside):
         self._keep = keep
         self._follower = LogFollower(log, log.stat().st_size)
         self._newest: Iteration | None = None
-        self._seen = finished_iteration(folder)
+        self._seen = announced(folder)
         self._ended_well = False
         super().__init__()
         self.problems: list[str] = []
@@ -40,10 +42,10 @@ class Keeper(Beside):
 
     def watch(self) -> None:
         """As `Beside.watch`."""
-        while not self.done.wait(LOOK_SECONDS):
+        with closing(self._follower), suppress(ReadingStoppedError):
+            while not self.done.wait(LOOK_SECONDS):
+                self._look()
             self._look()
-        self._look()
-        self._follower.close()
 
     def ended_well(self) -> None:
         """Nothing comes after the last checkpoint any more."""
@@ -52,9 +54,9 @@ class Keeper(Beside):
     def _look(self) -> None:
         self._newest = next(reversed(self._follower.new_iterations()), self._newest)
         stored = find_checkpoints(self._folder)
-        newest = finished_iteration(self._folder)
-        if newest is not None and newest != self._seen:
-            self._seen = newest
+        newest, said = finished_iteration(self._folder), announced(self._folder)
+        if newest is not None and said != self._seen:
+            self._seen = said
             self._prove(checkpoint for checkpoint in stored if checkpoint.iteration <= newest)
         try:
             prune([checkpoint for checkpoint in stored if self._is_sound(checkpoint)], self._keep)
@@ -72,9 +74,13 @@ class Keeper(Beside):
             if checkpoint.is_proven:
                 continue
             try:
-                prove(checkpoint)
+                prove(checkpoint, self._has_time)
             except (DamagedCheckpointError, OSError) as error:
                 self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
+
+    def _has_time(self) -> bool:
+        """A failed run's last word must not wait for gigabytes; its resume reads them back as well."""
+        return self._ended_well or not self.done.is_set()
 
     def _note(self, problem: str) -> None:
         if problem not in self.problems:

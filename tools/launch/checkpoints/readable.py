@@ -9,20 +9,29 @@ stand-ins for torch's classes, so nothing that it names is imported or run.
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 METADATA = ".metadata"
-"""Written last: a checkpoint without it was not finished."""
+FORMAT = "metadata.json"
+"""Written last, after `.metadata`: without it Megatron takes the checkpoint for one of torch's own."""
+
+KeepGoing = Callable[[], bool]
+"""Asked between the pieces of a long reading."""
 
 
 class DamagedCheckpointError(ValueError):
     """A checkpoint that cannot be loaded, and why."""
+
+
+class ReadingStoppedError(Exception):
+    """Nobody waits for the answer any more."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +43,27 @@ class Piece:
     length_bytes: int
 
 
-def prove_readable(folder: Path) -> None:
+def is_finished(folder: Path) -> bool:
+    """Whether writing a checkpoint came to its end."""
+    return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
+
+
+def prove_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
     """Read every piece of a checkpoint back and compare it with its checksum.
 
     Raises:
         DamagedCheckpointError: It is unfinished, truncated or altered; names the file.
+        ReadingStoppedError: `keep_going` says no.
     """
+    _check_format(folder / FORMAT)
     by_file: dict[str, list[Piece]] = {}
     for piece in find_pieces(folder):
         by_file.setdefault(piece.file, []).append(piece)
     for name, pieces in by_file.items():
-        _check_file(folder / name, pieces)
+        _check_file(folder / name, pieces, keep_going)
     common = folder / "common.pt"
     if common.exists():
-        _check_file(common, [Piece(common.name, 0, common.stat().st_size)])
+        _check_file(common, [Piece(common.name, 0, common.stat().st_size)], keep_going)
 
 
 def find_pieces(folder: Path) -> tuple[Piece, ...]:
@@ -69,11 +85,22 @@ def find_pieces(folder: Path) -> tuple[Piece, ...]:
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
 
 
-def _check_file(path: Path, pieces: Iterable[Piece]) -> None:
+def _check_format(path: Path) -> None:
+    try:
+        json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {path.name}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
+
+
+def _check_file(path: Path, pieces: Iterable[Piece], keep_going: KeepGoing) -> None:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             for piece in pieces:
+                if not keep_going():
+                    raise ReadingStoppedError
                 if piece.offset_bytes + piece.length_bytes > size:
                     raise DamagedCheckpointError(
                         f"{path.name} is truncated: it has {size} bytes of at least "
@@ -88,7 +115,9 @@ def _check_piece(file: BinaryIO, piece: Piece) -> None:
     try:
         with zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # A damaged archive raises anything, such as that it is encrypted.
         raise DamagedCheckpointError(
             f"{piece.file} is damaged at byte {piece.offset_bytes} ({error})"
         ) from None

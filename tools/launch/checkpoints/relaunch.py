@@ -10,6 +10,7 @@ from tools.launch.backends import without
 from tools.launch.checkpoints.choose import choose_checkpoint
 from tools.launch.checkpoints.saving import Saving, saving_flags
 from tools.launch.checkpoints.stored import find_checkpoints
+from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import GoesOnFrom, Launch, entry_of, model_for, with_mounts
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate
@@ -97,7 +98,9 @@ def relaunch(
             saving_flags(saving, parallelism, entry),
             options.extra,
         ),
-        environment=record.environment,
+        environment={
+            name: value for name, value in record.environment.items() if name not in INTERFACES
+        },
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
         network=options.network or _link(record),

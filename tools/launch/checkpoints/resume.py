@@ -7,6 +7,7 @@ folder of its own that names its parent, because its times and its memory are no
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,13 @@ import msgspec
 from rich.console import Console
 
 from tools import records
-from tools.launch.checkpoints.choose import choose_checkpoint
+from tools.launch.checkpoints.choose import Choice, choose_checkpoint
 from tools.launch.checkpoints.relaunch import relaunch
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
+from tools.launch.locks import only_attempt
 from tools.launch.options import Options
 from tools.launch.preflight import check
-from tools.launch.ranks import is_running
 from tools.launch.train import command_line, describe, train_once
 from tools.recipe.strategy import StrategyError
 
@@ -37,32 +38,36 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
             "leave it out to resume here, in an allocation or with NNODES= on each host."
         )
     record = _read(run)
-    if is_running(run / records.LOG_FILE):
-        raise LaunchError(f"{run} is still running; stop it before it is resumed.")
-    choice = choose_checkpoint(run)
-    stored = run / records.CHECKPOINTS_FOLDER
-    launch = _relaunch(
-        record, GoesOnFrom(run.name, stored, choice.checkpoint.iteration), strategy, options
-    )
-    if options.dry_run:
-        print(command_line(launch))
-        return 0
-    if launch.nodes is None:  # Else each node tells the others what stops it.
-        check(launch, options.runs)
+    with ExitStack() as held:
+        held.enter_context(only_attempt(run, options.nodes))
+        choice = choose_checkpoint(run)
+        loaded = GoesOnFrom(run.name, run / records.CHECKPOINTS_FOLDER, choice.checkpoint.iteration)
+        launch = _relaunch(record, loaded, strategy, options)
+        if options.dry_run:
+            print(command_line(launch))
+            return 0
+        if launch.nodes is None:  # Else each node tells the others what stops it.
+            check(launch, options.runs)
+        _tell(run, launch, choice, console)
+        own_folder = launch.parallelism == record.parallelism
+        if not own_folder:  # The run itself may go on beside this one.
+            held.close()
+        there = replace(options, run_folder=run if own_folder else None)
+        return 0 if train_once(launch, there, console, launch.strategy) else 1
+
+
+def _tell(run: Path, launch: Launch, choice: Choice, console: Console) -> None:
     for checkpoint, flaw in choice.passed_over:
         console.print(
             f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used.",
             style="yellow",
             highlight=False,
         )
-    own_folder = launch.parallelism == record.parallelism
     console.print(
         f"{run.name} goes on after iteration {choice.checkpoint.iteration} as {launch.strategy}: "
         f"{describe(launch)}",
         highlight=False,
     )
-    there = replace(options, run_folder=run if own_folder else None)
-    return 0 if train_once(launch, there, console, launch.strategy) else 1
 
 
 def _relaunch(

@@ -12,7 +12,13 @@ from pathlib import Path
 import msgspec
 
 from tools import records
-from tools.launch.checkpoints.readable import METADATA, DamagedCheckpointError, prove_readable
+from tools.launch.checkpoints.readable import (
+    DamagedCheckpointError,
+    KeepGoing,
+    ReadingStoppedError,
+    is_finished,
+    prove_readable,
+)
 
 MANIFEST_FILE = "manifest.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -47,7 +53,7 @@ class Checkpoint:
     @property
     def is_finished(self) -> bool:
         """Whether writing it came to its end."""
-        return (self.path / METADATA).is_file()
+        return is_finished(self.path)
 
     @property
     def is_proven(self) -> bool:
@@ -72,15 +78,28 @@ def finished_iteration(folder: Path) -> int | None:
         return None
 
 
-def prove(checkpoint: Checkpoint) -> None:
+def announced(folder: Path) -> int | None:
+    """When Megatron last said that it has saved, in ns; it may save the same iteration again."""
+    try:
+        return (folder / TRACKER_FILE).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def prove(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
     """Read a checkpoint back, and write down what its files are.
 
     Raises:
         DamagedCheckpointError: It cannot be read.
         OSError: The manifest cannot be written.
+        ReadingStoppedError: `keep_going` says no.
     """
-    prove_readable(checkpoint.path)
-    files = {path.name: _describe(path) for path in _files(checkpoint)}
+    prove_readable(checkpoint.path, keep_going)
+    files = {}
+    for path in _files(checkpoint):
+        if not keep_going():
+            raise ReadingStoppedError
+        files[path.name] = _describe(path)
     records.write_record(checkpoint.path / MANIFEST_FILE, Manifest(checkpoint.iteration, files))
 
 

@@ -11,6 +11,8 @@ from tools.launch.errors import LaunchError
 
 DEFAULT_PORT = 29500
 PORTS = range(1024, 65536)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Variables that name the network interface between the nodes, of this machine alone."""
 
 
 class Rendezvous(StrEnum):

@@ -13,7 +13,7 @@ from rich.console import Console
 from tools.launch.cluster.joining import OtherNode
 from tools.launch.cluster.meeting import FirstNode, Present, closing
 from tools.launch.cluster.node_files import node_folder
-from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.nodes import INTERFACES, Nodes
 from tools.launch.compose import Launch
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import visible_gpus
@@ -119,6 +119,5 @@ def _between(launch: Launch, interface: str | None) -> Launch:
     """
     if interface is None:
         return launch
-    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    chosen = {name: os.environ.get(name) or interface for name in names}
+    chosen = {name: os.environ.get(name) or interface for name in INTERFACES}
     return replace(launch, environment={**launch.environment, **chosen})

@@ -34,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def main(folder: Path, container: str, command: Sequence[str]) -> int:
     """Run the command to its end, or to the launcher's; 128 + n if a signal ended it."""
     # Handlers, not SIG_IGN: those would be inherited. This process goes when its child has gone.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     started = time.monotonic()

@@ -132,6 +132,9 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 def _answers(process: psutil.Process) -> bool:
     """Whether it handles SIGUSR1; one that does not, or not yet, would die of it."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # It has just died.
+        return False
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)

@@ -1,0 +1,67 @@
+"""Ctrl-C, SIGTERM and SIGUSR1: a request to stop, once, and never in the middle of clearing up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Slurm's `--signal=USR1@120` tells of the end of a job's time."""
+
+
+class Interrupted(BaseException):
+    """A request to stop; not an Exception, so that nothing on the way swallows it."""
+
+
+class _Request:
+    is_deferred = False
+    came = False
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn the first request to stop into `Interrupted`; later ones do not disturb the clearing up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
+        for name in STOPPING:
+            signal.signal(name, signal.SIG_IGN)
+        _Request.came = True
+        if not _Request.is_deferred:
+            raise_if_asked()
+
+    before = {number: signal.signal(number, interrupt) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _Request.came = False
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let a request to stop wait for `raise_if_asked` in the block, or for the block's end.
+
+    Raises:
+        Interrupted: At the end, if a request came that nobody has heard.
+    """
+    before, _Request.is_deferred = _Request.is_deferred, True
+    try:
+        yield
+    finally:
+        _Request.is_deferred = before
+    if not before:
+        raise_if_asked()
+
+
+def raise_if_asked() -> None:
+    """Heed a request to stop that has come.
+
+    Raises:
+        Interrupted: One has.
+    """
+    if _Request.came:
+        _Request.came = False
+        raise Interrupted
