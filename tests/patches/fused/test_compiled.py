@@ -5,17 +5,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_patches.fused.bias_gelu import bias_gelu
+from megatron_patches.fused.bias_gelu import gelu_of_sum, gradients
 from megatron_patches.fused.cross_entropy import token_statistics, write_gradient
 from megatron_patches.fused.norm import layer_norm
 
 
 def inputs(name: str) -> tuple[object, ...]:
     torch.manual_seed(0)
-    x = torch.randn(6, 40, requires_grad=name in ("bias_gelu", "layer_norm"))
-    row, target = torch.randn(40, requires_grad=True), torch.arange(6)
+    x = torch.randn(6, 40, requires_grad=name == "layer_norm")
+    row, target = torch.randn(40, requires_grad=name == "layer_norm"), torch.arange(6)
     return {
-        "bias_gelu": (x, row),
+        "gelu_of_sum": (x, row),
+        "gradients": (x.view(2, 3, 40), torch.randn(2, 3, 40), row),
         "layer_norm": (x, row, torch.randn(40, requires_grad=True), 1e-5),
         "token_statistics": (x, target),
         "write_gradient": (x, target, torch.logsumexp(x, -1), torch.rand(6)),
@@ -30,12 +31,16 @@ def computed(function: Callable[..., object], name: str) -> list[torch.Tensor]:
         assert isinstance(out, torch.Tensor)
         out.square().sum().backward()
         return [out.detach(), *(t.grad for t in tensors if t.grad is not None)]
-    return list(out) if isinstance(out, tuple) else tensors[:1]
+    if isinstance(out, tuple):
+        return list(out)
+    return [out] if isinstance(out, torch.Tensor) else tensors[:1]
 
 
 @pytest.mark.slow  # It compiles C++.
 @pytest.mark.filterwarnings("ignore")  # Of the compiler's own.
-@pytest.mark.parametrize("function", [bias_gelu, layer_norm, token_statistics, write_gradient])
+@pytest.mark.parametrize(
+    "function", [gelu_of_sum, gradients, layer_norm, token_statistics, write_gradient]
+)
 def test_one_graph_that_computes_the_same(function: Callable[..., object]) -> None:
     name = function.__name__
     with torch.compiler.set_stance("default"):
