@@ -23,6 +23,7 @@ FUSIONS = (
         "bias and GELU in one compiled function, whose backward also sums the bias gradient",
         drops=("--no-bias-gelu-fusion",),
     ),
+    Fusion("bias_gemm", "the bias of query, key and value added by the matrix product itself"),
     Fusion("norm", "LayerNorm compiled, forward and backward, in place of torch's own kernels"),
     Fusion("cross_entropy", "loss over chunks of tokens; the gradient replaces the 16-bit logits"),
     Fusion("adamw", "AdamW in one kernel (torch's fused=True)"),

@@ -63,9 +63,12 @@ class Setting:
 PUBLISHED = Setting("published", "fp16, as in write-up 003", repeats=2, timed=TIMED, profiled=True)
 TUNED = Setting(
     "tuned",
-    "bf16, all patches but those of which one excludes the other or may lose",
+    "bf16, all patches but those of which one excludes the other",
     dtype="bf16",
-    fused=("bias_gelu", "cross_entropy", "adamw", "multi_tensor", "gradient_gemm"),
+    fused=(
+        *("bias_gelu", "bias_gemm", "norm", "cross_entropy"),
+        *("adamw", "multi_tensor", "gradient_gemm"),
+    ),
     flags=(
         # Each would wait for the device inside the step, or stop Python at a time of its own choosing.
         *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled"),
@@ -80,7 +83,7 @@ TUNED = Setting(
 # The one expected to matter most comes first: what does not fit in the time is left out at the end.
 _ALONE = (
     *("multi_tensor", "attention_cudnn", "gradient_gemm", "cross_entropy", "adamw"),
-    *("attention_flash", "bias_gelu"),
+    *("bias_gemm", "norm", "bias_gelu"),
 )
 ALONE = tuple(
     Setting(f"published+{name}", f"the patch {name} alone", fused=(name,))
