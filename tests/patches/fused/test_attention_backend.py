@@ -1,6 +1,10 @@
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from megatron_patches.attention import attend
 from megatron_patches.fused.attention_backend import only
 
 
@@ -23,3 +27,60 @@ def test_the_kernels_result_is_attention() -> None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     torch.testing.assert_close(only(SDPBackend.FLASH_ATTENTION)(attend)(), attend())
+
+
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+KERNELS = {
+    "chosen": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def attending(kernel: str, device: str) -> Callable[..., torch.Tensor]:
+    """The patched attention by one kernel, or by the one that torch chooses."""
+    backend = KERNELS[kernel]
+    if backend is SDPBackend.CUDNN_ATTENTION and device == "cpu":
+        pytest.skip("cuDNN is a library for GPUs")
+    return attend if backend is None else only(backend)(attend)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("groups", [4, 2])
+def test_each_kernel_and_its_gradients_equal_float64(
+    kernel: str, dtype: torch.dtype, groups: int, device: str
+) -> None:
+    torch.manual_seed(0)
+    # An odd length, and the width of a head of gpt2-large.
+    shapes = [(33, 2, 4, 80), (33, 2, groups, 80), (33, 2, groups, 80)]
+    inputs = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    upstream = torch.randn(33, 2, 320, device=device).to(dtype)
+    out = attending(kernel, device)(*inputs, None, 80**-0.5, 0.0)
+    out.backward(upstream)
+    expected = attend(*exact, None, 80**-0.5, 0.0)
+    expected.backward(upstream.double())
+    close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
+    torch.testing.assert_close(out.double(), expected, **close)
+    for mine, theirs in zip(inputs, exact, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
+
+
+@pytest.mark.parametrize("kernel", ["chosen", "cudnn"])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_drops_its_share_and_keeps_the_mean_in_16_bits(
+    kernel: str, p: float, device: str
+) -> None:
+    torch.manual_seed(0)
+    # Equal scores, and a value that tells its position: each weight of the last query can be read.
+    query = torch.zeros(64, 200, 1, 64, device=device, dtype=torch.bfloat16)
+    value = torch.eye(64, device=device, dtype=torch.bfloat16)[:, None, None, :].expand(
+        64, 200, 1, 64
+    )
+    out = attending(kernel, device)(query, query, value.contiguous(), None, 0.1, p)[-1].double()
+    dropped = (out == 0).double().mean().item()
+    assert dropped == pytest.approx(p, abs=4 * (p * (1 - p) / out.numel()) ** 0.5)
+    kept = out[out != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (64 * (1 - p))), rtol=1e-2, atol=0)

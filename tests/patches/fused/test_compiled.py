@@ -10,8 +10,19 @@ from megatron_patches.fused.cross_entropy import token_statistics, write_gradien
 from megatron_patches.fused.norm import layer_norm
 
 
-def inputs(name: str) -> tuple[object, ...]:
+def inputs(name: str, device: str) -> tuple[object, ...]:
+    """The same numbers on each device."""
     torch.manual_seed(0)
+    return tuple(_on(device, each) for each in _inputs(name))
+
+
+def _on(device: str, each: object) -> object:
+    if not isinstance(each, torch.Tensor):
+        return each
+    return each.detach().to(device).requires_grad_(each.requires_grad)
+
+
+def _inputs(name: str) -> tuple[object, ...]:
     x = torch.randn(6, 40, requires_grad=name == "layer_norm")
     row, target = torch.randn(40, requires_grad=name == "layer_norm"), torch.arange(6)
     return {
@@ -23,8 +34,8 @@ def inputs(name: str) -> tuple[object, ...]:
     }[name]
 
 
-def computed(function: Callable[..., object], name: str) -> list[torch.Tensor]:
-    arguments = inputs(name)
+def computed(function: Callable[..., object], name: str, device: str) -> list[torch.Tensor]:
+    arguments = inputs(name, device)
     out = function(*arguments)
     tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
     if any(tensor.requires_grad for tensor in tensors):
@@ -41,11 +52,11 @@ def computed(function: Callable[..., object], name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "function", [gelu_of_sum, gradients, layer_norm, token_statistics, write_gradient]
 )
-def test_one_graph_that_computes_the_same(function: Callable[..., object]) -> None:
+def test_one_graph_that_computes_the_same(function: Callable[..., object], device: str) -> None:
     name = function.__name__
     with torch.compiler.set_stance("default"):
-        compiled = computed(torch.compile(function, fullgraph=True), name)
-    plain = computed(function, name)
+        compiled = computed(torch.compile(function, fullgraph=True), name, device)
+    plain = computed(function, name, device)
     assert len(compiled) == len(plain) > 0
     for one, other in zip(compiled, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
