@@ -1,9 +1,15 @@
 """Compiled functions run as they are written: these tests are about arithmetic, not the compiler."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+with warnings.catch_warnings():
+    # Loading the compiler warns of what torch itself has deprecated (2.11: torch.jit.script_method).
+    warnings.simplefilter("ignore")
+    import torch._inductor.compile_fx
 
 
 @pytest.fixture(autouse=True)
