@@ -14,6 +14,7 @@ from megatron_patches import (
     host_device,
     ledger,
     loader_seed,
+    numpy_product,
     routing,
     sequence_parallel_norm,
     shared_device,
@@ -62,5 +63,6 @@ PATCHES: tuple[Patch, ...] = (
     fsdp_in_order.PATCH,
     start_weights.PATCH,
     loader_seed.PATCH,
+    numpy_product.PATCH,
     adam_step.PATCH,
 )
