@@ -230,6 +230,11 @@ class JobRecord:
     """Of an array's element as Slurm writes it, `12_0`."""
     nodes: int
     submitted_utc: str
+    image: str | None = None
+    """The container's image that was asked for, taken where the site has Pyxis; None is the host."""
+    submitted: RunRecord | None = None
+    """The run as composed where it was submitted. Nodes compose it anew, with the Megatron, the fused
+    kernels and the checkpoints that they find, so `run.json` may say something else later."""
 
 
 SAMPLE_COLUMNS = (

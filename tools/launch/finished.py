@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from tools import records
+from tools.launch.backends import without
+from tools.launch.checkpoints.relaunch import OF_ONE_START
+from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch
 from tools.launch.paths import from_root
 from tools.launch.provenance import Provenance, find_provenance
+from tools.records import RunRecord
 
 
 def finished_run(launch: Launch, runs: Path) -> Path | None:
@@ -18,50 +21,68 @@ def finished_run(launch: Launch, runs: Path) -> Path | None:
 
 
 def finished_runs(launch: Launch, runs: Path) -> list[Path]:
-    """All of them, newest first."""
-    pattern = f"2*-{launch.strategy}-{launch.model.name}-{launch.devices}{launch.device}"
-    folders = sorted(runs.glob(pattern), reverse=True)
+    """All of them, newest first.
+
+    A run that was resumed in its own folder counts if each attempt was made here and told the same: its
+    losses are an undisturbed run's, and its times leave out the first lines after each start.
+    """
+    folders = folders_like(launch, runs)
     if not folders:
         return []
     here = find_provenance(launch, runs)
     return [folder for folder in folders if _is_same(folder, launch, here)]
 
 
-def runs_anywhere(launch: Launch, runs: Path) -> list[Path]:
-    """Folders of runs that train exactly this, on whatever machine, however they ended; newest first."""
+def folders_like(launch: Launch, runs: Path) -> list[Path]:
+    """Run folders of this strategy, model and number of devices, newest first."""
     pattern = f"2*-{launch.strategy}-{launch.model.name}-{launch.devices}{launch.device}"
-    return [
-        folder
-        for folder in sorted(runs.glob(pattern), reverse=True)
-        if _asks_the_same(folder, launch)
-    ]
+    return sorted(runs.glob(pattern), reverse=True)
 
 
-def _asks_the_same(folder: Path, launch: Launch) -> bool:
-    try:
-        record = records.read_run(folder)
-    except (OSError, msgspec.MsgspecError):
-        return False
-    return (
-        record.argv == launch.arguments(from_root(folder))
-        and record.backend == launch.backend
-        and record.entry == launch.entry
-        and (folder / records.JOB_FILE).is_file()
-    )
+def attempts_of(folder: Path) -> list[RunRecord]:
+    """What each attempt of a run was told and where, oldest first; one for a run never resumed.
+
+    Raises:
+        OSError: A record is not there.
+        msgspec.DecodeError: One is not of this shape.
+    """
+    past = (folder / records.ATTEMPTS_FOLDER).glob("[0-9]*")
+    earlier = sorted(past, key=lambda path: int(path.name))
+    return [records.read_run(each) for each in (*earlier, folder)]
+
+
+def trained_alike(attempts: Sequence[RunRecord]) -> bool:
+    """Whether every attempt was to train what the first was: `make resume` takes ITERS= and EXTRA=."""
+    first = _trained(attempts[0])
+    return all(_trained(attempt) == first for attempt in attempts[1:])
+
+
+def _trained(record: RunRecord) -> tuple[object, ...]:
+    words = without(record.argv, (*OF_ONE_START, "--wandb-exp-name"))
+    environment = {k: v for k, v in record.environment.items() if k not in INTERFACES}
+    return words, record.exit_interval, record.entry, environment, record.link_bits_per_second
 
 
 def _is_same(folder: Path, launch: Launch, here: Provenance) -> bool:
     try:
-        record, status = records.read_run(folder), records.read_status(folder)
-    except (OSError, msgspec.MsgspecError):
+        attempts, status = attempts_of(folder), records.read_status(folder)
+    except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
         return False
+    first = attempts[0]
     return (
         status.status is records.Status.OK
         # A command names its run folder.
-        and record.command == launch.command(from_root(folder))
-        and record.environment == launch.environment
-        and record.entry == launch.entry
-        and record.software == here.software
+        and first.command == launch.command(from_root(folder))
+        and first.environment == launch.environment
+        and first.entry == launch.entry
+        and trained_alike(attempts)
+        and all(_was_made(attempt, here) for attempt in attempts)
+    )
+
+
+def _was_made(record: RunRecord, here: Provenance) -> bool:
+    return (
+        record.software == here.software
         and record.image == here.image
         and (record.host.cpu, record.host.cores) == (here.host.cpu, here.host.cores)
         and record.host.devices == here.host.devices

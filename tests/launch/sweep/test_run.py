@@ -2,21 +2,25 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tools import records
-from tools.launch.compose import Launch
+from tools.launch.checkpoints.relaunch import relaunch
+from tools.launch.checkpoints.saving import Saving
+from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.interruption import Interrupted
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Backend, Options, options_from_environment
 from tools.launch.run_folder import create_run_folder
 from tools.launch.sweep import run as module
-from tools.launch.sweep.cells import compose_cell, plan_cells, variables
+from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells, variables
 from tools.launch.sweep.request import Request, request_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.wandb_logging import Wandb
 from tools.records import Status, StatusRecord
 
 LINE = (
@@ -156,15 +160,74 @@ def test_a_dry_run_prints_the_cells_as_data(
     assert machine.trained == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"EXTRA": "--adam-eps 1e-7", "MICRO_BATCH": "2", "SEED": "7", "SHARED_START": "0"},
+        {"SAVE_EVERY": "10", "KEEP": "3", "ASYNC_SAVE": "1", "HANG_TIMEOUT": "60", "WANDB": "1"},
+        {"FUSED": "norm", "SHARE_GPU": "1", "LEDGER": "0", "NET": "1gbps", "ITERS": "7"},
+    ],
+)
 def test_a_cells_target_and_variables_make_exactly_its_run(
-    request_: Request, options: Options
+    request_: Request, options: Options, given: dict[str, str]
 ) -> None:
-    options = replace(options, extra=("--adam-eps", "1e-7"), micro_batch_size=2)
-    megatron_only = replace(request_, backends=request_.backends[:1])
-    for cell, launch in plan_cells(megatron_only, options).launches:
-        target = parse_target(cell.target.name)
+    places = {"DATA": str(options.data), "RUNS": str(options.runs)}
+    options = options_from_environment({**places, **given, "REPEATS": "3", "DRY_RUN": "1"})
+    cells = [cell for cell in cells_of(request_) if cell.backend is Backend.MEGATRON]
+    for cell in (cell for cell in cells if (cell.strategy == "dp2") == (cell.devices == 2)):
+        launch, target = compose_cell(cell, options), parse_target(cell.target.name)
         theirs = options_from_environment(variables(cell, options))
         assert compose_target(target, flags_of_grammar(target), theirs) == launch
+        assert (theirs.repeats, theirs.dry_run) == (1, False)
+
+
+def resume(folder: Path, changed: Options) -> None:
+    """As `make resume` does: the folder's next attempt, which ends well."""
+    loaded = GoesOnFrom(folder.name, folder / records.CHECKPOINTS_FOLDER, 10)
+    loaded.folder.mkdir(exist_ok=True)
+    launch = relaunch(records.read_run(folder), loaded, None, changed)
+    create_run_folder(launch, folder.parent, folder)
+    records.write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0, ""))
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [({}, []), ({"iterations": 30}, ["dp2"]), ({"extra": ("--lr", "1e-5")}, ["dp2"])],
+)
+def test_a_resumed_run_is_its_cells_unless_it_went_on_otherwise(
+    machine: Machine,
+    request_: Request,
+    options: Options,
+    changed: dict[str, Any],
+    again: list[str],
+) -> None:
+    wandb = Wandb(mode="offline")
+    options = replace(options, saving=Saving(10), wandb=wandb)
+    request = replace(request_, backends=(Backend.MEGATRON,))
+    swept(request, options)
+    (folder,) = options.runs.glob("*-dp2-*")
+    for _ in range(2):
+        resume(folder, replace(options, **changed))
+    machine.trained.clear()
+    assert swept(request, options)[0] == 0
+    assert machine.trained == [f"megatron {strategy}" for strategy in again]
+
+
+def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
+    machine: Machine, request_: Request, options: Options
+) -> None:
+    options = replace(options, saving=Saving(10))
+    request = replace(request_, backends=(Backend.MEGATRON,))
+    swept(request, options)
+    (folder,) = options.runs.glob("*-dp2-*")
+    resume(folder, options)
+    first = folder / records.ATTEMPTS_FOLDER / "1"
+    there = records.read_run(first)
+    elsewhere = replace(there, host=replace(there.host, cpu="Another"))
+    records.write_record(first / records.RUN_FILE, elsewhere)
+    machine.trained.clear()
+    swept(request, options)
+    assert machine.trained == ["megatron dp2"]
 
 
 def test_cells_are_without_dropout_unless_it_is_asked_for(

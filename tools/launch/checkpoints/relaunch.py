@@ -22,7 +22,7 @@ from tools.recipe.strategy import devices_of, parse_strategy, strategy_flags
 from tools.records import CHECKPOINTS_FOLDER, Batch, Entry, Parallelism, RunRecord, Sharding
 
 _OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
-_OF_ONE_START = (
+OF_ONE_START = (
     *_OF_THE_START,
     *("--save", "--tensorboard-dir", "--wandb-save-dir", "--exit-interval"),
     *("--async-save", "--use-persistent-ckpt-worker", "--async-strategy"),
@@ -136,9 +136,9 @@ def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
 def _laid_out(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     """What the run was told, without what concerned one start, in this layout."""
     if parallelism == record.parallelism:
-        return without(record.argv, _OF_ONE_START)
+        return without(record.argv, OF_ONE_START)
     return merge_flags(
-        without(record.argv, (*_OF_ONE_START, *_LAYOUT)),
+        without(record.argv, (*OF_ONE_START, *_LAYOUT)),
         strategy_flags(parallelism),
         _same_vocabulary(record, parallelism),
     )

@@ -47,8 +47,7 @@ def submit(
     assert slurm is not None
     spread = over_nodes(launch, slurm)
     check_composition(spread, options.runs)
-    settings = {name: value for name, value in options.given if name not in ONLY_HERE}
-    each = [Waiting(spread, words_of(target, flags), settings)] * options.repeats
+    each = [Waiting(spread, words_of(target, flags), dict(options.given))] * options.repeats
     submit_array(target.name.removeprefix("train-"), each, options, console)
     return 0
 
@@ -61,6 +60,7 @@ class Waiting:
     words: tuple[str, ...]
     """Arguments of `python -m tools.launch`."""
     settings: Mapping[str, str]
+    """Make variables as they were given."""
 
 
 def submit_array(
@@ -79,7 +79,8 @@ def submit_array(
     _require_sbatch()
     folders = tuple(create_run_folder(one.launch, options.runs) for one in each)
     cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
-    job_id = _hand_over(replace(job, cells=cells), folders)
+    image = image_asked(each[0].launch.device, options)
+    job_id = _hand_over(replace(job, cells=cells), folders, image)
     for folder in folders:
         shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
         console.print(f"job {job_id}: {shown}", highlight=False, markup=False, soft_wrap=True)
@@ -90,6 +91,18 @@ def submit_array(
 def over_nodes(launch: Launch, slurm: Slurm) -> Launch:
     """The launch as it will be spread; where its nodes meet is known once they are there."""
     return replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
+
+
+def image_asked(device: records.DeviceKind, options: Options) -> str | None:
+    """The image of the kit's that ranks are to run in if Slurm has Pyxis; None for the host.
+
+    Raises:
+        LaunchError: IMAGE= names no pair.
+    """
+    if device is records.DeviceKind.CPU or options.runtime is RuntimeName.HOST:
+        return None
+    named = options.slurm.image if options.slurm else None
+    return named or find_pair(options.image).name
 
 
 def words_of(target: Target, flags: Sequence[str]) -> tuple[str, ...]:
@@ -128,7 +141,7 @@ def inherited(options: Options) -> tuple[str, ...]:
 
 def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | None:
     """The kit's image where Pyxis is, for GPU ranks; None for the host."""
-    if launch.device is records.DeviceKind.CPU or options.runtime is RuntimeName.HOST:
+    if image_asked(launch.device, options) is None:
         return None
     if not _has_pyxis():
         if options.runtime is RuntimeName.DOCKER or slurm.image:
@@ -151,11 +164,12 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | No
 
 
 def _cell(folder: str, one: Waiting) -> Cell:
+    settings = {name: value for name, value in one.settings.items() if name not in ONLY_HERE}
     # The job is in its container already, or to have none.
-    return Cell(folder, one.words, {**one.settings, "RUNTIME": RuntimeName.HOST.value})
+    return Cell(folder, one.words, {**settings, "RUNTIME": RuntimeName.HOST.value})
 
 
-def _hand_over(job: Job, folders: Sequence[Path]) -> str:
+def _hand_over(job: Job, folders: Sequence[Path], image: str | None) -> str:
     """Write the script into every run folder and submit it; the job's number."""
     slurm_job: str | None = None
     try:
@@ -169,7 +183,8 @@ def _hand_over(job: Job, folders: Sequence[Path]) -> str:
         slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
         for element, folder in enumerate(folders):
             own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
-            record = records.JobRecord(own, job.slurm.nodes, utc_now())
+            submitted = records.read_run(folder)
+            record = records.JobRecord(own, job.slurm.nodes, utc_now(), image, submitted)
             records.write_record(folder / records.JOB_FILE, record)
     finally:
         if slurm_job is None:

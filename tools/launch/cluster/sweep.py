@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.cluster.follow import Seen, follow
-from tools.launch.cluster.submit import Waiting, over_nodes, submit_array, words_of
+from tools.launch.cluster.follow import Seen, follow, read_job
+from tools.launch.cluster.submit import Waiting, image_asked, over_nodes, submit_array, words_of
 from tools.launch.compose import Launch
-from tools.launch.finished import runs_anywhere
+from tools.launch.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
+from tools.launch.paths import from_root
 from tools.launch.sweep.cells import Cell, variables
 from tools.launch.train import flags_of_grammar
 from tools.records import Status
@@ -30,7 +31,7 @@ def submit_cells(cells: Iterable[tuple[Cell, Launch]], options: Options, console
     seen = {one.run: one for one in follow(options.runs)}
     groups: dict[tuple[int, str], list[Waiting]] = {}
     for cell, launch in cells:
-        wanted = options.repeats - len(_that_count(launch, options.runs, seen))
+        wanted = options.repeats - len(_in_state(COUNT, seen, launch, options))
         words = words_of(cell.target, flags_of_grammar(cell.target))
         waiting = Waiting(_spread(launch, options), words, variables(cell, options))
         groups.setdefault((launch.devices, launch.device.value), []).extend([waiting] * wanted)
@@ -39,18 +40,46 @@ def submit_cells(cells: Iterable[tuple[Cell, Launch]], options: Options, console
             submit_array(f"sweep-{devices}{device}", each, _of(each[0], options), console)
 
 
-def finished_in_slurm(launch: Launch, runs: Path) -> list[Path]:
+def finished_in_slurm(launch: Launch, options: Options) -> list[Path]:
     """Runs of this cell that a job made and that ended well, newest first."""
-    seen = {one.run: one for one in follow(runs)}
+    seen = {one.run: one for one in follow(options.runs)}
+    return _in_state((Status.OK.value,), seen, launch, options)
+
+
+def _in_state(
+    states: Container[str], seen: Mapping[str, Seen], launch: Launch, options: Options
+) -> list[Path]:
     return [
         folder
-        for folder in runs_anywhere(launch, runs)
-        if seen[folder.name].state == Status.OK.value
+        for folder in folders_like(launch, options.runs)
+        if folder.name in seen
+        and seen[folder.name].state in states
+        and _was_submitted(folder, launch, options)
     ]
 
 
-def _that_count(launch: Launch, runs: Path, seen: dict[str, Seen]) -> list[Path]:
-    return [folder for folder in runs_anywhere(launch, runs) if seen[folder.name].state in COUNT]
+def _was_submitted(folder: Path, launch: Launch, options: Options) -> bool:
+    """Whether a job in this folder was asked for exactly this, on whatever machine, requeued or not.
+
+    What it is asked for is composed here, as it was then; `run.json` is what the nodes made of it.
+    """
+    job = read_job(folder)
+    if job is None or job.submitted is None:
+        return False
+    asked, link = job.submitted, launch.network.bits_per_second if launch.network else None
+    try:
+        alike = trained_alike(attempts_of(folder))
+    except (OSError, ValueError):
+        return False
+    return (
+        alike
+        and asked.argv == launch.arguments(from_root(folder))
+        and asked.backend == launch.backend
+        and asked.entry == launch.entry
+        and asked.environment == launch.environment
+        and asked.link_bits_per_second == link
+        and job.image == image_asked(launch.device, options)
+    )
 
 
 def _spread(launch: Launch, options: Options) -> Launch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,6 +20,9 @@ from tools.records import DeviceKind
 
 ITERATIONS = 25
 """Unless ITERS says more: enough for a bootstrapped interval after the lines that do not count."""
+
+_OF_THE_SWEEP = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
+"""Variables that say what the sweep does, not what a cell trains."""
 
 
 @dataclass(frozen=True)
@@ -108,30 +110,14 @@ def cell_options(backend: Backend, options: Options) -> Options:
 
 
 def variables(cell: Cell, options: Options) -> dict[str, str]:
-    """Make variables under which `make <target>` trains exactly this cell.
+    """Make variables under which `make <target>` trains exactly this cell: the caller's, and its own.
 
     A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
     """
     own = cell_options(cell.backend, options)
-    given: dict[str, object] = {
-        "BACKEND": own.backend,
-        "OPTIMIZER": own.optimizer,
-        "ITERS": own.iterations,
-        "MICRO_BATCH": own.micro_batch_size,
-        "GLOBAL_BATCH": own.global_batch_size,
-        "SEED": own.seed,
-        "DROPOUT": own.dropout,
-        "DATA": own.data,
-        "EXTRA": shlex.join(own.extra) or None,
-        "SHARED_START": None if own.shared_start is None else int(own.shared_start),
-        "LEDGER": int(own.ledger),
-        "MEGATRON_LM": own.megatron_lm,
-        "RUNTIME": own.runtime,
-        "IMAGE": own.image,
-        "NET": own.network,
-        "RUNS": None if own.runs == Options.runs else own.runs,
-    }
-    return {name: str(value) for name, value in given.items() if value is not None}
+    given = {name: value for name, value in options.given if name not in _OF_THE_SWEEP}
+    decided = {"BACKEND": own.backend, "ITERS": own.iterations, "DROPOUT": own.dropout}
+    return given | {name: str(value) for name, value in decided.items()}
 
 
 def as_data(plan: Plan, options: Options) -> dict[str, Sequence[dict[str, object]]]:

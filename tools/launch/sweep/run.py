@@ -81,17 +81,21 @@ class Series:
 
     def results(self) -> list[Measured]:
         """What every cell has by now."""
-        finished = finished_runs if self._options.slurm is None else finished_in_slurm
         return [
             measure(
                 cell,
                 launch,
-                finished(launch, self._options.runs)[: self._options.repeats],
+                self._finished(launch)[: self._options.repeats],
                 self._options.repeats,
                 self._failed.get(cell, ""),
             )
             for cell, launch in self._plan.launches
         ]
+
+    def _finished(self, launch: Launch) -> list[Path]:
+        if self._options.slurm is None:
+            return finished_runs(launch, self._options.runs)
+        return finished_in_slurm(launch, self._options)
 
     def _train(self, cell: Cell, launch: Launch, title: str) -> None:
         try:
