@@ -143,6 +143,8 @@ def test_an_element_that_was_requeued_and_went_on_is_its_cells(
     create_run_folder(launch, options.runs, folder)  # the first attempt
     loaded = GoesOnFrom(folder.name, folder / "checkpoints", 10)
     again = replace(launch, flags=without(launch.flags, START), goes_on_from=loaded)
+    other_node = {**launch.environment, "GLOO_SOCKET_IFNAME": "eth1"}
+    again = replace(again, environment=other_node)
     create_run_folder(again, options.runs, folder)
     assert read_run(folder).argv != launch.arguments(str(folder))
     ended(folder)
