@@ -26,7 +26,7 @@ from tools.launch.ranks import Ranks
 from tools.launch.run_folder import create_run_folder
 from tools.launch.samples import CpuRanks, Sampler, Source
 from tools.launch.watch import ending
-from tools.launch.watch.hang import HangError, HangWatch, kept_if_filled
+from tools.launch.watch.hang import HangError, HangWatch, collect_stacks, kept_if_filled
 
 POLL_SECONDS = 0.2
 ENDED_EARLY = 1
@@ -76,13 +76,13 @@ def run_ranks(
         HangError: The log stood still for the launch's timeout.
         Interrupted: A request to stop came, and they were ended.
     """
-    exit_code = ENDED_EARLY
     with deferred():
         try:
             exit_code = _run_share(launch, log, progress, also or {}, company, folder or log.parent)
-        finally:
-            exit_code = company.finish(exit_code)
-    return exit_code
+        except BaseException as error:
+            company.finish(ENDED_EARLY, error)
+            raise
+        return company.finish(exit_code)
 
 
 def _run_share(
@@ -96,10 +96,10 @@ def _run_share(
     where = from_root(folder)
     container = container_name(where) if launch.runtime.container else None
     logged_before = log.stat().st_size if log.exists() else 0
-    stacks = log.with_name(records.STACKS_FOLDER)
+    stacks = folder / records.STACKS_FOLDER
     environment = {**launch.environment, **also, "KIT_STACKS": from_root(stacks)}
     with (
-        kept_if_filled(stacks),
+        kept_if_filled(stacks, clear_up=folder == log.parent),
         Ranks(launch.command(where), environment, log, container) as ranks,
         Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
@@ -115,8 +115,9 @@ def _run_share(
                 raise_if_asked()
                 if company.failure():
                     return ENDED_EARLY
-                if watch.is_hanging(log):
-                    raise watch.error(ranks.by_rank(), stacks)
+                if company.hangs(watch.is_hanging(log)):
+                    stopped = company.stopped(collect_stacks(ranks.by_rank(), stacks))
+                    raise watch.error(stopped, stacks)
                 time.sleep(POLL_SECONDS)
         finally:
             follower.close()
@@ -142,10 +143,11 @@ def _train_in(
         raise
     finally:
         status = ending.judge(folder, exit_code, interrupted, kills_before, room.free_bytes)
-        cause = str(hang) if hang else company.cause
+        cause = company.cause
+        if hang:
+            cause = records.StatusRecord(records.Status.CRASHED, None, str(hang), hang.rank)
         if cause and not interrupted:
-            rank = hang.rank if hang else status.rank
-            status = replace(status, status=records.Status.CRASHED, reason=cause, rank=rank)
+            status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
         status = _finish(folder, status, time.monotonic() - started)
     return status
 

@@ -15,6 +15,7 @@ from tools.launch.cluster.meeting import FirstNode, Present
 from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
+from tools.records import Status, StatusRecord
 
 HAS = {"torch": "2.15.0", "flags": "abc"}
 
@@ -143,8 +144,51 @@ def test_a_node_that_vanishes_is_named_because_no_log_tells(
 ) -> None:
     met(first, join, tmp_path).close()
     assert eventually(first.failure) == "Node 1 (b) was lost: its launcher is gone."
-    assert first.cause == "Node 1 (b) was lost: its launcher is gone."
+    lost = "Node 1 (b) was lost: its launcher is gone."
+    assert first.cause == StatusRecord(Status.CRASHED, None, lost)
     assert first.finish(0) == 1
+
+
+def test_a_launcher_that_fails_says_why_because_no_log_tells(
+    first: FirstNode, join: Join, tmp_path: Path
+) -> None:
+    met(first, join, tmp_path).finish(1, OSError(28, "No space left on device"))
+    assert eventually(first.failure) == "Node 1 (b): [Errno 28] No space left on device"
+    assert first.cause is not None
+    assert first.cause.status is Status.CRASHED
+
+
+def test_a_node_that_was_told_to_stop_interrupts_the_run(
+    first: FirstNode, join: Join, tmp_path: Path
+) -> None:
+    met(first, join, tmp_path).finish(1, KeyboardInterrupt())
+    assert eventually(first.failure) == "Node 1 (b): its launcher was told to stop."
+    assert first.cause is not None
+    assert first.cause.status is Status.INTERRUPTED
+
+
+def test_a_torchrun_that_was_killed_on_another_node_is_the_cause(
+    first: FirstNode, join: Join, tmp_path: Path
+) -> None:
+    other = met(first, join, tmp_path)
+    log = node_folder(tmp_path, 1) / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("RuntimeError: connection closed by peer\n")
+    other.finish(137)
+    reason = eventually(first.failure)
+    assert reason == "Node 1 (b): torchrun was killed by SIGKILL; its ranks were ended."
+    assert first.finish(1) == 1
+
+
+def test_a_node_that_node_0_ended_is_not_the_cause(
+    first: FirstNode, join: Join, tmp_path: Path
+) -> None:
+    other = met(first, join, tmp_path)
+    finishing = in_thread(lambda: first.finish(3))
+    assert eventually(other.failure) == "Node 0 has ended the run."
+    other.finish(137)
+    assert finishing() == [3]
+    assert first.cause is None
 
 
 def test_the_others_stop_when_node_0_fails_or_vanishes(

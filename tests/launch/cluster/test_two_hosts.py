@@ -88,6 +88,27 @@ def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(
     second.communicate(timeout=10)
 
 
+def test_a_rank_that_stands_still_on_the_other_host_is_named_and_all_stacks_are_kept(
+    hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
+) -> None:
+    long = {"ITERS": "400", "HANG_TIMEOUT": "25"}
+    first, second = (
+        start(host, rank, tmp_path, sample_prefix, **long) for rank, host in enumerate(hosts)
+    )
+    wait_for_iterations(tmp_path)
+    family = psutil.Process(second.pid).children(recursive=True)
+    (rank,) = (process for process in family if process.environ().get("RANK") == "1")
+    rank.suspend()
+    said = [node.communicate(timeout=90)[0] for node in (first, second)]
+    (folder,) = tmp_path.glob("2*")
+    status = read_status(folder)
+    assert (status.status, status.rank) == (Status.CRASHED, 1), said
+    assert "rank 1 was stopped by a signal" in status.reason
+    stacks = sorted((folder / "stacks").iterdir())
+    assert [path.name for path in stacks] == ["rank0.txt", "rank1.txt"]
+    assert all("train" in path.read_text() for path in stacks)
+
+
 def wait_for_iterations(runs: Path) -> None:
     deadline = time.monotonic() + 90
     while not any("iteration        2/" in log.read_text() for log in runs.glob("2*/log.txt")):

@@ -92,7 +92,7 @@ def test_ranks_say_where_they_are_also_when_they_were_stopped(
             time.sleep(0.01)
     log = tmp_path / "log.txt"
     log.touch()
-    error = HangWatch(5).error({3: rank}, tmp_path)
+    error = HangWatch(5).error(collect_stacks({3: rank}, tmp_path), tmp_path)
     assert "stuck_here" in (tmp_path / "rank3.txt").read_text()
     assert error.rank == (3 if stopped else None)
     assert "nothing was logged for 5 s" in str(error)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+
 from tools.launch.cluster.lines import LineError, Lines
 from tools.launch.cluster.meeting import ANSWER_SECONDS, PATIENCE_SECONDS, Present, interface_of
+from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
+from tools.launch.watch import ending
 from tools.recipe.model import ROOT
-from tools.records import RUN_FILE
+from tools.records import LOG_FILE, RUN_FILE, Status, StatusRecord
+from tools.report.diagnosis import diagnose
 
 
 class OtherNode:
@@ -25,6 +31,9 @@ class OtherNode:
         self._nodes = nodes
         self._lines = Lines(_connect(nodes, patience))
         self._failed: str | None = None
+        self._hangs = False
+        self._folder: Path | None = None
+        self._kills_before = ending.memory_kills()
 
     def introduce(self, own: Present, problem: str | None = None) -> None:
         """Say who this is, and why it cannot run its share if it cannot."""
@@ -48,6 +57,7 @@ class OtherNode:
         else:
             self._lines.send(sees=True)
         self._expect("go")
+        self._folder = node_folder(folder, self._nodes.rank)
         return folder
 
     def announce(self, folder: Path) -> None:
@@ -60,21 +70,45 @@ class OtherNode:
                 message = self._lines.receive(0)
             except LineError:
                 message = None
+            self._hangs = self._hangs or bool(message and message.get("hangs"))
             if message is not None and message.get("exit"):
                 self._failed = "Node 0 has ended the run."
             elif message is None and self._lines.ended:
                 self._failed = "Node 0 was lost."
         return self._failed
 
-    def finish(self, exit_code: int) -> int:
+    def hangs(self, stands_still: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
+        """As `Company.hangs`: whether node 0 says so."""
+        return self._hangs
+
+    def stopped(self, own: Sequence[int]) -> Sequence[int]:
+        """As `Company.stopped`: tells node 0."""
+        self._lines.send(stopped=list(own))
+        return own
+
+    def finish(self, exit_code: int, error: BaseException | None = None) -> int:
         """As `Company.finish`; everything of this node is on the disk."""
-        self._lines.send(exit=exit_code)
+        why = None if self._failed else self._untold(exit_code, error)
+        self._lines.send(exit=exit_code, why=msgspec.to_builtins(why))
         self._lines.close()
         return exit_code
 
     def close(self) -> None:
         """Hang up."""
         self._lines.close()
+
+    def _untold(self, exit_code: int, error: BaseException | None) -> StatusRecord | None:
+        """How this node ended, where its log, which node 0 has too, does not say so."""
+        if isinstance(error, Exception):
+            reason = str(error) or type(error).__name__
+            return StatusRecord(Status.CRASHED, None, reason, getattr(error, "rank", None))
+        if error is not None:
+            return StatusRecord(Status.INTERRUPTED, None, "its launcher was told to stop.")
+        if exit_code == 0 or self._folder is None:
+            return None
+        told = diagnose(self._folder / LOG_FILE, exit_code, interrupted=False)
+        known = ending.judge(self._folder, exit_code, False, self._kills_before)
+        return known if known != told else None
 
     def _expect(self, name: str) -> dict[str, object]:
         try:

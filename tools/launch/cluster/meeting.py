@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from tools.launch.cluster.lines import LineError, Lines
@@ -24,13 +25,16 @@ from tools.launch.cluster.node_files import NodeFiles
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
 from tools.recipe.model import ROOT
-from tools.records import RUN_FILE
+from tools.records import RUN_FILE, Status, StatusRecord
 
 PATIENCE_SECONDS = 300.0
 """For the others to be started, one host after another, by hand."""
 
 ANSWER_SECONDS = 30.0
 """For a node to answer; also for a network file system to show what another node wrote."""
+
+STACK_SECONDS = 10.0
+"""For a node to collect its ranks' stacks."""
 
 END_SECONDS = 40.0
 """For the others to end after this node has."""
@@ -65,7 +69,7 @@ class FirstNode:
         self._exits: dict[int, int] = {}
         self._files: NodeFiles | None = None
         self._listener = _listen(nodes.port)
-        self.cause: str | None = None
+        self.cause: StatusRecord | None = None
 
     def gather(self, own: Present) -> tuple[Present, ...]:
         """Wait for all others; everybody in node order.
@@ -120,16 +124,33 @@ class FirstNode:
         for node, lines in self._others.items():
             self._listen_to(node, lines, 0)
             if self._exits.get(node, 0):
-                return self.cause or f"{self._name(node)} ended with {self._exits[node]}."
+                ended = f"{self._name(node)} ended with {self._exits[node]}."
+                return self.cause.reason if self.cause else ended
         return None
 
-    def finish(self, exit_code: int) -> int:
+    def hangs(self, stands_still: bool) -> bool:
+        """As `Company.hangs`: this node's log has the lines of all."""
+        return stands_still
+
+    def stopped(self, own: Sequence[int]) -> Sequence[int]:
+        """As `Company.stopped`: asks the others, which then end."""
+        for lines in self._others.values():
+            lines.send(hangs=True)
+        found = list(own)
+        deadline = time.monotonic() + STACK_SECONDS
+        for node, lines in self._others.items():
+            answer = self._listen_to(node, lines, max(0.0, deadline - time.monotonic()))
+            found += answer.get("stopped", ())
+        return sorted(found)
+
+    def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
         """As `Company.finish`; the first failure's exit code."""
         for lines in self._others.values():
             lines.send(exit=exit_code)
         deadline = time.monotonic() + END_SECONDS
         for node, lines in self._others.items():
-            self._listen_to(node, lines, max(0.0, deadline - time.monotonic()))
+            while node not in self._exits and (left := deadline - time.monotonic()) > 0:
+                self._listen_to(node, lines, left)
             lines.close()
         if self._files is not None:
             self._files.complete()
@@ -178,18 +199,24 @@ class FirstNode:
             self._refuse(f"{self._name(other.node)}: {message['problem']}")
         return other
 
-    def _listen_to(self, node: int, lines: Lines, seconds: float) -> None:
+    def _listen_to(self, node: int, lines: Lines, seconds: float) -> Mapping[str, Any]:
+        """A node's next message, empty if there is none; its end is noted."""
         if node in self._exits:
-            return
+            return {}
         try:
             message = lines.receive(seconds)
         except LineError:
             message = None
         if message is not None and isinstance(message.get("exit"), int):
             self._exits[node] = message["exit"]
+            if message.get("why"):
+                why = msgspec.convert(message["why"], StatusRecord)
+                self.cause = self.cause or replace(why, reason=f"{self._name(node)}: {why.reason}")
         elif lines.ended:
             self._exits[node] = 1
-            self.cause = self.cause or f"{self._name(node)} was lost: its launcher is gone."
+            reason = f"{self._name(node)} was lost: its launcher is gone."
+            self.cause = self.cause or StatusRecord(Status.CRASHED, None, reason)
+        return message or {}
 
     def _name(self, node: int) -> str:
         return f"Node {node} ({self._hosts[node]})"

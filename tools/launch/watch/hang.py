@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -43,20 +44,23 @@ class HangWatch:
             self._size, self._since = size, now
         return now - self._since >= self._timeout_seconds
 
-    def error(self, ranks: Mapping[int, psutil.Process], stacks: Path) -> HangError:
-        """Collect the stacks of all ranks, and name the one that the others wait for, if any tells."""
-        stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
-        collect_stacks(ranks, stacks)
-        found = _read_stacks(ranks, stacks)
+    def error(self, stopped: Sequence[int], stacks: Path) -> HangError:
+        """Name the rank that the others wait for, if the collected stacks of all tell."""
+        found = _read_stacks(stacks)
         rank, why = find_culprit(stopped, found)
         where = f"; where each rank was is in {stacks.name}/" if found else ""
         seconds = f"{self._timeout_seconds:g} s"
         return HangError(f"Hang: nothing was logged for {seconds}{why}{where}.", rank)
 
 
-def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> None:
-    """Ask every rank for its stacks and wait until they are there."""
+def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
+    """Ask every rank of this machine for its stacks and wait until they are there.
+
+    Returns:
+        The ranks that a signal had stopped (SIGSTOP); they go on, in order to answer.
+    """
     asked = []
+    stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
     for rank, process in ranks.items():
         try:
             if not _answers(process):
@@ -70,16 +74,23 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> None:
     deadline = time.monotonic() + STACK_SECONDS
     while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
         time.sleep(0.05)
+    for path in filter(_is_filled, asked):
+        _show_to_other_machines(path)
+    return stopped
 
 
 @contextmanager
-def kept_if_filled(stacks: Path) -> Iterator[None]:
-    """The folder for stacks while ranks run: they open their files at once, only a hang fills them."""
+def kept_if_filled(stacks: Path, clear_up: bool = True) -> Iterator[None]:
+    """The folder for stacks while ranks run: they open their files at once, only a hang fills them.
+
+    Nodes but the first leave it as it is: others may still write there.
+    """
     stacks.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        drop_empty(stacks)
+        if clear_up:
+            drop_empty(stacks)
 
 
 def drop_empty(stacks: Path) -> None:
@@ -93,7 +104,7 @@ def drop_empty(stacks: Path) -> None:
         stacks.rmdir()
 
 
-def find_culprit(stopped: list[int], stacks: Mapping[int, str]) -> tuple[int | None, str]:
+def find_culprit(stopped: Sequence[int], stacks: Mapping[int, str]) -> tuple[int | None, str]:
     """The rank that the others wait for, and how that is known, as a part of a sentence."""
     if stopped:
         names = " and ".join(f"rank {rank}" for rank in stopped)
@@ -110,9 +121,20 @@ def is_in_collective(stack: str) -> bool:
     return any(_COLLECTIVE.search(line) for line in main.splitlines()[1 : _INNERMOST_FRAMES + 1])
 
 
-def _read_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> dict[int, str]:
-    paths = {rank: _file(stacks, rank) for rank in ranks}
-    return {rank: path.read_text() for rank, path in paths.items() if _is_filled(path)}
+def _read_stacks(stacks: Path) -> dict[int, str]:
+    """By rank; read before they are judged, as a network file system shows a file when it is opened."""
+    found = {}
+    for path in stacks.glob("rank*.txt"):
+        # Another node may clear up what is empty.
+        with suppress(FileNotFoundError):
+            found[int(path.stem.removeprefix("rank"))] = path.read_text()
+    return {rank: text for rank, text in sorted(found.items()) if text}
+
+
+def _show_to_other_machines(path: Path) -> None:
+    """Write out what a rank, which keeps the file open, has written into a network file system."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _file(stacks: Path, rank: int) -> Path:
