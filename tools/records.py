@@ -6,6 +6,8 @@ Nothing here imports torch or any other part of the kit.
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -267,7 +269,12 @@ def read_status(folder: Path) -> StatusRecord:
 
 
 def write_record(path: Path, record: object) -> None:
-    """Write a record as readable JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-    partial.replace(path)
+    """Write a record as readable JSON, whole or not at all; of several at once the last one stays."""
+    # All nodes of a run may write the same one.
+    partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

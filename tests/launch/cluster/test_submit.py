@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,62 @@ def test_a_job_that_slurm_forgot_is_judged_by_its_log(programs: Path, tmp_path: 
     (seen,) = follow(tmp_path)
     assert seen.state == "incomplete"
     assert "Job 12 is gone from Slurm; its launcher left no word." in seen.note
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "kill -9 $$", "exec sleep 30"])
+def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
+    programs: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launch.cluster.queue.ASK_SECONDS", 0.5)
+    folder = job_folder(tmp_path, "12")
+    before = read_status(folder)
+    program(programs, "squeue", answer)
+    assert job_states(["12"]) is None
+    (seen,) = follow(tmp_path)
+    assert (seen.state, seen.note) == ("incomplete", "job 12: Slurm does not answer.")
+    assert read_status(folder) == before
+
+
+def test_where_slurm_is_not_installed_no_job_is_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = job_folder(tmp_path, "12")
+    before = read_status(folder)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    follow(tmp_path)
+    assert read_status(folder) == before
+
+
+def test_a_job_of_somebody_else_is_left_alone_because_slurm_does_not_list_it(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = job_folder(tmp_path, "12")
+    before = read_status(folder)
+    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+    follow(tmp_path)
+    assert read_status(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("TIMEOUT", "Job 12 reached its time limit; ask for more with SLURM_TIME=; see slurm.txt."),
+        ("PREEMPTED", "Job 12 was preempted; see slurm.txt."),
+        ("DEADLINE", "Job 12 reached its deadline; see slurm.txt."),
+        ("CANCELLED", "Stopped on request after iteration 2."),
+    ],
+)
+def test_a_launcher_that_slurm_told_to_stop_gets_slurms_reason(
+    programs: Path, tmp_path: Path, state: str, reason: str
+) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    asked = StatusRecord(
+        Status.INTERRUPTED, None, "Stopped on request after iteration 2.", wall_seconds=7.5
+    )
+    write_record(folder / "status.json", asked)
+    program(programs, "squeue", f"echo '12|{state}|None'")
+    assert follow(tmp_path)[0].note == reason
+    assert read_status(folder) == replace(asked, reason=reason)
 
 
 def test_what_a_launcher_recorded_is_not_overwritten(programs: Path, tmp_path: Path) -> None:

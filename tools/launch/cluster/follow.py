@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from tools import records
 from tools.launch.cluster.node_files import FOLDER
-from tools.launch.cluster.queue import ENDINGS, JobState, job_states
+from tools.launch.cluster.queue import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
 from tools.launch.run_folder import utc_now
 from tools.records import Status, StatusRecord
 from tools.report.diagnosis import diagnose
@@ -64,7 +65,7 @@ def show_status(rows: Sequence[Seen], runs: Path, console: Console) -> None:
 
 
 def follow(runs: Path) -> list[Seen]:
-    """Every run as it stands; a job that Slurm ended without its launcher's word gets its status."""
+    """Every run as it stands; the caller's jobs that Slurm ended get the status that it tells."""
     folders = find_run_folders(runs)
     jobs = {folder: job for folder in folders if (job := read_job(folder)) is not None}
     states = job_states([job.job_id for job in jobs.values()])
@@ -79,19 +80,22 @@ def read_job(folder: Path) -> records.JobRecord | None:
         return None
 
 
-def _see(folder: Path, job: records.JobRecord | None, states: dict[str, JobState]) -> Seen:
+def _see(folder: Path, job: records.JobRecord | None, states: dict[str, JobState] | None) -> Seen:
     status = _status(folder)
-    state = states.get(job.job_id) if job else None
+    state = states.get(job.job_id) if job and states else None
     last = _last_iterations(folder / records.LOG_FILE)
     wanted = _wanted(folder)
-    if job and not _in_hand(state) and status.status is Status.INCOMPLETE and not _alive(folder):
-        status = _settle(folder, job, state)
+    # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
+    if job and states is not None and _is_own(folder) and not _in_hand(state):
+        status = _settled(folder, job, state, status)
     if state and state.waits:
         shown, note = "queued", f"job {job.job_id if job else ''}: {state.reason}"
     elif (state and state.runs) or (state is None and _alive(folder) and _open(status)):
         shown, note = "running", f"job {job.job_id}" if job else ""
     else:
         shown, note = status.status.value, status.reason if status.status is not Status.OK else ""
+        if job and states is None and _open(status):
+            note = f"job {job.job_id}: Slurm does not answer."
     left = _left(last, wanted) if shown == "running" else None
     newest = last[-1] if last else None
     return Seen(
@@ -105,18 +109,36 @@ def _see(folder: Path, job: records.JobRecord | None, states: dict[str, JobState
     )
 
 
-def _settle(folder: Path, job: records.JobRecord, state: JobState | None) -> StatusRecord:
-    """Write how a job ended whose launcher could not."""
-    status = diagnose(folder / records.LOG_FILE, None, interrupted=False)
-    if state is None:
-        reason = f"Job {job.job_id} is gone from Slurm; its launcher left no word. {status.reason}"
-        settled = replace(status, reason=reason.strip())
+def _settled(
+    folder: Path, job: records.JobRecord, state: JobState | None, status: StatusRecord
+) -> StatusRecord:
+    """Its status, with Slurm's word where the launcher left none or was only told to stop."""
+    if _open(status) and not _alive(folder):
+        settled = replace(_how_it_ended(folder, job, state), finished_utc=utc_now())
+    elif status.status is Status.INTERRUPTED and state and state.state in STOPPED_BY_SLURM:
+        settled = replace(status, reason=_reason(job, ENDINGS[state.state][1]))
     else:
-        kind, how = ENDINGS.get(state.state, (Status.CRASHED, f"ended {state.state} in Slurm"))
-        settled = StatusRecord(kind, None, f"Job {job.job_id} {how}; see slurm.txt.")
-    settled = replace(settled, finished_utc=utc_now())
-    records.write_record(folder / records.STATUS_FILE, settled)
+        return status
+    if settled != status:
+        records.write_record(folder / records.STATUS_FILE, settled)
     return settled
+
+
+def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) -> StatusRecord:
+    if state is not None:
+        kind, how = ENDINGS.get(state.state, (Status.CRASHED, f"ended {state.state} in Slurm"))
+        return StatusRecord(kind, None, _reason(job, how))
+    status = diagnose(folder / records.LOG_FILE, None, interrupted=False)
+    reason = f"Job {job.job_id} is gone from Slurm; its launcher left no word. {status.reason}"
+    return replace(status, reason=reason.strip())
+
+
+def _reason(job: records.JobRecord, how: str) -> str:
+    return f"Job {job.job_id} {how}; see slurm.txt."
+
+
+def _is_own(folder: Path) -> bool:
+    return folder.stat().st_uid == os.getuid()
 
 
 def _in_hand(state: JobState | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,9 @@ ENDINGS: Mapping[str, tuple[Status, str]] = {
 }
 """States that say why a job ended, and what its run is then, unless the run itself says better."""
 
+STOPPED_BY_SLURM = ("TIMEOUT", "DEADLINE", "PREEMPTED")
+"""Of these a launcher hears no more than a request to stop."""
+
 
 @dataclass(frozen=True)
 class JobState:
@@ -44,16 +46,19 @@ class JobState:
         return self.state in RUNNING
 
 
-def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """By job; those that Slurm no longer knows are missing, and all are where it is not installed."""
-    if not job_ids or shutil.which("squeue") is None:
+def job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
+    """By job; those that Slurm no longer knows are missing. None if it did not answer."""
+    if not job_ids:
         return {}
     listed = _ask("squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i|%T|%r")
+    if listed is None:
+        return None
     found = _parse(listed)
     missing = [job for job in job_ids if job not in found]
-    if missing and shutil.which("sacct") is not None:
+    if missing:
+        # Without accounting, and with it ailing, the queue's word alone has to do.
         asked = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,Reason")
-        found |= _parse(_ask("sacct", *asked, "--jobs", ",".join(missing)))
+        found |= _parse(_ask("sacct", *asked, "--jobs", ",".join(missing)) or "")
     return {job: found[job] for job in job_ids if job in found}
 
 
@@ -63,11 +68,11 @@ def _parse(text: str) -> dict[str, JobState]:
     return {job: JobState(state.split()[0], reason) for job, state, reason in rows if state}
 
 
-def _ask(*command: str) -> str:
+def _ask(*command: str) -> str | None:
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=ASK_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
+        return None
+    return answer.stdout if answer.returncode == 0 else None
