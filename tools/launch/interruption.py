@@ -16,7 +16,8 @@ class Interrupted(BaseException):
 
 
 class _Request:
-    is_deferred = False
+    deferring = 0
+    """Blocks in the middle of something; several, where nodes share a process while they are tested."""
     came = False
 
 
@@ -28,7 +29,7 @@ def interruptible() -> Iterator[None]:
         for name in STOPPING:
             signal.signal(name, signal.SIG_IGN)
         _Request.came = True
-        if not _Request.is_deferred:
+        if not _Request.deferring:
             raise_if_asked()
 
     before = {number: signal.signal(number, interrupt) for number in STOPPING}
@@ -47,12 +48,12 @@ def deferred() -> Iterator[None]:
     Raises:
         Interrupted: At the end, if a request came that nobody has heard.
     """
-    before, _Request.is_deferred = _Request.is_deferred, True
+    _Request.deferring += 1
     try:
         yield
     finally:
-        _Request.is_deferred = before
-    if not before:
+        _Request.deferring -= 1
+    if not _Request.deferring:
         raise_if_asked()
 
 
