@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from tools.launch.cluster.doctor import Odd, describe, odd_ones, parse, srun_command
@@ -68,3 +70,13 @@ def test_inside_an_allocation_its_nodes_are_taken(monkeypatch: pytest.MonkeyPatc
     assert srun_command(inside) == ("srun", "--overlap", "--nodes", "3", "--ntasks-per-node=1")
     asked = {"LAUNCHER": "slurm", "NODES": "2", "SLURM_PARTITION": "gpu"}
     assert srun_command(asked)[1:] == ("--nodes", "2", "--ntasks-per-node=1", "--partition=gpu")
+
+
+def test_a_sites_line_of_several_options_is_several_words_for_srun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda program: program)
+    site = tmp_path / "site.slurm"
+    site.write_text("#SBATCH -p gpu --comment='a b'\n")
+    asked = {"LAUNCHER": "slurm", "NODES": "2", "SLURM_SITE": str(site)}
+    assert srun_command(asked)[-3:] == ("-p", "gpu", "--comment=a b")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.launch.cluster.sbatch import Cell, Container, Job, script
+from tools.launch.cluster.sbatch import CPUS, Cell, Container, Job, script
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.recipe.model import ROOT
@@ -142,6 +143,31 @@ def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
         env={"PATH": os.environ["PATH"]},
     )
     assert answer.stdout.decode().split("\0")[:3] == [value, "run", value]
+
+
+def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> None:
+    asked = {"LAUNCHER": "slurm", "SLURM_LINES": "--comment='a \"b\" c' --mem=0"}
+    slurm = slurm_from_environment(asked)
+    assert slurm is not None
+    assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
+
+
+def test_a_sites_lines_may_ask_for_variables_that_are_not_set(tmp_path: Path) -> None:
+    lines = script(job(slurm=Slurm(setup=('echo "got:$NEVER_SET"',)))).splitlines()
+    text = "\n".join((*lines[: lines.index("set -u") + 1], "echo $RUN_FOLDER"))
+    answer = subprocess.run(("bash", "-c", text), capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["got:", "runs/R1"]
+
+
+def test_a_step_is_told_the_cpus_that_its_job_asked_for() -> None:
+    show = f"{CPUS}\necho ${{SRUN_CPUS_PER_TASK-none}}"
+    for given_, told in (({}, "none"), ({"SLURM_CPUS_PER_TASK": "64"}, "64")):
+        environment = {"PATH": os.environ["PATH"], **given_}
+        answer = subprocess.run(
+            ("bash", "-euc", show), capture_output=True, text=True, check=True, env=environment
+        )
+        assert answer.stdout.strip() == told
+    assert CPUS in script(JOBS["gpus-in-the-image"])
 
 
 def test_without_launcher_slurm_nothing_is_submitted() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -131,7 +132,8 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
     slurm = slurm_from_environment(environment)
-    return ("srun", *count, *(slurm.directives if slurm else ()))
+    lines = slurm.directives if slurm else ()
+    return ("srun", *count, *(word for line in lines for word in shlex.split(line)))
 
 
 def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:

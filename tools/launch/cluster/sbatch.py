@@ -23,12 +23,16 @@ FIRST_PORT, PORTS = 20_000, 12_000
 
 
 FIRST_NODE = (
-    'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-    "# The address by which Slurm itself reaches the first node.",
-    'MASTER_ADDR=$(sinfo --noheader --nodes="$first" --format=%o | head -n 1)',
+    'read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+    "# The address by which Slurm itself reaches the first node, which may be in a hidden partition.",
+    'read -r MASTER_ADDR < <(sinfo --all --noheader --nodes="$first" --format=%o)',
     "export MASTER_ADDR",
 )
 """Shell that finds where all meet, on any node of an allocation."""
+
+
+CPUS = '[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'
+"""Shell that gives a step the CPUs that the job asked for: since 22.05 srun does not take them over."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,14 @@ def script(job: Job) -> str:
         f"# {job.name} on {job.slurm.nodes} node(s): the kit's launcher on each starts torchrun.",
         *(f"#SBATCH {line}" for line in _directives(job)),
         "set -euo pipefail",
-        *job.slurm.setup,
         *_choose(job.cells),
+        # Environment modules and conda ask for variables that are not set.
+        *(("set +u", *job.slurm.setup, "set -u") if job.slurm.setup else ()),
         f"export PYTHONPATH={shlex.quote(str(ROOT))}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
         f"export MASTER_PORT=$((SLURM_JOB_ID % {PORTS} + {FIRST_PORT}))",
         *FIRST_NODE,
+        CPUS,
         "# Launchers hear of each other's end themselves; srun must not end one that is clearing up.",
         f"exec srun {shlex.join(_srun(job))} \\",
         """  bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' node \\""",

@@ -87,7 +87,13 @@ def _lines(text: str) -> tuple[str, ...]:
                 f"SLURM_LINES={text} is not a list of sbatch's long options, such as "
                 "'--exclusive --constraint=h200'."
             )
-    return tuple(words)
+    return tuple(_as_directive(word) for word in words)
+
+
+def _as_directive(word: str) -> str:
+    """As a line of `#SBATCH`, which splits at spaces outside of quotes as a shell does."""
+    name, equals, value = word.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals and re.search(r"[\s'\"]", value) else word
 
 
 def _read_site(named: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
