@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.launch.cluster.sbatch import CPUS, Cell, Container, Job, script
-from tools.launch.cluster.slurm import Slurm, slurm_from_environment
+from tools.launch.cluster.slurm import Slurm, slurm_from_environment, words_of
 from tools.launch.errors import LaunchError
 from tools.recipe.model import ROOT
 from tools.records import DeviceKind
@@ -172,6 +172,34 @@ def test_a_step_is_told_the_cpus_that_its_job_asked_for() -> None:
 
 def test_without_launcher_slurm_nothing_is_submitted() -> None:
     assert slurm_from_environment({"NODES": "2"}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        # What Slurm 22.05 made of each was read back by 'scontrol show job'.
+        ("a b", '"--comment=a b"'),
+        ("it's", '"--comment=it\'s"'),
+        ("back\\slash", '"--comment=back\\\\slash"'),
+        ("a#b", '"--comment=a#b"'),
+        ("a&b;$c", "--comment=a&b;$c"),
+    ],
+)
+def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
+    value: str, line: str
+) -> None:
+    asked = {"LAUNCHER": "slurm", "SLURM_LINES": shlex.quote(f"--comment={value}")}
+    slurm = slurm_from_environment(asked)
+    assert slurm is not None
+    assert slurm.directives == (line,)
+    assert words_of(slurm.directives) == (f"--comment={value}",)
+
+
+def test_a_site_line_whose_quotes_do_not_end_is_named(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.write_text("#SBATCH --comment='a b\n")
+    with pytest.raises(LaunchError, match=r"site has a wrong #SBATCH line \(No closing quotation"):
+        slurm_from_environment({"LAUNCHER": "slurm", "SLURM_SITE": str(site)})
 
 
 def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> None:

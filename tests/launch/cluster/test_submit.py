@@ -14,8 +14,12 @@ from tests.launch.cluster.conftest import program, run_folders
 from tests.report.factory import run_record
 from tools.launch.cluster.follow import follow
 from tools.launch.cluster.queue import JobState, job_states
+from tools.launch.cluster.sbatch import Cell, Job
+from tools.launch.cluster.slurm import Slurm
+from tools.launch.cluster.submit import _hand_over
+from tools.launch.errors import LaunchError
 from tools.recipe.model import ROOT
-from tools.records import JobRecord, Status, StatusRecord, read_status, write_record
+from tools.records import DeviceKind, JobRecord, Status, StatusRecord, read_status, write_record
 
 ITERATION = (
     " iteration {:8d}/     500 | consumed samples:           16 | elapsed time per iteration (ms): "
@@ -88,6 +92,19 @@ def test_what_slurm_refuses_leaves_no_run_folder(
     assert answer.returncode == 2
     assert "Slurm refuses the job: error: invalid partition specified: x" in answer.stdout
     assert run_folders(tmp_path / "runs") == []
+
+
+def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launch.cluster.submit.SUBMIT_SECONDS", 0.2)
+    program(programs, "sbatch", "exec sleep 20")
+    folder = tmp_path / "R1"
+    folder.mkdir()
+    job = Job("dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (Cell(str(folder), ("run",)),), "python")
+    with pytest.raises(LaunchError, match=f"may have taken the job: look for dp2 .*{folder}"):
+        _hand_over(job, (folder,), None)
+    assert (folder / "job.sbatch").exists()
 
 
 def test_ranks_that_nodes_cannot_share_are_refused(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tools.launch.cluster.sbatch import FIRST_NODE
-from tools.launch.cluster.slurm import slurm_from_environment
+from tools.launch.cluster.slurm import slurm_from_environment, words_of
 from tools.launch.doctor.exchange import judge
 from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
 from tools.launch.errors import LaunchError
@@ -132,8 +131,7 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
     slurm = slurm_from_environment(environment)
-    lines = slurm.directives if slurm else ()
-    return ("srun", *count, *(word for line in lines for word in shlex.split(line)))
+    return ("srun", *count, *words_of(slurm.directives if slurm else ()))
 
 
 def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ RESOURCES = {
 """Variables of ours, and sbatch's options."""
 
 _VALUE = re.compile(r"[\w.,:+@/=-]+")
+_SPECIAL = re.compile(r"""[\s"'\\#]""")
 _DIRECTIVE = "#SBATCH"
 
 
@@ -32,7 +33,7 @@ class Slurm:
 
     nodes: int = 1
     directives: tuple[str, ...] = ()
-    """Options of sbatch, one each; the site's first, so that a variable overrides it."""
+    """As `#SBATCH` takes them, quoted; the site's lines first, so that a variable overrides them."""
     setup: tuple[str, ...] = ()
     """Lines of shell from the site file, run on the first node: modules, variables of the fabric."""
     image: str | None = None
@@ -64,6 +65,15 @@ def slurm_from_environment(environment: Mapping[str, str]) -> Slurm | None:
     )
 
 
+def words_of(directives: Sequence[str]) -> tuple[str, ...]:
+    """Lines of `#SBATCH` as words of a command.
+
+    Raises:
+        ValueError: Quotes do not end.
+    """
+    return tuple(word for line in directives for word in shlex.split(line, comments=True))
+
+
 def _nodes(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise LaunchError(f"NODES={text} is not a whole number above 0.")
@@ -87,13 +97,15 @@ def _lines(text: str) -> tuple[str, ...]:
                 f"SLURM_LINES={text} is not a list of sbatch's long options, such as "
                 "'--exclusive --constraint=h200'."
             )
-    return tuple(_as_directive(word) for word in words)
+    return tuple(map(_as_directive, words))
 
 
 def _as_directive(word: str) -> str:
-    """As a line of `#SBATCH`, which splits at spaces outside of quotes as a shell does."""
-    name, equals, value = word.partition("=")
-    return f"{name}={shlex.quote(value)}" if equals and re.search(r"[\s'\"]", value) else word
+    """As a line of `#SBATCH`: a backslash escapes in any quotes there, and `#` begins a comment."""
+    if _SPECIAL.search(word) is None:
+        return word
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _read_site(named: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -107,5 +119,9 @@ def _read_site(named: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     directives = tuple(
         line.removeprefix(_DIRECTIVE).strip() for line in lines if line.startswith(_DIRECTIVE)
     )
+    try:
+        words_of(directives)
+    except ValueError as error:
+        raise LaunchError(f"SLURM_SITE={path} has a wrong #SBATCH line ({error}).") from None
     setup = tuple(line for line in lines if line and not line.startswith(("#!", _DIRECTIVE)))
     return directives, setup

@@ -69,7 +69,8 @@ def submit_array(
     """Submit runs of one size as one job, an array if there are several; their folders.
 
     Raises:
-        LaunchError: Slurm is not here or refuses it; nothing was written.
+        LaunchError: Slurm is not here or refuses it, and nothing was written; or it gives no answer, and
+            the run folders stay for a job that it may have taken.
     """
     job = _job(name, each[0].launch, options)
     if options.dry_run:
@@ -171,7 +172,7 @@ def _cell(folder: str, one: Waiting) -> Cell:
 
 def _hand_over(job: Job, folders: Sequence[Path], image: str | None) -> str:
     """Write the script into every run folder and submit it; the job's number."""
-    slurm_job: str | None = None
+    refused = True
     try:
         text = script(job)
         for folder in folders:
@@ -181,13 +182,21 @@ def _hand_over(job: Job, folders: Sequence[Path], image: str | None) -> str:
             )
             records.write_record(folder / records.STATUS_FILE, waiting)
         slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
+        refused = False
         for element, folder in enumerate(folders):
             own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
             submitted = records.read_run(folder)
             record = records.JobRecord(own, job.slurm.nodes, utc_now(), image, submitted)
             records.write_record(folder / records.JOB_FILE, record)
+    except subprocess.TimeoutExpired:
+        refused = False
+        names = ", ".join(map(str, folders))
+        raise LaunchError(
+            f"sbatch gave no answer within {SUBMIT_SECONDS:.0f} s, so Slurm may have taken the job: "
+            f"look for {job.name} with 'squeue --me', and remove {names} if it is not there."
+        ) from None
     finally:
-        if slurm_job is None:
+        if refused:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
     return slurm_job
@@ -199,8 +208,8 @@ def _sbatch(path: Path) -> str:
         answer = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=SUBMIT_SECONDS, cwd=ROOT
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"'{shlex.join(command)}' gives no answer ({error}).") from None
+    except OSError as error:
+        raise LaunchError(f"'{shlex.join(command)}' cannot be run ({error}).") from None
     if answer.returncode:
         said = " ".join(answer.stderr.split()).removeprefix("sbatch: ")
         raise LaunchError(f"Slurm refuses the job: {said}")
