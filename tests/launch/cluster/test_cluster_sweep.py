@@ -200,3 +200,14 @@ def test_what_is_asked_otherwise_is_another_cell(
 
 def gpus(number: int) -> tuple[tuple[int, DeviceKind], ...]:
     return ((number, DeviceKind.GPU),)
+
+
+def test_while_slurm_does_not_answer_nothing_is_submitted_twice(
+    programs: Path, request_: Request, options: Options
+) -> None:
+    one = replace(request_, devices=request_.devices[:1])
+    sweep(one, options)
+    program(programs, "squeue", "exit 1")
+    with pytest.raises(LaunchError, match="squeue gives no answer"):
+        sweep(one, options)
+    assert len(run_folders(options.runs)) == 2

@@ -152,11 +152,19 @@ def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> Non
     assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
 
 
-def test_a_sites_lines_may_ask_for_variables_that_are_not_set(tmp_path: Path) -> None:
-    lines = script(job(slurm=Slurm(setup=('echo "got:$NEVER_SET"',)))).splitlines()
-    text = "\n".join((*lines[: lines.index("set -u") + 1], "echo $RUN_FOLDER"))
-    answer = subprocess.run(("bash", "-c", text), capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == ["got:", "runs/R1"]
+def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
+    tmp_path: Path,
+) -> None:
+    site = Slurm(setup=('echo "got:$NEVER_SET"', "export ITERS=7"))
+    folders = [tmp_path / "a b", tmp_path / "c"]
+    for folder in folders:
+        folder.mkdir()
+    cells = (Cell(str(folder), CELL.words, CELL.settings) for folder in folders)
+    lines = script(job(*cells, slurm=site)).splitlines()
+    text = "\n".join((*lines[: lines.index("esac") + 1], 'echo "$ITERS $RUN_FOLDER"'))
+    environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
+    subprocess.run(("bash", "-c", text), check=True, env=environment)
+    assert (folders[0] / "slurm.txt").read_text() == f"got:\n5 {folders[0]}\n"
 
 
 def test_a_step_is_told_the_cpus_that_its_job_asked_for() -> None:

@@ -96,9 +96,10 @@ def script(job: Job) -> str:
         f"# {job.name} on {job.slurm.nodes} node(s): the kit's launcher on each starts torchrun.",
         *(f"#SBATCH {line}" for line in _directives(job)),
         "set -euo pipefail",
-        *_choose(job.cells),
+        *_redirect(job.cells),
         # Environment modules and conda ask for variables that are not set.
         *(("set +u", *job.slurm.setup, "set -u") if job.slurm.setup else ()),
+        *_choose(job.cells),
         f"export PYTHONPATH={shlex.quote(str(ROOT))}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
         f"export MASTER_PORT=$((SLURM_JOB_ID % {PORTS} + {FIRST_PORT}))",
@@ -142,14 +143,23 @@ def _srun(job: Job) -> tuple[str, ...]:
     return ("--ntasks-per-node=1", *cpus, "--export=ALL", "--kill-on-bad-exit=0", *container)
 
 
+def _redirect(cells: Sequence[Cell]) -> Sequence[str]:
+    """An array's element has a folder of its own, where what goes wrong from here on is told."""
+    if len(cells) == 1:
+        return ()
+    folders = shlex.join(cell.folder for cell in cells)
+    return (
+        f"folders=({folders})",
+        f'exec >> "${{folders[SLURM_ARRAY_TASK_ID]}}/{OUTPUT_FILE}" 2>&1',
+    )
+
+
 def _choose(cells: Sequence[Cell]) -> Sequence[str]:
     if len(cells) == 1:
         return _cell(cells[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
     for number, cell in enumerate(cells):
-        output = shlex.quote(f"{cell.folder}/{OUTPUT_FILE}")
-        lines += [f"{number})", *(f"  {line}" for line in _cell(cell))]
-        lines += [f"  exec >> {output} 2>&1", "  ;;"]
+        lines += [f"{number})", *(f"  {line}" for line in _cell(cell)), "  ;;"]
     return (*lines, "esac")
 
 

@@ -9,14 +9,17 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.cluster.follow import Seen, follow, read_job
+from tools.launch.cluster.queue import job_states
 from tools.launch.cluster.submit import Waiting, image_asked, over_nodes, submit_array, words_of
 from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
 from tools.launch.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
 from tools.launch.paths import from_root
 from tools.launch.sweep.cells import Cell, variables
 from tools.launch.train import flags_of_grammar
 from tools.records import Status
+from tools.report.runs import find_run_folders
 
 COUNT = ("queued", "running", Status.OK.value)
 """States of runs that need not be submitted again."""
@@ -26,8 +29,9 @@ def submit_cells(cells: Iterable[tuple[Cell, Launch]], options: Options, console
     """Submit what is neither made nor on its way.
 
     Raises:
-        LaunchError: Slurm is not here or refuses a job.
+        LaunchError: Slurm is not here, does not answer, or refuses a job.
     """
+    _require_an_answer(options.runs)
     seen = {one.run: one for one in follow(options.runs)}
     groups: dict[tuple[int, str], list[Waiting]] = {}
     for cell, launch in cells:
@@ -44,6 +48,15 @@ def finished_in_slurm(launch: Launch, options: Options) -> list[Path]:
     """Runs of this cell that a job made and that ended well, newest first."""
     seen = {one.run: one for one in follow(options.runs)}
     return _in_state((Status.OK.value,), seen, launch, options)
+
+
+def _require_an_answer(runs: Path) -> None:
+    jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job(folder))]
+    if job_states(jobs) is None:
+        raise LaunchError(
+            f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
+            "what is on its way cannot be told from what is missing; repeat the command once it does."
+        )
 
 
 def _in_state(
