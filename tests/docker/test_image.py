@@ -20,7 +20,7 @@ from tools.launch.container.image import (
 )
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 PUBLISHED = "f4fa7d6bb9d10873a58fa736cacd22e11db706d2"
 OWN_OF_THE_IMAGE = (

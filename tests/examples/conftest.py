@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools import records
 from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
+from tools.records import run as records
 from tools.report.scrape import scrape_log
 from tools.report.scraped import ScrapedLog
 

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from tests.examples.conftest import Run, Trainer
-from tools.launch.options import Backend
-from tools.records import Status
+from tools.records.run import Status
+from tools.spec.run import Backend
 
 pytestmark = [
     pytest.mark.slow,

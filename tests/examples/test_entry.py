@@ -9,9 +9,9 @@ import pytest
 
 from tests.examples.conftest import Run, Trainer
 from tools.launch.entry import find_entry
-from tools.recipe.model import ROOT
-from tools.recipe.strategy import NAMED
-from tools.records import Status
+from tools.records.run import Status
+from tools.spec.files import ROOT
+from tools.spec.strategy import NAMED
 
 CHECKOUTS = [Path(text) for text in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if text]
 NO_CHECKOUT = pytest.mark.skipif(

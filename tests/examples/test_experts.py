@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
-from tools.measurements import (
+from tools.plan.communication import communication_of_rank
+from tools.plan.configuration import Configuration
+from tools.plan.parameters import rank_parameters
+from tools.records.measurements import (
     ROUTED_GROUPS,
     MemoryCategory,
     Operation,
@@ -15,15 +18,12 @@ from tools.measurements import (
     read_communication,
     read_memory,
 )
-from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration
-from tools.plan.parameters import rank_parameters
-from tools.recipe.model import load_model
-from tools.records import Status
+from tools.records.routing import LayerRouting, read_routing
+from tools.records.run import Status
 from tools.report.closed_form import configuration_of_run, pipeline_rank
 from tools.report.routing import iterations_of, loads
 from tools.report.runs import load_folder
-from tools.routing import LayerRouting, read_routing
+from tools.spec.model import load_model
 
 SHAPE = load_model("moe-tiny").shape
 ROW_BYTES = 4 * SHAPE.hidden

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from tests.examples.conftest import Run, Trainer
-from tools import records
 from tools.launch.ranks import alive
-from tools.recipe.model import ROOT
-from tools.records import Status
+from tools.records import run as records
+from tools.records.run import Status
+from tools.spec.files import ROOT
 
 MOMENTS = {signal.SIGINT: "iteration        3/", signal.SIGTERM: "initializing torch distributed"}
 

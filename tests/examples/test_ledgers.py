@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run
-from tools.measurements import (
+from tools.plan.communication import communication_of_rank
+from tools.plan.configuration import Configuration, configuration_of
+from tools.plan.parameters import rank_parameters
+from tools.records.measurements import (
     MemoryCategory,
     Operation,
     Phase,
     RankCommunication,
-    Transport,
     read_communication,
     read_memory,
     read_time,
 )
-from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration, configuration_of
-from tools.plan.parameters import rank_parameters
-from tools.recipe.arguments import Flags
-from tools.recipe.model import load_model
-from tools.recipe.strategy import NAMED
-from tools.records import LEDGER_FOLDER, TRACE_FILE
+from tools.records.run import LEDGER_FOLDER, TRACE_FILE
+from tools.spec.flags import Flags
+from tools.spec.model import load_model
+from tools.spec.run import Transport
+from tools.spec.strategy import NAMED
 
 MORE = ("vpp2", "zero1")
 PARALLEL = (*NAMED[1:], *MORE)

@@ -13,9 +13,9 @@ from examples.native.schedule import learning_rate
 from examples.native.settings import Settings, parse_settings, unknown_flags
 from examples.native.weights import load_start
 from tests.examples.conftest import ITERATIONS, Run, Trainer
-from tools.launch.options import Backend
 from tools.preprocess.split import Part, split_documents
-from tools.records import Status
+from tools.records.run import Status
+from tools.spec.run import Backend
 
 REQUIRED = shlex.split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "

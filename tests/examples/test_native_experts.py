@@ -12,7 +12,7 @@ from examples.native.rotary import rotate
 from examples.native.settings import Settings, parse_settings
 from tests.examples.test_native import REQUIRED
 from tools.plan.parameters import active_parameters, parameters_total
-from tools.recipe.model import load_model
+from tools.spec.model import load_model
 
 TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")
 

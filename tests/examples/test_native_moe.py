@@ -4,10 +4,10 @@ import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
 from tools.launch.optimizers import OptimizerName
-from tools.launch.options import Backend
-from tools.measurements import Operation, read_communication
-from tools.records import Status
-from tools.routing import read_routing
+from tools.records.measurements import Operation, read_communication
+from tools.records.routing import read_routing
+from tools.records.run import Status
+from tools.spec.run import Backend
 
 EVALUATED = ("--eval-interval", str(ITERATIONS), "--eval-iters", "2")
 

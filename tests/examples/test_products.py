@@ -3,7 +3,7 @@
 import pytest
 
 from tests.examples.conftest import Run, Trainer
-from tools.records import Status
+from tools.records.run import Status
 
 PARAMETERS = {
     "tp2dp2": {1_714_688},

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run
-from tools import records
-from tools.recipe.strategy import NAMED
-from tools.records import Status
+from tools.records import run as records
+from tools.records.run import Status
+from tools.spec.strategy import NAMED
 
 WHOLE, HALF_TENSOR = 3_423_616, 1_714_688
 PARAMETERS = {

@@ -8,9 +8,9 @@ import pytest
 
 from tests.examples.conftest import Run, Trainer
 from tools.launch.network import parse_rate
-from tools.measurements import read_communication
 from tools.plan.shared_link import link_seconds
-from tools.records import Status
+from tools.records.measurements import read_communication
+from tools.records.run import Status
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 LINK = parse_rate("1gbps")

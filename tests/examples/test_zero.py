@@ -4,8 +4,8 @@ import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
 from tests.examples.test_ledgers import measured, predicted
-from tools.measurements import MemoryCategory, Operation, read_communication, read_memory
-from tools.records import Status
+from tools.records.measurements import MemoryCategory, Operation, read_communication, read_memory
+from tools.records.run import Status
 
 WHOLE_BYTES = 4 * 3_423_616
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools import records
 from tools.launch.ranks import alive
-from tools.recipe.model import ROOT
-from tools.records import StatusRecord
+from tools.records import run as records
+from tools.records.run import StatusRecord
 from tools.report.parity import Curve, loss_curve
 from tools.report.published import load_published
 from tools.report.report_data import build_report
 from tools.report.runs import Run, load_folder
+from tools.spec.files import ROOT
 
 ITERATIONS, SAVE_EVERY = 12, 4
 END_SECONDS = 60.0

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from tests.faults.conftest import ITERATIONS, Kit, same_losses
-from tools import records
-from tools.records import Status
+from tools.records import run as records
+from tools.records.run import Status
 
 HANG_SECONDS = 25
 """Longer than Megatron's start takes here, during which nothing is logged."""

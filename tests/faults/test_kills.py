@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.conftest import ITERATIONS, WHO, Ended, Kit, kill, moment, same_losses
 from tools.launch.checkpoints.stored import find_checkpoints
-from tools.records import CHECKPOINTS_FOLDER, Status
+from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 STRATEGIES = ("dp2", "tp2", "sp2", "cp2", "pp2", "zero1")
 

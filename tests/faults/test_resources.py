@@ -16,7 +16,7 @@ import pytest
 from tests.faults.conftest import SAVE_EVERY, Kit, same_losses
 from tools.launch.checkpoints.stored import find_checkpoints
 from tools.launch.watch.ending import memory_kills
-from tools.records import CHECKPOINTS_FOLDER, Status
+from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 pytestmark = pytest.mark.slow
 OVERRIDE = "--override-opt_param-scheduler"

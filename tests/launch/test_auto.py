@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tools import records
 from tools.launch import auto
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
 from tools.launch.calibration import calibration_path, from_figures
@@ -16,10 +15,11 @@ from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import start_target
 from tools.plan.cluster import Calibration
-from tools.plan.hardware import device_by_key, link_by_key
 from tools.plan.request import load_calibration
 from tools.plan.search import search
-from tools.records import DeviceKind
+from tools.records import run as records
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.run import DeviceKind
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
 TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
@@ -134,7 +134,7 @@ def test_what_cannot_be_planned_here_says_what_can(
 
 def test_a_gpu_without_published_rates_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "visible_gpus", lambda: (SimpleNamespace(name="Tesla T4"),))
-    with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to tools/plan/hardware"):
+    with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to tools/spec/hardware"):
         train_auto("train-auto-gpt2-large-1gpu", Options(), QUIET)
 
 

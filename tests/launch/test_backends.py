@@ -6,10 +6,11 @@ import pytest
 from tools.launch.backends import NO_DEEPSPEED, backend_problems, without
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.options import Backend, Options, options_from_environment
+from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.recipe.arguments import Flags
+from tools.spec.flags import Flags
+from tools.spec.run import Backend
 
 KNOWN = [
     (Backend.NATIVE, "baseline", 1),

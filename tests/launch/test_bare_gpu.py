@@ -7,13 +7,14 @@ from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tools.launch.bare_gpu import attention_problems, fused_problems, sharing_problems
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.options import Backend, Options, options_from_environment
+from tools.launch.options import Options, options_from_environment
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems
 from tools.launch.provenance import find_provenance
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.records import Batch
+from tools.spec.run import Backend
+from tools.spec.strategy import Batch
 
 Composer = Callable[..., Launch]
 

@@ -9,10 +9,19 @@ from tools.launch.flags import start_flags, tokenizer_flags
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.recipe.arguments import Flags
-from tools.recipe.model import ROOT, load_model
-from tools.recipe.strategy import NAMED, StrategyError, parse_strategy, strategy_flags
-from tools.records import Batch, DeviceKind, Entry, Parallelism
+from tools.records.run import Entry
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags
+from tools.spec.model import load_model
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import (
+    NAMED,
+    Batch,
+    Parallelism,
+    StrategyError,
+    parse_strategy,
+    strategy_flags,
+)
 
 WHEEL = Entry("e.py", "0.19.0")
 

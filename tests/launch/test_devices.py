@@ -6,7 +6,7 @@ from tools.launch import devices
 from tools.launch.devices import driver_version, memory_used_bytes, process_ids, visible_gpus
 from tools.launch.gpu_samples import GpuRanks, throttle_reasons
 from tools.launch.interconnect import describe_links, find_links
-from tools.records import SAMPLE_COLUMNS, DeviceLink
+from tools.records.run import SAMPLE_COLUMNS, DeviceLink
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from tools.launch.preflight import check
 from tools.launch.runtime import Runtime
 from tools.launch.target import parse_target, script_of
 from tools.launch.train import compose_target, describe, flags_of_grammar
-from tools.recipe.arguments import Flags
-from tools.recipe.model import ROOT
-from tools.recipe.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
 
 Composer = Callable[..., Launch]
 CHECKOUT_OF_THE_COMMIT = "MAJOR = 0\nMINOR = 15\nPATCH = 0\nPRE_RELEASE = 'rc2'\n"

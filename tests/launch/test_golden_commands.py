@@ -13,9 +13,8 @@ from tools.launch.options import Options
 from tools.launch.runtime import Runtime, docker_runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.recipe.arguments import read_args_file
-from tools.recipe.model import ROOT
-from tools.recipe.strategy import NAMED
+from tools.spec.files import ROOT, read_args_file
+from tools.spec.strategy import NAMED
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = [f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in NAMED]

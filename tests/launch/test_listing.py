@@ -6,7 +6,7 @@ from rich.console import Console
 from tools.launch import listing
 from tools.launch.devices import Gpu
 from tools.launch.listing import runnable_here, runnable_on, show_list
-from tools.recipe.model import load_model
+from tools.spec.model import load_model
 
 GIB = 2**30
 

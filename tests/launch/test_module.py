@@ -10,7 +10,7 @@ from tools.launch.container.docker import bind
 from tools.launch.errors import LaunchError
 from tools.launch.module import docker_command, folders_named, run_module
 from tools.launch.options import Options, RuntimeName
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 DOCKER = Options(runtime=RuntimeName.DOCKER)
 

@@ -10,7 +10,7 @@ from tools.launch.network import Rate, network_problems, parse_rate, run
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.records import DeviceKind
+from tools.spec.run import DeviceKind
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.launch.hub_server import Hub, parquet, serving
 from tools.launch.openwebtext import HUB_NAME
 from tools.preprocess.dataset import open_dataset
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 # The client keeps what it has in steps of 10 MiB: half of the file must be more than that.
 TEXTS = [f"Document {n}.\n" + f"word{n % 97} “quoted” é \\ " * 75 for n in range(13_000)]

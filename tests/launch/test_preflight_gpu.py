@@ -18,7 +18,7 @@ from tools.launch.runtime import Runtime, docker_runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.launch.wandb_logging import Wandb
-from tools.recipe.strategy import NAMED
+from tools.spec.strategy import NAMED
 
 EQUIPPED = Runtime(transformer_engine=True, apex=True)
 PUBLISHED_MIB = {

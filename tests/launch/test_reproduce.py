@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from tests.launch.fake_nvml import FakeNvml
-from tools import records
 from tools.launch import reproduce as module
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
@@ -18,8 +17,10 @@ from tools.launch.finished import finished_run
 from tools.launch.options import Options, RuntimeName
 from tools.launch.reproduce import announcement, compose_six, reproduce
 from tools.launch.run_folder import create_run_folder
-from tools.recipe.strategy import NAMED
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.spec.strategy import NAMED
 
 
 class Machine:
@@ -39,7 +40,7 @@ class Machine:
             raise LaunchError("The disk is full.")
         folder = create_run_folder(launch, runs)
         status = StatusRecord(self.ends.get(launch.strategy, Status.OK), 0)
-        records.write_record(folder / records.STATUS_FILE, status)
+        write_record(folder / records.STATUS_FILE, status)
         return folder, status
 
     def _report(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

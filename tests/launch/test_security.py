@@ -21,7 +21,7 @@ from tools.launch.preflight import nodes_problems
 from tools.launch.start import check_owner
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 SECRET = "s3cret-1f0e"
 SECRETS = {

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools import records
 from tools.launch import series as module
 from tools.launch.compose import Launch
 from tools.launch.options import Options
@@ -11,7 +10,9 @@ from tools.launch.run_folder import create_run_folder
 from tools.launch.series import run_series
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(launch.strategy)
         folder = create_run_folder(launch, runs)
         status = StatusRecord(Status.OK, 0)
-        records.write_record(folder / records.STATUS_FILE, status)
+        write_record(folder / records.STATUS_FILE, status)
         return folder, status
 
     monkeypatch.setattr(module, "execute", execute)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 
 @pytest.fixture

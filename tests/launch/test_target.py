@@ -2,7 +2,7 @@ import pytest
 
 from tools.launch.errors import LaunchError
 from tools.launch.target import Target, parse_target, script_of
-from tools.records import DeviceKind
+from tools.spec.run import DeviceKind
 
 
 def test_a_target_names_strategy_model_and_devices() -> None:

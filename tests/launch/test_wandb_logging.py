@@ -5,7 +5,7 @@ from tools.launch.start import _writing_launch
 from tools.launch.target import parse_target
 from tools.launch.train import command_line, compose_target, flags_of_grammar
 from tools.launch.wandb_logging import Wandb
-from tools.recipe.arguments import Flags
+from tools.spec.flags import Flags
 
 
 def test_wandb_is_off_unless_asked_for() -> None:

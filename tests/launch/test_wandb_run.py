@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

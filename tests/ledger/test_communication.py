@@ -3,7 +3,7 @@ import pytest
 from tools.ledger.clock import HostClock
 from tools.ledger.communication import Call, CommunicationLedger, Watched
 from tools.ledger.timeline import Span
-from tools.measurements import Operation, Phase
+from tools.records.measurements import Operation, Phase
 
 REDUCE = Call("tp", 2, Operation.ALL_REDUCE, Phase.FORWARD, "float32", 400, None)
 GATHER = Call("tp", 2, Operation.ALL_GATHER, Phase.FORWARD, "float32", 800, None)

@@ -4,7 +4,7 @@ import torch
 
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.timeline import Timeline
-from tools.measurements import MemoryCategory, RankMemory
+from tools.records.measurements import MemoryCategory, RankMemory
 
 WEIGHT_BYTES, BUFFER_BYTES = 4 * 4 * 4, 4 * 1024
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import torch
 
 from tools.ledger.recorder import MEMORY_ITERATION, Recorder
-from tools.measurements import MemoryCategory
+from tools.records.measurements import MemoryCategory
 
 
 def measured_at(folder: Path, skipped: int, iterations: int) -> tuple[list[int], int]:

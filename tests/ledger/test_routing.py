@@ -6,12 +6,12 @@ import msgspec
 import pytest
 import torch
 
-from tools import records
 from tools.ledger.collect import collect
 from tools.ledger.rank_file import RankLedger
 from tools.ledger.routing import RoutingLedger, record_routing
-from tools.measurements import RankCommunication, RankTime
-from tools.routing import LayerRouting, RankRouting, RoutingRecord, read_routing
+from tools.records import run as records
+from tools.records.measurements import RankCommunication, RankTime
+from tools.records.routing import LayerRouting, RankRouting, RoutingRecord, read_routing
 
 CHOSEN = torch.tensor([[True, True, False], [True, False, True]])
 

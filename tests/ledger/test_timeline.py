@@ -4,7 +4,7 @@ import pytest
 
 from tools.ledger.clock import Mark
 from tools.ledger.timeline import Span, Timeline, phase_of
-from tools.measurements import Phase
+from tools.records.measurements import Phase
 
 
 class Scripted:

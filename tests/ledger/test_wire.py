@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.measurements import Operation, Transport, algorithm, wire_bytes
+from tools.records.measurements import Operation, algorithm, wire_bytes
+from tools.spec.run import Transport
 
 PAYLOAD = 24_000_000
 AT_THE_ROOT = ("gather", "scatter")

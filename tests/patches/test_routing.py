@@ -7,7 +7,7 @@ import torch
 
 from megatron_patches.routing import _Watch
 from tools.ledger.routing import RoutingLedger
-from tools.routing import LayerRouting
+from tools.records.routing import LayerRouting
 
 LOGITS = torch.zeros(2, 1, 3)
 CHOSEN = torch.tensor([[True, True, False], [True, False, True]])

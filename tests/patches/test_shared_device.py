@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_patches import shared_device
 from megatron_patches.shared_device import stage
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 Group = Any
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_patches.uneven_parts import _on_gloo
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 PROGRAM = Path(__file__).with_name("two_ranks_uneven.py")
 

@@ -6,10 +6,10 @@ import pytest
 from tools.plan.cluster import Cluster
 from tools.plan.configuration import configuration_of
 from tools.plan.dryrun.process import DryRunner
-from tools.plan.hardware import device_by_key, link_by_key
 from tools.plan.search import Request
-from tools.recipe.model import load_model
-from tools.records import Batch, Parallelism
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import load_model
+from tools.spec.strategy import Batch, Parallelism
 
 MakeRequest = Callable[..., Request]
 

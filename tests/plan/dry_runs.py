@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from tools.plan.configuration import Configuration, Recompute, configuration_of
+from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.dryrun.comparison import Comparison, compare
 from tools.plan.dryrun.job import Job, check, flags_of
 from tools.plan.dryrun.process import DryRunner
-from tools.recipe.model import Model, model_from_flags
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import Model, model_from_flags
+from tools.spec.run import Recompute
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _SMALL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

@@ -5,7 +5,7 @@ import pytest
 
 from tools.plan.advice import Kind, advice, best_of_each_kind, binding, kind_of, no_fit_sentence
 from tools.plan.search import Request, search
-from tools.records import Parallelism, Sharding
+from tools.spec.strategy import Parallelism, Sharding
 
 MakeRequest = Callable[..., Request]
 

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.measurements import Operation, Transport, wire_bytes
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration, Recompute, configuration_of
+from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.megatron import Megatron
 from tools.plan.parameters import parameters_of_rank
 from tools.plan.tensors import buffer_of
 from tools.plan.traffic_data import bucket_elements
 from tools.plan.wire import Group, Traffic, by_group
-from tools.recipe.model import ModelShape, load_model
-from tools.recipe.strategy import batch_for, parse_strategy
-from tools.records import Batch, Parallelism, Sharding
+from tools.records.measurements import Operation, wire_bytes
+from tools.spec.model import ModelShape, load_model
+from tools.spec.run import Recompute, Transport
+from tools.spec.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy
 
 GPT = ModelShape(
     layers=4,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.plan.dry_runs import Case, run_case, small_model
-from tools.measurements import MemoryCategory, Operation, Phase
 from tools.plan.__main__ import main
 from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.dryrun.comparison import CallDifference, Comparison
@@ -16,8 +15,10 @@ from tools.plan.dryrun.job import DryRunError, check, flags_of, ranks_named
 from tools.plan.dryrun.process import DryRunner
 from tools.plan.dryrun.rank.experts import even_loads
 from tools.plan.dryrun.show import as_data, verdict
-from tools.recipe.model import ROOT, Model, load_model
-from tools.records import Batch, Parallelism, Sharding
+from tools.records.measurements import MemoryCategory, Operation, Phase
+from tools.spec.files import ROOT
+from tools.spec.model import Model, load_model
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 TINY = load_model("gpt2-tiny")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.plan.flops import mfu, model_flops, token_flops
-from tools.recipe.model import ModelShape, load_model
+from tools.spec.model import ModelShape, load_model
 
 TINY = ModelShape(
     layers=2,

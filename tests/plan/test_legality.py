@@ -3,9 +3,8 @@ from dataclasses import replace
 import pytest
 
 from tools.plan.legality import violations
-from tools.recipe.model import load_model
-from tools.recipe.strategy import NAMED, batch_for, parse_strategy
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import load_model
+from tools.spec.strategy import NAMED, Batch, Parallelism, Sharding, batch_for, parse_strategy
 
 LARGE = load_model("gpt2-large")
 XL = load_model("gpt2-xl")

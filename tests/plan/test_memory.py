@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.plan.activations import layer_activation_bytes, layers_in_flight, logits_bytes
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
 from tools.plan.memory import MIB, estimate_peak_bytes, fullest_rank, memory_of_rank
 from tools.plan.parameters import parameters_total
 from tools.plan.residuals import Residual, h200_configuration, memory_residuals
-from tools.recipe.model import ModelShape, load_model
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import ModelShape, load_model
+from tools.spec.run import Recompute
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGE = load_model("gpt2-large")
 

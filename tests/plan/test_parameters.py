@@ -12,9 +12,8 @@ from tools.plan.parameters import (
     rank_parameters,
     replicated_over_tensor,
 )
-from tools.recipe.model import ModelShape, load_model
-from tools.recipe.strategy import parse_strategy
-from tools.records import Parallelism, Sharding
+from tools.spec.model import ModelShape, load_model
+from tools.spec.strategy import Parallelism, Sharding, parse_strategy
 
 TINY = ModelShape(
     layers=4,

@@ -6,15 +6,15 @@ from time import process_time
 import pytest
 
 from tools.plan.candidates import divisors, variants, virtual_stages
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
 from tools.plan.memory import fullest_rank
 from tools.plan.named import named_candidates
 from tools.plan.naming import make_command, strategy_name
 from tools.plan.scaling import devices_needed, scaling, training_days
 from tools.plan.search import Request, evaluate, frontier, search
-from tools.recipe.model import ModelShape
-from tools.recipe.strategy import parse_strategy
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import ModelShape
+from tools.spec.run import Recompute
+from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy
 
 MakeRequest = Callable[..., Request]
 

@@ -7,7 +7,6 @@ from tools import plan
 from tools.plan.cluster import Calibration, Cluster, route
 from tools.plan.compute import NoPeakError
 from tools.plan.configuration import Configuration
-from tools.plan.hardware import device_by_key, link_by_key
 from tools.plan.microbatch import after_hiding
 from tools.plan.residuals import (
     ITERATION_TIMES,
@@ -19,8 +18,9 @@ from tools.plan.residuals import (
 )
 from tools.plan.timing import IterationSeconds, iteration_seconds
 from tools.plan.wire import Group
-from tools.recipe.model import load_model
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import load_model
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGE = load_model("gpt2-large")
 

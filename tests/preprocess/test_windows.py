@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tools.preprocess.split import Part, split_documents
 from tools.preprocess.windows import shared_windows, window_hashes
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 SPLIT = "949,50,1"
 

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools import records
-from tools.records import Batch, DeviceKind, Entry, Host, Parallelism, RunRecord, Status
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Entry, Host, RunRecord, Status
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import Batch, Parallelism
 
 SHAPE_FLAGS = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -106,9 +109,9 @@ def write_run(
     """Write a run folder; `None` leaves a file out."""
     folder = root / record.run
     folder.mkdir(parents=True)
-    records.write_record(folder / records.RUN_FILE, record)
+    write_record(folder / records.RUN_FILE, record)
     if log is not None:
         (folder / records.LOG_FILE).write_text(log)
     if status is not None:
-        records.write_record(folder / records.STATUS_FILE, records.StatusRecord(status, 0))
+        write_record(folder / records.STATUS_FILE, records.StatusRecord(status, 0))
     return folder

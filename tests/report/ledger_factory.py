@@ -8,8 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.report.factory import log_text, run_record, write_run
-from tools import records
-from tools.measurements import (
+from tools.plan.communication import communication_of_rank
+from tools.plan.configuration import Configuration
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.measurements import (
     Calls,
     CommunicationRecord,
     MemoryCategory,
@@ -20,16 +23,14 @@ from tools.measurements import (
     RankMemory,
     RankTime,
     TimeRecord,
-    Transport,
     algorithm,
 )
-from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration
-from tools.records import RunRecord
+from tools.records.run import RunRecord
 from tools.report.closed_form import configuration_of_run, pipeline_rank
 from tools.report.published import Published
 from tools.report.report_data import Report, build_report
 from tools.report.runs import Run, load_folder
+from tools.spec.run import Transport
 
 ALL_CATEGORIES = dict.fromkeys(MemoryCategory, 0)
 
@@ -89,11 +90,11 @@ def seconds(
 
 
 def write_times(folder: Path, *ranks: RankTime) -> None:
-    records.write_record(folder / records.TIME_FILE, TimeRecord(ranks))
+    write_record(folder / records.TIME_FILE, TimeRecord(ranks))
 
 
 def write_calls(folder: Path, record: CommunicationRecord) -> None:
-    records.write_record(folder / records.COMMUNICATION_FILE, record)
+    write_record(folder / records.COMMUNICATION_FILE, record)
 
 
 def held(
@@ -110,7 +111,7 @@ def held(
 
 
 def write_memory(folder: Path, *ranks: RankMemory) -> None:
-    records.write_record(folder / records.MEMORY_FILE, MemoryRecord(ranks))
+    write_record(folder / records.MEMORY_FILE, MemoryRecord(ranks))
 
 
 def write_trace(folder: Path, *spans: tuple[int, str, str, float, float]) -> None:

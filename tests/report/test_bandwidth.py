@@ -5,10 +5,12 @@ import pytest
 
 from tests.report.factory import log_text, run_record, write_run
 from tests.report.ledger_factory import call, report_of, write_calls
-from tools.measurements import CommunicationRecord, RankCommunication
-from tools.records import RUN_FILE, Batch, read_run, write_record
+from tools.records.io import write_record
+from tools.records.measurements import CommunicationRecord, RankCommunication
+from tools.records.run import RUN_FILE, read_run
 from tools.report.bandwidth import RateCurve, rate_curves
 from tools.report.charts import draw_charts
+from tools.spec.strategy import Batch
 
 SENT = 12_500_000
 """Bytes that take 100 ms at 1 Gbit/s."""

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from tools.recipe.model import ROOT
 from tools.report.bench import bench_scrape
+from tools.spec.files import ROOT
 
 
 def test_bench_says_how_fast_and_in_how_much_memory():

@@ -10,15 +10,16 @@ import pytest
 from rich.console import Console
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
-from tools.recipe.model import ROOT
-from tools.recipe.strategy import NAMED
-from tools.records import Batch, DeviceKind, Host, Status
+from tools.records.run import Host, Status
 from tools.report.build import BuildOptions, build
 from tools.report.published import load_published
 from tools.report.report_data import build_report
 from tools.report.rows import COLUMNS
 from tools.report.runs import find_run_folders, load_runs
 from tools.report.terminal import print_report
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import NAMED, Batch
 
 CONTRACT = (
     "run,status,backend,strategy,model,device,world_size,dp,tp,sp,pp,vpp,cp,ep,zero_stage,"

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.report.factory import iteration_line, log_text
-from tools.records import Status
+from tools.records.run import Status
 from tools.report.diagnosis import diagnose
 
 EPILOGUE = """Traceback (most recent call last):

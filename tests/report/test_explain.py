@@ -14,8 +14,8 @@ from tests.report.ledger_factory import (
     write_memory,
     write_times,
 )
-from tools.measurements import MemoryCategory, Phase, TimeRecord
-from tools.records import RUN_FILE
+from tools.records.measurements import MemoryCategory, Phase, TimeRecord
+from tools.records.run import RUN_FILE
 from tools.report.cli import main
 from tools.report.explain_costs import costs_above
 from tools.report.explanation import Explanation, explain
@@ -162,7 +162,7 @@ def test_sequence_parallelism_saves_what_norms_keep(tmp_path: Path) -> None:
 
 
 def test_sharded_optimizer_is_held_against_plain_data_parallelism(tmp_path: Path) -> None:
-    from tools.records import Parallelism, Sharding
+    from tools.spec.strategy import Parallelism, Sharding
 
     plain, sharded = write(tmp_path, "dp2"), write(tmp_path / "z", "dp2")
     record = json.loads((sharded / RUN_FILE).read_text())

@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
-from tools.records import Batch
 from tools.report.configurations import configurations
 from tools.report.fairness import adam_state, compare_speed, differences
 from tools.report.runs import load_folder, load_runs
 from tools.report.statistics import Verdict
+from tools.spec.strategy import Batch
 
 
 def rows(tmp_path, *pairs):

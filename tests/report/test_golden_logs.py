@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tools.records import Status
+from tools.records.run import Status
 from tools.report.diagnosis import judge
 from tools.report.scrape import scrape_log
 from tools.report.scraped import Dialect

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from tests.launch.bench_gpu.results import bench, result
-from tools.gpu_bench import FILE, FOLDER, write_bench
+from tools.records.gpu_bench import FILE, FOLDER, write_bench
 from tools.report.build import BuildOptions, build
 from tools.report.gpu_bench import bench_tables
 

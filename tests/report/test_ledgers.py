@@ -2,8 +2,9 @@ import csv
 
 from tests.report.factory import log_text, run_record, write_run
 from tests.report.test_build import made, read_csv
-from tools import records
-from tools.measurements import (
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.measurements import (
     Calls,
     CommunicationRecord,
     MemoryCategory,
@@ -38,8 +39,8 @@ def write_ledgers(folder):
         )
     )
     held = MemoryRecord((memory(0, 3 << 20, 1 << 20), memory(1, 3 << 20, 5 << 20)))
-    records.write_record(folder / "comm.json", sent)
-    records.write_record(folder / "memory.json", held)
+    write_record(folder / "comm.json", sent)
+    write_record(folder / "memory.json", held)
 
 
 def test_busiest_rank_and_highest_peak_are_the_rows(tmp_path):

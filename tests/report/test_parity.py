@@ -3,11 +3,13 @@ from dataclasses import replace
 import pytest
 
 from tests.report.factory import log_text, run_record, write_run
-from tools.records import ROUTING_FILE, Batch, write_record
+from tools.records.io import write_record
+from tools.records.routing import LayerRouting, RankRouting, RoutingRecord
+from tools.records.run import ROUTING_FILE
 from tools.report.configurations import configurations
 from tools.report.parity import last_digit, parity_of
 from tools.report.runs import load_runs
-from tools.routing import LayerRouting, RankRouting, RoutingRecord
+from tools.spec.strategy import Batch
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
 

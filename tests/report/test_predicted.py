@@ -14,20 +14,20 @@ from tests.report.ledger_factory import (
     write_memory,
     write_times,
 )
-from tools.measurements import (
+from tools.plan.megatron import LATEST
+from tools.records.measurements import (
     CommunicationRecord,
     DeviceMemory,
     MemoryCategory,
     Phase,
     RankCommunication,
 )
-from tools.plan.megatron import LATEST
-from tools.records import DeviceKind
 from tools.report.closed_form import NoClosedFormError, configuration_of_run
 from tools.report.predicted import Findings, findings_of
 from tools.report.predicted_bubble import Stages
 from tools.report.predicted_calls import Unattributed, compare_calls
 from tools.report.predicted_moments import Kernels, fullest_moment
+from tools.spec.run import DeviceKind
 
 WORD = 50304 * 64
 """Elements of gpt2-tiny's word embedding."""

@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.factory import log_text, run_record, write_run
-from tools.recipe.strategy import NAMED
-from tools.records import Batch, DeviceKind, Entry, Host
+from tools.records.run import Entry, Host
 from tools.report.published import (
     figure_for,
     load_published,
@@ -12,6 +11,8 @@ from tools.report.published import (
     relative_to_baseline,
 )
 from tools.report.runs import load_folder
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import NAMED, Batch
 
 PUBLISHED = load_published()
 MIB = 2**20

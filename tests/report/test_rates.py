@@ -3,10 +3,12 @@ from dataclasses import replace
 import pytest
 
 from tests.report.factory import log_text, run_record, write_run
-from tools.recipe.model import load_model
-from tools.records import Batch, DeviceKind, Host
+from tools.records.run import Host
 from tools.report.rates import rates_of
 from tools.report.runs import load_folder
+from tools.spec.model import load_model
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import Batch
 
 LARGE = load_model("gpt2-large")
 H200 = Host("h", "cpu", 2, 1, ("NVIDIA H200",) * 2)

@@ -5,8 +5,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
-from tools import records
-from tools.records import Resumption, Status
+from tools.records import run as records
+from tools.records.run import Resumption, Status
 from tools.report.chart_losses import draw_losses
 from tools.report.parity import loss_curve
 from tools.report.published import load_published

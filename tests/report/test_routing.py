@@ -14,15 +14,15 @@ from tests.report.ledger_factory import (
     write_calls,
     write_times,
 )
-from tools import records
-from tools.measurements import CommunicationRecord, Phase, RankCommunication
-from tools.records import Parallelism
+from tools.records import run as records
+from tools.records.measurements import CommunicationRecord, Phase, RankCommunication
+from tools.records.routing import LayerRouting, RankRouting, RoutingRecord
 from tools.report.chart_routing import chosen_layers, draw_routing
 from tools.report.charts import draw_charts
 from tools.report.explanation import explain
 from tools.report.routing import busiest, iterations_of, loads, shares
 from tools.report.runs import load_folder
-from tools.routing import LayerRouting, RankRouting, RoutingRecord
+from tools.spec.strategy import Parallelism
 
 EP2 = Parallelism(data=2, expert=2)
 QUESTION = "How evenly are tokens routed, and what does it cost?"

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
-from tools.records import Status
+from tools.records.run import Status
 from tools.report.configurations import configurations
 from tools.report.runs import find_run_folders, load_folder, load_log, load_runs
 

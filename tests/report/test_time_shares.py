@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.ledger_factory import call, seconds
-from tools.measurements import CommunicationRecord, Phase, RankCommunication, TimeRecord
+from tools.records.measurements import CommunicationRecord, Phase, RankCommunication, TimeRecord
 from tools.report.time_shares import read_time_ledger, time_shares, with_pipeline_waits
 
 PHASES = {

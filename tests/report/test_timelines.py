@@ -11,8 +11,7 @@ from tests.report.ledger_factory import (
     write_trace,
 )
 from tests.report.test_trace import spans
-from tools.measurements import CommunicationRecord, RankCommunication
-from tools.records import DeviceKind
+from tools.records.measurements import CommunicationRecord, RankCommunication
 from tools.report.cli import main
 from tools.report.timelines import (
     NoTraceError,
@@ -21,6 +20,7 @@ from tools.report.timelines import (
     timeline_charts,
     write_timeline,
 )
+from tools.spec.run import DeviceKind
 
 
 @pytest.fixture

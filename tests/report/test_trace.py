@@ -5,8 +5,8 @@ import pytest
 
 from tests.report.ledger_factory import write_trace
 from tools.plan.schedules import Pass, Schedule
-from tools.records import Parallelism
 from tools.report.trace import Piece, idle_share, passes, read_trace, schedule_of
+from tools.spec.strategy import Parallelism
 
 PP2 = Parallelism(pipeline=2)
 F, B = "forward-compute", "backward-compute"

@@ -9,7 +9,7 @@ import pytest
 from tests.report.factory import log_text, run_record, write_run
 from tests.report.test_build import made
 from tests.report.test_golden_logs import LOGS
-from tools.recipe.strategy import NAMED
+from tools.spec.strategy import NAMED
 
 SHAPE = {"layers": 4, "hidden": 64, "seq": 64, "ffn": 256}
 BATCH, RANKS = 8, 2

@@ -22,8 +22,8 @@ from tools.launch.errors import LaunchError
 from tools.launch.interruption import Interrupted, interruptible
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import Target
-from tools.recipe.model import load_model
-from tools.records import DeviceKind
+from tools.spec.model import load_model
+from tools.spec.run import DeviceKind
 
 INTERRUPTED_EXIT = 130
 

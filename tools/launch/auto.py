@@ -13,17 +13,16 @@ from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import AUTO, train
-from tools.measurements import Transport
 from tools.plan.cluster import Calibration, Cluster
 from tools.plan.configuration import configuration_of
-from tools.plan.hardware import Device, device_by_key, find_device, link_by_key
 from tools.plan.memory import CPU_PROCESS_BYTES, DEVICE_BASE_BYTES
 from tools.plan.naming import extra_flags
 from tools.plan.request import load_calibration
 from tools.plan.search import Candidate, Plan, Request, search
-from tools.recipe.model import load_model
-from tools.recipe.strategy import batch_for, strategy_flags
-from tools.records import Batch, DeviceKind, Parallelism
+from tools.spec.hardware import Device, device_by_key, find_device, link_by_key
+from tools.spec.model import load_model
+from tools.spec.run import DeviceKind, Transport
+from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 
 CPU_KEY = "cpu"
 
@@ -115,7 +114,7 @@ def _device(target: Target) -> Device:
     device = find_device(names[0])
     if device is None:
         raise LaunchError(
-            f"The planner has no rates of '{names[0]}'; add it to tools/plan/hardware.yaml, or name "
+            f"The planner has no rates of '{names[0]}'; add it to tools/spec/hardware.yaml, or name "
             f"a strategy: 'make train-dp{target.devices}-{target.model}-{target.devices}gpu'."
         )
     return device

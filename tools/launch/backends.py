@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from examples.native.settings import refused_value, unknown_flags
 from tools.launch.compose import UNTIED, Launch, start_checkpoint_path
-from tools.launch.options import Backend, Options
-from tools.launch.paths import from_root
-from tools.recipe.arguments import merge_flags
-from tools.recipe.strategy import strategy_flags
-from tools.records import DeviceKind, Sharding
+from tools.launch.options import Options
+from tools.spec.files import from_root
+from tools.spec.flags import merge_flags
+from tools.spec.run import Backend, DeviceKind
+from tools.spec.strategy import Sharding, strategy_flags
 
 NO_DEEPSPEED = (
     "BACKEND=deepspeed needs the package deepspeed, which is optional; "

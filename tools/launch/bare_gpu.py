@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from tools.launch.compose import Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.flags import FSDP
-from tools.launch.options import Backend
-from tools.records import DeviceKind
+from tools.spec.run import Backend, DeviceKind
 
 RESET_MASK = "--reset-attention-mask"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from tools.launch.compose import torchrun
 from tools.launch.errors import LaunchError
 from tools.plan.cluster import Calibration
-from tools.plan.hardware import Device, Link
-from tools.recipe.model import ROOT
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.hardware import Device, Link
+from tools.spec.run import DeviceKind
 
 
 def calibration_path(runs: Path, device: Device) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tools.records import StatusRecord
+from tools.records.run import StatusRecord
 
 
 class Company(Protocol):

@@ -28,19 +28,14 @@ from tools.launch.flags import (
 from tools.launch.network import Rate
 from tools.launch.network import command as shaped
 from tools.launch.optimizers import optimizer_flags
-from tools.launch.options import HANG_TIMEOUT_SECONDS, Backend, Options
-from tools.launch.paths import from_root
+from tools.launch.options import HANG_TIMEOUT_SECONDS, Options
 from tools.launch.runtime import ON_HOST, Runtime
-from tools.recipe.arguments import Flags, merge_flags
-from tools.recipe.model import (
-    GPT2_VOCABULARY,
-    ROOT,
-    Model,
-    changed_model,
-    with_vocabulary,
-)
-from tools.recipe.strategy import batch_for, parallelism_from_flags
-from tools.records import Batch, DeviceKind, Entry, Parallelism
+from tools.records.run import Entry
+from tools.spec.files import ROOT, from_root
+from tools.spec.flags import Flags, merge_flags
+from tools.spec.model import GPT2_VOCABULARY, Model, changed_model, with_vocabulary
+from tools.spec.run import Backend, DeviceKind
+from tools.spec.strategy import Batch, Parallelism, batch_for, parallelism_from_flags
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
 DEFAULT_DATA = {

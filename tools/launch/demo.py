@@ -13,9 +13,10 @@ from tools.launch.target import Target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.preprocess.dataset import open_dataset
 from tools.preprocess.errors import DatasetError
-from tools.recipe.model import ROOT
-from tools.recipe.strategy import NAMED
-from tools.records import DeviceKind, Status
+from tools.records.run import Status
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import NAMED
 
 MODEL = "gpt2-tiny"
 MICRO_BATCH, GLOBAL_BATCH = 2, 8

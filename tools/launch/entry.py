@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_patches.situation import checkout_version
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
-from tools.records import Entry
+from tools.records.run import Entry
+from tools.spec.files import ROOT
 
 KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools import records
 from tools.launch.checkpoints.keeper import Keeper
 from tools.launch.company import ALONE, Company
 from tools.launch.compose import Launch
@@ -20,13 +19,15 @@ from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.gpu_samples import GpuRanks
 from tools.launch.interruption import Interrupted, deferred, raise_if_asked
-from tools.launch.paths import from_root
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.ranks import Ranks
 from tools.launch.run_folder import create_run_folder
 from tools.launch.samples import CpuRanks, Sampler, Source
 from tools.launch.watch import ending
 from tools.launch.watch.hang import HangError, HangWatch, collect_stacks, kept_if_filled
+from tools.records import run as records
+from tools.spec.files import from_root
+from tools.spec.run import DeviceKind
 
 POLL_SECONDS = 0.2
 ENDED_EARLY = 1
@@ -188,7 +189,7 @@ def _tell(keeper: Keeper, console: Console) -> None:
 
 
 def _source(launch: Launch, ranks: Ranks) -> Source:
-    if launch.device is records.DeviceKind.GPU:
+    if launch.device is DeviceKind.GPU:
         gpus = visible_gpus()[: launch.local_devices]
         return GpuRanks(gpus, lambda: _first_rank(launch, ranks))
     return CpuRanks(ranks)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools import records
 from tools.launch.backends import without
 from tools.launch.checkpoints.relaunch import OF_ONE_START
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch
-from tools.launch.paths import from_root
 from tools.launch.provenance import Provenance, find_provenance
-from tools.records import RunRecord
+from tools.records import run as records
+from tools.records.run import RunRecord
+from tools.spec.files import from_root
 
 
 def finished_run(launch: Launch, runs: Path) -> Path | None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from megatron_patches.fused.names import dropped_flags
 from tools.launch.entry import release
 from tools.launch.options import Options
-from tools.launch.paths import from_root
 from tools.launch.runtime import ON_HOST, Runtime
-from tools.recipe.arguments import read_args_file
-from tools.recipe.model import Model, training_flags
-from tools.records import DeviceKind, Entry, Parallelism, Sharding
+from tools.records.run import Entry
+from tools.spec.files import from_root, read_args_file
+from tools.spec.model import Model, training_flags
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import Parallelism, Sharding
 
 RUNTIMES = Path(__file__).parent / "runtimes"
 FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)

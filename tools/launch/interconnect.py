@@ -9,7 +9,7 @@ from typing import Any
 import pynvml
 
 from tools.launch.devices import Gpu
-from tools.records import DeviceLink
+from tools.records.run import DeviceLink
 
 TOPOLOGY = {
     pynvml.NVML_TOPOLOGY_INTERNAL: "same board",

@@ -14,9 +14,15 @@ from tools.launch.devices import Gpu, visible_gpus
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
 from tools.plan.parameters import active_parameters, parameters_of_rank, parameters_total
-from tools.recipe.model import ALIASES, Model, load_model, model_names
-from tools.recipe.strategy import NAMED, OF_EXPERTS, batch_for, devices_of, parse_strategy
-from tools.records import Parallelism
+from tools.spec.model import ALIASES, Model, load_model, model_names
+from tools.spec.strategy import (
+    NAMED,
+    OF_EXPERTS,
+    Parallelism,
+    batch_for,
+    devices_of,
+    parse_strategy,
+)
 
 MEANING = {
     "baseline": "one device",

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
-from tools import records
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
+from tools.records import run as records
+from tools.records.io import lock
 
 LOCK_FILE = ".lock"
-_UNKNOWN_HERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What flock answers on Lustre without `-o flock`, and on NFS without its lock manager."""
-
-
-def lock(file: IO[bytes], how: int = fcntl.LOCK_EX) -> None:
-    """Lock a file without waiting; nothing happens where the file system has no locks.
-
-    Raises:
-        BlockingIOError: Somebody else holds it.
-    """
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _UNKNOWN_HERE:
-            raise
 
 
 def is_running(log: Path) -> bool:
     """Whether a process of the run that writes this log still lives."""
     try:
         with log.open("rb") as file:
-            lock(
-                file, fcntl.LOCK_SH
-            )  # Shared: over NFS an exclusive one asks for a file open to write.
+            lock(file, shared=True)
     except BlockingIOError:
         return True
     except FileNotFoundError:

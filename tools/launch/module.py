@@ -13,7 +13,7 @@ from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, RuntimeName
 from tools.launch.runtime import default_runtime, docker_runtime, inside_image
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 
 def run_module(words: Sequence[str], options: Options) -> int:

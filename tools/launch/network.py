@@ -23,7 +23,7 @@ from types import FrameType
 
 import psutil
 
-from tools.records import DeviceKind
+from tools.spec.run import DeviceKind
 
 NODES = 2
 FASTEST_BITS_PER_SECOND = 10e9

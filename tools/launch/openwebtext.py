@@ -17,7 +17,7 @@ from typing import Any
 
 from tools.preprocess.dataset import open_dataset
 from tools.preprocess.errors import DatasetError
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 HUB_NAME = "vuiseng9/openwebtext-10k"
 SPLIT = "train"

@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from tools.launch.entry import release
-from tools.recipe.arguments import Flags
-from tools.records import Sharding
+from tools.spec.flags import Flags
+from tools.spec.strategy import Sharding
 
 if TYPE_CHECKING:
     from tools.launch.compose import Launch

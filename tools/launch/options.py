@@ -17,7 +17,8 @@ from tools.launch.errors import LaunchError
 from tools.launch.network import Rate, parse_rate
 from tools.launch.optimizers import OptimizerName
 from tools.launch.wandb_logging import Wandb, wandb_from_environment
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
+from tools.spec.run import Backend
 
 HANG_TIMEOUT_SECONDS = 900.0
 """Longer than NCCL waits for a collective by itself (600 s), so that its own word is heard first."""
@@ -28,15 +29,6 @@ class RuntimeName(StrEnum):
 
     DOCKER = "docker"
     HOST = "host"
-
-
-class Backend(StrEnum):
-    """What trains; `bare` is forward and backward of the native model alone, to measure against."""
-
-    MEGATRON = "megatron"
-    NATIVE = "native"
-    DEEPSPEED = "deepspeed"
-    BARE = "bare"
 
 
 @dataclass(frozen=True)

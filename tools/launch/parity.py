@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tools.launch.demo import demo
 from tools.launch.options import Options
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 REPORT = "parity"
 _AGREES = {"reference", "held"}

@@ -27,9 +27,9 @@ from tools.plan.memory import estimate_peak_bytes
 from tools.plan.parameters import UnevenSplitError, parameters_total
 from tools.preprocess.dataset import Dataset, idx_path, largest_token, open_dataset
 from tools.preprocess.errors import DatasetError
-from tools.recipe.arguments import Flags
-from tools.recipe.model import ROOT
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags
+from tools.spec.run import DeviceKind
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""

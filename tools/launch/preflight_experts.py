@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tools.launch.compose import Launch
-from tools.recipe.arguments import Flags
+from tools.spec.flags import Flags
 
 _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"

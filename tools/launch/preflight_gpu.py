@@ -15,7 +15,7 @@ from tools.launch.errors import LaunchError
 from tools.plan.configuration import configuration_of
 from tools.plan.legality import divisors
 from tools.plan.memory import memory_of_rank
-from tools.records import Batch
+from tools.spec.strategy import Batch
 
 BUSY_BYTES = 2 << 30
 """More than a desktop or an idle driver holds; published readings began at 3 MiB."""

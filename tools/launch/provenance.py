@@ -11,12 +11,13 @@ from pathlib import Path
 
 import psutil
 
-from tools import records
 from tools.launch.compose import Launch
 from tools.launch.container import docker
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import driver_version, gpu_names, processor_name, visible_gpus
 from tools.launch.interconnect import describe_links, find_links
+from tools.records import run as records
+from tools.spec.run import DeviceKind
 
 PROBE_SECONDS = 180.0
 IMAGES_FOLDER = ".images"
@@ -43,7 +44,7 @@ def find_provenance(launch: Launch, runs: Path) -> Provenance:
 
 
 def _host(launch: Launch) -> records.Host:
-    on_cpu = launch.device is records.DeviceKind.CPU
+    on_cpu = launch.device is DeviceKind.CPU
     nodes, local = launch.nodes, launch.local_devices
     # Node 0 has seen that all have the same GPUs, or it would not have started.
     own = gpu_names()[:1] * local if launch.shares_gpu else gpu_names()[:local]

@@ -15,9 +15,9 @@ from typing import BinaryIO, Self
 import psutil
 
 from tools.launch.container.docker import remove_container
-from tools.launch.locks import lock
 from tools.launch.watch import guard
-from tools.recipe.model import ROOT
+from tools.records.io import lock
+from tools.spec.files import ROOT
 
 GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""

@@ -11,7 +11,6 @@ from statistics import mean
 
 from rich.console import Console
 
-from tools import records
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
@@ -22,10 +21,12 @@ from tools.launch.runtime import choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target
 from tools.launch.train import command_line, compose_target, flags_of_grammar, outcome
-from tools.recipe.model import ROOT
-from tools.recipe.strategy import NAMED
-from tools.records import DeviceKind, Status
+from tools.records import run as records
+from tools.records.run import Status
 from tools.report.published import load_published
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import NAMED
 
 MODEL = "gpt2-large"
 ITERATIONS = 100

@@ -11,17 +11,18 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools import records
 from tools.launch.checkpoints.choose import set_aside
 from tools.launch.cluster import node_files
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
-from tools.launch.paths import from_root
 from tools.launch.preflight import data_path
 from tools.launch.provenance import Provenance, find_provenance
 from tools.launch.watch.ending import reserve_room
 from tools.preprocess.dataset import open_dataset
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.spec.files import from_root
 
 
 def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) -> Path:
@@ -134,11 +135,11 @@ _OF_ONE_ATTEMPT = (
 
 
 def _begin(folder: Path, record: records.RunRecord) -> None:
-    records.write_record(folder / records.RUN_FILE, record)
+    write_record(folder / records.RUN_FILE, record)
     unfinished = records.StatusRecord(
         records.Status.INCOMPLETE, reason="The launcher did not finish."
     )
-    records.write_record(folder / records.STATUS_FILE, unfinished)
+    write_record(folder / records.STATUS_FILE, unfinished)
     reserve_room(folder)
 
 

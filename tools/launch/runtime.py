@@ -16,7 +16,7 @@ from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, RuntimeName
-from tools.records import DeviceKind
+from tools.spec.run import DeviceKind
 
 IMPORT_SECONDS = 120.0
 

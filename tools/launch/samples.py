@@ -14,7 +14,7 @@ import psutil
 from tools.launch.beside import Beside
 from tools.launch.devices import processor_name
 from tools.launch.ranks import Ranks
-from tools.records import SAMPLE_COLUMNS
+from tools.records.run import SAMPLE_COLUMNS
 
 INTERVAL_SECONDS = 1.0
 

@@ -13,12 +13,13 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.finished import finished_run
-from tools.launch.options import Backend, Options
+from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import outcome
-from tools.recipe.model import ROOT
-from tools.records import StatusRecord, read_status
+from tools.records.run import StatusRecord, read_status
+from tools.spec.files import ROOT
+from tools.spec.run import Backend
 
 Finished = list[tuple[Path, StatusRecord]]
 

@@ -20,11 +20,13 @@ from tools.launch.compose import UNTIED, Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
 from tools.launch.optimizers import OptimizerName
-from tools.launch.options import Backend, Options
-from tools.launch.paths import from_root
+from tools.launch.options import Options
 from tools.launch.progress import RunProgress
-from tools.records import LOG_FILE, Batch
+from tools.records.run import LOG_FILE
 from tools.report.diagnosis import diagnose
+from tools.spec.files import from_root
+from tools.spec.run import Backend
+from tools.spec.strategy import Batch
 
 
 def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) -> Path | None:

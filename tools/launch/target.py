@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass
 
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ALIASES as MODEL_ALIASES
-from tools.recipe.model import ROOT, load_model, model_names
-from tools.recipe.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.model import ALIASES as MODEL_ALIASES
+from tools.spec.model import load_model, model_names
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy
 
 ALIASES = {"train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu"}
 """Names that the published experiments used."""

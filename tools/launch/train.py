@@ -18,15 +18,17 @@ from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.locks import only_attempt
-from tools.launch.options import Backend, Options
+from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target, parse_target, script_of
 from tools.plan.parameters import parameters_total
-from tools.recipe.model import ROOT, Model, load_model
-from tools.recipe.strategy import StrategyError, parse_strategy, strategy_flags
-from tools.records import Status, StatusRecord
+from tools.records.run import Status, StatusRecord
+from tools.spec.files import ROOT
+from tools.spec.model import Model, load_model
+from tools.spec.run import Backend
+from tools.spec.strategy import StrategyError, parse_strategy, strategy_flags
 
 AUTO = "train-auto-"
 

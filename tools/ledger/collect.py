@@ -8,14 +8,11 @@ from typing import Any
 
 import msgspec
 
-from tools import records
 from tools.ledger.rank_file import RankLedger
-from tools.measurements import (
-    CommunicationRecord,
-    MemoryRecord,
-    TimeRecord,
-)
-from tools.routing import RoutingRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.measurements import CommunicationRecord, MemoryRecord, TimeRecord
+from tools.records.routing import RoutingRecord
 
 
 def collect(folder: Path) -> None:
@@ -31,9 +28,9 @@ def collect(folder: Path) -> None:
         return
     communication = CommunicationRecord(tuple(rank.communication for rank in ranks))
     memory = MemoryRecord(tuple(rank.memory for rank in ranks if rank.memory is not None))
-    records.write_record(folder / records.COMMUNICATION_FILE, communication)
-    records.write_record(folder / records.MEMORY_FILE, memory)
-    records.write_record(folder / records.TIME_FILE, TimeRecord(tuple(rank.time for rank in ranks)))
+    write_record(folder / records.COMMUNICATION_FILE, communication)
+    write_record(folder / records.MEMORY_FILE, memory)
+    write_record(folder / records.TIME_FILE, TimeRecord(tuple(rank.time for rank in ranks)))
     routing = tuple(rank.routing for rank in ranks if rank.routing is not None)
     if routing:
         # Not indented as the others are: it has a number for each expert, layer and iteration.

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from tools.ledger.clock import Clock, Mark
 from tools.ledger.timeline import Span
-from tools.measurements import (
+from tools.records.measurements import (
     Calls,
     Operation,
     Phase,
     RankCommunication,
     RankTime,
-    Transport,
     algorithm,
     wire_bytes,
 )
+from tools.spec.run import Transport
 
 NANO = 1e-9
 

@@ -28,7 +28,7 @@ from tools.ledger.model_state import (
 )
 from tools.ledger.module_path import ModulePath
 from tools.ledger.timeline import Timeline
-from tools.measurements import DeviceMemory, MemoryCategory, Phase, RankMemory
+from tools.records.measurements import DeviceMemory, MemoryCategory, Phase, RankMemory
 
 
 @dataclass

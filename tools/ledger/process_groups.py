@@ -20,7 +20,8 @@ from tools.ledger.clock import Mark
 from tools.ledger.communication import Call, CommunicationLedger, Watched
 from tools.ledger.groups import group_name
 from tools.ledger.timeline import Timeline
-from tools.measurements import ROUTED_GROUPS, Operation, Phase, Transport
+from tools.records.measurements import ROUTED_GROUPS, Operation, Phase
+from tools.spec.run import Transport
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
 _METHODS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from tools.ledger.timeline import Span
-from tools.measurements import RankCommunication, RankMemory, RankTime
-from tools.routing import RankRouting
+from tools.records.measurements import RankCommunication, RankMemory, RankTime
+from tools.records.routing import RankRouting
 
 
 class RankLedger(msgspec.Struct, frozen=True):

@@ -17,7 +17,8 @@ from tools.ledger.process_groups import CallWatcher
 from tools.ledger.rank_file import RankLedger
 from tools.ledger.routing import RoutingLedger
 from tools.ledger.timeline import Span, Timeline
-from tools.measurements import Phase
+from tools.records.io import write_whole
+from tools.records.measurements import Phase
 
 FOLDER_VARIABLE = "KIT_LEDGER"
 """Names the folder that ranks write to; without it nothing is installed and nothing costs anything."""
@@ -112,7 +113,4 @@ class Recorder:
             self._routing.result(self._rank),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._rank}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(ledger))
-        partial.replace(path)
+        write_whole(self._folder / f"rank{self._rank}.json", msgspec.json.encode(ledger))

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from tools.routing import LayerRouting, RankRouting
+from tools.records.routing import LayerRouting, RankRouting
 
 KEPT_ITERATIONS = 1024
 """When more are there, every other one is dropped, and from then on twice as many passed over."""

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 
 from tools.ledger.clock import Clock, HostClock, Mark
-from tools.measurements import Phase
+from tools.records.measurements import Phase
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ sbh(34 + 5as/h), sbh(10 + 24/t + 5as/(ht)) under TP and (sbh/t)(34 + 5as/h) unde
 
 from __future__ import annotations
 
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
+from tools.spec.run import Recompute
 
 _FP32_BYTES = 4
 

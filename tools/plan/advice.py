@@ -13,7 +13,7 @@ from tools.plan.parameters import parameters_total
 from tools.plan.search import Candidate, Plan, Request, evaluate
 from tools.plan.timing import TIME_COMPONENTS
 from tools.plan.wire import Group
-from tools.records import Parallelism, Sharding
+from tools.spec.strategy import Parallelism, Sharding
 
 GIB = 2**30
 

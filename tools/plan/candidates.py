@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
 from tools.plan.legality import CP_COMM_TYPES
-from tools.recipe.model import ModelShape
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import ModelShape
+from tools.spec.run import Recompute
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGEST_MICRO_BATCH = 64
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from tools.plan.hardware import Device, Link
 from tools.plan.wire import Group
-from tools.records import Parallelism
+from tools.spec.hardware import Device, Link
+from tools.spec.strategy import Parallelism
 
 
 @dataclass(frozen=True)

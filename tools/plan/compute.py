@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from tools.plan.activations import logit_elements
 from tools.plan.cluster import Cluster
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS, held_parameters
+from tools.spec.run import Recompute
 
 _FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
 """fp32 passes over the logits in `VocabParallelCrossEntropy`: copy out, maximum, subtract,

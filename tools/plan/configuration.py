@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from tools.measurements import Transport
 from tools.plan.legality import microbatches, violations
 from tools.plan.parameters import shape_as_run
-from tools.recipe.model import Model, ModelShape
-from tools.records import Batch, Parallelism
+from tools.spec.model import Model, ModelShape
+from tools.spec.run import Recompute, Transport
+from tools.spec.strategy import Batch, Parallelism
 
 ALL_TO_ALL, ALL_GATHER = "alltoall", "allgather"
 """Ways in which tokens reach their experts (`--moe-token-dispatcher-type`)."""
-
-
-class Recompute(StrEnum):
-    """Which activations are computed again in backward instead of kept."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    """The attention scores alone; with fused attention it is what happens anyway."""
-    FULL = "full"
-    """Every layer keeps its input only (`--recompute-method uniform --recompute-num-layers 1`)."""
 
 
 @dataclass(frozen=True)

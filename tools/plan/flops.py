@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.recipe.model import ModelShape
+from tools.spec.model import ModelShape
 
 _BACKWARD_AND_FORWARD = 3
 

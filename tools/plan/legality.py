@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from tools.recipe.model import ModelShape
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import ModelShape
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 """Context-parallel attention that the planner knows (`--cp-comm-type`)."""

@@ -16,8 +16,8 @@ from tools.plan.activations import (
 )
 from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.parameters import Parameters, layer_parameters, rank_parameters
-from tools.recipe.model import Model
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import Model
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 MIB = 2**20
 

@@ -30,7 +30,7 @@ from tools.plan.traffic_tensor import (
     layers_traffic,
 )
 from tools.plan.wire import Traffic
-from tools.records import Batch, Sharding
+from tools.spec.strategy import Batch, Sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tools.plan.search import Candidate, Request, evaluate
-from tools.recipe.strategy import batch_for, parse_strategy
+from tools.spec.strategy import batch_for, parse_strategy
 
 WORDS = ("dp", "tp", "sp", "cp", "pp")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.plan.configuration import Configuration, Recompute
-from tools.recipe.model import Model
-from tools.recipe.strategy import batch_for
-from tools.records import Parallelism
+from tools.plan.configuration import Configuration
+from tools.spec.model import Model
+from tools.spec.run import Recompute
+from tools.spec.strategy import Parallelism, batch_for
 
 _RECOMPUTE_FLAGS = {
     Recompute.NONE: (),

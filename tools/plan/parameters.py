@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tools.recipe.model import ModelShape
-from tools.records import Parallelism, Sharding
+from tools.spec.model import ModelShape
+from tools.spec.strategy import Parallelism, Sharding
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from tools.plan.cluster import Calibration, Cluster
 from tools.plan.configuration import Configuration, configuration_of
-from tools.plan.hardware import device_by_key, link_by_key
 from tools.plan.memory import PRECISIONS
 from tools.plan.search import Request
-from tools.recipe.model import load_model
-from tools.recipe.strategy import batch_for
-from tools.records import Batch, Parallelism
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import load_model
+from tools.spec.strategy import Batch, Parallelism, batch_for
 
 USUAL_NODE = 8
 

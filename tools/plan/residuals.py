@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tools.plan.cluster import Cluster
-from tools.plan.configuration import Configuration, Recompute, configuration_of
-from tools.plan.hardware import device_by_key, link_by_key
+from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.memory import MIB, memory_of_rank
 from tools.plan.timing import iteration_seconds
-from tools.recipe.model import ModelShape, load_model
-from tools.recipe.strategy import batch_for, parse_strategy
-from tools.records import Batch, Parallelism
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import ModelShape, load_model
+from tools.spec.run import Recompute
+from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy
 
 MEMORY_READINGS = (
     ("baseline", 0, 80161),

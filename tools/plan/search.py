@@ -24,13 +24,14 @@ from tools.plan.candidates import (
     variants,
 )
 from tools.plan.cluster import Cluster
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
 from tools.plan.flops import mfu, model_flops
 from tools.plan.memory import RankMemory, fullest_rank
 from tools.plan.naming import strategy_name
 from tools.plan.timing import IterationSeconds, iteration_seconds, pipeline_seconds
-from tools.recipe.model import Model
-from tools.records import Parallelism
+from tools.spec.model import Model
+from tools.spec.run import Recompute
+from tools.spec.strategy import Parallelism
 
 KEPT = 10
 MEMORY_RESERVE = 0.03

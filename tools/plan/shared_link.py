@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tools.plan.cluster import crossing_groups
 from tools.plan.wire import Group
-from tools.records import Parallelism
+from tools.spec.strategy import Parallelism
 
 NODES = 2
 

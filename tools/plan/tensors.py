@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from tools.plan.configuration import Configuration
 from tools.plan.parameters import norm_parameters
-from tools.recipe.model import ModelShape
+from tools.spec.model import ModelShape
 
 ALIGNMENT = 64
 """The distributed optimizer starts every tensor at a multiple of this many elements."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from tools.measurements import Phase
 from tools.plan.cluster import Cluster
 from tools.plan.compute import optimizer_seconds, rates
 from tools.plan.configuration import Configuration
@@ -16,7 +15,8 @@ from tools.plan.traffic_data import gradient_traffic
 from tools.plan.traffic_pipeline import pipeline_traffic
 from tools.plan.traffic_tensor import replicated_gradients
 from tools.plan.wire import Group, Traffic
-from tools.records import Batch, Sharding
+from tools.records.measurements import Phase
+from tools.spec.strategy import Batch, Sharding
 
 
 @dataclass(frozen=True, slots=True)

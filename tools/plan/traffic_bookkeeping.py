@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import Operation, Phase
 from tools.plan.configuration import Configuration
 from tools.plan.megatron import Megatron
 from tools.plan.wire import Group, Traffic
-from tools.records import Sharding
+from tools.records.measurements import Operation, Phase
+from tools.spec.strategy import Sharding
 
 _SCALAR_BYTES = 4
 _LOGGED_TIMERS = 24

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import Operation, Phase
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
 from tools.plan.wire import Group, Traffic
+from tools.records.measurements import Operation, Phase
+from tools.spec.run import Recompute
 
 _RING = "Transformer Engine, AttnFuncWithCPAndKVP2P; arXiv:2310.01889"
 _GATHER = "Transformer Engine, AttnFuncWithCPAndKVAllGather; megatron_patches on hosts without it"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from tools.measurements import Operation, Phase
 from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import layer_parameters, rank_parameters
 from tools.plan.tensors import Buffer, chunk_buffers
 from tools.plan.wire import Group, Traffic
-from tools.recipe.model import ModelShape
-from tools.records import Sharding
+from tools.records.measurements import Operation, Phase
+from tools.spec.model import ModelShape
+from tools.spec.strategy import Sharding
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
 _FSDP = "distributed/fsdp/src/megatron_fsdp; torch.distributed.fsdp.fully_shard"

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import Operation, Phase, Transport
-from tools.plan.configuration import ALL_GATHER, Configuration, Recompute
+from tools.plan.configuration import ALL_GATHER, Configuration
 from tools.plan.wire import Group, Traffic
+from tools.records.measurements import Operation, Phase
+from tools.spec.run import Recompute, Transport
 
 _DISPATCHER = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
 _GATHERING = "transformer/moe/token_dispatcher.py: MoEAllGatherTokenDispatcher"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import Operation, Phase
 from tools.plan.activations import residual_bytes
 from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS
 from tools.plan.wire import Group, Traffic
+from tools.records.measurements import Operation, Phase
 
 _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
 

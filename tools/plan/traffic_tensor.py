@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import Operation, Phase
-from tools.plan.configuration import Configuration, Recompute
+from tools.plan.configuration import Configuration
 from tools.plan.megatron import Megatron
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import norm_parameters
 from tools.plan.wire import Group, Traffic
+from tools.records.measurements import Operation, Phase
+from tools.spec.run import Recompute
 
 _INT64, _FP32, _BOOL = 8, 4, 1
 

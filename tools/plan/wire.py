@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tools.measurements import Operation, Phase, Transport, wire_bytes
+from tools.records.measurements import Operation, Phase, wire_bytes
+from tools.spec.run import Transport
 
 
 class Group(StrEnum):

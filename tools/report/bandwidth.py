@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.measurements import RankCommunication
 from tools.plan.shared_link import NODES, at_other_rate, link_seconds
+from tools.records.measurements import RankCommunication
 from tools.report.report_data import Entry
 from tools.report.runs import Run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.gpu_bench import read_bench
+from tools.records.gpu_bench import read_bench
 from tools.report.changes import BaselineError, compare_with_baseline, read_baseline
 from tools.report.files import write_report
 from tools.report.published import load_published

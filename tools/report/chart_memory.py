@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tools.measurements import MemoryCategory
+from tools.records.measurements import MemoryCategory
 from tools.report.chart_canvas import WIDTH_INCHES, colour, grid, names
 from tools.report.report_data import Entry
 from tools.report.rows import memory_by_rank

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.records import Status
+from tools.records.run import Status
 from tools.report.diagnosis import judge
 from tools.report.dump import log_as_json
 from tools.report.scrape import scrape_runs

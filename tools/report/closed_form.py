@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tools.measurements import Transport
-from tools.plan.configuration import ALL_GATHER, Configuration, Recompute
+from tools.plan.configuration import ALL_GATHER, Configuration
 from tools.plan.megatron import LATEST, Megatron
 from tools.report.predicted_moments import Kernels
 from tools.report.runs import Run
+from tools.spec.run import Recompute, Transport
 
 _BACKEND = "megatron"
 _OLD = ("0.14", "0.15")

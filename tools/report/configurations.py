@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.recipe.strategy import EXAMPLES
 from tools.report.bare_gpu import patches, shares_gpu
 from tools.report.runs import Run
 from tools.report.statistics import Estimate, estimate
+from tools.spec.strategy import EXAMPLES
 
 # Arguments that say where output goes or how long to run, not what is trained.
 _VOLATILE = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tools.records import Status, StatusRecord
+from tools.records.run import Status, StatusRecord
 from tools.report.scrape import scrape_log
 from tools.report.scraped import LoggedError, ScrapedLog
 

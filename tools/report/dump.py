@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tools.records import StatusRecord
+from tools.records.run import StatusRecord
 from tools.report.scraped import Iteration, ScrapedLog
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.records import TRACE_FILE
+from tools.records.run import TRACE_FILE
 from tools.report.explanation import explain
 from tools.report.explanation_text import print_explanation
 from tools.report.published import load_published

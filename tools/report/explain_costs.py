@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.measurements import Phase, RankTime, TimeRecord
+from tools.records.measurements import Phase, RankTime, TimeRecord
 from tools.report.explained import Subject, find
 from tools.report.phrases import joined, milliseconds, signed
 from tools.report.time_shares import mean

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tools.measurements import MemoryCategory, Phase, RankMemory
 from tools.plan.activations import head_bytes, layer_activation_bytes, layers_in_flight
 from tools.plan.memory import activation_bytes
 from tools.plan.parameters import rank_parameters
-from tools.records import Sharding
+from tools.records.measurements import MemoryCategory, Phase, RankMemory
 from tools.report.closed_form import pipeline_rank
 from tools.report.explained import Subject, find
 from tools.report.phrases import amount, joined, signed
 from tools.report.wording import count
+from tools.spec.strategy import Sharding
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
 _SMALLEST_SHARE = 0.02

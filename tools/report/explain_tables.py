@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.measurements import Phase
+from tools.records.measurements import Phase
 from tools.report.compared import Compared
 from tools.report.explained import Subject
 from tools.report.phrases import amount, signed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.measurements import Phase
+from tools.records.measurements import Phase
 from tools.report.explained import Subject, find
 from tools.report.phrases import amount, joined
 from tools.report.predicted_calls import CallComparison, CallRow

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.records import Parallelism
 from tools.report.predicted import Findings, findings_of
 from tools.report.report_data import Entry, Report
 from tools.report.runs import Run
+from tools.spec.strategy import Parallelism
 
 
 @dataclass(frozen=True)

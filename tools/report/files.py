@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tools.records.io import write_whole
 from tools.report.charts import draw_charts
 from tools.report.explanation import Explanation, explain
 from tools.report.explanation_text import explanation_markdown
@@ -43,7 +44,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         if stale.name not in contents:
             stale.unlink()
     for name, text in contents.items():
-        _write(folder / name, text)
+        write_whole(folder / name, text)
     point_latest(folder)
     return [folder / name for name in contents]
 
@@ -134,9 +135,3 @@ def _cell(value: object) -> object:
         text = " ".join(value.split())
         return f"'{text}" if text[:1] in ("=", "+", "@") else text
     return value
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tools.gpu_bench import MARK_MS, GpuBench, Measured, SettingResult
+from tools.records.gpu_bench import MARK_MS, GpuBench, Measured, SettingResult
 from tools.report.explain_tables import Table
 
 DASH = "–"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from tools.measurements import (
+from tools.records.measurements import (
     CommunicationRecord,
     MemoryRecord,
     read_communication,
     read_memory,
 )
-from tools.records import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE
-from tools.routing import RoutingRecord, read_routing
+from tools.records.routing import RoutingRecord, read_routing
+from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tools.records.routing import choices, first_other_choice
 from tools.report.configurations import Configuration
 from tools.report.runs import Run
-from tools.routing import choices, first_other_choice
 
 REFERENCE = "reference"
 HELD = "held"

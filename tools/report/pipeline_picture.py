@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tools.measurements import Phase
 from tools.plan.schedules import Durations, Pass, Step, Timeline, simulate
-from tools.records import Parallelism
+from tools.records.measurements import Phase
 from tools.report.chart_canvas import INK, Chart, draw
 from tools.report.time_shares import mean
 from tools.report.trace import Piece, idle_share, passes, schedule_of
+from tools.spec.strategy import Parallelism
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.measurements import TimeRecord
 from tools.plan.configuration import Configuration
 from tools.plan.parameters import UnevenSplitError, rank_parameters
-from tools.records import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
+from tools.records.measurements import TimeRecord
+from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from tools.report.closed_form import (
     NoClosedFormError,
     configuration_of_run,

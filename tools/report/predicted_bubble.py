@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.measurements import Phase, TimeRecord
 from tools.plan.configuration import Configuration
+from tools.records.measurements import Phase, TimeRecord
 from tools.report.closed_form import pipeline_rank
 from tools.report.compared import Compared
 from tools.report.time_shares import busy_seconds, mean

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tools.measurements import Calls, Operation, RankCommunication
 from tools.plan.communication import communication_of_rank
 from tools.plan.configuration import Configuration
 from tools.plan.megatron import Megatron
 from tools.plan.wire import Group, Traffic
+from tools.records.measurements import Calls, Operation, RankCommunication
 from tools.report.closed_form import pipeline_rank
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.measurements import DeviceMemory, MemoryCategory, RankMemory
 from tools.plan.configuration import Configuration
 from tools.plan.memory import memory_of_rank
+from tools.records.measurements import DeviceMemory, MemoryCategory, RankMemory
 from tools.report.closed_form import pipeline_rank
 from tools.report.compared import Compared
 from tools.report.phrases import amount

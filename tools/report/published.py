@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tools.recipe.model import ROOT
-from tools.recipe.yaml_file import read_yaml
 from tools.report.runs import Run
+from tools.spec.files import ROOT, read_yaml
 
 FILE = ROOT / "examples" / "gpt3" / "published.yaml"
 _MIB = 2**20

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tools.plan.flops import model_flops, token_flops
-from tools.plan.hardware import find_device
-from tools.recipe.arguments import Flags
-from tools.recipe.model import ModelShape
 from tools.report.runs import Run
 from tools.report.setup import flags_of_printed
+from tools.spec.flags import Flags
+from tools.spec.hardware import find_device
+from tools.spec.model import ModelShape
 
 DISAGREEMENT = 0.01
 _MIN_THROUGHPUT = 20.0

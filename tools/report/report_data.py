@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from tools.gpu_bench import GpuBench
+from tools.records.gpu_bench import GpuBench
 from tools.report.changes import Change
 from tools.report.configurations import Configuration, configurations, essential
 from tools.report.fairness import SpeedComparison, compare_speed

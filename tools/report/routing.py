@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tools.measurements import ROUTED_GROUPS, CommunicationRecord, Phase
-from tools.records import Parallelism
+from tools.records.measurements import ROUTED_GROUPS, CommunicationRecord, Phase
+from tools.records.routing import LayerRouting, RoutingRecord
 from tools.report.time_shares import mean
-from tools.routing import LayerRouting, RoutingRecord
+from tools.spec.strategy import Parallelism
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, fields
 
 from tools.plan.parameters import parameters_total
-from tools.records import Sharding
 from tools.report.bare_gpu import bare_notes
 from tools.report.configurations import Configuration
 from tools.report.fairness import adam_state
 from tools.report.parity import Parity
 from tools.report.rates import Rates
 from tools.report.runs import Run
+from tools.spec.strategy import Sharding
 
 _MIB = 2**20
 _ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP2: 3}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from tools import records
-from tools.records import RunRecord, Status, StatusRecord
+from tools.records import run as records
+from tools.records.run import RunRecord, Status, StatusRecord
 from tools.report.diagnosis import judge
 from tools.report.ledgers import Ledgers, read_ledgers
 from tools.report.samples import DeviceSamples, read_samples

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tools.recipe.arguments import Flags
-from tools.recipe.model import ModelShape, load_model, model_names, shape_from_flags
-from tools.records import Batch, DatasetIdentity, Parallelism, RunRecord, Sharding
+from tools.records.run import DatasetIdentity, RunRecord
 from tools.report.scraped import ScrapedLog
+from tools.spec.flags import Flags
+from tools.spec.model import ModelShape, load_model, model_names, shape_from_flags
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _INVERTED = {"add_bias_linear": "--disable-bias-linear"}
 _FSDP_STRATEGIES = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.measurements import (
+from tools.records.measurements import (
     CommunicationRecord,
     Operation,
     Phase,
@@ -21,7 +21,7 @@ from tools.measurements import (
     TimeRecord,
     read_time,
 )
-from tools.records import TIME_FILE
+from tools.records.run import TIME_FILE
 
 
 @dataclass(frozen=True)

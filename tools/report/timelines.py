@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.records import TRACE_FILE
+from tools.records.run import TRACE_FILE
 from tools.report.chart_canvas import Chart
 from tools.report.pipeline_picture import Scene, draw_iteration
 from tools.report.report_data import Entry

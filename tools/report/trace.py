@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from tools.plan.schedules import Pass, Schedule, Step, simulate
-from tools.records import TRACE_FILE, Parallelism
+from tools.records.run import TRACE_FILE
+from tools.spec.strategy import Parallelism
 
 _LANE_OF_CALLS = "communication"
 _PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}

@@ -1,6 +1,6 @@
 """Results of a bench that was never run, for tests."""
 
-from tools.gpu_bench import Ceilings, GpuBench, Measured, SettingResult
+from tools.records.gpu_bench import Ceilings, GpuBench, Measured, SettingResult
 
 
 def result(name: str, *medians_ms: float, reason: str = "") -> SettingResult:

@@ -9,7 +9,7 @@ from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 PARSE = """
 import argparse, json, sys

@@ -15,7 +15,7 @@ from tools.launch.bench_gpu.settings import (
     WARM_UP,
     chosen,
 )
-from tools.recipe.model import load_model
+from tools.spec.model import load_model
 
 
 def test_the_published_setting_is_fp16_without_a_patch_and_profiled_after_the_timed_part() -> None:

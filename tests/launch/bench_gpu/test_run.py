@@ -13,7 +13,6 @@ from rich.console import Console
 from tests.launch.bench_gpu.results import bench
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.report.factory import log_text, run_record, write_run
-from tools.gpu_bench import read_bench, write_bench
 from tools.launch.bench_gpu import run, wheels
 from tools.launch.bench_gpu.kernels import GAPS
 from tools.launch.bench_gpu.measured import TRACE, MeasureError, UnfinishedError, measured
@@ -21,7 +20,8 @@ from tools.launch.bench_gpu.plan import Step, steps
 from tools.launch.bench_gpu.run import Bench, _run_all, bench_gpu
 from tools.launch.bench_gpu.settings import PUBLISHED, SETTINGS, TUNED, Setting, chosen
 from tools.launch.errors import LaunchError
-from tools.records import DeviceKind
+from tools.records.gpu_bench import read_bench, write_bench
+from tools.spec.run import DeviceKind
 
 QUIET = Console(file=io.StringIO())
 

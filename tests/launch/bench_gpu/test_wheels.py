@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tools.launch.bench_gpu import ceilings, wheels
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 REQUIREMENTS = """\
 matplotlib==3.11.2 \\

@@ -4,10 +4,11 @@ import pytest
 
 from tests.launch.checkpoints.conftest import Write, damage, iterations
 from tests.report.factory import iteration_line
-from tools import records
 from tools.launch.checkpoints.choose import choose_checkpoint, set_aside
 from tools.launch.errors import LaunchError
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
 
 NAN = float("nan")
 
@@ -21,7 +22,7 @@ def ended(run: Path, status: Status, *losses: float) -> None:
     """A run that logged these losses and ended so."""
     lines = (iteration_line(number, loss=loss) for number, loss in enumerate(losses, start=1))
     (run / records.LOG_FILE).write_text("\n".join(lines) + "\n")
-    records.write_record(run / records.STATUS_FILE, StatusRecord(status))
+    write_record(run / records.STATUS_FILE, StatusRecord(status))
 
 
 def test_the_newest_whole_one_is_chosen_and_damaged_ones_make_way(

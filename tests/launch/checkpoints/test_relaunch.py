@@ -12,17 +12,16 @@ from tools.launch.network import Rate
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.recipe.arguments import Flags
-from tools.recipe.strategy import StrategyError, devices_of, parse_strategy
-from tools.records import (
+from tools.records.run import DatasetIdentity, Entry, Host, RunRecord
+from tools.spec.flags import Flags
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import (
     Batch,
-    DatasetIdentity,
-    DeviceKind,
-    Entry,
-    Host,
     Parallelism,
-    RunRecord,
     Sharding,
+    StrategyError,
+    devices_of,
+    parse_strategy,
 )
 
 FROM = GoesOnFrom("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoints"), 8)

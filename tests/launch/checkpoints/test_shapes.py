@@ -11,7 +11,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.recipe.model import load_model
+from tools.spec.model import load_model
 
 TINY = load_model("gpt2-tiny")
 

@@ -23,7 +23,9 @@ from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells
 from tools.launch.sweep.request import Request, request_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.records import DeviceKind, Status, StatusRecord, read_run, write_record
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord, read_run
+from tools.spec.run import DeviceKind
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
 

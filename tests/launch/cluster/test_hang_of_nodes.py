@@ -24,7 +24,7 @@ from tools.launch.compose import Launch
 from tools.launch.execute import run_ranks
 from tools.launch.progress import RunProgress
 from tools.launch.watch.hang import HangError
-from tools.records import DeviceKind
+from tools.spec.run import DeviceKind
 
 SILENT = ("sleep", "2.5")
 SPEAKING = ("bash", "-c", "for i in 1 2 3 4 5 6 7 8 9 10; do echo $i; sleep 0.25; done")

@@ -15,7 +15,7 @@ from tools.launch.cluster.meeting import FirstNode, Present
 from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
-from tools.records import Status, StatusRecord
+from tools.records.run import Status, StatusRecord
 
 HAS = {"torch": "2.15.0", "flags": "abc"}
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tools.launch.cluster.sbatch import CPUS, Cell, Container, Job, script
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment, words_of
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
 
 GOLDEN = Path(__file__).parent / "golden"
 CELL = Cell("runs/R1", ("run", "dp2", "gpt2-tiny", "2cpu", "--"), {"ITERS": "5"})

@@ -18,8 +18,10 @@ from tools.launch.cluster.sbatch import Cell, Job
 from tools.launch.cluster.slurm import Slurm
 from tools.launch.cluster.submit import _hand_over
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
-from tools.records import DeviceKind, JobRecord, Status, StatusRecord, read_status, write_record
+from tools.records.io import write_record
+from tools.records.run import JobRecord, Status, StatusRecord, read_status
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
 
 ITERATION = (
     " iteration {:8d}/     500 | consumed samples:           16 | elapsed time per iteration (ms): "

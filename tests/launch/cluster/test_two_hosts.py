@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tools.launch.network import Rate, link
-from tools.recipe.model import ROOT
-from tools.records import Status, read_run, read_status
+from tools.records.run import Status, read_run, read_status
 from tools.report.scrape import scrape_log
+from tools.spec.files import ROOT
 
 CAN_MAKE_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 pytestmark = [

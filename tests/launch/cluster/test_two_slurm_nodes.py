@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cluster.two_nodes import Cluster, obstacle, two_nodes
-from tools.recipe.model import ROOT
-from tools.records import Status, read_run, read_status
+from tools.records.run import Status, read_run, read_status
 from tools.report.parity import Curve, loss_curve
 from tools.report.runs import load_folder
 from tools.report.scrape import scrape_log
+from tools.spec.files import ROOT
 
 WHY_NOT = obstacle()
 pytestmark = [

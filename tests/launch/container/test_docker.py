@@ -16,8 +16,8 @@ from tools.launch.options import Options, RuntimeName, options_from_environment
 from tools.launch.runtime import choose_runtime, default_runtime
 from tools.launch.target import parse_target
 from tools.launch.train import command_line, compose_target, flags_of_grammar
-from tools.recipe.model import ROOT
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
 
 DOCKER = Options(runtime=RuntimeName.DOCKER)
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import DRIVER, FakeNvml
-from tools import records
 from tools.launch import samples
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
@@ -19,7 +18,8 @@ from tools.launch.ranks import Ranks
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.launch.wandb_logging import Wandb
-from tools.records import DeviceLink, Status
+from tools.records import run as records
+from tools.records.run import DeviceLink, Status
 
 LINE = (
     " [2025-09-08 01:07:45] iteration {i:8d}/  500000 | consumed samples: {n:12d} | elapsed time per "

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tools.launch.container.versions import _dotted, installed_versions
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 
 def test_the_hosts_versions_come_from_metadata_without_importing_torch() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tools.launch.doctor import devices, machine, network, software
 from tools.launch.doctor.__main__ import table
 from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding, ask
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 ROW = "0, NVIDIA H200, 143771, {used}, 580.82.07\n"
 SECOND = "1, NVIDIA H200, 143771, 3, 580.82.07\n"

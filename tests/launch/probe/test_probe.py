@@ -13,7 +13,7 @@ from tools.launch.doctor.finding import PASS, WARN
 from tools.launch.probe.clocks import Clock, ClockWatch
 from tools.launch.probe.exchange import link_here, loopback_bytes_per_second
 from tools.launch.probe.exchange_rank import neighbours
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 RATE = {"backend": "NCCL", "ranks": 2, "link": "NVLink 4", "clocks": []}
 

@@ -1,12 +1,11 @@
 """Cells with times as a test wants them."""
 
-from tools.launch.options import Backend
 from tools.launch.sweep.cells import Cell
 from tools.launch.sweep.results import Measured
 from tools.plan.parameters import parameters_total
-from tools.recipe.model import load_model
-from tools.records import DeviceKind
 from tools.report.statistics import estimate
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind
 
 SIZES = ("gpt2-tiny", "gpt3-64m", "gpt3-355m")
 

@@ -1,9 +1,8 @@
 import pytest
 
 from tools.launch.errors import LaunchError
-from tools.launch.options import Backend
 from tools.launch.sweep.request import request_from_environment
-from tools.records import DeviceKind
+from tools.spec.run import Backend, DeviceKind
 
 
 def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:

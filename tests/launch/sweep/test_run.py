@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tools import records
 from tools.launch.checkpoints.relaunch import relaunch
 from tools.launch.checkpoints.saving import Saving
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.interruption import Interrupted
-from tools.launch.options import Backend, Options, options_from_environment
+from tools.launch.options import Options, options_from_environment
 from tools.launch.run_folder import create_run_folder
 from tools.launch.sweep import run as module
 from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells, variables
@@ -21,7 +20,10 @@ from tools.launch.sweep.request import Request, request_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.launch.wandb_logging import Wandb
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.spec.run import Backend
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration {n:8d}/     500 | consumed samples: {n:12d} |"
@@ -51,7 +53,7 @@ class Machine:
         lines = (LINE.format(n=n, ms=100 + 0.1 * (n % 3)) for n in range(1, 26))
         (folder / records.LOG_FILE).write_text("".join(lines))
         status = StatusRecord(self.ends.get(name, Status.OK), 0, "Why.")
-        records.write_record(folder / records.STATUS_FILE, status)
+        write_record(folder / records.STATUS_FILE, status)
         return folder, status
 
 
@@ -187,7 +189,7 @@ def resume(folder: Path, changed: Options) -> None:
     loaded.folder.mkdir(exist_ok=True)
     launch = relaunch(records.read_run(folder), loaded, None, changed)
     create_run_folder(launch, folder.parent, folder)
-    records.write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0, ""))
+    write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0, ""))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
     first = folder / records.ATTEMPTS_FOLDER / "1"
     there = records.read_run(first)
     elsewhere = replace(there, host=replace(there.host, cpu="Another"))
-    records.write_record(first / records.RUN_FILE, elsewhere)
+    write_record(first / records.RUN_FILE, elsewhere)
     machine.trained.clear()
     swept(request, options)
     assert machine.trained == ["megatron dp2"]

@@ -1,10 +1,9 @@
 from tests.launch.sweep.factory import measured, pair
-from tools.launch.options import Backend
 from tools.launch.sweep.picture import draw_sweep
 from tools.launch.sweep.results import fastest
 from tools.launch.sweep.verdicts import size, verdicts
 from tools.launch.sweep.write import render
-from tools.records import DeviceKind
+from tools.spec.run import Backend, DeviceKind
 
 
 def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:

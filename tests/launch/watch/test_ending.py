@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.report.factory import iteration_line
-from tools import records
 from tools.launch.watch import ending
-from tools.recipe.model import ROOT
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.spec.files import ROOT
 
 KILLED = """Root Cause (first observed failure):
 [0]:
@@ -21,7 +22,7 @@ KILLED = """Root Cause (first observed failure):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / records.LOG_FILE).write_text(iteration_line(4) + "\n" + KILLED)
-    records.write_record(tmp_path / records.STATUS_FILE, StatusRecord(Status.INCOMPLETE))
+    write_record(tmp_path / records.STATUS_FILE, StatusRecord(Status.INCOMPLETE))
     return tmp_path
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools import records
 from tools.launch.locks import is_running
 from tools.launch.ranks import alive
-from tools.recipe.model import ROOT
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.spec.files import ROOT
 
 TORCHRUN = "RANK=0 sleep 100 & trap '' TERM; RANK=1 sleep 100 & wait; wait"
 LAUNCHER = """
@@ -35,7 +36,7 @@ class Family:
     def __init__(self, folder: Path, torchrun: str = TORCHRUN) -> None:
         self.folder = folder
         unfinished = StatusRecord(Status.INCOMPLETE, reason="The launcher did not finish.")
-        records.write_record(folder / records.STATUS_FILE, unfinished)
+        write_record(folder / records.STATUS_FILE, unfinished)
         command = (sys.executable, "-c", LAUNCHER, str(folder), torchrun)
         self.launcher = psutil.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         deadline = time.monotonic() + 20

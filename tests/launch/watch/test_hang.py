@@ -15,7 +15,7 @@ from tools.launch.watch.hang import (
     find_culprit,
     is_in_collective,
 )
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 WAITING = """Thread 0x00007f (most recent call first):
   File "/usr/lib/python3.12/threading.py", line 359 in wait

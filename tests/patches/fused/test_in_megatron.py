@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_patches.fused.names import NAMES
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 ALL = ",".join(name for name in NAMES if not name.startswith("attention_"))
 SAME_ARITHMETIC = "cross_entropy,adamw,multi_tensor"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 FIGURE = re.compile(r"(\d[\d.e-]*) with (FUSED|SEED)=")
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.gpu_bench import MARK_MS, GpuBench
 from tools.launch.bench_gpu.settings import TARGET, Setting
+from tools.records.gpu_bench import MARK_MS, GpuBench
 
 BUDGET_SECONDS = 510.0
 """One call stays under 9 minutes, what starts and ends it included."""

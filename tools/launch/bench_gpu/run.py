@@ -14,15 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.gpu_bench import (
-    FOLDER,
-    Ceilings,
-    GpuBench,
-    Measured,
-    SettingResult,
-    read_bench,
-    write_bench,
-)
 from tools.launch.bench_gpu import wheels
 from tools.launch.bench_gpu.measured import MeasureError, UnfinishedError, measured
 from tools.launch.bench_gpu.plan import (
@@ -46,9 +37,19 @@ from tools.launch.target import parse_target
 from tools.launch.toolchain import compiler_problem
 from tools.plan.flops import model_flops
 from tools.preprocess.dataset import idx_path
-from tools.recipe.model import ROOT, load_model
-from tools.records import DeviceKind
+from tools.records.gpu_bench import (
+    FOLDER,
+    Ceilings,
+    GpuBench,
+    Measured,
+    SettingResult,
+    read_bench,
+    write_bench,
+)
 from tools.report.gpu_bench import bench_text
+from tools.spec.files import ROOT
+from tools.spec.model import load_model
+from tools.spec.run import DeviceKind
 
 END_SECONDS = 20.0
 """A run that does not end in its time is sent SIGTERM; its launcher ends the ranks within 10 s."""

@@ -10,7 +10,7 @@ from tools.launch.checkpoints.readable import DamagedCheckpointError
 from tools.launch.checkpoints.sound import newest_number_before_nan
 from tools.launch.checkpoints.stored import Checkpoint, check, find_checkpoints
 from tools.launch.errors import LaunchError
-from tools.records import CHECKPOINTS_FOLDER
+from tools.records.run import CHECKPOINTS_FOLDER
 
 DAMAGED = "damaged-"
 

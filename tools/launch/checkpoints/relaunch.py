@@ -14,12 +14,20 @@ from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import GoesOnFrom, Launch, entry_of, model_for, with_mounts
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate
-from tools.launch.options import Backend, Options, RuntimeName
+from tools.launch.options import Options, RuntimeName
 from tools.launch.runtime import choose_runtime
-from tools.recipe.arguments import Flags, merge_flags
-from tools.recipe.model import load_model
-from tools.recipe.strategy import devices_of, parse_strategy, strategy_flags
-from tools.records import CHECKPOINTS_FOLDER, Batch, Entry, Parallelism, RunRecord, Sharding
+from tools.records.run import CHECKPOINTS_FOLDER, Entry, RunRecord
+from tools.spec.flags import Flags, merge_flags
+from tools.spec.model import load_model
+from tools.spec.run import Backend
+from tools.spec.strategy import (
+    Batch,
+    Parallelism,
+    Sharding,
+    devices_of,
+    parse_strategy,
+    strategy_flags,
+)
 
 _OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 OF_ONE_START = (

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools import records
 from tools.launch.checkpoints.choose import Choice, choose_checkpoint
 from tools.launch.checkpoints.relaunch import relaunch
 from tools.launch.compose import GoesOnFrom, Launch
@@ -23,7 +22,8 @@ from tools.launch.locks import only_attempt
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.train import command_line, describe, train_once
-from tools.recipe.strategy import StrategyError
+from tools.records import run as records
+from tools.spec.strategy import StrategyError
 
 
 def resume(run: Path, strategy: str | None, options: Options, console: Console) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.launch.entry import release
-from tools.records import CHECKPOINTS_FOLDER, DeviceKind, Entry, Parallelism, Sharding
+from tools.records.run import CHECKPOINTS_FOLDER, Entry
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import Parallelism, Sharding
 
 KEEP = 2
 """Proven checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.launch.checkpoints.readable import METADATA, MetadataReader
 from tools.launch.checkpoints.stored import finished_iteration
-from tools.recipe.model import ModelShape
+from tools.spec.model import ModelShape
 
 Shape = tuple[int, ...]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from tools import records
 from tools.launch.progress import LogFollower
-from tools.records import Status
+from tools.records import run as records
+from tools.records.run import Status
 
 
 def newest_number_before_nan(run: Path) -> int | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from tools import records
 from tools.launch.checkpoints.readable import (
     DamagedCheckpointError,
     KeepGoing,
@@ -19,6 +18,7 @@ from tools.launch.checkpoints.readable import (
     is_finished,
     prove_readable,
 )
+from tools.records.io import write_record
 
 MANIFEST_FILE = "manifest.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -100,7 +100,7 @@ def prove(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
         if not keep_going():
             raise ReadingStoppedError
         files[path.name] = _describe(path)
-    records.write_record(checkpoint.path / MANIFEST_FILE, Manifest(checkpoint.iteration, files))
+    write_record(checkpoint.path / MANIFEST_FILE, Manifest(checkpoint.iteration, files))
 
 
 def check(checkpoint: Checkpoint) -> None:

@@ -26,7 +26,7 @@ from tools.launch.cluster.slurm import slurm_from_environment, words_of
 from tools.launch.doctor.exchange import judge
 from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 SECONDS = 420
 OFF = 0.2

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools import records
 from tools.launch.cluster.node_files import FOLDER
 from tools.launch.cluster.queue import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
 from tools.launch.run_folder import utc_now
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
 from tools.report.diagnosis import diagnose
 from tools.report.iteration_line import find_iterations
 from tools.report.lines import split_lines
@@ -120,7 +121,7 @@ def _settled(
     else:
         return status
     if settled != status:
-        records.write_record(folder / records.STATUS_FILE, settled)
+        write_record(folder / records.STATUS_FILE, settled)
     return settled
 
 

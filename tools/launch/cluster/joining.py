@@ -17,9 +17,9 @@ from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
 from tools.launch.watch import ending
-from tools.recipe.model import ROOT
-from tools.records import LOG_FILE, RUN_FILE, Status, StatusRecord
+from tools.records.run import LOG_FILE, RUN_FILE, Status, StatusRecord
 from tools.report.diagnosis import diagnose
+from tools.spec.files import ROOT
 
 
 class OtherNode:

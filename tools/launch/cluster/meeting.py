@@ -24,8 +24,8 @@ from tools.launch.cluster.lines import LineError, Lines
 from tools.launch.cluster.node_files import NodeFiles
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
-from tools.records import RUN_FILE, Status, StatusRecord
+from tools.records.run import RUN_FILE, Status, StatusRecord
+from tools.spec.files import ROOT
 
 PATIENCE_SECONDS = 300.0
 """For the others to be started, one host after another, by hand."""

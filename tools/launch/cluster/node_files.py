@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.records import LOG_FILE, SAMPLES_FILE
+from tools.records.run import LOG_FILE, SAMPLES_FILE
 
 FOLDER = "nodes"
 

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.records import Status
+from tools.records.run import Status
 
 ASK_SECONDS = 30.0
 

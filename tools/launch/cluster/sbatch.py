@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tools.launch.cluster.slurm import Slurm
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
 
 OUTPUT_FILE = "slurm.txt"
 """In the run folder: what the launchers say on their terminals."""

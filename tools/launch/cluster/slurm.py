@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 SITE_FILE = "site.slurm"
 """Of the repository's root; taken if it is there. `SLURM_SITE=` names another."""

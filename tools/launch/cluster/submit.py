@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools import records
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.cluster.sbatch import Cell, Container, Job, script
 from tools.launch.cluster.slurm import Slurm
@@ -21,11 +20,13 @@ from tools.launch.container import docker
 from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, RuntimeName
-from tools.launch.paths import from_root
 from tools.launch.preflight import check_composition, data_path
 from tools.launch.run_folder import create_run_folder, utc_now
 from tools.launch.target import Target
-from tools.recipe.model import ROOT
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.spec.files import ROOT, from_root
+from tools.spec.run import DeviceKind
 
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0
@@ -94,13 +95,13 @@ def over_nodes(launch: Launch, slurm: Slurm) -> Launch:
     return replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
 
 
-def image_asked(device: records.DeviceKind, options: Options) -> str | None:
+def image_asked(device: DeviceKind, options: Options) -> str | None:
     """The image of the kit's that ranks are to run in if Slurm has Pyxis; None for the host.
 
     Raises:
         LaunchError: IMAGE= names no pair.
     """
-    if device is records.DeviceKind.CPU or options.runtime is RuntimeName.HOST:
+    if device is DeviceKind.CPU or options.runtime is RuntimeName.HOST:
         return None
     named = options.slurm.image if options.slurm else None
     return named or find_pair(options.image).name
@@ -180,14 +181,14 @@ def _hand_over(job: Job, folders: Sequence[Path], image: str | None) -> str:
             waiting = records.StatusRecord(
                 records.Status.INCOMPLETE, None, "Waits in Slurm's queue."
             )
-            records.write_record(folder / records.STATUS_FILE, waiting)
+            write_record(folder / records.STATUS_FILE, waiting)
         slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
         refused = False
         for element, folder in enumerate(folders):
             own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
             submitted = records.read_run(folder)
             record = records.JobRecord(own, job.slurm.nodes, utc_now(), image, submitted)
-            records.write_record(folder / records.JOB_FILE, record)
+            write_record(folder / records.JOB_FILE, record)
     except subprocess.TimeoutExpired:
         refused = False
         names = ", ".join(map(str, folders))

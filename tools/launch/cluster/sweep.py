@@ -15,11 +15,11 @@ from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
-from tools.launch.paths import from_root
 from tools.launch.sweep.cells import Cell, variables
 from tools.launch.train import flags_of_grammar
-from tools.records import Status
+from tools.records.run import Status
 from tools.report.runs import find_run_folders
+from tools.spec.files import from_root
 
 COUNT = ("queued", "running", Status.OK.value)
 """States of runs that need not be submitted again."""

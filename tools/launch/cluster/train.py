@@ -26,7 +26,8 @@ from tools.launch.progress import RunProgress
 from tools.launch.start import ensure_start_checkpoint
 from tools.preprocess.dataset import open_dataset
 from tools.preprocess.errors import DatasetError
-from tools.records import LEDGER_FOLDER, LOG_FILE, DeviceKind, StatusRecord
+from tools.records.run import LEDGER_FOLDER, LOG_FILE, StatusRecord
+from tools.spec.run import DeviceKind
 
 
 def train_first(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from tools.launch.compare.measured import DASH, Measured
 from tools.launch.compare.zero import interval, megabytes, number, ratio
-from tools.launch.options import Backend
 from tools.report.markdown import table
 from tools.report.statistics import Comparison, Verdict, compare
+from tools.spec.run import Backend
 
 RUNS = (
     (Backend.MEGATRON, "dp2"),

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.measurements import Phase, RankTime, Transport
+from tools.records.measurements import Phase, RankTime
 from tools.report.published import load_published
 from tools.report.report_data import Entry, build_report
 from tools.report.runs import load_runs
 from tools.report.statistics import Estimate
 from tools.report.time_shares import mean, read_time_ledger, time_shares
+from tools.spec.run import Transport
 
 DASH = "–"
 

@@ -17,16 +17,17 @@ from tools.launch.compare.moe_table import parities, render
 from tools.launch.compose import DEFAULT_DATA, UNIQUE_SAMPLE, Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.optimizers import PACKAGE, OptimizerName
-from tools.launch.options import Backend, Options
+from tools.launch.options import Options
 from tools.launch.series import build_report, run_module, run_series
 from tools.launch.target import Target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.preprocess.dataset import open_dataset
 from tools.preprocess.errors import DatasetError
 from tools.preprocess.windows import commonest_share, shared_windows
-from tools.recipe.arguments import Flags
-from tools.recipe.model import ROOT, load_model
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind
 
 RANKS = 2
 CPU_DATA = UNIQUE_SAMPLE

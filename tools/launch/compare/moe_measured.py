@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools import records
-from tools.recipe.arguments import Flags
-from tools.records import Status
+from tools.records import run as records
+from tools.records.routing import Counts, choices, read_routing
+from tools.records.run import Status
 from tools.report.parity import loss_curve
 from tools.report.runs import load_folder
-from tools.routing import Counts, choices, read_routing
+from tools.spec.flags import Flags
 
 ACCURACY = "next token accuracy"
 

@@ -12,11 +12,11 @@ import yaml
 
 from tools.launch.compare.moe_measured import MoeRun
 from tools.launch.compare.zero import number
+from tools.records.routing import first_other_choice
 from tools.report.markdown import table
 from tools.report.published import FILE, load_published
 from tools.report.statistics import Estimate, Verdict, compare, estimate
 from tools.report.wording import DASH
-from tools.routing import first_other_choice
 
 TOLERANCE = 1e-5
 """Relative, of a loss, against the first kind of the same optimizer and seed."""

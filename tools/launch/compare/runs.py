@@ -16,12 +16,13 @@ from tools.launch.compare.measured import Measured, measure
 from tools.launch.compose import Launch
 from tools.launch.demo import GLOBAL_BATCH, MICRO_BATCH, ensure_sample
 from tools.launch.devices import visible_gpus
-from tools.launch.options import Backend, Options
+from tools.launch.options import Options
 from tools.launch.series import build_report, run_series
 from tools.launch.target import Target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.recipe.model import ROOT, load_model
-from tools.records import DeviceKind
+from tools.spec.files import ROOT
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind
 
 RANKS = 2
 DEFAULT_MODEL = "gpt2-tiny"

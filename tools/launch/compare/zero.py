@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.launch.compare.measured import DASH, Measured
-from tools.recipe.yaml_file import read_yaml
 from tools.report.markdown import table
 from tools.report.published import FILE
+from tools.spec.files import read_yaml
 
 STRATEGIES = ("dp2", "pp2", "zero1", "zero2", "zero3")
 NAMES = {

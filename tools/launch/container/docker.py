@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.launch.errors import LaunchError
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""

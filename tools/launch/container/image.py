@@ -12,7 +12,7 @@ from pathlib import Path
 from tools.launch.container.docker import ask_engine, client
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 RECIPE = ROOT / "docker"
 VERSIONS = RECIPE / "versions.env"

@@ -28,8 +28,8 @@ from tools.launch.devices import Gpu, visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.interconnect import find_links
 from tools.launch.probe.clocks import Clock, ClockWatch
-from tools.plan.hardware import find_device, link_by_key
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
+from tools.spec.hardware import find_device, link_by_key
 
 SECONDS = 120
 CPU_RANKS = 2

@@ -8,15 +8,15 @@ from itertools import product
 
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.options import Backend, Options
+from tools.launch.options import Options
 from tools.launch.preflight import check, check_composition
 from tools.launch.runtime import ON_HOST
 from tools.launch.sweep.request import Request
 from tools.launch.target import Target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.plan.parameters import parameters_total
-from tools.recipe.model import load_model
-from tools.records import DeviceKind
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind
 
 ITERATIONS = 25
 """Unless ITERS says more: enough for a bootstrapped interval after the lines that do not count."""

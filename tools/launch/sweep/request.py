@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tools.launch.errors import LaunchError
-from tools.launch.options import Backend
 from tools.launch.target import parse_target
-from tools.records import DeviceKind
+from tools.spec.run import Backend, DeviceKind
 
 DEFAULTS = {
     "MODELS": "gpt2-tiny gpt3-64m",

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.launch.compose import Launch
-from tools.launch.options import Backend
 from tools.launch.sweep.cells import Cell
 from tools.plan.parameters import parameters_total
-from tools.records import DeviceKind
 from tools.report.runs import load_folder
 from tools.report.statistics import Comparison, Estimate, compare, estimate
+from tools.spec.run import Backend, DeviceKind
 
 Devices = tuple[int, DeviceKind]
 

@@ -20,8 +20,9 @@ from tools.launch.sweep.request import Request
 from tools.launch.sweep.results import Measured, measure
 from tools.launch.sweep.write import CELLS_FILE, write_results
 from tools.launch.train import outcome
-from tools.recipe.model import ROOT
-from tools.records import DeviceKind, Status
+from tools.records.run import Status
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
 
 REPORTS = ROOT / "reports"
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from tools.launch.options import Backend
 from tools.launch.sweep.results import Devices, Measured, compare_tokens, fastest
 from tools.report.statistics import Verdict
+from tools.spec.run import Backend
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from tools import records
-from tools.launch.options import Backend
 from tools.launch.sweep.cells import Skipped
 from tools.launch.sweep.picture import draw_sweep
 from tools.launch.sweep.results import Measured, compare_tokens
 from tools.launch.sweep.verdicts import size, verdicts
-from tools.records import DeviceKind
+from tools.records import run as records
 from tools.report.markdown import plain, table
 from tools.report.statistics import Comparison
 from tools.report.wording import DASH, count, loss, number
+from tools.spec.run import Backend, DeviceKind
 
 CELLS_FILE = "cells.json"
 TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"

@@ -9,11 +9,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools import records
 from tools.launch.beside import Beside
 from tools.launch.watch.hang import drop_empty
 from tools.ledger.collect import collect
-from tools.records import Status, StatusRecord
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
 from tools.report.diagnosis import diagnose, first_error
 from tools.report.scrape import scrape_log
 
@@ -121,7 +122,7 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     )
     (folder / RESERVE_FILE).unlink(missing_ok=True)
     if (folder / records.STATUS_FILE).exists():
-        records.write_record(folder / records.STATUS_FILE, status)
+        write_record(folder / records.STATUS_FILE, status)
     drop_empty(folder / records.STACKS_FOLDER)
     collect(folder)
     return status

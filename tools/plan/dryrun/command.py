@@ -7,14 +7,15 @@ import json
 import sys
 from dataclasses import replace
 
-from tools.plan.configuration import Configuration, Recompute, configuration_of
+from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.dryrun.comparison import Comparison, compare
 from tools.plan.dryrun.job import DryRunError, Job, check, flags_of, ranks_named
 from tools.plan.dryrun.process import DryRunner
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
-from tools.recipe.model import Model, load_model
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.model import Model, load_model
+from tools.spec.run import Recompute
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 
 def main(arguments: list[str]) -> int:

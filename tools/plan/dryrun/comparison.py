@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tools.measurements import MemoryCategory, Operation
 from tools.plan.activations import layers_in_flight
 from tools.plan.communication import communication_of_rank
 from tools.plan.configuration import Configuration
@@ -13,6 +12,7 @@ from tools.plan.dryrun.job import RankReport, as_dry_run, pipeline_rank
 from tools.plan.memory import memory_of_rank
 from tools.plan.parameters import rank_parameters
 from tools.plan.wire import total_wire_bytes
+from tools.records.measurements import MemoryCategory, Operation
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 _Key = tuple[str, str, int]

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from tools.measurements import RankCommunication, RankMemory
 from tools.plan.configuration import Configuration
 from tools.plan.naming import extra_flags
-from tools.recipe.arguments import merge_flags, read_args_file
-from tools.recipe.model import ROOT, Model
-from tools.recipe.strategy import strategy_flags
-from tools.records import Sharding
+from tools.records.measurements import RankCommunication, RankMemory
+from tools.spec.files import ROOT, read_args_file
+from tools.spec.flags import merge_flags
+from tools.spec.model import Model
+from tools.spec.strategy import Sharding, strategy_flags
 
 _HALF = ("--fp16", "--bf16")
 _FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)

@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from tools.plan.dryrun.job import Answer, DryRunError, Job, RankReport
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),

@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tools.measurements import Calls
 from tools.plan.configuration import Configuration
 from tools.plan.dryrun.comparison import Comparison
 from tools.plan.naming import strategy_name
-from tools.recipe.model import Model
+from tools.records.measurements import Calls
+from tools.spec.model import Model
 
 _GIB, _GB = 2**30, 1e9
 

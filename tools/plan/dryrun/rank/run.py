@@ -26,7 +26,7 @@ from tools.plan.dryrun.rank.contents import AnswerForContents
 from tools.plan.dryrun.rank.experts import EVEN_ROUTING
 from tools.plan.dryrun.rank.patches import FAKE_PATCHES
 from tools.plan.dryrun.rank.watch import IterationWatch
-from tools.recipe.model import ROOT
+from tools.spec.files import ROOT
 
 ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
 

@@ -12,7 +12,7 @@ from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.process_groups import CallWatcher
 from tools.ledger.timeline import Span, Timeline
-from tools.measurements import RankCommunication, RankMemory
+from tools.records.measurements import RankCommunication, RankMemory
 
 
 class IterationWatch:

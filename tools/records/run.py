@@ -6,13 +6,14 @@ Nothing here imports torch or any other part of the kit.
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
+
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import Batch, Parallelism
 
 RUN_FILE = "run.json"
 STATUS_FILE = "status.json"
@@ -36,13 +37,6 @@ TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 
 
-class DeviceKind(StrEnum):
-    """What the ranks run on; also the suffix of a target's device count (`2cpu`)."""
-
-    CPU = "cpu"
-    GPU = "gpu"
-
-
 class Status(StrEnum):
     """How a run ended."""
 
@@ -53,57 +47,6 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     INCOMPLETE = "incomplete"
     NO_LOG = "no_log"
-
-
-class Sharding(StrEnum):
-    """How the data-parallel part of a strategy is sharded."""
-
-    NONE = ""
-    ZERO1 = "zero1"
-    ZERO2 = "zero2"
-    ZERO3 = "zero3"
-    FSDP2 = "fsdp2"
-
-
-@dataclass(frozen=True)
-class Parallelism:
-    """Degrees of every dimension a model is split in. World size is data·tensor·pipeline·context."""
-
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    """Expert parallelism lies inside data (and context) parallelism; it adds no ranks."""
-    expert_tensor: int = 0
-    """Tensor parallelism inside each expert; 0 is that of all other layers."""
-    virtual_stages: int = 1
-    """Pipeline stages a rank holds; more than one is the interleaved schedule."""
-    sequence_parallel: bool = False
-    sharding: Sharding = Sharding.NONE
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.data * self.tensor * self.pipeline * self.context
-
-    @property
-    def tensor_of_experts(self) -> int:
-        """Ranks over which each expert's matrices are split (ETP)."""
-        return self.expert_tensor or self.tensor
-
-    @property
-    def copies_of_experts(self) -> int:
-        """Expert data parallelism: ranks that hold the same part of the same experts."""
-        return self.world_size // (self.tensor_of_experts * self.expert * self.pipeline)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples: of one rank's forward pass, and of one optimizer step over all ranks."""
-
-    micro_batch_size: int
-    global_batch_size: int
 
 
 @dataclass(frozen=True)
@@ -266,15 +209,3 @@ def read_run(folder: Path) -> RunRecord:
 def read_status(folder: Path) -> StatusRecord:
     """Read `status.json`; raises as `read_run` does."""
     return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=StatusRecord)
-
-
-def write_record(path: Path, record: object) -> None:
-    """Write a record as readable JSON, whole or not at all; of several at once the last one stays."""
-    # All nodes of a run may write the same one.
-    partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
-    try:
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tools.recipe.yaml_file import read_yaml
+from tools.spec.files import read_yaml
 
 _FILE = Path(__file__).with_name("hardware.yaml")
 _MIB = 2**20

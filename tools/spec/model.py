@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.recipe.arguments import Flags, merge_flags, pick_flags, read_args_file
-from tools.records import Batch
+from tools.spec.files import ROOT, read_args_file
+from tools.spec.flags import Flags, merge_flags, pick_flags
+from tools.spec.strategy import Batch
 
-ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from tools.records import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
+from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
+from tools.spec.run import Transport
 
 
 class Operation(StrEnum):
@@ -28,13 +29,6 @@ class Operation(StrEnum):
     SEND = "send"
     RECEIVE = "receive"
     BARRIER = "barrier"
-
-
-class Transport(StrEnum):
-    """The library that moves the bytes: it decides what an operation puts on the wire."""
-
-    NCCL = "nccl"
-    GLOO = "gloo"
 
 
 _NCCL = {

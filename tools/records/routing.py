@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.records import ROUTING_FILE
+from tools.records.run import ROUTING_FILE
 
 
 @dataclass(frozen=True)

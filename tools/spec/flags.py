@@ -6,24 +6,7 @@ files, so a model is described in one place.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Container, Sequence
-from pathlib import Path
-
-
-def read_args_file(path: Path) -> tuple[str, ...]:
-    """Read the flags of an `.args` file, in order, split as a shell would.
-
-    Raises:
-        ValueError: A line has an unclosed quote; the message names file and line.
-    """
-    words: list[str] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            words += shlex.split(line, comments=True)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}; close the quote.") from None
-    return tuple(words)
 
 
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.records import write_record
+from tools.records.io import write_record
 
 FOLDER, FILE = "bench-gpu", "bench.json"
 """`runs/bench-gpu/bench.json`; the runs lie beside it, apart from other runs."""

@@ -2,14 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.recipe.strategy import (
+from tools.spec.strategy import (
+    Batch,
+    Parallelism,
+    Sharding,
     StrategyError,
     batch_for,
     parallelism_from_flags,
     parse_strategy,
     strategy_flags,
 )
-from tools.records import Batch, Parallelism, Sharding
 
 DEGREE = st.sampled_from([2, 3, 4, 8])
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from tools.plan.parameters import parameters_total
-from tools.recipe.arguments import Flags
-from tools.recipe.model import (
+from tools.spec.flags import Flags
+from tools.spec.model import (
     UnknownModelError,
     changed_model,
     load_model,
@@ -12,7 +12,7 @@ from tools.recipe.model import (
     shape_from_flags,
     with_vocabulary,
 )
-from tools.records import Batch
+from tools.spec.strategy import Batch
 
 DIMENSIONS = [
     "--num-layers",

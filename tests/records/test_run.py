@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.records import Status, StatusRecord, read_status, write_record
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord, read_status
 
 
 def test_two_nodes_that_write_the_same_record_at_once_do_not_disturb_each_other(

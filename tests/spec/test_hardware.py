@@ -1,6 +1,6 @@
 import pytest
 
-from tools.plan.hardware import (
+from tools.spec.hardware import (
     UnknownHardwareError,
     device_by_key,
     find_device,

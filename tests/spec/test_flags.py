@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.recipe.arguments import Flags, merge_flags, read_args_file
+from tools.spec.files import read_args_file
+from tools.spec.flags import Flags, merge_flags
 
 WORDS = st.text("abc0", min_size=1, max_size=4)
 GROUP = st.lists(st.tuples(WORDS.map("--{}".format), st.lists(WORDS, max_size=3)), max_size=6)

@@ -8,9 +8,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
-from tools.recipe.arguments import Flags
-from tools.records import Batch, Parallelism, Sharding
+from tools.spec.flags import Flags
+
+
+class Sharding(StrEnum):
+    """How the data-parallel part of a strategy is sharded."""
+
+    NONE = ""
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP2 = "fsdp2"
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Degrees of every dimension a model is split in. World size is data·tensor·pipeline·context."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    """Expert parallelism lies inside data (and context) parallelism; it adds no ranks."""
+    expert_tensor: int = 0
+    """Tensor parallelism inside each expert; 0 is that of all other layers."""
+    virtual_stages: int = 1
+    """Pipeline stages a rank holds; more than one is the interleaved schedule."""
+    sequence_parallel: bool = False
+    sharding: Sharding = Sharding.NONE
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def tensor_of_experts(self) -> int:
+        """Ranks over which each expert's matrices are split (ETP)."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def copies_of_experts(self) -> int:
+        """Expert data parallelism: ranks that hold the same part of the same experts."""
+        return self.world_size // (self.tensor_of_experts * self.expert * self.pipeline)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples: of one rank's forward pass, and of one optimizer step over all ranks."""
+
+    micro_batch_size: int
+    global_batch_size: int
+
 
 NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 """The six that were published; each has a launch script of its own."""

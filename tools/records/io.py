@@ -1,0 +1,88 @@
+"""How the kit writes files that must be whole, and how it locks: one atomic write, one lock.
+
+For everything that leaves files others read: run records, ledgers, data sets, reports. No torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO
+
+import msgspec
+
+_NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What flock answers on Lustre without `-o flock`, and on NFS without its lock manager."""
+
+
+@contextmanager
+def written_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
+    """A stream whose content takes the name `path` when the block ends; an error leaves nothing behind.
+
+    Of several writers at once, on one host or several, the last one's content stays, whole.
+
+    Args:
+        path: The final name.
+        durable: Flush content and name to the disk before returning.
+
+    Raises:
+        OSError: The disk refuses it; a file of that name is as it was.
+    """
+    partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as stream:
+            yield stream
+            if durable:
+                flush_to_disk(stream)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        flush_names_to_disk(path.parent)
+
+
+def write_whole(path: Path, content: bytes | str, durable: bool = False) -> None:
+    """Write a file whole or not at all; see `written_whole`. Text is UTF-8."""
+    with written_whole(path, durable) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_record(path: Path, record: object) -> None:
+    """Write a record (a dataclass, a dict) as readable JSON, whole or not at all."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+
+
+def flush_to_disk(stream: IO[bytes]) -> None:
+    """Flush a file's content to the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def flush_names_to_disk(folder: Path) -> None:
+    """Flush a folder's names to the disk: a rename is not certain before."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(file: IO[bytes], shared: bool = False) -> None:
+    """Lock an open file without waiting, until it is closed or the process ends.
+
+    A file system without locks locks nothing. Over NFS an exclusive lock needs a file open to write.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
