@@ -1,0 +1,121 @@
+"""Runs the kit's commands in this process, as `python -m …` would, and compares what they print.
+
+Only public commands are named here, so that these tests survive every move of a module. Regenerate all
+golden files, then read what `git diff tests/golden` shows:
+
+    UPDATE_GOLDEN=1 .venv/bin/python -m pytest -q tests/golden
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+UPDATE = "UPDATE_GOLDEN"
+ADVICE = f"""
+If this change is wanted: {UPDATE}=1 .venv/bin/python -m pytest -q tests/golden
+and list it as an improvement where the change is described.
+"""
+
+BASE_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "LANG": "C.UTF-8"}
+
+
+class Commands:
+    """Runs commands one after another, each in an environment of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capfd = monkeypatch, capfd
+
+    def run(self, words: Sequence[str], environment: Mapping[str, str] = {}) -> tuple[int, str]:
+        """Exit code and output of `python -m MODULE ARGUMENTS`; errors after the rest."""
+        self._capfd.readouterr()
+        with self._monkeypatch.context() as patch:
+            for name in os.environ:
+                patch.delenv(name)
+            for name, value in {**BASE_ENVIRONMENT, **environment}.items():
+                patch.setenv(name, value)
+            patch.chdir(ROOT)
+            patch.setattr(os, "execve", _run_launch_script)
+            code = _run_module(words)
+        printed = self._capfd.readouterr()
+        return code, printed.out + printed.err
+
+
+def _run_module(words: Sequence[str]) -> int:
+    module, *arguments = words
+    before = sys.argv
+    sys.argv = [module, *arguments]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*found in sys.modules after import of package.*")
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def _run_launch_script(path: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    # In place of exec: what the script calls, without starting another Python for it.
+    answer = subprocess.run(
+        [path, *words[1:]],
+        env={**environment, "KIT_PYTHON": "/bin/echo"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    dash_m, *module_and_arguments = answer.stdout.split()
+    assert dash_m == "-m"
+    print(f"{words[0]}:")
+    sys.exit(_run_module(module_and_arguments))
+
+
+def normalised(text: str, **places: Path) -> str:
+    """Without what belongs to this machine or moment; one flag of a command a line."""
+    for name, path in {**places, "kit": ROOT}.items():
+        text = text.replace(str(path), f"<{name}>")
+    python = os.path.relpath(sys.executable, ROOT) if sys.executable else ".venv/bin/python"
+    for interpreter in (sys.executable, python):
+        text = text.replace(interpreter, ".venv/bin/python")
+    text = text.replace("<kit>/.venv/bin/python", ".venv/bin/python")
+    text = re.sub(r"--user \d+:\d+", "--user <uid>:<gid>", text)
+    text = re.sub(r"\d{8}T\d{6}Z", "<time>", text)
+    text = re.sub(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?Z?", "<date>", text)
+    text = re.sub(r"(kit-\w+)-\d+", r"\1-<pid>", text)
+    return "\n".join(_reflowed(line).rstrip() for line in text.splitlines()).strip("\n")
+
+
+def _reflowed(line: str) -> str:
+    is_long_command = line.count(" --") > 6
+    return re.sub(r" (?=--?[a-z])", "\n    ", line) if is_long_command else line
+
+
+def check_golden(path: Path, found: str) -> None:
+    """Compare with a golden file, or write it when `UPDATE_GOLDEN` is set."""
+    found = found.rstrip("\n") + "\n"
+    if os.environ.get(UPDATE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+        return
+    expected = path.read_text(encoding="utf-8") if path.exists() else ""
+    if found != expected:
+        name = str(path.relative_to(ROOT))
+        lines = difflib.unified_diff(
+            expected.splitlines(), found.splitlines(), name, "now", lineterm=""
+        )
+        pytest.fail("\n".join(list(lines)[:200]) + ADVICE, pytrace=False)

@@ -1,0 +1,193 @@
+"""Every target's command line, plan and refusal, as text: `commands/<area>.txt`."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.golden.commands_of_the_kit import HERE, Commands, check_golden, normalised
+
+LAUNCH = "tools.launch"
+SIX = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
+PRODUCTS = (
+    "train-vpp2-gpt2-tiny-2cpu",
+    "train-zero1-gpt2-tiny-2cpu",
+    "train-zero2-gpt2-tiny-2cpu",
+    "train-zero3-gpt2-tiny-2cpu",
+    "train-fsdp2-gpt2-tiny-2cpu",
+    "train-dp2-zero1-gpt2-tiny-2cpu",
+    "train-tp2pp2-gpt2-tiny-4cpu",
+    "train-tp2dp2-zero1-gpt2-large-4gpu",
+    "train-tp2pp2dp2-gpt3-1.3b-8gpu",
+    "train-sp2cp2-llama3-8b-4gpu",
+    "train-tp4dp2-fsdp2-gpt2-xl-8gpu",
+    "train-pp4-gpt3-345m-4gpu",
+    "train-vpp4-gpt3-13b-4gpu",
+    "train-tp8pp16dp8-gpt3-175b-1024gpu",
+)
+EXPERTS = (
+    "train-baseline-moe-tiny-1cpu",
+    "train-dp2-moe-tiny-2cpu",
+    "train-ep2-moe-tiny-2cpu",
+    "train-ep2dp2-moe-tiny-4cpu",
+    "train-tp2ep2-moe-tiny-4cpu",
+    "train-pp2ep2-moe-tiny-4cpu",
+    "train-ep8-mixtral-8x7b-8gpu",
+    "train-ep2-blueberry-79m-2gpu",
+    "train-zero1-moe-tiny-2cpu",
+    "train-dp2-blueberry-dense-2gpu",
+)
+TP2_CPU, TP2_GPU = "train-tp2-gpt2-tiny-2cpu", "train-tp2-gpt2-large-2gpu"
+DP2_CPU = "train-dp2-gpt2-tiny-2cpu"
+
+
+def target(name: str, settings: str = "") -> str:
+    """A dry run of a target, as a line that a shell would take."""
+    return f"DRY_RUN=1 {settings} {LAUNCH} target {name}".replace("  ", " ")
+
+
+AREAS: dict[str, list[str]] = {
+    "named-cpu": [target(f"train-{s}-gpt2-tiny-{1 if s == 'baseline' else 2}cpu") for s in SIX],
+    "named-gpu": [
+        target(f"train-{s}-gpt2-large-{1 if s == 'baseline' else 2}gpu", f"RUNTIME={runtime}")
+        for runtime in ("host", "docker")
+        for s in SIX
+    ],
+    "products": [target(name, "RUNTIME=host" if "gpu" in name else "") for name in PRODUCTS],
+    "experts": [target(name, "RUNTIME=host" if "gpu" in name else "") for name in EXPERTS]
+    + [target("train-ep2-moe-tiny-2gpu", "RUNTIME=docker")],
+    "backends": [
+        *(target(f"train-{s}-gpt2-tiny-2cpu", "BACKEND=native") for s in ("dp2", "zero3", "fsdp2")),
+        target("train-baseline-gpt2-tiny-1cpu", "BACKEND=native"),
+        target("train-baseline-gpt2-tiny-1cpu", "BACKEND=bare"),
+        target("train-ep2-moe-tiny-2cpu", "BACKEND=native"),
+        target("train-dp2-gpt2-large-2gpu", "BACKEND=native RUNTIME=host"),
+        target("train-zero2-gpt2-large-2gpu", "BACKEND=native RUNTIME=docker"),
+        *(target(f"train-{s}-gpt2-tiny-2cpu", "BACKEND=deepspeed") for s in ("dp2", "zero1")),
+        target("train-zero3-gpt2-large-2gpu", "BACKEND=deepspeed RUNTIME=host"),
+        target(TP2_CPU, "BACKEND=native"),
+        target(TP2_CPU, "BACKEND=deepspeed"),
+        target(TP2_CPU, "BACKEND=torchtitan"),
+    ],
+    "settings": [
+        target(TP2_CPU, "ITERS=50 MICRO_BATCH=2 GLOBAL_BATCH=8 SEED=7 DROPOUT=0.1"),
+        target(TP2_CPU, "DATA=owt-ds/mine_text_document RUNS=elsewhere"),
+        target(TP2_CPU, "EXTRA='--lr 1e-4 --bf16' LEDGER=0"),
+        target(TP2_CPU, "SHARED_START=0 DROPOUT=0"),
+        target(TP2_CPU, "OPTIMIZER=muon"),
+        target(DP2_CPU, "OPTIMIZER=muon BACKEND=native"),
+        target(TP2_CPU, "SAVE_EVERY=10 KEEP=3"),
+        target(TP2_GPU, "SAVE_EVERY=10 ASYNC_SAVE=1 HANG_TIMEOUT=60 RUNTIME=host"),
+        target(TP2_GPU, "FUSED=norm,adamw RUNTIME=host"),
+        target(TP2_GPU, "FUSED=bias_gelu,cross_entropy EXTRA=--bf16 RUNTIME=host"),
+        target(TP2_GPU, "SHARE_GPU=1 RUNTIME=host"),
+        target(TP2_GPU, "RUNTIME=docker IMAGE=25.06-py3 HOST_NETWORK=1"),
+        target(TP2_GPU, "RUNTIME=docker DATA=/data/mine_text_document RUNS=/data/runs"),
+        target(DP2_CPU, "NET=1gbps"),
+        target(DP2_CPU, "WANDB=1"),
+        target(DP2_CPU, "REPEATS=3"),
+        target("train-dp2-gpt2-tiny-2cpu", "NNODES=2 NODE_RANK=1 MASTER_ADDR=host-a"),
+        target("train-tp2dp2-gpt2-large-4gpu", "RUNTIME=host NNODES=2 NODE_RANK=0 MASTER_ADDR=a"),
+        target("train-tp2-gpt3-345m-2gpu", "RUNTIME=host EXTRA=--bf16"),
+        target("train-gpt3-345m-1gpu-x-model-parallelism", "RUNTIME=host"),
+        target("train-tp2-gpt3-354m-2gpu", "RUNTIME=host"),
+    ],
+    "refusals": [
+        target("train-tp2-gpt2-large-3gpu", "RUNTIME=host"),
+        target("train-tp2-gpt2-larg-2gpu"),
+        target("train-xp2-gpt2-tiny-2cpu"),
+        target("train-dp2-zero9-gpt2-tiny-2cpu"),
+        target("train-pp2-gpt2-tiny"),
+        target("trane-tp2-gpt2-tiny-2cpu"),
+        target("repport"),
+        target(TP2_CPU, "ITERS=many"),
+        target(TP2_CPU, "DROPOUT=1"),
+        target(TP2_CPU, "SHARED_START=yes"),
+        target(TP2_CPU, "NET=fast"),
+        target(TP2_CPU, "FUSED=nrom"),
+        target(TP2_CPU, 'EXTRA="--lr \'1"'),
+        target(TP2_CPU, "MEGATRON_LM=nowhere"),
+        target(TP2_CPU, "OPTIMIZER=sgd"),
+        target(TP2_GPU, "RUNTIME=docker IMAGE=1.2-py3"),
+        target(TP2_GPU, "RUNTIME=podman"),
+        target(DP2_CPU, "NNODES=2"),
+        target(DP2_CPU, "NNODES=2 NODE_RANK=2 MASTER_ADDR=a"),
+        target(DP2_CPU, "LAUNCHER=pbs"),
+        f"NNODES=2 NODE_RANK=0 MASTER_ADDR=a {LAUNCH} demo",
+        f"LAUNCHER=slurm NODES=2 {LAUNCH} reproduce",
+        f"{LAUNCH} resume no-such-run",
+    ],
+    "slurm": [
+        target(TP2_GPU, "LAUNCHER=slurm NODES=2 RUNTIME=host DATA='<data>'"),
+        target(
+            "train-tp2pp2dp2-gpt3-1.3b-8gpu",
+            "LAUNCHER=slurm NODES=2 RUNTIME=host ITERS=50 SAVE_EVERY=10 SLURM_PARTITION=gpu "
+            "SLURM_ACCOUNT=lab SLURM_QOS=high SLURM_TIME=02:00:00 SLURM_LINES=--exclusive "
+            "DATA='<data>'",
+        ),
+        target(
+            "train-dp2-gpt2-tiny-2cpu", "LAUNCHER=slurm NODES=1 DATA='<data>' EXTRA='--lr 1e-4'"
+        ),
+        target("train-dp2-gpt2-large-2gpu", "LAUNCHER=slurm NODES=1 RUNTIME=docker DATA='<data>'"),
+        target("train-dp2-gpt2-tiny-3cpu", "LAUNCHER=slurm NODES=2"),
+    ],
+    "many-runs": [
+        f"DRY_RUN=1 RUNTIME=docker {LAUNCH} reproduce",
+        f"DRY_RUN=1 RUNTIME=host ITERS=50 {LAUNCH} reproduce",
+        f"DRY_RUN=1 ITERS=16 RUNTIME=host {LAUNCH} reproduce",
+        "DRY_RUN=1 DATA='<data>' MODELS='gpt2-tiny moe-tiny' STRATEGIES='baseline dp2 tp2 ep2' "
+        f"BACKENDS='megatron native' DEVICES='1cpu 2cpu' REPEATS=2 NAME=cells {LAUNCH} sweep",
+        f"DRY_RUN=1 DATA='<data>' MODELS=gpt2-tiny {LAUNCH} sweep",
+        f"DRY_RUN=1 DATA='<data>' DEVICES=cpu {LAUNCH} sweep",
+        f"DRY_RUN=1 DATA='<data>' BACKENDS=jax {LAUNCH} sweep",
+        f"DRY_RUN=1 {LAUNCH} bench-gpu",
+    ],
+    "list": [f"{LAUNCH} list"],
+    "module": [
+        f"DRY_RUN=1 RUNTIME=host {LAUNCH} module tools.preprocess sample --output-prefix owt-ds/s",
+        f"DRY_RUN=1 RUNTIME=docker {LAUNCH} module tools.preprocess sample --output-prefix owt-ds/s",
+        f"DRY_RUN=1 {LAUNCH} image",
+        f"DRY_RUN=1 IMAGE=1.2-py3 {LAUNCH} image",
+    ],
+    "plan": [
+        "tools.plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64",
+        "tools.plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --tokens 9e9",
+        "tools.plan --model gpt3-13b --gpus 16 --gpu a100-80gb --nodes 2 --gpus-per-node 8 "
+        "--global-batch 64",
+        "tools.plan --model moe-tiny --gpus 4 --gpu h100 --global-batch 16",
+        "tools.plan --model mixtral-8x7b --gpus 16 --gpu h100 --global-batch 64 --dtype bf16",
+        "tools.plan --model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2",
+        "tools.plan --model gpt2-larg --gpus 2",
+        "tools.plan schedules",
+        "tools.plan schedules --pipeline 4 --microbatches 16 --virtual 2",
+        "tools.plan residuals",
+        "tools.plan dryrun --model gpt2-large --tensor 3",
+        "tools.plan dryrun --model gpt2-larg --tensor 2",
+    ],
+    "plan-json": [
+        "tools.plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --json",
+        "tools.plan schedules --json",
+    ],
+}
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_commands_print_what_they_always_did(
+    area: str, commands: Commands, sample_prefix: Path
+) -> None:
+    parts = []
+    for line in AREAS[area]:
+        words = shlex.split(line.replace("<data>", str(sample_prefix)))
+        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]
+        environment = dict(word.split("=", 1) for word in settings)
+        code, printed = commands.run(words[len(settings) :], environment)
+        text = _without_this_machine(normalised(printed, data=sample_prefix))
+        parts.append(f"$ {line}\n{text}\nexit {code}\n")
+    check_golden(HERE / "commands" / f"{area}.txt", "\n".join(parts))
+
+
+def _without_this_machine(text: str) -> str:
+    text = re.sub(r"This machine: .*", "This machine: …", text)
+    # The last column of `list`: what this machine's memory allows.
+    return re.sub(r"(?m)( \d+/\d+)  (all .*|too large|\w+(?:, \w+)*)$", r"\1  …", text)
