@@ -141,8 +141,8 @@ bench-preprocess: setup ## text a second, beside Hugging Face tokenizers and MEG
 bench-ledger: setup ## what the ledger costs: every other iteration on (TARGET= ITERS=)
 	@$(VENV_PYTHON) -m tools.launch.bench_ledger
 
-bench-gpu: $(if $(WHEELS)$(KIT_PYTHON),,setup) ## Megatron on one GPU without Transformer Engine, in under 9 minutes: ONLY= BUDGET= WHEELS=folder DRY_RUN=1
-	@$(if $(WHEELS)$(KIT_PYTHON),$(VENV_PYTHON) -m tools.launch.bench_gpu.wheels $(WHEELS) &&) $(VENV_PYTHON) -m tools.launch bench-gpu
+bench-gpu: setup ## Megatron on one GPU without Transformer Engine, in under 9 minutes: ONLY= BUDGET= DRY_RUN=1
+	@$(VENV_PYTHON) -m tools.launch bench-gpu
 
 loss-curve: setup ## 200 losses with FUSED= beside those of another seed: TARGET= (gpt2-tiny on a CPU) EXTRA=--bf16 ITERS=
 	@$(VENV_PYTHON) -m tools.launch loss-curve

@@ -40,11 +40,11 @@ wanted=$(sha256sum requirements.txt)
 
 python=$VENV/bin/python
 fits "$python" || python=$(find_python)
-echo "Setting up $VENV with $("$python" --version): about 3 GB of packages, once." >&2
+echo "Setting up $VENV with $("$python" --version): 6.6 GB of packages, once." >&2
 [[ $python == "$VENV/bin/python" ]] || "$python" -m venv --clear "$VENV"
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
   --requirement requirements.txt || {
-  echo "Packages of requirements.txt could not be installed (see above); mend it and run 'make setup'." >&2
+  echo "Packages of requirements.txt could not be installed (see above); fix that and run 'make setup'." >&2
   exit 1
 }
 echo "$wanted" > "$STAMP"

@@ -19,7 +19,6 @@ from tools.launch.container.image import (
     read_pairs,
 )
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options
 from tools.spec.files import ROOT
 
 PUBLISHED = "f4fa7d6bb9d10873a58fa736cacd22e11db706d2"
@@ -222,7 +221,7 @@ class TestBuild:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
-        assert build(Options(dry_run=True)) == 0
+        assert build(None, dry_run=True) == 0
         shown = capsys.readouterr().out
         assert f"--build-arg=MEGATRON_COMMIT={PUBLISHED}" in shown
         assert "--build-arg=MEGATRON_URL=https://mirror.example/mlm.git" in shown
@@ -231,7 +230,7 @@ class TestBuild:
     def test_without_docker_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         with pytest.raises(LaunchError, match="Docker is not installed"):
-            build(Options())
+            build(None)
 
     def test_a_failed_build_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         client = tmp_path / "docker"
@@ -242,4 +241,4 @@ class TestBuild:
         with pytest.raises(
             LaunchError, match=r"f4fa7d6b was not built \(docker build ended with 9\)"
         ):
-            build(Options())
+            build(None)

@@ -3,9 +3,15 @@ import pytest
 
 from tests.launch.fake_nvml import DRIVER, FakeGpu, FakeNvml
 from tools.launch import devices
-from tools.launch.devices import driver_version, memory_used_bytes, process_ids, visible_gpus
+from tools.launch.devices import (
+    describe_links,
+    driver_version,
+    find_links,
+    memory_used_bytes,
+    process_ids,
+    visible_gpus,
+)
 from tools.launch.gpu_samples import GpuRanks, throttle_reasons
-from tools.launch.interconnect import describe_links, find_links
 from tools.records.run import SAMPLE_COLUMNS, DeviceLink
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tools.launch import toolchain
-from tools.launch.toolchain import compiler_problem
+from tools.launch.toolchain import compiler_problem, torch_problem
 
 
 @pytest.fixture
@@ -34,3 +34,9 @@ def test_missing_headers_are_named_with_the_package_that_brings_them(everything:
 def test_a_missing_compiler_is_named(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     assert "needs a C compiler" in (compiler_problem() or "")
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.8.1", False), ("2.9.0+cu130", True)])
+def test_an_old_torch_is_refused(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain.importlib.metadata, "version", lambda name: version)
+    assert (torch_problem() is None) == fits

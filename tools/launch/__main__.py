@@ -75,7 +75,7 @@ def _parity(_: argparse.Namespace, options: Options, console: Console) -> int:
 def _image(_: argparse.Namespace, options: Options, __: Console) -> int:
     from tools.launch.container.image import build
 
-    return build(options)
+    return build(options.image, options.dry_run)
 
 
 def _module(command: argparse.Namespace, options: Options, _: Console) -> int:

@@ -13,7 +13,6 @@ from tools.launch.checkpoints.saving import Saving, saving_flags, saving_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.container import docker
 from tools.launch.container.image import MEGATRON_IN_IMAGE
-from tools.launch.entry import find_entry
 from tools.launch.flags import (
     bare_environment,
     bare_flags,
@@ -25,6 +24,7 @@ from tools.launch.flags import (
     start_flags,
     tokenizer_flags,
 )
+from tools.launch.megatron_entry import find_entry
 from tools.launch.network import Rate
 from tools.launch.network import command as shaped
 from tools.launch.optimizers import optimizer_flags

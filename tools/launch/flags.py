@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patches.fused.names import dropped_flags
-from tools.launch.entry import release
+from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import Entry

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tools.launch.entry import release
+from tools.launch.megatron_entry import release
 from tools.spec.flags import Flags
 from tools.spec.strategy import Sharding
 

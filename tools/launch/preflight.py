@@ -1,4 +1,4 @@
-"""Checks before anything starts or is written: each failure is one sentence with the way out."""
+"""Checks before anything starts or is written: each failure is one sentence with its remedy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from pathlib import Path
 import psutil
 
 from tools.launch.backends import backend_problems
-from tools.launch.bare_gpu import attention_problems, fused_problems, sharing_problems
 from tools.launch.checkpoints.saving import checkpoint_bytes, saving_problems
 from tools.launch.checkpoints.shapes import other_model_problem
 from tools.launch.compose import DEFAULT_DATA, Launch
-from tools.launch.entry import release
 from tools.launch.errors import LaunchError
+from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems
+from tools.launch.no_te import attention_problems, fused_problems, sharing_problems
 from tools.launch.optimizers import optimizer_problems
-from tools.launch.preflight_experts import expert_problems
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
 from tools.plan.legality import violations
 from tools.plan.memory import estimate_peak_bytes
@@ -33,6 +32,9 @@ from tools.spec.run import DeviceKind
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""
+
+_CAPACITY = "--moe-expert-capacity-factor"
+_GROUPED = "--moe-grouped-gemm"
 
 
 def check(launch: Launch, runs: Path) -> None:
@@ -86,6 +88,26 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
         )
 
 
+def expert_problems(launch: Launch) -> Iterator[str]:
+    """Why its experts cannot be trained as asked, a sentence each."""
+    shape, flags = launch.model.shape, Flags(launch.flags)
+    if not shape.experts or not shape.experts_per_token:
+        return
+    dropless = shape.experts / shape.experts_per_token
+    factor = _number(flags.text(_CAPACITY))
+    if launch.start_checkpoint is not None and factor is not None and 0 <= factor < dropless:
+        yield (
+            f"{_CAPACITY} {factor:g} drops tokens, and which ones depends on how ranks share them, so "
+            "losses could not be compared with other runs from the same start; leave it out of EXTRA= "
+            f"(from {dropless:g} on nothing is dropped), or set SHARED_START=0."
+        )
+    if flags.has(_GROUPED) and not launch.runtime.transformer_engine:
+        yield (
+            f"{_GROUPED} is Transformer Engine's, which does not work here; leave it out of EXTRA=, and "
+            "experts are multiplied one by one."
+        )
+
+
 def data_path(launch: Launch) -> Path:
     """The data set's prefix; relative ones are seen from the repository root, as the ranks see them."""
     return ROOT / launch.data
@@ -115,6 +137,14 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
     yield from _wandb_problems(launch)
     yield from _checkpoint_problems(launch)
     yield from _data_problems(launch)
+
+
+def _number(text: str) -> float | None:
+    """None where there is no number; Megatron says what is wrong with other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:

@@ -14,8 +14,14 @@ import psutil
 from tools.launch.compose import Launch
 from tools.launch.container import docker
 from tools.launch.container.versions import installed_versions
-from tools.launch.devices import driver_version, gpu_names, processor_name, visible_gpus
-from tools.launch.interconnect import describe_links, find_links
+from tools.launch.devices import (
+    describe_links,
+    driver_version,
+    find_links,
+    gpu_names,
+    processor_name,
+    visible_gpus,
+)
 from tools.records import run as records
 from tools.spec.run import DeviceKind
 

@@ -1,12 +1,31 @@
-"""Whether torch.compile can make GPU kernels here: Triton builds its launchers with a C compiler."""
+"""Whether torch is new enough for the GPU bench, and whether torch.compile can make kernels here.
+
+Triton builds the launchers of its kernels with a C compiler.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sysconfig
 from pathlib import Path
+
+OLDEST_TORCH = (2, 9)
+
+
+def torch_problem() -> str | None:
+    """Why the installed torch cannot be used by the GPU bench, a sentence; None if it can."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch is not installed; the bench uses the machine's own, 2.9 or newer, with CUDA."
+    major, minor = (int(number) for number in re.findall(r"\d+", version)[:2])
+    if (major, minor) < OLDEST_TORCH:
+        return f"torch {version} is too old; the bench needs 2.9 or newer."
+    return None
 
 
 def compiler_problem() -> str | None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.launch.bench_gpu.results import bench
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.report.factory import log_text, run_record, write_run
-from tools.launch.bench_gpu import run, wheels
+from tools.launch.bench_gpu import run
 from tools.launch.bench_gpu.kernels import GAPS
 from tools.launch.bench_gpu.measured import TRACE, MeasureError, UnfinishedError, measured
 from tools.launch.bench_gpu.plan import Step, steps
@@ -75,12 +75,13 @@ def test_wrong_variables_are_refused(
         bench_gpu(tmp_path, True, QUIET, environment)
 
 
-def test_missing_packages_are_named_with_the_way_to_bring_them(
+def test_a_torch_that_is_too_old_is_refused(
     one_h200: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wheels, "missing", lambda: ("msgspec==0.22.0",))
-    with pytest.raises(LaunchError, match=r"Not installed: msgspec==0\.22\.0\. .*'pip download"):
+    monkeypatch.setattr(run, "torch_problem", lambda: "torch 2.8 is too old.")
+    with pytest.raises(LaunchError, match="is too old"):
         bench_gpu(tmp_path, False, QUIET, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_is_kept_with_the_iterations_after_the_warm_up(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.cluster.doctor import Odd, describe, odd_ones, parse, srun_command
+from tools.launch.cluster.doctor import Outlier, describe, outliers, parse, srun_command
 from tools.launch.doctor.finding import PASS, WARN, Finding
 
 
@@ -16,31 +16,31 @@ def rate(value: float) -> Finding:
 
 def test_nodes_that_are_alike_have_no_odd_one() -> None:
     answers = {node: [driver("580.82"), rate(100 + number)] for number, node in enumerate("abc")}
-    assert odd_ones(answers) == []
+    assert outliers(answers) == []
 
 
 def test_the_node_with_another_driver_is_named_with_what_the_others_have() -> None:
     answers = {"a": [driver("580.82")], "b": [driver("570.10")], "c": [driver("580.82")]}
-    assert odd_ones(answers) == [Odd("b", "Driver", "570.10", "580.82")]
+    assert outliers(answers) == [Outlier("b", "Driver", "570.10", "580.82")]
 
 
 def test_a_rate_is_compared_with_the_median_not_to_the_letter() -> None:
     answers = {"a": [rate(100)], "b": [rate(95)], "c": [rate(60)]}
-    assert odd_ones(answers) == [Odd("c", "All-reduce", "60 GB/s", "100 GB/s")]
+    assert outliers(answers) == [Outlier("c", "All-reduce", "60 GB/s", "100 GB/s")]
 
 
 def test_of_two_nodes_that_differ_both_are_named() -> None:
     answers = {"a": [driver("580.82")], "b": [driver("570.10")]}
-    assert odd_ones(answers) == [
-        Odd("a", "Driver", "580.82", "b: 570.10"),
-        Odd("b", "Driver", "570.10", "a: 580.82"),
+    assert outliers(answers) == [
+        Outlier("a", "Driver", "580.82", "b: 570.10"),
+        Outlier("b", "Driver", "570.10", "a: 580.82"),
     ]
 
 
 def test_a_node_that_lacks_a_row_is_odd() -> None:
     gpus = Finding(PASS, "GPUs", "8 H200")
     answers = {"a": [gpus], "b": [], "c": [gpus]}
-    assert odd_ones(answers) == [Odd("b", "GPUs", "no such row", "8 H200")]
+    assert outliers(answers) == [Outlier("b", "GPUs", "no such row", "8 H200")]
 
 
 def test_what_a_shell_prints_beside_a_nodes_line_is_no_answer() -> None:

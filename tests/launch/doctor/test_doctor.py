@@ -65,14 +65,14 @@ def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
     nvidia_smi(bin_folder, ROW.format(used=3) + SECOND, link)
     topology = devices.check_devices()[2]
     assert topology.status == WARN
-    assert "made over NVLink" in topology.mend
+    assert "made over NVLink" in topology.fix
 
 
 def test_a_busy_gpu_and_a_single_one_are_warned_about(bin_folder: Path) -> None:
     nvidia_smi(bin_folder, ROW.format(used=80161) + SECOND)
-    assert "CUDA_VISIBLE_DEVICES=" in devices.check_devices()[1].mend
+    assert "CUDA_VISIBLE_DEVICES=" in devices.check_devices()[1].fix
     nvidia_smi(bin_folder, ROW.format(used=3))
-    assert "-2cpu targets" in devices.check_devices()[1].mend
+    assert "-2cpu targets" in devices.check_devices()[1].fix
 
 
 def test_no_driver_is_no_failure_but_a_broken_one_is(bin_folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_docker_is_looked_at_up_to_the_image(
         program(bin_folder, "docker", body)
     found = software.check_docker()
     assert statuses(found) == expected
-    assert all(finding.mend for finding in found if finding.status != PASS)
+    assert all(finding.fix for finding in found if finding.status != PASS)
 
 
 def test_packages_before_setup_are_a_warning(
@@ -141,6 +141,17 @@ def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_readme_setup_and_doctor_name_the_same_room_on_disk() -> None:
+    readme = re.search(
+        r"(\d+) GB of disk \(([\d.]+) GB of packages", (ROOT / "README.md").read_text()
+    )
+    setup = re.search(r"([\d.]+) GB of packages", (ROOT / "tools/setup.sh").read_text())
+    assert readme is not None
+    assert setup is not None
+    assert float(readme[1]) * 1e9 == machine.SETUP_BYTES
+    assert readme[2] == setup[1]
+
+
 def test_a_disk_that_cannot_be_written_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -156,7 +167,7 @@ def test_small_shared_memory_names_the_remount(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
     finding = machine.check_shared_memory()
     assert finding.status == WARN
-    assert "--ipc=host" in finding.mend
+    assert "--ipc=host" in finding.fix
 
 
 def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +175,7 @@ def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.Monkey
     finding = network.check_hub()
     assert finding.status == WARN
     assert "127.0.0.1:9 is out of reach" in finding.found
-    assert "HF_ENDPOINT=" in finding.mend
+    assert "HF_ENDPOINT=" in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tools.launch.devices import visible_gpus
-from tools.launch.doctor.exchange import judge
+from tools.launch.doctor.exchange import check_rates
 from tools.launch.doctor.finding import PASS, WARN
 from tools.launch.probe.clocks import Clock, ClockWatch
 from tools.launch.probe.exchange import link_here, loopback_bytes_per_second
@@ -59,12 +59,12 @@ def test_gpus_over_nvlink_are_compared_with_its_rate_and_others_with_nothing(
 def test_a_rate_far_below_the_links_is_warned_about(
     rate: float, full: float | None, status: str, found: str
 ) -> None:
-    (row,) = judge(RATE | {"bytes_per_second": rate, "link_bytes_per_second": full})
+    (row,) = check_rates(RATE | {"bytes_per_second": rate, "link_bytes_per_second": full})
     assert (row.status, row.found) == (status, found)
 
 
 @pytest.mark.parametrize(
-    ("clock", "status", "mend"),
+    ("clock", "status", "fix"),
     [
         ({"highest_mhz": 1980, "limit_mhz": 1980, "throttling": "none"}, PASS, ""),
         (
@@ -81,12 +81,12 @@ def test_a_rate_far_below_the_links_is_warned_about(
     ],
 )
 def test_clocks_and_throttling_are_named_with_the_way_to_mend(
-    clock: dict[str, object], status: str, mend: str
+    clock: dict[str, object], status: str, fix: str
 ) -> None:
     told = RATE | {"bytes_per_second": 1e9, "link_bytes_per_second": None}
-    row = judge(told | {"clocks": [{"gpu": 3, **clock}]})[1]
+    row = check_rates(told | {"clocks": [{"gpu": 3, **clock}]})[1]
     assert (row.status, row.what) == (status, "Clock of GPU 3")
-    assert mend in row.mend
+    assert fix in row.fix
 
 
 def test_neighbours_go_around_the_ring_and_two_nodes_are_one_pair() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.bench_gpu import wheels
 from tools.launch.bench_gpu.measured import MeasureError, UnfinishedError, measured
 from tools.launch.bench_gpu.plan import (
     BUDGET_SECONDS,
@@ -29,12 +28,12 @@ from tools.launch.compose import DEFAULT_DATA
 from tools.launch.container.versions import installed_versions
 from tools.launch.demo import ensure_sample
 from tools.launch.devices import driver_version, visible_gpus
-from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
 from tools.launch.interruption import Interrupted
+from tools.launch.megatron_entry import kit_commit
 from tools.launch.run_folder import utc_now
 from tools.launch.target import parse_target
-from tools.launch.toolchain import compiler_problem
+from tools.launch.toolchain import compiler_problem, torch_problem
 from tools.plan.flops import model_flops
 from tools.preprocess.dataset import idx_path
 from tools.records.gpu_bench import (
@@ -134,11 +133,7 @@ def _check(environment: Mapping[str, str]) -> None:
             "make bench-gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
             "would do."
         )
-    if problem := wheels.torch_problem():
-        raise LaunchError(problem)
-    if wanted := wheels.missing():
-        raise LaunchError(f"Not installed: {', '.join(wanted)}. {wheels.how_to(wanted)}")
-    if problem := compiler_problem():
+    if problem := torch_problem() or compiler_problem():
         raise LaunchError(problem)
 
 

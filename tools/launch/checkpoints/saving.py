@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.launch.entry import release
+from tools.launch.megatron_entry import release
 from tools.records.run import CHECKPOINTS_FOLDER, Entry
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import Parallelism, Sharding

@@ -1,4 +1,4 @@
-"""`make doctor` on a cluster: every node of an allocation, side by side, and which is the odd one out.
+"""`make doctor` on a cluster: every node of an allocation, side by side, and which one differs.
 
 `LAUNCHER=slurm NODES=4 make doctor` asks Slurm for nodes; inside an allocation (salloc, sbatch) it takes
 those that are there.
@@ -23,14 +23,14 @@ from rich.text import Text
 
 from tools.launch.cluster.sbatch import FIRST_NODE
 from tools.launch.cluster.slurm import slurm_from_environment, words_of
-from tools.launch.doctor.exchange import judge
+from tools.launch.doctor.exchange import check_rates
 from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 
 SECONDS = 420
-OFF = 0.2
-"""Share by which a measured rate must differ from the nodes' median to be called odd."""
+OUTLIER_SHARE = 0.2
+"""Share of the nodes' median by which a measured rate must differ to be an outlier."""
 
 EXCHANGE = "\n".join(
     (
@@ -46,7 +46,7 @@ Answers = Mapping[str, Sequence[Finding]]
 
 
 @dataclass(frozen=True)
-class Odd:
+class Outlier:
     """A node that differs from the others in one thing."""
 
     node: str
@@ -65,17 +65,17 @@ def main() -> int:
     except LaunchError as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
-    odd = odd_ones(answers)
-    console.print(_table(answers, odd))
+    differing = outliers(answers)
+    console.print(_table(answers, differing))
     if between is not None:
         console.print(describe(between), markup=False, highlight=False, soft_wrap=True)
-    for one in odd:
-        text = f"{one.node} is the odd one out: {one.what}: {one.found}; others: {one.others}."
+    for one in differing:
+        text = f"{one.node} differs: {one.what}: {one.found}; others: {one.others}."
         console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    if not odd:
+    if not differing:
         console.print(f"{len(answers)} nodes, all alike.", highlight=False)
     failed = any(finding.status == FAIL for findings in answers.values() for finding in findings)
-    return int(failed or bool(odd))
+    return int(failed or bool(differing))
 
 
 def ask_nodes(srun: Sequence[str]) -> Answers:
@@ -99,18 +99,20 @@ def exchange(srun: Sequence[str]) -> Mapping[str, Any]:
         LaunchError: It failed on one of them.
     """
     for line in _run((*srun, "bash", "-c", EXCHANGE, "node", sys.executable)).splitlines():
-        if line.startswith("{") and (told := json.loads(line)).get("nodes"):
-            return dict(told)
-    raise LaunchError("The all-reduce between the nodes was not measured: no node told its rate.")
+        if line.startswith("{") and (figures := json.loads(line)).get("nodes"):
+            return dict(figures)
+    raise LaunchError(
+        "The all-reduce between the nodes was not measured: no node reported its rate."
+    )
 
 
 def describe(between: Mapping[str, Any]) -> str:
     """A sentence on the all-reduce between nodes, and one on the slowest pair where it stands out."""
-    (row, *_) = judge({**between, "clocks": []})
+    (row, *_) = check_rates({**between, "clocks": []})
     text = f"{row.status}: {len(between['nodes'])} nodes: {row.found}."
     pairs, nodes = between["pairs"], between["nodes"]
     slowest = min(range(len(pairs)), key=pairs.__getitem__)
-    if pairs[slowest] < (1 - OFF) * statistics.median(pairs):
+    if pairs[slowest] < (1 - OUTLIER_SHARE) * statistics.median(pairs):
         other = nodes[(slowest + 1) % len(nodes)]
         text += (
             f" The slowest pair is {nodes[slowest]} and {other}: {pairs[slowest] / 1e9:.2f} GB/s, and "
@@ -146,12 +148,12 @@ def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:
     return sorted(found)
 
 
-def odd_ones(answers: Answers) -> list[Odd]:
+def outliers(answers: Answers) -> list[Outlier]:
     """Where a node differs: measured values from the median, all else from what most nodes have.
 
     Of two nodes that differ nobody knows which is right, and both are named.
     """
-    odd: list[Odd] = []
+    found: list[Outlier] = []
     by_what: dict[str, dict[str, Finding]] = {}
     for node, findings in answers.items():
         for finding in findings:
@@ -159,15 +161,17 @@ def odd_ones(answers: Answers) -> list[Odd]:
     for what, rows in by_what.items():
         missing = [node for node in answers if node not in rows]
         rows |= {node: Finding(WARN, what, "no such row") for node in missing}
-        odd += _odd_of(what, rows)
-    return odd
+        found += _outliers_of(what, rows)
+    return found
 
 
-def _odd_of(what: str, rows: Mapping[str, Finding]) -> list[Odd]:
+def _outliers_of(what: str, rows: Mapping[str, Finding]) -> list[Outlier]:
     values = [finding.value for finding in rows.values()]
     if all(value is not None for value in values):
         middle = statistics.median(value for value in values if value is not None)
-        off = [n for n, f in rows.items() if abs((f.value or 0) - middle) > OFF * abs(middle)]
+        off = [
+            n for n, f in rows.items() if abs((f.value or 0) - middle) > OUTLIER_SHARE * abs(middle)
+        ]
         usual = next((f.found for n, f in rows.items() if n not in off), "differ as well")
     else:
         (usual, count), *_ = Counter(finding.found for finding in rows.values()).most_common()
@@ -176,20 +180,20 @@ def _odd_of(what: str, rows: Mapping[str, Finding]) -> list[Odd]:
         usual = "differ as well" if alone and len(off) == len(rows) else usual
     if len(off) == len(rows):
         return [
-            Odd(node, what, rows[node].found, "; ".join(_others(node, rows)))
+            Outlier(node, what, rows[node].found, "; ".join(_others(node, rows)))
             for node in sorted(off)
         ]
-    return [Odd(node, what, rows[node].found, usual) for node in sorted(off)]
+    return [Outlier(node, what, rows[node].found, usual) for node in sorted(off)]
 
 
 def _others(node: str, rows: Mapping[str, Finding]) -> list[str]:
     return [f"{other}: {finding.found}" for other, finding in sorted(rows.items()) if other != node]
 
 
-def _table(answers: Answers, odd: Sequence[Odd]) -> Table:
+def _table(answers: Answers, differing: Sequence[Outlier]) -> Table:
     names = list(answers)
     table = Table("what", *names)
-    marked = {(one.node, one.what) for one in odd}
+    marked = {(one.node, one.what) for one in differing}
     whats = dict.fromkeys(f.what for findings in answers.values() for f in findings)
     for what in whats:
         cells = []

@@ -17,9 +17,9 @@ from tools.launch.cluster.nodes import INTERFACES, Nodes
 from tools.launch.compose import Launch
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import visible_gpus
-from tools.launch.entry import kit_commit
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute, run_ranks
+from tools.launch.megatron_entry import kit_commit
 from tools.launch.options import Options
 from tools.launch.preflight import check, data_path
 from tools.launch.progress import RunProgress

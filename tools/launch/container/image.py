@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tools.launch.container.docker import ask_engine, client
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options
 from tools.spec.files import ROOT
 
 RECIPE = ROOT / "docker"
@@ -86,15 +85,15 @@ def build_command(pair: ImagePair) -> tuple[str, ...]:
     return ("docker", "build", *settings, "--tag", pair.name, str(RECIPE))
 
 
-def build(options: Options) -> int:
-    """Build the image of the chosen pair; with DRY_RUN=1 print the command.
+def build(ngc_tag: str | None, dry_run: bool = False) -> int:
+    """Build the image of the pair that `ngc_tag` chooses; with `dry_run` print the command.
 
     Raises:
         LaunchError: Docker is missing or does not answer, or the build failed.
     """
-    pair = find_pair(options.image)
+    pair = find_pair(ngc_tag)
     command = build_command(pair)
-    if options.dry_run:
+    if dry_run:
         print(shlex.join(command))
         return 0
     client()
@@ -103,7 +102,7 @@ def build(options: Options) -> int:
     if status != 0:
         raise LaunchError(
             f"{pair.name} was not built (docker build ended with {status}); its last lines above say "
-            "why. 'make image' goes on from the layers that were built."
+            "why. 'make image' resumes from the layers that were built."
         )
     print(f"Built {pair.name}.")
     return 0

@@ -42,7 +42,7 @@ def examine() -> "list[Finding]":
 
 
 def table(findings: "list[Finding]", width: int, colour: bool) -> str:
-    """Status, what was looked at, what was found; below it the way to mend it."""
+    """Status, what was looked at, what was found; below it the way to fix it."""
     column = max(len(finding.what) for finding in findings) + 2
     indent = " " * (6 + column)
     lines = []
@@ -51,7 +51,7 @@ def table(findings: "list[Finding]", width: int, colour: bool) -> str:
         if colour:
             status = f"\x1b[{COLOURS[status]}m{status}\x1b[0m"
         head = f"{status}  {finding.what:{column}}"
-        parts = [finding.found] + (["→ " + finding.mend] if finding.mend else [])
+        parts = [finding.found] + (["→ " + finding.fix] if finding.fix else [])
         texts = [
             text for part in parts for text in textwrap.wrap(part, max(30, width - len(indent)))
         ]

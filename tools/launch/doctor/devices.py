@@ -16,10 +16,10 @@ def check_devices() -> "list[Finding]":
     """Rows for driver, GPUs and topology."""
     if shutil.which("nvidia-smi") is None:
         if Path("/dev/nvidiactl").exists():
-            mend = (
+            fix = (
                 "give the container NVIDIA's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
             )
-            return [Finding(WARN, "Driver", "loaded, but nvidia-smi is missing", mend)]
+            return [Finding(WARN, "Driver", "loaded, but nvidia-smi is missing", fix)]
         return [
             Finding(WARN, "Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
         ]
@@ -27,10 +27,8 @@ def check_devices() -> "list[Finding]":
     rows = [[word.strip() for word in line.split(",")] for line in answer.out.splitlines()]
     rows = [row for row in rows if len(row) == len(QUERY.split(","))]
     if not answer.good or not rows:
-        mend = (
-            "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
-        )
-        return [Finding(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, mend)]
+        fix = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
+        return [Finding(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, fix)]
     findings = [Finding(PASS, "Driver", rows[0][4]), _gpus(rows)]
     return findings + ([_topology(len(rows))] if len(rows) > 1 else [])
 
@@ -39,11 +37,11 @@ def _gpus(rows: "list[list[str]]") -> Finding:
     shown = "; ".join(f"{row[0]}: {row[1]}, {row[2]} MiB" for row in rows)
     busy = [row[0] for row in rows if row[3].isdigit() and int(row[3]) > BUSY_MIB]
     if busy:
-        mend = "end what runs there, or choose others with CUDA_VISIBLE_DEVICES="
-        return Finding(WARN, "GPUs", "{} (in use: {})".format(shown, ", ".join(busy)), mend)
+        fix = "end what runs there, or choose others with CUDA_VISIBLE_DEVICES="
+        return Finding(WARN, "GPUs", "{} (in use: {})".format(shown, ", ".join(busy)), fix)
     if len(rows) == 1:
-        mend = "five of the six published runs need two; -2cpu targets show them"
-        return Finding(WARN, "GPUs", shown, mend)
+        fix = "five of the six published runs need two; -2cpu targets show them"
+        return Finding(WARN, "GPUs", shown, fix)
     return Finding(PASS, "GPUs", shown)
 
 
@@ -55,8 +53,8 @@ def _topology(gpus: int) -> Finding:
     shown = ", ".join(sorted(set(links)))
     if all(NVLINK.fullmatch(link) for link in links):
         return Finding(PASS, "Topology", shown + " (NVLink) between all GPUs")
-    mend = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
-    return Finding(WARN, "Topology", shown + " between GPUs", mend)
+    fix = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
+    return Finding(WARN, "Topology", shown + " between GPUs", fix)
 
 
 def _links(matrix: str, gpus: int) -> "list[str]":

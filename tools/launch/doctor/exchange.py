@@ -24,12 +24,12 @@ def check_exchange() -> "list[Finding]":
     except (ValueError, IndexError):
         told = {"problem": answer.problem or "it printed nothing"}
     if "problem" in told:
-        mend = "see '.venv/bin/python -m tools.launch.probe.exchange'"
-        return [Finding(FAIL, "All-reduce", "fails: " + told["problem"], mend)]
-    return judge(told)
+        fix = "see '.venv/bin/python -m tools.launch.probe.exchange'"
+        return [Finding(FAIL, "All-reduce", "fails: " + told["problem"], fix)]
+    return check_rates(told)
 
 
-def judge(told: "dict[str, Any]") -> "list[Finding]":
+def check_rates(told: "dict[str, Any]") -> "list[Finding]":
     """Rows for what `tools.launch.probe.exchange` printed."""
     return [_rate(told)] + [_clock(clock) for clock in told["clocks"]]
 
@@ -46,8 +46,8 @@ def _rate(told: "dict[str, Any]") -> Finding:
         return Finding(PASS, "All-reduce", "{} over {}".format(found, told["link"]), "", rate)
     found += ", {:.0%} of {} ({:.2f} GB/s)".format(rate / full, told["link"], full / 1e9)
     if rate < GOOD_SHARE * full:
-        mend = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
-        return Finding(WARN, "All-reduce", found, mend, rate)
+        fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
+        return Finding(WARN, "All-reduce", found, fix, rate)
     return Finding(PASS, "All-reduce", found, "", rate)
 
 
@@ -60,9 +60,9 @@ def _clock(clock: "dict[str, Any]") -> Finding:
         highest, f" of {limit}" if limit else "", why
     )
     if why != "none":
-        mend = "see 'nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER'; cool it, or raise its power limit"
-        return Finding(WARN, what, found, mend, highest)
+        fix = "see 'nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER'; cool it, or raise its power limit"
+        return Finding(WARN, what, found, fix, highest)
     if limit and highest < GOOD_CLOCK * limit:
-        mend = "a lower clock may be set: 'nvidia-smi -q -d CLOCK', 'sudo nvidia-smi --reset-gpu-clocks'"
-        return Finding(WARN, what, found, mend, highest)
+        fix = "a lower clock may be set: 'nvidia-smi -q -d CLOCK', 'sudo nvidia-smi --reset-gpu-clocks'"
+        return Finding(WARN, what, found, fix, highest)
     return Finding(PASS, what, found, "", highest)

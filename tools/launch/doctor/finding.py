@@ -15,7 +15,7 @@ class Finding(NamedTuple):
     status: str
     what: str
     found: str
-    mend: str = ""
+    fix: str = ""
     """The way to a pass, or what works without one."""
     value: "float | None" = None
     """What was measured, where two machines will not find the very same."""

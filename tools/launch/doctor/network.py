@@ -23,8 +23,8 @@ def check_hub() -> Finding:
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     problem = unreachable(address)
     if problem:
-        mend = "name a mirror with HF_ENDPOINT=; 'make prepare-ds-sample' and prepare-ds need none"
-        return Finding(WARN, "Hub", f"{address} is out of reach: {problem}", mend)
+        fix = "name a mirror with HF_ENDPOINT=; 'make prepare-ds-sample' and prepare-ds need none"
+        return Finding(WARN, "Hub", f"{address} is out of reach: {problem}", fix)
     return Finding(PASS, "Hub", address)
 
 
@@ -42,10 +42,8 @@ def check_package_index() -> Finding:
         return Finding(
             WARN, "Package index", "not asked: this Python has no pip", "run 'make setup'"
         )
-    mend = (
-        "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
-    )
-    return Finding(WARN, "Package index", "pip gets no packages: " + answer.problem[:120], mend)
+    fix = "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
+    return Finding(WARN, "Package index", "pip gets no packages: " + answer.problem[:120], fix)
 
 
 def check_image_registry() -> Finding:
@@ -58,8 +56,8 @@ def check_image_registry() -> Finding:
         )
     problem = unreachable(f"https://{match.group(1)}/v2/")
     if problem:
-        mend = "'make image' needs it; RUNTIME=host does not"
-        return Finding(WARN, "Image registry", f"{match.group(1)} is out of reach: {problem}", mend)
+        fix = "'make image' needs it; RUNTIME=host does not"
+        return Finding(WARN, "Image registry", f"{match.group(1)} is out of reach: {problem}", fix)
     return Finding(PASS, "Image registry", match.group(1))
 
 
@@ -68,11 +66,11 @@ def check_wandb() -> Finding:
     if os.environ.get("WANDB_API_KEY"):
         return Finding(PASS, "W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://" + WANDB_HOST).hostname or ""
-    mend = "set WANDB_API_KEY to log online"
+    fix = "set WANDB_API_KEY to log online"
     if _in_netrc(host):
         found = "logged in, but no key in the environment: WANDB=1 logs offline"
-        return Finding(WARN, "W&B", found, mend + "; 'wandb sync' uploads a run later")
-    return Finding(WARN, "W&B", "not logged in: WANDB=1 logs offline", mend)
+        return Finding(WARN, "W&B", found, fix + "; 'wandb sync' uploads a run later")
+    return Finding(WARN, "W&B", "not logged in: WANDB=1 logs offline", fix)
 
 
 def unreachable(address: str) -> str:

@@ -93,17 +93,17 @@ def check_docker() -> "list[Finding]":
     if os.environ.get("KIT_IMAGE"):
         return [Finding(PASS, "Docker", "inside the kit's image, where targets run directly")]
     if shutil.which("docker") is None:
-        mend = "install Docker Engine and the NVIDIA container toolkit; " + without
-        return [Finding(WARN, "Docker", "not installed", mend)]
+        fix = "install Docker Engine and the NVIDIA container toolkit; " + without
+        return [Finding(WARN, "Docker", "not installed", fix)]
     engine = ask(["docker", "info", "--format", "{{json .Runtimes}}"])
     if not engine.good or engine.out in ("", "null"):
         found = "its engine does not answer: " + engine.problem.rstrip(".?")
         return [Finding(WARN, "Docker", found, "start it, or join the group 'docker'; " + without)]
     if "nvidia" not in json.loads(engine.out):
-        mend = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
+        fix = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
         return [
             Finding(PASS, "Docker", "its engine answers"),
-            Finding(WARN, "NVIDIA runtime", "Docker has none", f"{mend}; {without}"),
+            Finding(WARN, "NVIDIA runtime", "Docker has none", f"{fix}; {without}"),
         ]
     return [Finding(PASS, "Docker", "its engine answers and has the NVIDIA runtime"), _image()]
 

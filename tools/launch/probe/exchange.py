@@ -24,9 +24,8 @@ import psutil
 
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.compose import torchrun
-from tools.launch.devices import Gpu, visible_gpus
+from tools.launch.devices import Gpu, find_links, visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.interconnect import find_links
 from tools.launch.probe.clocks import Clock, ClockWatch
 from tools.spec.files import ROOT
 from tools.spec.hardware import find_device, link_by_key

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
-from tools.launch.bare_gpu import attention_problems, fused_problems, sharing_problems
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.launch.no_te import attention_problems, fused_problems, sharing_problems
 from tools.launch.options import Options, options_from_environment
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems
 from tools.launch.provenance import find_provenance
