@@ -23,6 +23,6 @@ def test_every_stage_prints_megatrons_losses(
 ) -> None:
     run = train(f"train-{strategy}-gpt2-tiny-2cpu", backend=Backend.DEEPSPEED)
     assert run.status.status is Status.OK
-    assert run.record.backend == "deepspeed"
+    assert run.record.spec.backend == "deepspeed"
     assert run.record.software["deepspeed"]
     assert run.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)

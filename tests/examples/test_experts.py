@@ -8,7 +8,6 @@ import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration
 from tools.plan.parameters import rank_parameters
 from tools.records.measurements import (
     ROUTED_GROUPS,
@@ -24,6 +23,7 @@ from tools.report.closed_form import configuration_of_run, pipeline_rank
 from tools.report.routing import iterations_of, loads
 from tools.report.runs import load_folder
 from tools.spec.model import load_model
+from tools.spec.run import RunSpec
 
 SHAPE = load_model("moe-tiny").shape
 ROW_BYTES = 4 * SHAPE.hidden
@@ -58,7 +58,7 @@ def split(train: Trainer) -> Callable[[str], Run]:
     return trained
 
 
-def configuration(run: Run) -> Configuration:
+def configuration(run: Run) -> RunSpec:
     return configuration_of_run(load_folder(run.folder))
 
 
@@ -116,7 +116,7 @@ def test_each_expert_rank_holds_half_of_the_experts(baseline: Run, ep2: Run) -> 
     assert baseline.parameters == {(0, 0): 3_811_904}
     assert ep2.parameters == {(0, 0): 3_549_760}
     for rank in read_memory(ep2.folder).ranks:
-        held = rank_parameters(configuration(ep2).shape, ep2.record.parallelism)
+        held = rank_parameters(configuration(ep2).shape, ep2.record.spec.parallelism)
         assert held.experts == 4 * 4 * 2 * 64 * 128
         assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held.total
         assert rank.categories[MemoryCategory.GRADIENTS] == 4 * held.total
@@ -181,7 +181,7 @@ def test_both_runs_route_every_token_alike(baseline: Run, ep2: Run) -> None:
 
 
 def test_the_work_of_the_ranks_is_all_the_work(ep2: Run) -> None:
-    found = loads(read_routing(ep2.folder), ep2.record.parallelism, None)
+    found = loads(read_routing(ep2.folder), ep2.record.spec.parallelism, None)
     assert sum(load.tokens for load in found) == pytest.approx(4 * COPIES)
     assert sum(load.of_mean for load in found) == pytest.approx(2)
 
@@ -251,7 +251,7 @@ def test_experts_in_their_own_split_are_whole_on_every_rank(baseline: Run, train
     whole = ("--expert-tensor-parallel-size", "1")
     run = train("train-tp2ep2-moe-tiny-4cpu", extra=whole)
     assert run.losses == pytest.approx(baseline.losses, abs=1.1e-5)
-    assert run.record.parallelism.expert_tensor == 1
+    assert run.record.spec.parallelism.expert_tensor == 1
     form = configuration(run)
     assert set(run.parameters.values()) == {rank_parameters(form.shape, form.parallelism).total}
     for rank in read_communication(run.folder).ranks:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.examples.conftest import ITERATIONS, Run
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.parameters import rank_parameters
 from tools.records.measurements import (
     MemoryCategory,
@@ -22,7 +21,7 @@ from tools.records.measurements import (
 from tools.records.run import LEDGER_FOLDER, TRACE_FILE
 from tools.spec.flags import Flags
 from tools.spec.model import load_model
-from tools.spec.run import Transport
+from tools.spec.run import DeviceKind, RunSpec, spec_of_model
 from tools.spec.strategy import NAMED
 
 MORE = ("vpp2", "zero1")
@@ -35,22 +34,22 @@ def runs(eight: dict[str, Run]) -> dict[str, Run]:
     return eight
 
 
-def configuration(run: Run) -> Configuration:
+def configuration(run: Run) -> RunSpec:
     """The run's configuration as the planner sees it: fp32, K and V gathered, no dropout."""
-    model = load_model(run.record.model)
+    model = load_model(run.record.spec.model)
     flags = Flags(run.record.argv)
     multiple = flags.integer("--make-vocab-size-divisible-by", 128)
     as_run = replace(model, shape=replace(model.shape, vocabulary_multiple=multiple))
     return replace(
-        configuration_of(as_run, run.record.parallelism, run.record.batch),
+        spec_of_model(as_run, run.record.spec.parallelism, run.record.spec.batch),
         dtype="fp32",
         cp_comm_type="all_gather",
-        transport=Transport.GLOO,
+        device=DeviceKind.CPU,
     )
 
 
 def pipeline_rank(run: Run, rank: int) -> int:
-    degrees = run.record.parallelism
+    degrees = run.record.spec.parallelism
     return rank // (degrees.world_size // degrees.pipeline)
 
 
@@ -103,7 +102,7 @@ def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
     run = runs[name]
     for rank in read_memory(run.folder).ranks:
         held = rank_parameters(
-            configuration(run).shape, run.record.parallelism, pipeline_rank(run, rank.rank)
+            configuration(run).shape, run.record.spec.parallelism, pipeline_rank(run, rank.rank)
         ).total
         assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held
         gradients = rank.categories[MemoryCategory.GRADIENTS]

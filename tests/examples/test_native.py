@@ -59,7 +59,7 @@ def test_native_runs_are_recorded_as_such_from_the_same_start(
     six: dict[str, Run], native: dict[str, Run]
 ) -> None:
     record = native["tp2"].record
-    assert record.backend == "native"
+    assert record.spec.backend == "native"
     assert record.entry.path == "examples/gpt3/pretrain_native.py"
     assert record.start_checkpoint == six["baseline"].record.start_checkpoint
     assert native["tp2"].parameters == six["tp2"].parameters

@@ -71,7 +71,7 @@ def test_the_model_learns(six: dict[str, Run]) -> None:
 
 
 def test_a_pipeline_had_four_micro_batches_and_uneven_stages(six: dict[str, Run]) -> None:
-    batch = six["pp2"].record.batch
+    batch = six["pp2"].record.spec.batch
     assert batch.global_batch_size // batch.micro_batch_size == 4
 
 
@@ -88,7 +88,7 @@ def test_the_run_folder_is_complete(six: dict[str, Run], name: str) -> None:
         "tensorboard",
     } <= files
     assert run.record.run == run.folder.name
-    assert run.record.parallelism.world_size == len(run.record.host.devices)
+    assert run.record.spec.parallelism.world_size == len(run.record.host.devices)
     assert run.record.dataset is not None
     assert len(run.record.dataset.sha256 or "") == 64
 

@@ -27,7 +27,7 @@ def milliseconds(run: Run) -> list[float]:
 def link_milliseconds(run: Run) -> float:
     ranks = read_communication(run.folder).ranks
     rate = LINK.bits_per_second
-    return 1e3 * max(link_seconds(r.calls, run.record.parallelism, rate) for r in ranks)
+    return 1e3 * max(link_seconds(r.calls, run.record.spec.parallelism, rate) for r in ranks)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
 )
 def test_batches_are_the_published_ones(target: str, batch: Batch) -> None:
     launch = composed(target)
-    assert launch.batch == batch
+    assert launch.spec.batch == batch
     flags = Flags(launch.flags)
     assert flags.integer("--micro-batch-size", 0) == batch.micro_batch_size
     assert flags.integer("--global-batch-size", 0) == batch.global_batch_size
@@ -61,7 +61,7 @@ def test_batches_are_the_published_ones(target: str, batch: Batch) -> None:
 
 def test_a_cpu_run_computes_in_fp32_whatever_the_model_says() -> None:
     launch = composed("train-dp2-gpt2-large-2cpu")
-    assert (launch.dtype, "--fp16" in launch.flags) == ("fp32", False)
+    assert (launch.spec.dtype, "--fp16" in launch.flags) == ("fp32", False)
     assert "--fp16" in composed("train-dp2-gpt2-large-2gpu").flags
 
 
@@ -116,7 +116,7 @@ def test_fsdp_leaves_the_connection_limit_unset() -> None:
 def test_degrees_set_by_hand_count_in_the_record() -> None:
     extra = Options(extra=("--context-parallel-size", "2"))
     launch = compose("dp2", (), load_model("gpt2-tiny"), 4, DeviceKind.CPU, extra)
-    assert (launch.parallelism.data, launch.parallelism.context) == (2, 2)
+    assert (launch.spec.parallelism.data, launch.spec.parallelism.context) == (2, 2)
     with pytest.raises(StrategyError, match="does not divide 3"):
         compose("dp2", (), load_model("gpt2-tiny"), 3, DeviceKind.CPU, extra)
 

@@ -30,11 +30,11 @@ def test_patches_are_within_the_seeds_up_to_their_distance() -> None:
 def test_three_runs_differ_in_seed_or_patches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TARGET", raising=False)
     alone, seed, patched = _launches(Options(data="owt-ds/any", fused=("adamw",)))
-    assert (alone.seed, seed.seed, patched.seed) == (1234, 1235, 1234)
+    assert (alone.spec.seed, seed.spec.seed, patched.spec.seed) == (1234, 1235, 1234)
     assert patched.environment == alone.environment | {"KIT_FUSED": "adamw"}
     assert patched.flags == alone.flags
     assert {alone.iterations, patched.iterations} == {ITERATIONS}
-    assert alone.dropout == 0.1
+    assert alone.spec.dropout == 0.1
     assert alone.start_checkpoint is None
 
 
@@ -42,7 +42,7 @@ def test_on_a_gpu_the_model_keeps_its_batch_and_dropout(monkeypatch: pytest.Monk
     monkeypatch.setenv("TARGET", "train-baseline-gpt2-large-1gpu")
     options = options_from_environment({"DATA": "owt-ds/any", "RUNTIME": "host"})
     alone, _, patched = _launches(options)
-    assert alone.batch.micro_batch_size == 32
+    assert alone.spec.batch.micro_batch_size == 32
     assert "--no-gradient-accumulation-fusion" in alone.flags
     assert "attention_flash" not in patched.environment["KIT_FUSED"]
 

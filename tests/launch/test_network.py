@@ -59,7 +59,7 @@ def test_each_obstacle_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch
 def test_a_shaped_run_is_the_same_program_behind_the_link() -> None:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     plain = compose_target(target, flags_of_grammar(target), Options())
-    slow = replace(plain, network=Rate(10**9))
+    slow = replace(plain, spec=replace(plain.spec, link_bits_per_second=10**9))
     program = slow.command()[slow.command().index("--") + 1 :]
     assert slow.command()[1:5] == ("-m", "tools.launch.network", "1gbps", "2")
     assert plain.command()[-len(program) :] == program

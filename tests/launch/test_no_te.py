@@ -101,7 +101,7 @@ def test_each_rank_names_the_gpu_it_shares(composed: Composer, one_h200: FakeNvm
 
 def test_what_two_ranks_need_must_fit_the_one_gpu(composed: Composer, one_h200: FakeNvml) -> None:
     launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
-    assert launch.batch == Batch(64, 64)
+    assert launch.spec.batch == Batch(64, 64)
     (problem,) = gpu_memory_problems(launch)
     assert "GiB a rank" in problem
     assert "for each" in problem

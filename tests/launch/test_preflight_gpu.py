@@ -51,7 +51,7 @@ def test_the_published_runs_pass_on_the_published_machine(
 ) -> None:
     launch = composed(strategy)
     check(launch, tmp_path / "runs")
-    assert peak_bytes(launch, launch.batch) / 2**20 == pytest.approx(
+    assert peak_bytes(launch, launch.spec.batch) / 2**20 == pytest.approx(
         PUBLISHED_MIB[strategy], rel=0.03
     )
 
@@ -111,9 +111,9 @@ def test_the_batch_that_is_said_to_fit_does(composed: Composer, two_h200: FakeNv
 
 def test_the_kits_attention_keeps_no_scores_either(composed: Composer) -> None:
     engine, host = composed("baseline"), composed("baseline", Runtime())
-    assert peak_bytes(host, host.batch) == peak_bytes(engine, engine.batch) < 90e9
+    assert peak_bytes(host, host.spec.batch) == peak_bytes(engine, engine.spec.batch) < 90e9
     split = composed("cp2", Runtime())
-    assert peak_bytes(split, split.batch) == peak_bytes(composed("cp2"), split.batch)
+    assert peak_bytes(split, split.spec.batch) == peak_bytes(composed("cp2"), split.spec.batch)
 
 
 def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(

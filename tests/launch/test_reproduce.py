@@ -35,11 +35,11 @@ class Machine:
         monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=self._report))
 
     def _execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
-        self.trained.append(launch.strategy)
-        if launch.strategy in self.refused:
+        self.trained.append(launch.spec.name)
+        if launch.spec.name in self.refused:
             raise LaunchError("The disk is full.")
         folder = create_run_folder(launch, runs)
-        status = StatusRecord(self.ends.get(launch.strategy, Status.OK), 0)
+        status = StatusRecord(self.ends.get(launch.spec.name, Status.OK), 0)
         write_record(folder / records.STATUS_FILE, status)
         return folder, status
 

@@ -21,7 +21,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def execute(launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
-        names.append(launch.strategy)
+        names.append(launch.spec.name)
         folder = create_run_folder(launch, runs)
         status = StatusRecord(Status.OK, 0)
         write_record(folder / records.STATUS_FILE, status)

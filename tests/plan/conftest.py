@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 
 from tools.plan.cluster import Cluster
-from tools.plan.configuration import configuration_of
 from tools.plan.dryrun.process import DryRunner
 from tools.plan.search import Request
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
+from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch, Parallelism
 
 MakeRequest = Callable[..., Request]
@@ -23,7 +23,7 @@ def make_request() -> MakeRequest:
         cluster = Cluster(
             device, devices, per_node, link_by_key(device.link), link_by_key(device.network)
         )
-        template = configuration_of(model, Parallelism(), Batch(1, global_batch))
+        template = spec_of_model(model, Parallelism(), Batch(1, global_batch))
         return Request(model, cluster, global_batch, replace(template))
 
     return build

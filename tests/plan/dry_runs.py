@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.dryrun.comparison import Comparison, compare
 from tools.plan.dryrun.job import Job, check, flags_of
 from tools.plan.dryrun.process import DryRunner
 from tools.spec.model import Model, model_from_flags
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _SMALL = (
@@ -36,7 +35,7 @@ class Case:
     """A model, a legal configuration of it, and one rank."""
 
     model: Model
-    configuration: Configuration
+    configuration: RunSpec
     rank: int
 
 
@@ -67,7 +66,7 @@ def cases(draw: st.DrawFn) -> Case:
     # Expert parallelism refuses fp16 at the published commit.
     halves = ["fp32", "bf16"] if kind == "moe" else ["fp32", "bf16", "fp16"]
     configuration = replace(
-        configuration_of(model, split, batch),
+        spec_of_model(model, split, batch),
         dtype=draw(st.sampled_from(halves)),
         recompute=draw(st.sampled_from([Recompute.NONE, Recompute.FULL])),
     )

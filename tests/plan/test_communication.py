@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.megatron import Megatron
 from tools.plan.parameters import parameters_of_rank
 from tools.plan.tensors import buffer_of
@@ -21,7 +20,7 @@ from tools.plan.traffic_data import bucket_elements
 from tools.plan.wire import Group, Traffic, by_group
 from tools.records.measurements import Operation, wire_bytes
 from tools.spec.model import ModelShape, load_model
-from tools.spec.run import Recompute, Transport
+from tools.spec.run import DeviceKind, Recompute, RunSpec, TokenDispatcher, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy
 
 GPT = ModelShape(
@@ -53,7 +52,7 @@ def name(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", MEASURED, ids=name)
 def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None:
-    configuration = Configuration(
+    configuration = RunSpec(
         MODELS[case["model"]],
         parse_strategy(case["strategy"], case["devices"]),
         Batch(2, 8),
@@ -73,7 +72,7 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
 
 def published(strategy: str) -> dict[Group, int]:
     parallelism = parse_strategy(strategy, 2)
-    configuration = configuration_of(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
+    configuration = spec_of_model(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
     traffic = communication_of_rank(configuration, 0)
     return by_group(item for item in traffic if item.payload_bytes > 1_000_000)
 
@@ -87,7 +86,7 @@ def test_two_gpus_send_what_the_lecture_formulas_say() -> None:
 
 
 def test_all_to_all_context_parallelism_sends_two_thirds_of_the_ring() -> None:
-    ring = Configuration(LARGE.shape, Parallelism(context=2), Batch(64, 64))
+    ring = RunSpec(LARGE.shape, Parallelism(context=2), Batch(64, 64))
     exchange = replace(ring, cp_comm_type="a2a")
     groups = [by_group(communication_of_rank(c))[Group.CONTEXT] for c in (ring, exchange)]
     assert groups == [36 * 3 * U, 36 * 2 * U]
@@ -103,7 +102,7 @@ def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int, chu
 
 def test_one_rank_sends_nothing() -> None:
     assert wire_bytes(Operation.ALL_REDUCE, 100, 1) == 0
-    assert communication_of_rank(Configuration(GPT, Parallelism(), Batch(2, 8))) == ()
+    assert communication_of_rank(RunSpec(GPT, Parallelism(), Batch(2, 8))) == ()
 
 
 @given(
@@ -116,7 +115,7 @@ def test_gradients_of_every_parameter_are_sent_once(
     data: int, tensor: int, pipeline: int, sharding: Sharding
 ) -> None:
     split = Parallelism(data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
-    configuration = Configuration(GPT, split, Batch(2, 2 * data), dtype="bf16")
+    configuration = RunSpec(GPT, split, Batch(2, 2 * data), dtype="bf16")
     for rank in range(pipeline):
         sent = sum(gradient_payloads(communication_of_rank(configuration, rank)))
         expected = 4 * parameters_of_rank(GPT, split, 0, rank) if data > 1 else 0
@@ -140,7 +139,7 @@ def test_buckets_align_tensors_and_divide_by_the_ranks() -> None:
 
 def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO3)
-    traffic = communication_of_rank(Configuration(GPT, split, Batch(2, 8), dtype="fp32"))
+    traffic = communication_of_rank(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
     # A layer's 49,984 parameters, filled up to whole rows of 256 on both ranks.
     layer, outside = 4 * 50_176, 12_894_720
@@ -154,7 +153,7 @@ def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
 
 def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO2)
-    traffic = communication_of_rank(Configuration(GPT, split, Batch(2, 8), dtype="fp32"))
+    traffic = communication_of_rank(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
     # One bucket of all 3,423,616 parameters, filled up to whole rows of 256 on both ranks.
     bucket = 4 * 3_423_744
@@ -163,7 +162,7 @@ def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() ->
 
 def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> None:
     split = Parallelism(data=2, sharding=Sharding.FSDP2)
-    traffic = communication_of_rank(Configuration(GPT, split, Batch(2, 8), dtype="fp32"))
+    traffic = communication_of_rank(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
     layer, embedding, output = 4 * 49_984, 4 * (50304 + 64) * 64, 4 * (50304 + 2) * 64
     assert calls == {
@@ -176,19 +175,19 @@ def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> 
     }
 
 
-def weights_and_gradients(strategy: str, ranks: int, transport: Transport) -> list[Traffic]:
+def weights_and_gradients(strategy: str, ranks: int, device: DeviceKind) -> list[Traffic]:
     tiny = load_model("gpt2-tiny")
     configuration = replace(
-        configuration_of(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
+        spec_of_model(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
         dtype="fp32",
-        transport=transport,
+        device=device,
     )
     traffic = communication_of_rank(configuration)
     return [item for item in traffic if item.what in ("weights", "gradients")]
 
 
 def test_gloo_sends_a_reduce_scatter_twice_and_an_all_gather_once() -> None:
-    ring, gloo = (weights_and_gradients("zero2", 2, transport) for transport in Transport)
+    gloo, ring = (weights_and_gradients("zero2", 2, device) for device in DeviceKind)
     assert [item.wire_bytes for item in ring] == [4 * 3_423_744 // 2, 4 * 3_423_744]
     assert [item.wire_bytes for item in gloo] == [4 * 3_423_744 // 2, 2 * 4 * 3_423_744]
 
@@ -197,7 +196,7 @@ MOE = MODELS["moe"]
 EP2 = Parallelism(data=2, expert=2)
 
 
-def calls_of(configuration: Configuration, group: Group) -> dict[tuple[str, int], int]:
+def calls_of(configuration: RunSpec, group: Group) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
     for item in communication_of_rank(configuration):
         if item.group is group:
@@ -208,7 +207,7 @@ def calls_of(configuration: Configuration, group: Group) -> dict[tuple[str, int]
 
 def test_the_z_loss_is_logged_over_stage_pipeline_and_data_ranks() -> None:
     split = Parallelism(data=2, pipeline=2)
-    plain = Configuration(MOE, split, Batch(2, 8), dtype="fp32")
+    plain = RunSpec(MOE, split, Batch(2, 8), dtype="fp32")
     watched = replace(plain, shape=replace(MOE, router_z_loss=True))
     more = Counter(i.group for i in communication_of_rank(watched, 1))
     more -= Counter(i.group for i in communication_of_rank(plain, 1))
@@ -220,7 +219,7 @@ def test_the_z_loss_is_logged_over_stage_pipeline_and_data_ranks() -> None:
 
 def test_without_a_load_balancing_loss_nobody_counts_the_tokens_for_it() -> None:
     split = Parallelism(tensor=2, sequence_parallel=True)
-    balanced = Configuration(MOE, split, Batch(2, 8), dtype="fp32")
+    balanced = RunSpec(MOE, split, Batch(2, 8), dtype="fp32")
     free = replace(balanced, shape=replace(MOE, load_balancing=False))
     # Four layers, four micro batches; and the logging of the loss over the same group.
     counted = calls_of(balanced, Group.TENSOR_CONTEXT)
@@ -230,7 +229,8 @@ def test_without_a_load_balancing_loss_nobody_counts_the_tokens_for_it() -> None
 
 def test_all_gather_brings_every_token_to_every_rank_of_its_experts() -> None:
     gathered = replace(
-        Configuration(MOE, EP2, Batch(2, 8), dtype="fp32"), token_dispatcher="allgather"
+        RunSpec(MOE, EP2, Batch(2, 8), dtype="fp32"),
+        token_dispatcher=TokenDispatcher.ALL_GATHER,
     )
     passes = 4 * 2  # layers × micro batches
     tokens = 2 * 2 * 64  # ranks × sequences × length
@@ -246,7 +246,7 @@ def test_all_gather_brings_every_token_to_every_rank_of_its_experts() -> None:
 
 def test_experts_that_are_not_split_over_tp_need_no_gathering_over_it() -> None:
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
-    shared = Configuration(MOE, split, Batch(2, 8), dtype="fp32")
+    shared = RunSpec(MOE, split, Batch(2, 8), dtype="fp32")
     whole = replace(shared, parallelism=replace(split, expert_tensor=1))
     assert calls_of(shared, Group.EXPERT_TENSOR)
     assert calls_of(whole, Group.EXPERT_TENSOR) == {}

@@ -9,7 +9,6 @@ import pytest
 
 from tests.plan.dry_runs import Case, run_case, small_model
 from tools.plan.__main__ import main
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.dryrun.comparison import CallDifference, Comparison
 from tools.plan.dryrun.job import DryRunError, check, flags_of, ranks_named
 from tools.plan.dryrun.process import DryRunner
@@ -18,18 +17,19 @@ from tools.plan.dryrun.show import as_data, verdict
 from tools.records.measurements import MemoryCategory, Operation, Phase
 from tools.spec.files import ROOT
 from tools.spec.model import Model, load_model
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 TINY = load_model("gpt2-tiny")
 
 
-def configured(model: Model, split: Parallelism, batch: Batch, **changes: object) -> Configuration:
-    plain = configuration_of(model, split, batch)
+def configured(model: Model, split: Parallelism, batch: Batch, **changes: object) -> RunSpec:
+    plain = spec_of_model(model, split, batch)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def of_ranks(
-    runner: DryRunner, model: Model, configuration: Configuration, ranks: str
+    runner: DryRunner, model: Model, configuration: RunSpec, ranks: str
 ) -> list[Comparison]:
     named = ranks_named(ranks, configuration)
     return [run_case(runner, Case(model, configuration, rank)) for rank in named]

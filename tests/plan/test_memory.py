@@ -5,12 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.plan.activations import layer_activation_bytes, layers_in_flight, logits_bytes
-from tools.plan.configuration import Configuration
 from tools.plan.memory import MIB, estimate_peak_bytes, fullest_rank, memory_of_rank
 from tools.plan.parameters import parameters_total
 from tools.plan.residuals import Residual, h200_configuration, memory_residuals
 from tools.spec.model import ModelShape, load_model
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGE = load_model("gpt2-large")
@@ -29,8 +28,8 @@ TINY = ModelShape(
 )
 
 
-def tiny(parallelism: Parallelism | None = None, **changes: object) -> Configuration:
-    plain = Configuration(TINY, parallelism or Parallelism(), Batch(2, 64))
+def tiny(parallelism: Parallelism | None = None, **changes: object) -> RunSpec:
+    plain = RunSpec(TINY, parallelism or Parallelism(), Batch(2, 64))
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 

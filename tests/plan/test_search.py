@@ -6,20 +6,20 @@ from time import process_time
 import pytest
 
 from tools.plan.candidates import divisors, variants, virtual_stages
-from tools.plan.configuration import Configuration
+from tools.plan.legality import violations_of
 from tools.plan.memory import fullest_rank
 from tools.plan.named import named_candidates
 from tools.plan.naming import make_command, strategy_name
 from tools.plan.scaling import devices_needed, scaling, training_days
 from tools.plan.search import Request, evaluate, frontier, search
 from tools.spec.model import ModelShape
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy
 
 MakeRequest = Callable[..., Request]
 
 
-def every_legal_configuration(request: Request) -> Iterator[Configuration]:
+def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
     """By trying all numbers and asking `violations`, without the search's shortcuts."""
     devices, batch = request.cluster.devices, request.global_batch
     degrees = divisors(devices)
@@ -44,7 +44,7 @@ def every_legal_configuration(request: Request) -> Iterator[Configuration]:
                         recompute=recompute,
                         cp_comm_type=kind,
                     )
-                    if not configuration.violations():
+                    if not violations_of(configuration):
                         yield configuration
 
 
@@ -64,7 +64,7 @@ def test_the_search_finds_what_trying_everything_finds(
     assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
     times = [candidate.seconds.total for candidate in plan.ranked]
     assert times == sorted(times)
-    assert all(not candidate.configuration.violations() for candidate in plan.ranked)
+    assert all(not violations_of(candidate.configuration) for candidate in plan.ranked)
 
 
 def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
@@ -108,7 +108,7 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
     plan = search(replace(request, template=template))
     degrees = {c.configuration.parallelism.expert for c in plan.examined}
     assert degrees == {1, 2, 4}
-    assert all(not c.configuration.violations() for c in plan.ranked)
+    assert all(not violations_of(c.configuration) for c in plan.ranked)
 
 
 def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:
@@ -181,7 +181,7 @@ def test_the_command_says_only_what_differs_from_the_recipe(make_request: MakeRe
 
 def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
     shape = small_shape()
-    odd = Configuration(shape, Parallelism(pipeline=2), Batch(1, 3))
+    odd = RunSpec(shape, Parallelism(pipeline=2), Batch(1, 3))
     even = replace(odd, batch=Batch(1, 4))
     assert virtual_stages(odd) == [1]
     assert virtual_stages(even) == [1, 2, 3, 6]

@@ -6,7 +6,6 @@ import pytest
 from tools import plan
 from tools.plan.cluster import Calibration, Cluster, route
 from tools.plan.compute import NoPeakError
-from tools.plan.configuration import Configuration
 from tools.plan.microbatch import after_hiding
 from tools.plan.residuals import (
     ITERATION_TIMES,
@@ -20,6 +19,7 @@ from tools.plan.timing import IterationSeconds, iteration_seconds
 from tools.plan.wire import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
+from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGE = load_model("gpt2-large")
@@ -64,7 +64,7 @@ def test_one_micro_batch_makes_the_bubble_of_two_stages_a_whole_stage() -> None:
 
 
 def test_virtual_stages_shrink_the_bubble_by_their_number() -> None:
-    plain = Configuration(LARGE.shape, Parallelism(pipeline=2), Batch(4, 64))
+    plain = RunSpec(LARGE.shape, Parallelism(pipeline=2), Batch(4, 64))
     interleaved = replace(plain, parallelism=Parallelism(pipeline=2, virtual_stages=3))
     machines = cluster("h200", 2)
     bubbles = [iteration_seconds(c, machines).bubble for c in (plain, interleaved)]
@@ -79,7 +79,7 @@ def test_hidden_communication_costs_only_its_contention() -> None:
 
 def test_the_distributed_optimizer_divides_the_optimizers_time() -> None:
     machines = cluster("h200", 2)
-    plain = Configuration(LARGE.shape, Parallelism(data=2), Batch(32, 64), "fp16")
+    plain = RunSpec(LARGE.shape, Parallelism(data=2), Batch(32, 64), "fp16")
     sharded = replace(plain, parallelism=Parallelism(data=2, sharding=Sharding.ZERO1))
     seconds = [iteration_seconds(c, machines) for c in (plain, sharded)]
     assert seconds[1].optimizer == pytest.approx(seconds[0].optimizer / 2, rel=0.05)
@@ -87,7 +87,7 @@ def test_the_distributed_optimizer_divides_the_optimizers_time() -> None:
 
 
 def test_a_dtype_the_device_lacks_is_refused() -> None:
-    configuration = Configuration(LARGE.shape, Parallelism(), Batch(1, 1), dtype="fp8")
+    configuration = RunSpec(LARGE.shape, Parallelism(), Batch(1, 1), dtype="fp8")
     with pytest.raises(NoPeakError, match=r"A100 SXM 80 GB has no fp8 rate; use another --dtype"):
         iteration_seconds(configuration, cluster("a100", 1))
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Entry, Host, RunRecord, Status
-from tools.spec.run import DeviceKind
-from tools.spec.strategy import Batch, Parallelism
+from tools.spec.flags import merge_flags
+from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
+from tools.spec.strategy import Parallelism, strategy_flags
 
 SHAPE_FLAGS = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--seq-length", "64", "--max-position-embeddings", "64"),
 )
+
+_SPEC_FIELDS = {field.name for field in fields(RunSpec)}
 
 
 def iteration_line(
@@ -74,21 +77,16 @@ def run_record(name: str, strategy: str = "baseline", **changes: object) -> RunR
         "pp2": Parallelism(pipeline=2),
     }
     split = splits[strategy]
+    argv = (*SHAPE_FLAGS, "--micro-batch-size", "2", "--global-batch-size", "8")
+    spec = spec_of_flags(
+        (*argv, *strategy_flags(split)), split.world_size, DeviceKind.CPU, "gpt2-tiny"
+    )
     record = RunRecord(
         run=name,
         created_utc=name[:16],
-        backend="megatron",
-        strategy=strategy,
-        model="gpt2-tiny",
-        device=DeviceKind.CPU,
-        parallelism=split,
-        batch=Batch(2, 8),
-        seq_length=64,
-        dtype="fp32",
-        dropout=0.0,
-        seed=1234,
+        spec=replace(spec, dropout=0.0, strategy=strategy),
         exit_interval=25,
-        argv=(*SHAPE_FLAGS, "--micro-batch-size", "2", "--global-batch-size", "8"),
+        argv=argv,
         command=("torchrun", "pretrain_gpt.py"),
         environment={},
         entry=Entry("pretrain_gpt.py", "0.19.0"),
@@ -97,7 +95,17 @@ def run_record(name: str, strategy: str = "baseline", **changes: object) -> RunR
         dataset=records.DatasetIdentity("owt-ds/sample", "abc"),
         start_checkpoint="start-1",
     )
-    return replace(record, **changes)  # type: ignore[arg-type]
+    return changed(record, **changes)
+
+
+def changed(record: RunRecord, **changes: object) -> RunRecord:
+    """The record with other values, of its own fields or of its spec's; `seq_length` is in `argv`."""
+    if length := changes.pop("seq_length", None):
+        argv = changes.get("argv", record.argv)
+        changes["argv"] = merge_flags(argv, ("--seq-length", str(length)))  # type: ignore[arg-type]
+    of_spec = {name: changes.pop(name) for name in _SPEC_FIELDS & set(changes)}
+    spec = replace(record.spec, **of_spec)  # type: ignore[arg-type]
+    return replace(record, **{"spec": spec, **changes})  # type: ignore[arg-type]
 
 
 def write_run(
@@ -109,7 +117,7 @@ def write_run(
     """Write a run folder; `None` leaves a file out."""
     folder = root / record.run
     folder.mkdir(parents=True)
-    write_record(folder / records.RUN_FILE, record)
+    records.write_run(folder, record)
     if log is not None:
         (folder / records.LOG_FILE).write_text(log)
     if status is not None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tests.report.factory import log_text, run_record, write_run
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.measurements import (
@@ -30,7 +29,7 @@ from tools.report.closed_form import configuration_of_run, pipeline_rank
 from tools.report.published import Published
 from tools.report.report_data import Report, build_report
 from tools.report.runs import Run, load_folder
-from tools.spec.run import Transport
+from tools.spec.run import RunSpec, Transport
 
 ALL_CATEGORIES = dict.fromkeys(MemoryCategory, 0)
 
@@ -43,7 +42,7 @@ def write(
     return write_run(root, _local_layers(record), log_text(list(times)))
 
 
-def load(folder: Path) -> tuple[Run, Configuration]:
+def load(folder: Path) -> tuple[Run, RunSpec]:
     run = load_folder(folder)
     return run, configuration_of_run(run)
 
@@ -59,7 +58,7 @@ def communication(folder: Path) -> CommunicationRecord:
     return CommunicationRecord(tuple(rank_communication(configuration, rank) for rank in ranks))
 
 
-def rank_communication(configuration: Configuration, rank: int) -> RankCommunication:
+def rank_communication(configuration: RunSpec, rank: int) -> RankCommunication:
     traffic = communication_of_rank(configuration, pipeline_rank(configuration, rank))
     return RankCommunication(
         rank,

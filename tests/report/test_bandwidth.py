@@ -1,13 +1,11 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.report.factory import log_text, run_record, write_run
+from tests.report.factory import changed, log_text, run_record, write_run
 from tests.report.ledger_factory import call, report_of, write_calls
-from tools.records.io import write_record
+from tools.records import run as records
 from tools.records.measurements import CommunicationRecord, RankCommunication
-from tools.records.run import RUN_FILE, read_run
 from tools.report.bandwidth import RateCurve, rate_curves
 from tools.report.charts import draw_charts
 from tools.spec.strategy import Batch
@@ -17,7 +15,7 @@ SENT = 12_500_000
 
 
 def run(root: Path, name: str, strategy: str, milliseconds: float, bits: int | None) -> Path:
-    record = replace(run_record(name, strategy), link_bits_per_second=bits)
+    record = run_record(name, strategy, link_bits_per_second=bits)
     folder = write_run(root, record, log_text([900.0] + [milliseconds] * 12))
     calls = (call("dp_cp", "all_reduce", SENT),)
     ranks = tuple(RankCommunication(rank, 9, 0, calls) for rank in (0, 1))
@@ -67,8 +65,7 @@ def test_rows_at_different_rates_are_told_apart_by_their_rate(tmp_path: Path) ->
 
 def test_rows_that_differ_in_two_things_are_told_apart_by_both(tmp_path: Path) -> None:
     def batch(folder: Path, size: int) -> Path:
-        record = read_run(folder)
-        write_record(folder / RUN_FILE, replace(record, batch=Batch(2, size)))
+        records.write_run(folder, changed(records.read_run(folder), batch=Batch(2, size)))
         return folder
 
     report = report_of(

@@ -129,7 +129,7 @@ def test_only_failed_runs_are_rows_with_reasons(tmp_path):
 
 def test_runs_of_different_models_are_not_compared(tmp_path):
     demo(tmp_path / "runs")
-    other = replace(run_record("z", "tp2"), model="gpt3-64m")
+    other = run_record("z", "tp2", model="gpt3-64m")
     write_run(tmp_path / "runs", other, log_text([50.0] * 25))
     _, text, folder = made(tmp_path, 200)
     assert "gpt3-64m · cpu" in text

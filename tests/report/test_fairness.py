@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
@@ -29,7 +27,7 @@ def test_equal_work_is_compared_per_iteration(tmp_path):
 
 
 def test_speedup_per_iteration_is_refused_for_different_batches(tmp_path):
-    double = replace(run_record("b", "dp2"), batch=Batch(2, 16))
+    double = run_record("b", "dp2", batch=Batch(2, 16))
     found = rows(tmp_path, (run_record("a"), 100.0), (double, 100.0))
     speed = compare_speed(found["baseline"], found["dp2"])
     assert speed.per_iteration is None

@@ -102,7 +102,7 @@ def test_averaged_line_is_not_compared(tmp_path):
     ],
 )
 def test_runs_that_need_not_agree_are_not_compared(tmp_path, change, reason):
-    other = replace(run_record("a", "tp2"), **change)
+    other = run_record("a", "tp2", **change)
     held = run_record("c", "cp2")
     found = verdicts(tmp_path, (other, LOSSES), (run_record("b"), LOSSES), (held, LOSSES))
     assert (found["a"].verdict, found["a"].reason) == ("not comparable", reason)

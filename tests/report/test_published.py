@@ -1,8 +1,6 @@
-from dataclasses import replace
-
 import pytest
 
-from tests.report.factory import log_text, run_record, write_run
+from tests.report.factory import changed, log_text, run_record, write_run
 from tools.records.run import Entry, Host
 from tools.report.published import (
     figure_for,
@@ -30,7 +28,7 @@ def h200_tp2(**changes):
         host=Host("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="580.82.07"),
         entry=Entry("pretrain_gpt.py", "0.15.0rc2", "f4fa7d6b1234"),
     )
-    return replace(record, **changes)
+    return changed(record, **changes)
 
 
 def matches(tmp_path, record, ms, mib):
@@ -97,7 +95,7 @@ def test_other_model_is_shown_beside_the_main_sources_figure(tmp_path):
 
 
 def test_strategy_nobody_published_has_no_figure(tmp_path):
-    record = replace(run_record("r"), strategy="tp2pp2dp2")
+    record = changed(run_record("r"), strategy="tp2pp2dp2")
     run = load_folder(write_run(tmp_path, record, log_text([1.0])))
     assert figure_for(run, PUBLISHED) is None
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.report.factory import log_text, run_record, write_run
+from tests.report.factory import changed, log_text, run_record, write_run
 from tools.records.run import Host
 from tools.report.rates import rates_of
 from tools.report.runs import load_folder
@@ -27,7 +27,7 @@ def published_dp2(**changes):
         argv=LARGE.flags,
         host=H200,
     )
-    return replace(record, **changes)
+    return changed(record, **changes)
 
 
 def rates(tmp_path, record, ms=437.2, log=None):

@@ -14,14 +14,13 @@ from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import AUTO, train
 from tools.plan.cluster import Calibration, Cluster
-from tools.plan.configuration import configuration_of
 from tools.plan.memory import CPU_PROCESS_BYTES, DEVICE_BASE_BYTES
 from tools.plan.naming import extra_flags
 from tools.plan.request import load_calibration
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.spec.hardware import Device, device_by_key, find_device, link_by_key
 from tools.spec.model import load_model
-from tools.spec.run import DeviceKind, Transport
+from tools.spec.run import DeviceKind, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 
 CPU_KEY = "cpu"
@@ -62,11 +61,11 @@ def request_here(
     model, on_cpu = load_model(target.model), target.device is DeviceKind.CPU
     usual = batch_for(model.batch, Parallelism(data=target.devices)).global_batch_size
     samples = options.global_batch_size or usual
-    template = configuration_of(model, Parallelism(), Batch(1, samples))
+    template = spec_of_model(model, Parallelism(), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:
-        template = replace(template, dtype="fp32", fused_attention=False, transport=Transport.GLOO)
+        template = replace(template, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
     link = link_by_key(device.link)
     cluster = Cluster(device, target.devices, target.devices, link, link, calibration)
     return Request(model, cluster, samples, template)

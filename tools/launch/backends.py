@@ -36,9 +36,9 @@ def for_backend(launch: Launch, options: Options) -> Launch:
         return launch
     started = launch.start_checkpoint is not None and options.backend is not Backend.BARE
     start = start_checkpoint_path(launch.model, launch.entry, options) if started else None
-    layout = strategy_flags(launch.parallelism)
+    layout = strategy_flags(launch.spec.parallelism)
     dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
-    multiple = launch.model.shape.vocabulary_multiple // launch.parallelism.tensor
+    multiple = launch.model.shape.vocabulary_multiple // launch.spec.parallelism.tensor
     flags = merge_flags(
         without(launch.flags, dropped),
         backend_flags(launch, options.backend),
@@ -48,10 +48,10 @@ def for_backend(launch: Launch, options: Options) -> Launch:
     )
     environment = {k: v for k, v in launch.environment.items() if k != "KIT_START_WEIGHTS"}
     if options.backend is Backend.DEEPSPEED:
-        environment["DS_ACCELERATOR"] = "cpu" if launch.device is DeviceKind.CPU else "cuda"
+        environment["DS_ACCELERATOR"] = "cpu" if launch.spec.device is DeviceKind.CPU else "cuda"
     return replace(
         launch,
-        backend=options.backend,
+        spec=replace(launch.spec, backend=options.backend),
         entry=replace(launch.entry, path=f"examples/{launch.model.family}/pretrain_native.py"),
         start_checkpoint=start,
         flags=flags,
@@ -61,7 +61,7 @@ def for_backend(launch: Launch, options: Options) -> Launch:
 
 def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
     """How the backend is told its parallelism; data parallelism is what the others leave over."""
-    parallelism = launch.parallelism
+    parallelism = launch.spec.parallelism
     if backend is Backend.DEEPSPEED:
         stage = _ZERO_STAGES.get(parallelism.sharding, 0)
         return ("--engine", "deepspeed", "--zero-stage", str(stage))
@@ -80,22 +80,22 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
 
 def backend_problems(launch: Launch) -> Iterator[str]:
     """Why a backend cannot run this launch, each in one sentence."""
-    if launch.backend is Backend.MEGATRON:
+    if launch.spec.backend == Backend.MEGATRON:
         return
     yield from _layout_problems(launch)
     shape = launch.model.shape
     if shape.query_groups != shape.heads or not shape.tied_embeddings:
         yield (
-            f"{launch.model.name} is not the GPT that BACKEND={launch.backend} builds (a key and value "
-            "for each head, tied embeddings); use BACKEND=megatron."
+            f"{launch.model.name} is not the GPT that BACKEND={launch.spec.backend} builds (a key and "
+            "value for each head, tied embeddings); use BACKEND=megatron."
         )
-    elif shape.experts and launch.backend is Backend.DEEPSPEED:
+    elif shape.experts and launch.spec.backend == Backend.DEEPSPEED:
         yield "BACKEND=deepspeed trains dense models here; use BACKEND=native for experts."
     elif unknown := unknown_flags(launch.flags):
-        yield f"BACKEND={launch.backend} does not know {unknown[0]}; leave it out of EXTRA=."
+        yield f"BACKEND={launch.spec.backend} does not know {unknown[0]}; leave it out of EXTRA=."
     elif refused := refused_value(launch.flags):
-        yield f"BACKEND={launch.backend} cannot take {refused}; use BACKEND=megatron."
-    if launch.backend is Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
+        yield f"BACKEND={launch.spec.backend} cannot take {refused}; use BACKEND=megatron."
+    if launch.spec.backend == Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
         yield NO_DEEPSPEED
 
 
@@ -112,16 +112,16 @@ def without(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _layout_problems(launch: Launch) -> Iterator[str]:
-    parallelism, ranks = launch.parallelism, launch.devices
+    parallelism, ranks = launch.spec.parallelism, launch.devices
     only_data = parallelism.data == ranks
     dense = not launch.model.shape.experts
     only_tensor = parallelism.tensor == ranks and not parallelism.sequence_parallel and dense
     whole = parallelism.expert == 1
-    if launch.backend is Backend.NATIVE:
+    if launch.spec.backend == Backend.NATIVE:
         known = "baseline, dpN, tpN and fsdp2" if dense else "baseline, dpN, epN and epNdpM"
         sharded = parallelism.sharding is Sharding.FSDP2 and dense and whole
         fits = (only_data and (sharded or parallelism.sharding is Sharding.NONE)) or only_tensor
-    elif launch.backend is Backend.DEEPSPEED:
+    elif launch.spec.backend == Backend.DEEPSPEED:
         known = "baseline, dpN, zero1, zero2 and zero3"
         fits = only_data and whole and parallelism.sharding in _ZERO_STAGES
     else:
@@ -129,6 +129,6 @@ def _layout_problems(launch: Launch) -> Iterator[str]:
         fits = only_data and whole and parallelism.sharding is Sharding.NONE
     if not fits:
         yield (
-            f"BACKEND={launch.backend} has {known}, and no {launch.strategy}; use one of these, or "
-            "BACKEND=megatron."
+            f"BACKEND={launch.spec.backend} has {known}, and no {launch.spec.name}; use one of these, "
+            "or BACKEND=megatron."
         )

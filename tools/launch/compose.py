@@ -34,7 +34,7 @@ from tools.records.run import Entry
 from tools.spec.files import ROOT, from_root
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import GPT2_VOCABULARY, Model, changed_model, with_vocabulary
-from tools.spec.run import Backend, DeviceKind
+from tools.spec.run import Backend, DeviceKind, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism, batch_for, parallelism_from_flags
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
@@ -71,14 +71,10 @@ class GoesOnFrom:
 class Launch:
     """One run, decided in full except for the folder it will be written to."""
 
-    strategy: str
+    spec: RunSpec
+    """What is trained, and how it is split."""
     model: Model
-    device: DeviceKind
-    parallelism: Parallelism
-    batch: Batch
-    dtype: str
-    dropout: float
-    seed: int
+    """As trained: its flags name the shape that `spec` has."""
     iterations: int
     entry: Entry
     data: str
@@ -89,21 +85,22 @@ class Launch:
     runtime: Runtime = ON_HOST
     ledger: bool = True
     """Whether ranks count what they send, hold and wait for."""
-    backend: Backend = Backend.MEGATRON
-    network: Rate | None = None
-    """Limit of the link between the two halves of the ranks."""
     nodes: Nodes | None = None
     """The machines it runs on, where there are several."""
     hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
     saving: Saving | None = None
     goes_on_from: GoesOnFrom | None = None
-    shares_gpu: bool = False
-    """All ranks are on one GPU, over gloo."""
 
     @property
     def devices(self) -> int:
         """Number of ranks."""
-        return self.parallelism.world_size
+        return self.spec.parallelism.world_size
+
+    @property
+    def network(self) -> Rate | None:
+        """Limit of the link between the two halves of the ranks."""
+        limit = self.spec.link_bits_per_second
+        return Rate(limit) if limit else None
 
     @property
     def local_devices(self) -> int:
@@ -133,7 +130,7 @@ class Launch:
         return container.wrap(ranks, self.environment, docker.container_name(run_folder))
 
     def _program(self) -> tuple[str, ...]:
-        if self.backend is Backend.MEGATRON:
+        if self.spec.backend == Backend.MEGATRON:
             return ("-m", "megatron_patches", self.entry.path)
         # As a module, so that it finds the kit beside it.
         return ("-m", self.entry.path.removesuffix(".py").replace("/", "."))
@@ -162,7 +159,6 @@ def compose(
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     untied = Flags((*model.flags, *strategy_flags, *options.extra)).has(UNTIED)
     start = start_checkpoint_path(model, entry, options, untied) if shared else None
-    dropout = model.dropout if options.dropout is None else options.dropout
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
     flags = merge_flags(
         model_flags(model, device),
@@ -171,7 +167,7 @@ def compose(
         expert_flags(model, device, runtime),
         ("--micro-batch-size", str(batch.micro_batch_size)),
         ("--global-batch-size", str(batch.global_batch_size)),
-        dropout_flags(dropout) if options.dropout is not None else (),
+        dropout_flags(options.dropout) if options.dropout is not None else (),
         ("--seed", str(options.seed), "--data-path", data),
         tokenizer_flags(model, entry),
         start_flags(start, parallelism) if start else (),
@@ -181,15 +177,16 @@ def compose(
         saving_flags(options.saving, parallelism, entry) if options.saving else (),
         options.extra,
     )
-    return Launch(
+    spec = replace(
+        spec_of_flags(flags, devices, device, model.name),
+        fused=options.fused,
+        link_bits_per_second=options.network.bits_per_second if options.network else None,
+        shares_gpu=options.share_gpu,
         strategy=strategy,
+    )
+    return Launch(
+        spec=spec,
         model=model,
-        device=device,
-        parallelism=parallelism,
-        batch=batch,
-        dtype=model.dtype if device is DeviceKind.GPU else "fp32",
-        dropout=dropout,
-        seed=options.seed,
         iterations=iterations,
         entry=entry,
         data=data,
@@ -200,11 +197,9 @@ def compose(
         | bare_environment(options),
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
-        network=options.network,
         nodes=options.nodes,
         hang_timeout_seconds=options.hang_timeout_seconds,
         saving=options.saving,
-        shares_gpu=options.share_gpu,
     )
 
 

@@ -114,8 +114,8 @@ def _launches(options: Options) -> list[Launch]:
 def _told(found: Distances, launches: Sequence[Launch]) -> str:
     one, other, patched = launches
     return (
-        f"Losses over {WINDOW} iterations, mean distance to Megatron alone with SEED={one.seed}: "
+        f"Losses over {WINDOW} iterations, mean distance to Megatron alone with SEED={one.spec.seed}: "
         f"{found.patched:.2g} with FUSED={patched.environment['KIT_FUSED']}, "
-        f"{found.seeds:.2g} with SEED={other.seed}: "
+        f"{found.seeds:.2g} with SEED={other.spec.seed}: "
         + ("within the scatter of seeds." if found.within else "the patches move the curve.")
     )

@@ -189,7 +189,7 @@ def _tell(keeper: Keeper, console: Console) -> None:
 
 
 def _source(launch: Launch, ranks: Ranks) -> Source:
-    if launch.device is DeviceKind.GPU:
+    if launch.spec.device is DeviceKind.GPU:
         gpus = visible_gpus()[: launch.local_devices]
         return GpuRanks(gpus, lambda: _first_rank(launch, ranks))
     return CpuRanks(ranks)

@@ -35,7 +35,7 @@ def finished_runs(launch: Launch, runs: Path) -> list[Path]:
 
 def folders_like(launch: Launch, runs: Path) -> list[Path]:
     """Run folders of this strategy, model and number of devices, newest first."""
-    pattern = f"2*-{launch.strategy}-{launch.model.name}-{launch.devices}{launch.device}"
+    pattern = f"2*-{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"
     return sorted(runs.glob(pattern), reverse=True)
 
 
@@ -60,7 +60,7 @@ def trained_alike(attempts: Sequence[RunRecord]) -> bool:
 def _trained(record: RunRecord) -> tuple[object, ...]:
     words = without(record.argv, (*OF_ONE_START, "--wandb-exp-name"))
     environment = {k: v for k, v in record.environment.items() if k not in INTERFACES}
-    return words, record.exit_interval, record.entry, environment, record.link_bits_per_second
+    return words, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
 
 
 def _is_same(folder: Path, launch: Launch, here: Provenance) -> bool:

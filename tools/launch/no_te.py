@@ -18,29 +18,29 @@ def fused_problems(launch: Launch) -> Iterator[str]:
     asked = launch.environment.get("KIT_FUSED")
     if not asked:
         return
-    if launch.backend is not Backend.MEGATRON:
-        yield f"FUSED={asked} changes Megatron, and BACKEND={launch.backend} trains without it."
+    if launch.spec.backend is not Backend.MEGATRON:
+        yield f"FUSED={asked} changes Megatron, and BACKEND={launch.spec.backend} trains without it."
     elif launch.runtime.transformer_engine:
         yield (
             f"FUSED={asked} replaces what Transformer Engine does, and this runtime has it; set "
             "RUNTIME=host with a torch that it is not installed for, or leave FUSED= out."
         )
-    if "gradient_gemm" in asked.split(",") and launch.parallelism.sharding in FSDP:
+    if "gradient_gemm" in asked.split(",") and launch.spec.parallelism.sharding in FSDP:
         yield (
-            f"FUSED=gradient_gemm adds to gradient buffers that {launch.strategy} does not have; "
+            f"FUSED=gradient_gemm adds to gradient buffers that {launch.spec.name} does not have; "
             "leave it out."
         )
-    if "attention_flash" in asked.split(",") and launch.parallelism.context > 1:
+    if "attention_flash" in asked.split(",") and launch.spec.parallelism.context > 1:
         yield (
-            f"FUSED=attention_flash takes no mask, and {launch.strategy} masks by position; leave it "
+            f"FUSED=attention_flash takes no mask, and {launch.spec.name} masks by position; leave it "
             "out, or name attention_cudnn."
         )
 
 
 def attention_problems(launch: Launch) -> Iterator[str]:
     """Why attention on SDPA would not be what the flags say, a sentence."""
-    own = launch.device is DeviceKind.GPU and not launch.runtime.transformer_engine
-    if own and launch.backend is Backend.MEGATRON and RESET_MASK in launch.flags:
+    own = launch.spec.device is DeviceKind.GPU and not launch.runtime.transformer_engine
+    if own and launch.spec.backend is Backend.MEGATRON and RESET_MASK in launch.flags:
         yield (
             f"{RESET_MASK} masks documents from one another, and attention without Transformer Engine "
             "is causal over the whole sequence on GPUs; leave it out."
@@ -49,9 +49,9 @@ def attention_problems(launch: Launch) -> Iterator[str]:
 
 def sharing_problems(launch: Launch) -> Iterator[str]:
     """Why the ranks cannot share a GPU, a sentence each."""
-    if not launch.shares_gpu:
+    if not launch.spec.shares_gpu:
         return
-    if launch.device is not DeviceKind.GPU:
+    if launch.spec.device is not DeviceKind.GPU:
         yield "SHARE_GPU=1 puts GPU ranks on one device; CPU ranks need nothing of the kind."
     elif launch.devices == 1:
         yield "SHARE_GPU=1 is for several ranks on one GPU, and this run has one rank; leave it out."
@@ -66,5 +66,5 @@ def sharing_problems(launch: Launch) -> Iterator[str]:
             f"SHARE_GPU=1 needs exactly one visible GPU and {len(visible_gpus())} are{shown}; choose "
             "one with CUDA_VISIBLE_DEVICES=, or leave it out."
         )
-    if launch.backend is not Backend.MEGATRON:
-        yield f"SHARE_GPU=1 patches Megatron's groups, and BACKEND={launch.backend} has its own."
+    if launch.spec.backend is not Backend.MEGATRON:
+        yield f"SHARE_GPU=1 patches Megatron's groups, and BACKEND={launch.spec.backend} has its own."

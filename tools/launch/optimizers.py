@@ -49,12 +49,12 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
     """Why the optimizer cannot be had here, each in one sentence."""
     if Flags(launch.flags).text("--optimizer") != "muon":
         return
-    sharding = launch.parallelism.sharding
+    sharding = launch.spec.parallelism.sharding
     if sharding is not Sharding.NONE:
         yield f"Muon needs whole matrices, which {sharding} shards; use dp2, or OPTIMIZER=adamw."
-    if launch.backend in ("deepspeed", "bare"):
-        yield f"BACKEND={launch.backend} has AdamW alone; use BACKEND=native for Muon."
-    if launch.backend != "megatron":
+    if launch.spec.backend in ("deepspeed", "bare"):
+        yield f"BACKEND={launch.spec.backend} has AdamW alone; use BACKEND=native for Muon."
+    if launch.spec.backend != "megatron":
         return
     if release(launch.entry.megatron_version) < FIRST_RELEASE:
         yield (

@@ -45,8 +45,8 @@ def check(launch: Launch, runs: Path) -> None:
     """
     problems = list(_composition_problems(launch))
     if launch.network is not None:
-        problems += network_problems(launch.network, launch.devices, launch.device)
-    on_gpu = launch.device is DeviceKind.GPU
+        problems += network_problems(launch.network, launch.devices, launch.spec.device)
+    on_gpu = launch.spec.device is DeviceKind.GPU
     if on_gpu:
         problems += gpu_problems(launch)
     problems += runtime_problems(launch)
@@ -116,18 +116,22 @@ def data_path(launch: Launch) -> Path:
 def _composition_problems(launch: Launch) -> Iterator[str]:
     yield from violations(
         launch.model.shape,
-        launch.parallelism,
-        launch.batch,
+        launch.spec.parallelism,
+        launch.spec.batch,
         model=launch.model.name,
         # EXTRA=--fp16 is Megatron's on CPU ranks too, which else compute in fp32.
-        dtype="fp16" if "--fp16" in launch.flags else launch.dtype,
+        dtype="fp16" if "--fp16" in launch.flags else launch.spec.dtype,
         release=release(launch.entry.megatron_version),
     )
     yield from expert_problems(launch)
     yield from backend_problems(launch)
     if launch.saving is not None:
         yield from saving_problems(
-            launch.saving, launch.strategy, launch.parallelism, launch.backend, launch.device
+            launch.saving,
+            launch.spec.name,
+            launch.spec.parallelism,
+            launch.spec.backend,
+            launch.spec.device,
         )
     yield from nodes_problems(launch)
     yield from optimizer_problems(launch)
@@ -204,7 +208,9 @@ def _vocabulary_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
 def _memory_problems(launch: Launch) -> Iterator[str]:
     try:
         needed = (
-            estimate_peak_bytes(launch.model, launch.parallelism, launch.batch, launch.dtype)
+            estimate_peak_bytes(
+                launch.model, launch.spec.parallelism, launch.spec.batch, launch.spec.dtype
+            )
             * launch.local_devices
         )
     except UnevenSplitError as error:
@@ -213,8 +219,8 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
     available = psutil.virtual_memory().available
     if needed > available:
         yield (
-            f"{launch.model.name} with {launch.strategy} and a micro batch of "
-            f"{launch.batch.micro_batch_size} needs about {needed / 2**30:.1f} GiB on "
+            f"{launch.model.name} with {launch.spec.name} and a micro batch of "
+            f"{launch.spec.batch.micro_batch_size} needs about {needed / 2**30:.1f} GiB on "
             f"{launch.local_devices} CPU rank(s), and {available / 2**30:.1f} GiB are free; lower "
             "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
         )
@@ -261,4 +267,4 @@ def _stored_bytes(launch: Launch) -> int:
     if launch.saving is None:
         return written
     # One more than are kept: an old one goes only after the new one was proven.
-    return written + (launch.saving.keep + 1) * checkpoint_bytes(parameters, launch.dtype)
+    return written + (launch.saving.keep + 1) * checkpoint_bytes(parameters, launch.spec.dtype)

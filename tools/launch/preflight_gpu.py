@@ -12,9 +12,9 @@ from tools.launch.compose import Launch
 from tools.launch.container.docker import check_container
 from tools.launch.devices import Gpu, all_gpus, memory_used_bytes, process_ids, visible_gpus
 from tools.launch.errors import LaunchError
-from tools.plan.configuration import configuration_of
 from tools.plan.legality import divisors
 from tools.plan.memory import memory_of_rank
+from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch
 
 BUSY_BYTES = 2 << 30
@@ -29,13 +29,13 @@ GIB = 2**30
 def gpu_problems(launch: Launch) -> Iterator[str]:
     """Why the GPUs here cannot do it, a sentence each."""
     gpus = visible_gpus()
-    if len(gpus) < (1 if launch.shares_gpu else launch.local_devices):
+    if len(gpus) < (1 if launch.spec.shares_gpu else launch.local_devices):
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         tiny = "moe-tiny" if launch.model.shape.experts else "gpt2-tiny"
         shown = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
         yield (
             f"{launch.local_devices} GPU(s) are wanted and {len(gpus)} found{shown}; run "
-            f"'make train-{launch.strategy}-{tiny}-{launch.devices}cpu' to see the strategy on CPU "
+            f"'make train-{launch.spec.name}-{tiny}-{launch.devices}cpu' to see the strategy on CPU "
             "ranks, or 'make plan' for what it would need."
         )
         return
@@ -76,10 +76,10 @@ def peak_bytes(launch: Launch, batch: Batch) -> int:
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
-    parallelism = launch.parallelism
+    parallelism = launch.spec.parallelism
     configuration = replace(
-        configuration_of(launch.model, parallelism, batch),
-        dtype=launch.dtype,
+        spec_of_model(launch.model, parallelism, batch),
+        dtype=launch.spec.dtype,
         fused_attention=True,  # Transformer Engine's, or the kit's on SDPA
     )
     return max(memory_of_rank(configuration, rank).total for rank in range(parallelism.pipeline))
@@ -101,12 +101,12 @@ def _busy(gpus: Sequence[Gpu]) -> Iterator[str]:
 
 
 def _too_small(launch: Launch, gpu: Gpu) -> Iterator[str]:
-    ranks = launch.local_devices if launch.shares_gpu else 1
+    ranks = launch.local_devices if launch.spec.shares_gpu else 1
     room = gpu.memory_bytes // ranks
-    needed = peak_bytes(launch, launch.batch)
+    needed = peak_bytes(launch, launch.spec.batch)
     if needed <= room:
         return
-    batch = launch.batch
+    batch = launch.spec.batch
     smaller = reversed(divisors(batch.micro_batch_size, batch.micro_batch_size - 1))
     fitting = next(
         (
@@ -122,7 +122,7 @@ def _too_small(launch: Launch, gpu: Gpu) -> Iterator[str]:
         else "not even a micro batch of 1 fits, so use more GPUs ('make plan') or a smaller model"
     )
     yield (
-        f"{launch.model.name} with {launch.strategy} and a micro batch of {batch.micro_batch_size} "
+        f"{launch.model.name} with {launch.spec.name} and a micro batch of {batch.micro_batch_size} "
         f"needs about {needed / GIB:.0f} GiB a {'rank' if ranks > 1 else 'GPU'}, and GPU {gpu.index} "
         f"({gpu.name}) has {room / GIB:.0f}{' for each' if ranks > 1 else ''}; {way}."
     )

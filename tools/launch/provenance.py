@@ -50,10 +50,10 @@ def find_provenance(launch: Launch, runs: Path) -> Provenance:
 
 
 def _host(launch: Launch) -> records.Host:
-    on_cpu = launch.device is DeviceKind.CPU
+    on_cpu = launch.spec.device is DeviceKind.CPU
     nodes, local = launch.nodes, launch.local_devices
     # Node 0 has seen that all have the same GPUs, or it would not have started.
-    own = gpu_names()[:1] * local if launch.shares_gpu else gpu_names()[:local]
+    own = gpu_names()[:1] * local if launch.spec.shares_gpu else gpu_names()[:local]
     names = (processor_name(),) * local if on_cpu else own
     links = () if on_cpu else find_links(visible_gpus()[:local])
     over = f"a link shaped to {launch.network}" if launch.network else "loopback"

@@ -122,7 +122,7 @@ def announcement(launches: Sequence[Launch], runs: Path) -> str:
 
 
 def _run(launch: Launch, number: int, options: Options, console: Console) -> Path | None:
-    title = f"[{number}/{len(NAMED)}] {launch.strategy}"
+    title = f"[{number}/{len(NAMED)}] {launch.spec.name}"
     if (finished := finished_run(launch, options.runs)) is not None:
         console.print(f"{title}: made before → {finished.name}", highlight=False, markup=False)
         return finished
@@ -141,6 +141,6 @@ def _seconds(launch: Launch) -> float:
     figures = {
         figure.strategy: figure for figure in load_published().figures if figure.model == MODEL
     }
-    figure = figures.get(launch.strategy, figures["baseline"])
+    figure = figures.get(launch.spec.name, figures["baseline"])
     iteration_seconds = mean(figure.iteration_ms) / 1000
     return START_SECONDS + launch.iterations * iteration_seconds * (1 + EVALUATION_SHARE)

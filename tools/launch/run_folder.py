@@ -70,16 +70,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
     return records.RunRecord(
         run=folder.name,
         created_utc=utc_now(),
-        backend=launch.backend,
-        strategy=launch.strategy,
-        model=launch.model.name,
-        device=launch.device,
-        parallelism=launch.parallelism,
-        batch=launch.batch,
-        seq_length=launch.model.shape.seq_length,
-        dtype=launch.dtype,
-        dropout=launch.dropout,
-        seed=launch.seed,
+        spec=launch.spec,
         exit_interval=launch.iterations,
         argv=launch.arguments(where),
         command=launch.command(where),
@@ -92,10 +83,8 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         kit_commit=kit_commit(),
         runtime=launch.runtime.name,
         image=provenance.image,
-        link_bits_per_second=launch.network.bits_per_second if launch.network else None,
         save_every=launch.saving.every if launch.saving else None,
         resumptions=_resumptions(launch),
-        shares_gpu=launch.shares_gpu,
     )
 
 
@@ -135,7 +124,7 @@ _OF_ONE_ATTEMPT = (
 
 
 def _begin(folder: Path, record: records.RunRecord) -> None:
-    write_record(folder / records.RUN_FILE, record)
+    records.write_run(folder, record)
     unfinished = records.StatusRecord(
         records.Status.INCOMPLETE, reason="The launcher did not finish."
     )
@@ -158,7 +147,8 @@ def _make_folder(launch: Launch, runs: Path) -> Path:
     while True:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         folder = (
-            runs / f"{stamp}-{launch.strategy}-{launch.model.name}-{launch.devices}{launch.device}"
+            runs
+            / f"{stamp}-{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"
         )
         try:
             folder.mkdir(parents=True)

@@ -56,8 +56,8 @@ def run_series(
 
 def title_of(launch: Launch) -> str:
     """The strategy, and the backend unless it is Megatron."""
-    other = launch.backend is not Backend.MEGATRON
-    return f"{launch.backend} {launch.strategy}" if other else launch.strategy
+    other = launch.spec.backend is not Backend.MEGATRON
+    return f"{launch.spec.backend} {launch.spec.name}" if other else launch.spec.name
 
 
 def build_report(finished: Finished, name: str) -> int:

@@ -116,6 +116,6 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         saving=None,
         wandb=None,
     )
-    composed = compose("baseline", (), launch.model, 1, launch.device, single, launch.runtime)
-    assert composed.batch == Batch(1, 1)
+    composed = compose("baseline", (), launch.model, 1, launch.spec.device, single, launch.runtime)
+    assert composed.spec.batch == Batch(1, 1)
     return composed

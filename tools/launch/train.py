@@ -140,11 +140,11 @@ def command_line(launch: Launch) -> str:
 
 def describe(launch: Launch) -> str:
     """One line on what is about to run."""
-    batch = launch.batch
+    batch = launch.spec.batch
     return (
-        f"{launch.iterations} iterations on {launch.devices} {launch.device.upper()} rank(s), "
+        f"{launch.iterations} iterations on {launch.devices} {launch.spec.device.upper()} rank(s), "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{launch.dtype}, {_trainer(launch)}{_place(launch)}{_vocabulary(launch.model)}"
+        f"{launch.spec.dtype}, {_trainer(launch)}{_place(launch)}{_vocabulary(launch.model)}"
     )
 
 
@@ -164,9 +164,9 @@ def _place(launch: Launch) -> str:
 
 
 def _trainer(launch: Launch) -> str:
-    if launch.backend is Backend.MEGATRON:
+    if launch.spec.backend is Backend.MEGATRON:
         return f"Megatron {launch.entry.megatron_version}"
-    return f"backend {launch.backend}"
+    return f"backend {launch.spec.backend}"
 
 
 def outcome(folder: Path, status: StatusRecord) -> str:

@@ -7,20 +7,19 @@ sbh(34 + 5as/h), sbh(10 + 24/t + 5as/(ht)) under TP and (sbh/t)(34 + 5as/h) unde
 
 from __future__ import annotations
 
-from tools.plan.configuration import Configuration
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 
 _FP32_BYTES = 4
 
 
-def layer_activation_bytes(configuration: Configuration) -> int:
+def layer_activation_bytes(configuration: RunSpec) -> int:
     """Bytes that one transformer layer keeps of one micro batch, on one rank."""
     if configuration.recompute is Recompute.FULL:
         return residual_bytes(configuration)
     return whole_layer_bytes(configuration)
 
 
-def whole_layer_bytes(configuration: Configuration) -> int:
+def whole_layer_bytes(configuration: RunSpec) -> int:
     """The same without recomputation of whole layers."""
     mlp = _expert_bytes if configuration.shape.experts else _mlp_bytes
     return (
@@ -31,13 +30,13 @@ def whole_layer_bytes(configuration: Configuration) -> int:
     )
 
 
-def residual_bytes(configuration: Configuration) -> int:
+def residual_bytes(configuration: RunSpec) -> int:
     """One hidden state of one micro batch on one rank: a layer's input, a pipeline message."""
     elements = configuration.tokens * configuration.shape.hidden
     return configuration.element_bytes * elements // configuration.sequence_shards
 
 
-def embedding_bytes(configuration: Configuration) -> int:
+def embedding_bytes(configuration: RunSpec) -> int:
     """Kept by the embedding: its dropout's mask, one byte an element."""
     if not configuration.dropout:
         return 0
@@ -45,18 +44,18 @@ def embedding_bytes(configuration: Configuration) -> int:
     return elements // configuration.sequence_shards
 
 
-def head_bytes(configuration: Configuration) -> int:
+def head_bytes(configuration: RunSpec) -> int:
     """Kept by the final norm and the output layer: the input of each."""
     return 2 * residual_bytes(configuration)
 
 
-def logit_elements(configuration: Configuration) -> int:
+def logit_elements(configuration: RunSpec) -> int:
     """Logits of one micro batch on one rank of the last stage; the vocabulary is split over TP."""
     tensor = configuration.parallelism.tensor
     return configuration.tokens * configuration.shape.padded_vocabulary(tensor) // tensor
 
 
-def logits_bytes(configuration: Configuration) -> int:
+def logits_bytes(configuration: RunSpec) -> int:
     """Live at the loss: the logits, and their fp32 copy that becomes softmax and then gradient.
 
     `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied.
@@ -65,7 +64,7 @@ def logits_bytes(configuration: Configuration) -> int:
     return (copies + _FP32_BYTES) * logit_elements(configuration)
 
 
-def backward_temporary_bytes(configuration: Configuration) -> int:
+def backward_temporary_bytes(configuration: RunSpec) -> int:
     """Gradients alive while one layer's MLP is differentiated: those of its two wide tensors."""
     shape, tensor = configuration.shape, configuration.parallelism.tensor
     ffn = shape.experts_per_token * shape.expert_ffn_hidden if shape.experts else shape.ffn_hidden
@@ -76,7 +75,7 @@ def backward_temporary_bytes(configuration: Configuration) -> int:
     return configuration.element_bytes * configuration.tokens * width + recomputed
 
 
-def layers_in_flight(configuration: Configuration, pipeline_rank: int) -> int:
+def layers_in_flight(configuration: RunSpec, pipeline_rank: int) -> int:
     """Layers' worth of micro batches that a rank holds at its fullest.
 
     1F1B: (L/p)·min(p − rank, m). Interleaved: arXiv:2104.04473 §2.2 and `get_pp_rank_microbatches`,
@@ -92,21 +91,21 @@ def layers_in_flight(configuration: Configuration, pipeline_rank: int) -> int:
     return chunks * (configuration.layers_a_stage // virtual)
 
 
-def _outside_tensor_parallel_bytes(configuration: Configuration) -> int:
+def _outside_tensor_parallel_bytes(configuration: RunSpec) -> int:
     """Inputs and outputs of two norms, masks of two dropouts: what SP splits and TP does not."""
     elements = configuration.tokens * configuration.shape.hidden // configuration.sequence_shards
     masks = 2 if configuration.dropout else 0
     return (4 * configuration.element_bytes + masks) * elements
 
 
-def _attention_bytes(configuration: Configuration) -> int:
+def _attention_bytes(configuration: RunSpec) -> int:
     shape = configuration.shape
     heads = 2 * shape.heads + 2 * shape.query_groups  # Q, K, V and the output
     width = heads * shape.head_width // configuration.parallelism.tensor
     return configuration.element_bytes * configuration.tokens * width
 
 
-def _scores_bytes(configuration: Configuration) -> int:
+def _scores_bytes(configuration: RunSpec) -> int:
     """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
     heads = configuration.shape.heads // configuration.parallelism.tensor
     statistics = _FP32_BYTES * heads * configuration.tokens
@@ -119,13 +118,13 @@ def _scores_bytes(configuration: Configuration) -> int:
     return bytes_a_score * heads * configuration.tokens * configuration.shape.seq_length
 
 
-def _mlp_bytes(configuration: Configuration) -> int:
+def _mlp_bytes(configuration: RunSpec) -> int:
     shape = configuration.shape
     width = shape.ffn_hidden * (3 if shape.gated else 2) // configuration.parallelism.tensor
     return configuration.element_bytes * configuration.tokens * width
 
 
-def _expert_bytes(configuration: Configuration) -> int:
+def _expert_bytes(configuration: RunSpec) -> int:
     """Routed tokens: permuted input, both wide tensors and the output, and the router's scores."""
     shape, split = configuration.shape, configuration.parallelism.tensor_of_experts
     own = configuration.tokens // configuration.sequence_shards

@@ -8,7 +8,6 @@ from typing import Any
 from tools.plan import memory, timing
 from tools.plan.advice import advice, binding
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration
 from tools.plan.memory import COMPONENTS
 from tools.plan.named import named_candidates
 from tools.plan.naming import extra_flags, make_command
@@ -16,6 +15,7 @@ from tools.plan.scaling import Scaling
 from tools.plan.search import Candidate, Plan, Request
 from tools.plan.timing import TIME_COMPONENTS
 from tools.plan.wire import Group, Traffic, by_group, total_wire_bytes
+from tools.spec.run import RunSpec
 
 
 def plan_as_data(
@@ -64,14 +64,14 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def busiest_traffic(configuration: Configuration) -> tuple[Traffic, ...]:
+def busiest_traffic(configuration: RunSpec) -> tuple[Traffic, ...]:
     """Calls of the pipeline rank that sends most: the first, the second or the last."""
     pipeline = configuration.parallelism.pipeline
     ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
     return max((communication_of_rank(configuration, rank) for rank in ranks), key=total_wire_bytes)
 
 
-def _communication(configuration: Configuration) -> dict[str, int]:
+def _communication(configuration: RunSpec) -> dict[str, int]:
     groups: dict[Group, int] = by_group(busiest_traffic(configuration))
     return {str(group): sent for group, sent in groups.items()}
 

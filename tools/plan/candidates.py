@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.plan.configuration import Configuration
 from tools.plan.legality import CP_COMM_TYPES
 from tools.spec.model import ModelShape
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGEST_MICRO_BATCH = 64
@@ -39,9 +38,7 @@ def micro_batches(
     return [size for size in divisors(global_batch // split.data) if size <= largest]
 
 
-def base(
-    template: Configuration, split: Parallelism, size: int, recompute: Recompute
-) -> Configuration:
+def base(template: RunSpec, split: Parallelism, size: int, recompute: Recompute) -> RunSpec:
     """One combination without sharding and with the plain schedule."""
     return replace(
         template,
@@ -52,14 +49,14 @@ def base(
     )
 
 
-def recomputes(template: Configuration) -> list[Recompute]:
+def recomputes(template: RunSpec) -> list[Recompute]:
     """What there is to choose; recomputing scores means something only where they are kept."""
     if template.fused_attention:
         return [Recompute.NONE, Recompute.FULL]
     return [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
 
 
-def variants(plain: Configuration) -> Iterator[Configuration]:
+def variants(plain: RunSpec) -> Iterator[RunSpec]:
     """A base with each number of virtual stages and each sharding."""
     for virtual in virtual_stages(plain):
         for sharding in shardings(plain.parallelism):
@@ -67,7 +64,7 @@ def variants(plain: Configuration) -> Iterator[Configuration]:
             yield replace(plain, parallelism=parallelism)
 
 
-def virtual_stages(plain: Configuration) -> list[int]:
+def virtual_stages(plain: RunSpec) -> list[int]:
     """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
     pipeline = plain.parallelism.pipeline
     if pipeline == 1 or plain.microbatches % pipeline:
@@ -84,7 +81,7 @@ def shardings(split: Parallelism) -> list[Sharding]:
     return [Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
 
 
-def frugal(plain: Configuration) -> Configuration:
+def frugal(plain: RunSpec) -> RunSpec:
     """The variant that needs the least memory: plain schedule, everything sharded that can be."""
     sharding = shardings(plain.parallelism)[-1]
     return replace(plain, parallelism=replace(plain.parallelism, sharding=sharding))

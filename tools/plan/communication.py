@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.plan.configuration import Configuration
 from tools.plan.megatron import LATEST, Megatron
 from tools.plan.traffic_bookkeeping import bookkeeping_traffic
 from tools.plan.traffic_context import context_traffic
@@ -19,10 +18,11 @@ from tools.plan.traffic_experts import expert_traffic
 from tools.plan.traffic_pipeline import pipeline_traffic
 from tools.plan.traffic_tensor import tensor_traffic
 from tools.plan.wire import Traffic
+from tools.spec.run import RunSpec
 
 
 def communication_of_rank(
-    configuration: Configuration, pipeline_rank: int = 0, megatron: Megatron = LATEST
+    configuration: RunSpec, pipeline_rank: int = 0, megatron: Megatron = LATEST
 ) -> tuple[Traffic, ...]:
     """Calls of one pipeline rank in a steady iteration; its TP, CP and DP ranks are alike.
 
@@ -38,7 +38,7 @@ def communication_of_rank(
 
 
 def _all_traffic(
-    configuration: Configuration, pipeline_rank: int, megatron: Megatron
+    configuration: RunSpec, pipeline_rank: int, megatron: Megatron
 ) -> Iterator[Traffic]:
     yield from tensor_traffic(configuration, pipeline_rank, megatron)
     yield from context_traffic(configuration)

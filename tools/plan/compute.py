@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from tools.plan.activations import logit_elements
 from tools.plan.cluster import Cluster
-from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS, held_parameters
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 
 _FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
 """fp32 passes over the logits in `VocabParallelCrossEntropy`: copy out, maximum, subtract,
@@ -85,7 +84,7 @@ def rates(cluster: Cluster, dtype: str) -> Rates:
     )
 
 
-def layer_seconds(configuration: Configuration, rate: Rates) -> LayerSeconds:
+def layer_seconds(configuration: RunSpec, rate: Rates) -> LayerSeconds:
     """Times of one transformer layer."""
     scores = _attention_flops(configuration) / rate.attention_flops
     forward, backward = _elementwise_bytes(configuration)
@@ -100,7 +99,7 @@ def layer_seconds(configuration: Configuration, rate: Rates) -> LayerSeconds:
     )
 
 
-def forward_passes(configuration: Configuration) -> tuple[int, int, int]:
+def forward_passes(configuration: RunSpec) -> tuple[int, int, int]:
     """Times that matrix products, attention and elementwise kernels run forward for a backward."""
     if configuration.recompute is Recompute.FULL:
         return 2, 2, 2
@@ -108,13 +107,13 @@ def forward_passes(configuration: Configuration) -> tuple[int, int, int]:
     return 1, 2 if selective and not configuration.fused_attention else 1, 1
 
 
-def embedding_seconds(configuration: Configuration, rate: Rates) -> float:
+def embedding_seconds(configuration: RunSpec, rate: Rates) -> float:
     """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
     elements = configuration.tokens * configuration.shape.hidden
     return 10 * configuration.element_bytes * elements / rate.bytes_per_second
 
 
-def head_seconds(configuration: Configuration, rate: Rates) -> tuple[float, float]:
+def head_seconds(configuration: RunSpec, rate: Rates) -> tuple[float, float]:
     """Output layer and loss of one micro batch: matrix products, and memory traffic."""
     shape, tokens = configuration.shape, configuration.tokens
     vocabulary = shape.padded_vocabulary(configuration.parallelism.tensor)
@@ -126,7 +125,7 @@ def head_seconds(configuration: Configuration, rate: Rates) -> tuple[float, floa
     return matmul, passes * logit_elements(configuration) / rate.bytes_per_second
 
 
-def optimizer_seconds(configuration: Configuration, rate: Rates, pipeline_rank: int) -> float:
+def optimizer_seconds(configuration: RunSpec, rate: Rates, pipeline_rank: int) -> float:
     """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic."""
     precision = PRECISIONS[configuration.dtype]
     held, gradients = held_parameters(configuration, pipeline_rank)
@@ -137,7 +136,7 @@ def optimizer_seconds(configuration: Configuration, rate: Rates, pipeline_rank: 
     return touched / rate.bytes_per_second
 
 
-def _matmul_seconds(configuration: Configuration, rate: Rates) -> float:
+def _matmul_seconds(configuration: RunSpec, rate: Rates) -> float:
     """Forward products of one layer: QKV, projection, and the MLP or the routed experts."""
     shape, tensor = configuration.shape, configuration.parallelism.tensor
     tokens, hidden = configuration.tokens, shape.hidden
@@ -159,14 +158,14 @@ def _matmul_seconds(configuration: Configuration, rate: Rates) -> float:
 
 
 def _product_seconds(
-    rows: int, inner: int, columns: int, configuration: Configuration, rate: Rates
+    rows: int, inner: int, columns: int, configuration: RunSpec, rate: Rates
 ) -> float:
     operands = rows * inner + inner * columns + rows * columns
     moved = configuration.element_bytes * operands
     return 2 * rows * inner * columns / rate.flops + moved / rate.bytes_per_second
 
 
-def _attention_flops(configuration: Configuration) -> float:
+def _attention_flops(configuration: RunSpec) -> float:
     """Scores and their product with V, forward; only fused attention skips what is masked."""
     shape = configuration.shape
     width = shape.heads * shape.head_width // configuration.parallelism.tensor
@@ -174,7 +173,7 @@ def _attention_flops(configuration: Configuration) -> float:
     return square / 2 if configuration.fused_attention else square
 
 
-def _scores_bytes(configuration: Configuration) -> tuple[int, int]:
+def _scores_bytes(configuration: RunSpec) -> tuple[int, int]:
     """Unfused attention writes its scores and reads them back, four times over."""
     if configuration.fused_attention:
         return 0, 0
@@ -185,7 +184,7 @@ def _scores_bytes(configuration: Configuration) -> tuple[int, int]:
     return (4 * element + dropout) * scores, (6 * element + dropout) * scores
 
 
-def _elementwise_bytes(configuration: Configuration) -> tuple[int, int]:
+def _elementwise_bytes(configuration: RunSpec) -> tuple[int, int]:
     """Memory traffic of norms, dropouts, residuals, activations and bias gradients."""
     shape, element = configuration.shape, configuration.element_bytes
     hidden = configuration.tokens * shape.hidden // configuration.sequence_shards
@@ -203,7 +202,7 @@ def _elementwise_bytes(configuration: Configuration) -> tuple[int, int]:
     return forward, backward_hidden * hidden + backward_wide
 
 
-def _context_bytes(configuration: Configuration) -> tuple[int, int]:
+def _context_bytes(configuration: RunSpec) -> tuple[int, int]:
     """Memory traffic that context parallelism adds to attention, forward and backward.
 
     Ring: K and V are packed, the first step's result is read and written; of each further step's,

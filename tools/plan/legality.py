@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from tools.spec.model import ModelShape
+from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
@@ -55,9 +56,16 @@ def divisors(number: int, limit: int = 64) -> list[int]:
     return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
 
 
-def microbatches(parallelism: Parallelism, batch: Batch) -> int:
-    """Micro batches that one rank runs in an iteration (floor; legality checks divisibility)."""
-    return batch.global_batch_size // (batch.micro_batch_size * parallelism.data)
+def violations_of(spec: RunSpec, model: str = "the model") -> tuple[str, ...]:
+    """Every reason why Megatron refuses a run; see `violations`."""
+    return violations(
+        spec.shape,
+        spec.parallelism,
+        spec.batch,
+        model=model,
+        dtype=spec.dtype,
+        cp_comm_type=spec.cp_comm_type,
+    )
 
 
 def _degree_below_one(parallelism: Parallelism, batch: Batch) -> str | None:
@@ -151,7 +159,7 @@ def _batch_rules(parallelism: Parallelism, batch: Batch) -> Iterator[str]:
             f"{_next_multiple(batch.global_batch_size, step)} or a smaller micro batch."
         )
         return
-    count = microbatches(parallelism, batch)
+    count = batch.global_batch_size // step
     interleaved = parallelism.virtual_stages > 1 and parallelism.pipeline > 1
     if interleaved and count % parallelism.pipeline:
         wanted = _next_multiple(count, parallelism.pipeline) * step

@@ -14,9 +14,9 @@ from tools.plan.activations import (
     logits_bytes,
     residual_bytes,
 )
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.parameters import Parameters, layer_parameters, rank_parameters
 from tools.spec.model import Model
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 MIB = 2**20
@@ -102,7 +102,7 @@ ASSUMPTIONS = (
 
 
 def memory_of_rank(
-    configuration: Configuration, pipeline_rank: int = 0, *, on_cpu: bool = False
+    configuration: RunSpec, pipeline_rank: int = 0, *, on_cpu: bool = False
 ) -> RankMemory:
     """Peak of one pipeline rank (all its TP, CP and DP ranks are alike).
 
@@ -128,7 +128,7 @@ def memory_of_rank(
     )
 
 
-def activation_bytes(configuration: Configuration, pipeline_rank: int = 0) -> int:
+def activation_bytes(configuration: RunSpec, pipeline_rank: int = 0) -> int:
     """Kept for backward at the fullest moment of a pipeline rank."""
     layers = layers_in_flight(configuration, pipeline_rank)
     kept = layers * layer_activation_bytes(configuration)
@@ -140,14 +140,14 @@ def activation_bytes(configuration: Configuration, pipeline_rank: int = 0) -> in
     return kept
 
 
-def fullest_rank(configuration: Configuration) -> tuple[int, RankMemory]:
+def fullest_rank(configuration: RunSpec) -> tuple[int, RankMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits."""
     ranks = {0, configuration.parallelism.pipeline - 1}
     by_rank = {rank: memory_of_rank(configuration, rank) for rank in ranks}
     return max(by_rank.items(), key=lambda item: item[1].total)
 
 
-def held_parameters(configuration: Configuration, pipeline_rank: int = 0) -> tuple[int, int]:
+def held_parameters(configuration: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
     """Parameters whose optimizer state a rank holds, and those whose gradients it holds."""
     parallelism = configuration.parallelism
     parameters = rank_parameters(configuration.shape, parallelism, pipeline_rank)
@@ -168,7 +168,7 @@ def estimate_peak_bytes(
     On a CPU: unfused attention, the process itself included, no allocator slack.
     """
     configuration = replace(
-        configuration_of(model, parallelism, batch),
+        spec_of_model(model, parallelism, batch),
         dtype=dtype or ("fp32" if on_cpu else model.dtype),
         fused_attention=not on_cpu,
     )
@@ -200,12 +200,12 @@ def _held(parameters: Parameters, parallelism: Parallelism, sharded: bool) -> in
     return shared + -(-parameters.experts // parallelism.copies_of_experts)
 
 
-def _temporary_bytes(configuration: Configuration, last: bool) -> int:
+def _temporary_bytes(configuration: RunSpec, last: bool) -> int:
     loss = logits_bytes(configuration) if last else 0
     return max(loss, backward_temporary_bytes(configuration))
 
 
-def _communication_bytes(configuration: Configuration) -> int:
+def _communication_bytes(configuration: RunSpec) -> int:
     parallelism, precision = configuration.parallelism, PRECISIONS[configuration.dtype]
     pipeline = 2 * residual_bytes(configuration) if parallelism.pipeline > 1 else 0
     if parallelism.sharding in {Sharding.NONE, Sharding.ZERO1}:
@@ -217,7 +217,7 @@ def _communication_bytes(configuration: Configuration) -> int:
     return pipeline + 2 * layer * (precision.weights + precision.gradients)
 
 
-def _allocator_bytes(configuration: Configuration, parameters: Parameters, last: bool) -> int:
+def _allocator_bytes(configuration: RunSpec, parameters: Parameters, last: bool) -> int:
     precision, parallelism = PRECISIONS[configuration.dtype], configuration.parallelism
     optimizer_sharded = _shards(parallelism)[2]
     copies = precision.gradient_copies * _held(parameters, parallelism, optimizer_sharded)

@@ -19,7 +19,6 @@ from tools.plan.compute import (
     layer_seconds,
     rates,
 )
-from tools.plan.configuration import Configuration
 from tools.plan.megatron import LATEST
 from tools.plan.traffic_context import context_traffic
 from tools.plan.traffic_experts import expert_traffic
@@ -30,6 +29,7 @@ from tools.plan.traffic_tensor import (
     layers_traffic,
 )
 from tools.plan.wire import Traffic
+from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch, Sharding
 
 
@@ -87,12 +87,12 @@ class Parts:
         return seconds + self.head if last else seconds
 
 
-def parts(configuration: Configuration, cluster: Cluster) -> Parts:
+def parts(configuration: RunSpec, cluster: Cluster) -> Parts:
     """Layer, embedding and head of a configuration; raises `NoPeakError` as `rates` does."""
     return _parts(_one_layer(configuration), cluster)
 
 
-def transfer_seconds(cluster: Cluster, configuration: Configuration, item: Traffic) -> float:
+def transfer_seconds(cluster: Cluster, configuration: RunSpec, item: Traffic) -> float:
     """Time of traffic alone on its links; nothing in a group of one rank."""
     if item.ranks == 1:
         return 0.0
@@ -107,7 +107,7 @@ def after_hiding(seconds: float, behind: float, contention: float) -> float:
     return seconds - hidden + contention * hidden
 
 
-def _one_layer(configuration: Configuration) -> Configuration:
+def _one_layer(configuration: RunSpec) -> RunSpec:
     """The same micro batch with one layer a stage, and no more data parallelism than EP needs."""
     own, shape = configuration.parallelism, configuration.shape
     data = max(1, own.expert // own.context)
@@ -119,7 +119,7 @@ def _one_layer(configuration: Configuration) -> Configuration:
 
 
 @lru_cache(maxsize=65536)
-def _parts(configuration: Configuration, cluster: Cluster) -> Parts:
+def _parts(configuration: RunSpec, cluster: Cluster) -> Parts:
     rate = rates(cluster, configuration.dtype)
     head_matmul, head_memory = head_seconds(configuration, rate)
     batch = _tensor_seconds(
@@ -136,7 +136,7 @@ def _parts(configuration: Configuration, cluster: Cluster) -> Parts:
     )
 
 
-def _layer(configuration: Configuration, cluster: Cluster, layer: LayerSeconds) -> Seconds:
+def _layer(configuration: RunSpec, cluster: Cluster, layer: LayerSeconds) -> Seconds:
     """One layer, never faster than the host launches its kernels; where it does not run ahead of
     the device, its time adds."""
     matmuls, attentions, passes = forward_passes(configuration)
@@ -158,7 +158,7 @@ def _layer(configuration: Configuration, cluster: Cluster, layer: LayerSeconds) 
 
 
 def _tensor_seconds(
-    configuration: Configuration, cluster: Cluster, traffic: Iterable[Traffic], beside: float
+    configuration: RunSpec, cluster: Cluster, traffic: Iterable[Traffic], beside: float
 ) -> float:
     """Forward's calls are waited for; backward's run beside the weights' gradients."""
     calls = list(traffic)
@@ -167,7 +167,7 @@ def _tensor_seconds(
     return visible + after_hiding(hideable, beside, cluster.calibration.contention)
 
 
-def _context_seconds(configuration: Configuration, cluster: Cluster, layer: LayerSeconds) -> float:
+def _context_seconds(configuration: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
     """The ring's messages run beside attention on what has arrived; other algorithms wait."""
     calls = list(context_traffic(configuration))
     seconds = sum(_each(configuration, cluster, calls))
@@ -179,5 +179,5 @@ def _context_seconds(configuration: Configuration, cluster: Cluster, layer: Laye
     return after_hiding(seconds, beside, cluster.calibration.contention)
 
 
-def _each(configuration: Configuration, cluster: Cluster, calls: Iterable[Traffic]) -> list[float]:
+def _each(configuration: RunSpec, cluster: Cluster, calls: Iterable[Traffic]) -> list[float]:
     return [transfer_seconds(cluster, configuration, item) for item in calls]

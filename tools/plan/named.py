@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tools.plan.legality import violations_of
 from tools.plan.search import Candidate, Request, evaluate
 from tools.spec.strategy import batch_for, parse_strategy
 
@@ -23,6 +24,6 @@ def named_candidates(request: Request) -> list[Candidate]:
         parallelism = parse_strategy(name, devices)
         batch = batch_for(request.model.batch, parallelism)
         configuration = replace(request.template, parallelism=parallelism, batch=batch)
-        if batch.global_batch_size == request.global_batch and not configuration.violations():
+        if batch.global_batch_size == request.global_batch and not violations_of(configuration):
             found.append(evaluate(request, configuration))
     return sorted(found, key=lambda candidate: candidate.seconds.total)

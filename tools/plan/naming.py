@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tools.plan.configuration import Configuration
 from tools.spec.model import Model
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Parallelism, batch_for
 
 _RECOMPUTE_FLAGS = {
@@ -39,7 +38,7 @@ def strategy_name(parallelism: Parallelism) -> str:
     return f"{product}-{parallelism.sharding}" if parallelism.sharding else product
 
 
-def extra_flags(configuration: Configuration) -> tuple[str, ...]:
+def extra_flags(configuration: RunSpec) -> tuple[str, ...]:
     """Megatron flags beyond those of the strategy."""
     parallelism = configuration.parallelism
     flags = list(_RECOMPUTE_FLAGS[configuration.recompute])
@@ -50,7 +49,7 @@ def extra_flags(configuration: Configuration) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def make_command(model: Model, configuration: Configuration) -> str:
+def make_command(model: Model, configuration: RunSpec) -> str:
     """The command that trains this configuration."""
     parallelism, batch = configuration.parallelism, configuration.batch
     target = f"train-{strategy_name(parallelism)}-{model.name}-{parallelism.world_size}gpu"

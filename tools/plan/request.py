@@ -8,11 +8,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from tools.plan.cluster import Calibration, Cluster
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.memory import PRECISIONS
 from tools.plan.search import Request
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
 USUAL_NODE = 8
@@ -41,7 +41,7 @@ def request_from_options(options: Namespace) -> Request:
     )
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
-    template = with_sequence(configuration_of(model, Parallelism(), Batch(1, batch)), options.seq)
+    template = with_sequence(spec_of_model(model, Parallelism(), Batch(1, batch)), options.seq)
     cluster = Cluster(
         device=device,
         devices=devices,
@@ -73,7 +73,7 @@ def load_calibration(path: Path | None) -> Calibration:
     return Calibration(**{"source": str(path), **values})
 
 
-def with_sequence(configuration: Configuration, seq_length: int | None) -> Configuration:
+def with_sequence(configuration: RunSpec, seq_length: int | None) -> RunSpec:
     """The configuration with another sequence length, and as many learned positions as it needs.
 
     Raises:

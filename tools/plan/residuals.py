@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tools.plan.cluster import Cluster
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.memory import MIB, memory_of_rank
 from tools.plan.timing import iteration_seconds
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, load_model
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy
 
 MEMORY_READINGS = (
@@ -120,11 +119,11 @@ def a100_residuals() -> list[Residual]:
     return found
 
 
-def h200_configuration(strategy: str) -> Configuration:
+def h200_configuration(strategy: str) -> RunSpec:
     """A published gpt2-large run."""
     model = load_model("gpt2-large")
     parallelism = parse_strategy(strategy, 1 if strategy == "baseline" else 2)
-    return configuration_of(model, parallelism, batch_for(model.batch, parallelism))
+    return spec_of_model(model, parallelism, batch_for(model.batch, parallelism))
 
 
 def h200_seconds(strategy: str) -> float:
@@ -134,7 +133,7 @@ def h200_seconds(strategy: str) -> float:
     return iteration_seconds(configuration, usual_cluster("h200", devices)).total
 
 
-def paper_configurations(case: PaperCase) -> tuple[Configuration, Configuration]:
+def paper_configurations(case: PaperCase) -> tuple[RunSpec, RunSpec]:
     """A paper's case with full and with selective recomputation; attention was not fused then."""
     shape = ModelShape(
         layers=case.layers,
@@ -148,7 +147,7 @@ def paper_configurations(case: PaperCase) -> tuple[Configuration, Configuration]
         vocabulary=51200,
     )
     split = Parallelism(tensor=case.tensor, pipeline=case.pipeline, virtual_stages=case.virtual)
-    full = Configuration(
+    full = RunSpec(
         shape, split, case.batch, "fp16", recompute=Recompute.FULL, fused_attention=False
     )
     sequence = replace(split, sequence_parallel=True)

@@ -24,13 +24,12 @@ from tools.plan.candidates import (
     variants,
 )
 from tools.plan.cluster import Cluster
-from tools.plan.configuration import Configuration
 from tools.plan.flops import mfu, model_flops
 from tools.plan.memory import RankMemory, fullest_rank
 from tools.plan.naming import strategy_name
 from tools.plan.timing import IterationSeconds, iteration_seconds, pipeline_seconds
 from tools.spec.model import Model
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Parallelism
 
 KEPT = 10
@@ -45,7 +44,7 @@ class Request:
     model: Model
     cluster: Cluster
     global_batch: int
-    template: Configuration
+    template: RunSpec
     """The model with its dtype, sequence length and dropout; degrees and batch are the search's."""
 
     @property
@@ -58,7 +57,7 @@ class Request:
 class Candidate:
     """One evaluated configuration."""
 
-    configuration: Configuration
+    configuration: RunSpec
     memory: RankMemory
     """Of the fullest rank."""
     memory_rank: int
@@ -122,7 +121,7 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
 
 
 def evaluate(
-    request: Request, configuration: Configuration, fullest: tuple[int, RankMemory] | None = None
+    request: Request, configuration: RunSpec, fullest: tuple[int, RankMemory] | None = None
 ) -> Candidate:
     """Memory, time and rates of one configuration."""
     rank, memory = fullest or fullest_rank(configuration)
@@ -156,10 +155,10 @@ class _Bases:
     """What the first pass leaves for the second."""
 
     legal: int = 0
-    queue: list[tuple[float, int, Configuration]] = field(default_factory=list)
-    lightest: tuple[int, Configuration] | None = None
+    queue: list[tuple[float, int, RunSpec]] = field(default_factory=list)
+    lightest: tuple[int, RunSpec] | None = None
 
-    def push(self, bound: float, plain: Configuration) -> None:
+    def push(self, bound: float, plain: RunSpec) -> None:
         self.queue.append((bound, len(self.queue), plain))
 
 
@@ -199,7 +198,7 @@ def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: lis
                 found.push(chosen.microbatches * stage.total, chosen)
 
 
-def _count(template: Configuration, split: Parallelism, sizes: list[int]) -> int:
+def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     """Legal combinations of one split."""
     kinds = len(recomputes(template)) * len(comm_types(template.shape, split))
     kinds *= len(shardings(split))

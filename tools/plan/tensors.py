@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.plan.configuration import Configuration
 from tools.plan.parameters import norm_parameters
 from tools.spec.model import ModelShape
+from tools.spec.run import RunSpec
 
 ALIGNMENT = 64
 """The distributed optimizer starts every tensor at a multiple of this many elements."""
@@ -48,7 +48,7 @@ def buffer_of(sizes: tuple[int, ...]) -> Buffer:
     return Buffer(sum(sizes), aligned)
 
 
-def chunk_buffers(configuration: Configuration, pipeline_rank: int) -> list[ChunkBuffers]:
+def chunk_buffers(configuration: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     """Buffers of every virtual stage of a pipeline rank, first to last."""
     parallelism, shape = configuration.parallelism, configuration.trained_shape
     virtual = parallelism.virtual_stages
@@ -76,7 +76,7 @@ def _layer_buffers(
 
 
 def _end_tensors(
-    configuration: Configuration, shape: ModelShape, first: bool, last: bool
+    configuration: RunSpec, shape: ModelShape, first: bool, last: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Embedding, positions, last norm and output layer; the tied embedding apart."""
     parallelism = configuration.parallelism

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from tools.plan.cluster import Cluster
 from tools.plan.compute import optimizer_seconds, rates
-from tools.plan.configuration import Configuration
 from tools.plan.megatron import LATEST
 from tools.plan.microbatch import Seconds, after_hiding, parts, transfer_seconds
 from tools.plan.traffic_bookkeeping import bookkeeping_traffic
@@ -16,6 +15,7 @@ from tools.plan.traffic_pipeline import pipeline_traffic
 from tools.plan.traffic_tensor import replicated_gradients
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Phase
+from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch, Sharding
 
 
@@ -59,7 +59,7 @@ _UNFUSED_PASSES = 5
 _OVERLAPPED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
 
-def iteration_seconds(configuration: Configuration, cluster: Cluster) -> IterationSeconds:
+def iteration_seconds(configuration: RunSpec, cluster: Cluster) -> IterationSeconds:
     """Time of one iteration.
 
     1F1B over stages that take T_i a micro batch lasts m·max(T) + (ΣT − max T)/v: all but the
@@ -87,7 +87,7 @@ def iteration_seconds(configuration: Configuration, cluster: Cluster) -> Iterati
     )
 
 
-def pipeline_seconds(configuration: Configuration, cluster: Cluster) -> tuple[Seconds, float]:
+def pipeline_seconds(configuration: RunSpec, cluster: Cluster) -> tuple[Seconds, float]:
     """One micro batch on the slowest stage, and its whole way through all stages."""
     pieces, pipeline = parts(configuration, cluster), configuration.parallelism.pipeline
     layers = configuration.layers_a_stage
@@ -100,7 +100,7 @@ def pipeline_seconds(configuration: Configuration, cluster: Cluster) -> tuple[Se
     return max(first, last, key=lambda stage: stage.total), through
 
 
-def synchronisation_seconds(configuration: Configuration, cluster: Cluster) -> tuple[float, float]:
+def synchronisation_seconds(configuration: RunSpec, cluster: Cluster) -> tuple[float, float]:
     """Gradient synchronisation and optimizer of the rank where they take longest."""
     parallelism = replace(configuration.parallelism, virtual_stages=1)
     samples = configuration.microbatches * parallelism.data
@@ -111,12 +111,12 @@ def synchronisation_seconds(configuration: Configuration, cluster: Cluster) -> t
 
 
 @lru_cache(maxsize=65536)
-def _synchronisation_seconds(configuration: Configuration, cluster: Cluster) -> tuple[float, float]:
+def _synchronisation_seconds(configuration: RunSpec, cluster: Cluster) -> tuple[float, float]:
     ends = {0, configuration.parallelism.pipeline - 1}
     return max((_after_backward(configuration, cluster, rank) for rank in ends), key=sum)
 
 
-def _message_seconds(configuration: Configuration, cluster: Cluster) -> float:
+def _message_seconds(configuration: RunSpec, cluster: Cluster) -> float:
     """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
     parallelism = configuration.parallelism
     if parallelism.pipeline == 1:
@@ -129,9 +129,7 @@ def _message_seconds(configuration: Configuration, cluster: Cluster) -> float:
     return seconds * (cluster.calibration.contention if parallelism.virtual_stages > 1 else 1)
 
 
-def _after_backward(
-    configuration: Configuration, cluster: Cluster, rank: int
-) -> tuple[float, float]:
+def _after_backward(configuration: RunSpec, cluster: Cluster, rank: int) -> tuple[float, float]:
     """Gradient synchronisation that follows backward, and the optimizer with its reductions."""
     sync = [item for item in pipeline_traffic(configuration, rank) if item.group is Group.EMBEDDING]
     sync += replicated_gradients(configuration, rank)
@@ -145,9 +143,7 @@ def _after_backward(
     )
 
 
-def _overlapped_sync_seconds(
-    configuration: Configuration, cluster: Cluster, compute: float
-) -> float:
+def _overlapped_sync_seconds(configuration: RunSpec, cluster: Cluster, compute: float) -> float:
     """ZeRO-2, ZeRO-3 and FSDP2 move layers beside arithmetic; what is moved once is waited for.
 
     They add unfused gradients: each micro batch writes them, copies them to a bucket and adds it.
@@ -164,7 +160,7 @@ def _overlapped_sync_seconds(
     return visible + after_hiding(hidden, compute, cluster.calibration.contention)
 
 
-def _sum(configuration: Configuration, cluster: Cluster, calls: list[Traffic]) -> float:
+def _sum(configuration: RunSpec, cluster: Cluster, calls: list[Traffic]) -> float:
     return sum(
         transfer_seconds(cluster, configuration, item) for item in calls if item.payload_bytes
     )

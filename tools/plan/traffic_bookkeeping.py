@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.configuration import Configuration
 from tools.plan.megatron import Megatron
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding
 
 _SCALAR_BYTES = 4
@@ -16,7 +16,7 @@ _LOGGED_TIMERS = 24
 
 
 def bookkeeping_traffic(
-    configuration: Configuration, pipeline_rank: int, megatron: Megatron
+    configuration: RunSpec, pipeline_rank: int, megatron: Megatron
 ) -> Iterator[Traffic]:
     """Reductions of a few numbers; with a log line every iteration and gradient clipping on."""
     parallelism = configuration.parallelism
@@ -49,7 +49,7 @@ def bookkeeping_traffic(
         yield _timers(configuration)
 
 
-def group_size(configuration: Configuration, group: Group) -> int:
+def group_size(configuration: RunSpec, group: Group) -> int:
     """Ranks of a group."""
     parallelism = configuration.parallelism
     replica = parallelism.tensor * parallelism.pipeline
@@ -64,7 +64,7 @@ def group_size(configuration: Configuration, group: Group) -> int:
     }[group]
 
 
-def _gradient_statistics(configuration: Configuration) -> Iterator[Traffic]:
+def _gradient_statistics(configuration: RunSpec) -> Iterator[Traffic]:
     """Norm, and under fp16 the overflow flag, over all ranks that hold different gradients.
 
     With expert parallelism two optimizers are chained; each reduces its own, unless both are
@@ -86,7 +86,7 @@ def _gradient_statistics(configuration: Configuration) -> Iterator[Traffic]:
             yield _call(configuration, group, "overflow flag", source)
 
 
-def _router_losses(configuration: Configuration, megatron: Megatron) -> Iterator[Traffic]:
+def _router_losses(configuration: RunSpec, megatron: Megatron) -> Iterator[Traffic]:
     """The routers' losses of every layer, for the log; f4fa7d6b averages the z-loss over DP alone.
 
     The load-balancing loss is logged, as 0, also where it is no part of the loss.
@@ -103,7 +103,7 @@ def _router_losses(configuration: Configuration, megatron: Megatron) -> Iterator
             yield _call(configuration, group, what, source, numbers=numbers)
 
 
-def _timers(configuration: Configuration) -> Traffic:
+def _timers(configuration: RunSpec) -> Traffic:
     """f4fa7d6b gathers its list of timers at every log line, whether or not they run."""
     ranks = configuration.parallelism.world_size
     return Traffic(
@@ -119,7 +119,7 @@ def _timers(configuration: Configuration) -> Traffic:
 
 
 def _call(
-    configuration: Configuration,
+    configuration: RunSpec,
     group: Group,
     what: str,
     source: str,

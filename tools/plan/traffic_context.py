@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.configuration import Configuration
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Operation, Phase
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 
 _RING = "Transformer Engine, AttnFuncWithCPAndKVP2P; arXiv:2310.01889"
 _GATHER = "Transformer Engine, AttnFuncWithCPAndKVAllGather; megatron_patches on hosts without it"
 _ALL_TO_ALL = "Transformer Engine, AttnFuncWithCPAndQKVOA2A; arXiv:2309.14509"
 
 
-def context_traffic(configuration: Configuration) -> Iterator[Traffic]:
+def context_traffic(configuration: RunSpec) -> Iterator[Traffic]:
     """Calls over CP in one iteration, by the configuration's `--cp-comm-type`."""
     if configuration.parallelism.context == 1:
         return
@@ -22,22 +21,22 @@ def context_traffic(configuration: Configuration) -> Iterator[Traffic]:
     yield from algorithm[configuration.cp_comm_type](configuration)
 
 
-def _layer_passes(configuration: Configuration) -> int:
+def _layer_passes(configuration: RunSpec) -> int:
     return configuration.layers_a_stage * configuration.microbatches
 
 
-def _forwards(configuration: Configuration) -> int:
+def _forwards(configuration: RunSpec) -> int:
     passes = _layer_passes(configuration)
     return 2 * passes if configuration.recompute is Recompute.FULL else passes
 
 
-def _width_bytes(configuration: Configuration, heads: int) -> int:
+def _width_bytes(configuration: RunSpec, heads: int) -> int:
     """Bytes of `heads` heads of one micro batch on one rank."""
     width = heads * configuration.shape.head_width // configuration.parallelism.tensor
     return configuration.element_bytes * configuration.tokens * width
 
 
-def _ring(configuration: Configuration) -> Iterator[Traffic]:
+def _ring(configuration: RunSpec) -> Iterator[Traffic]:
     """K and V go around in c−1 steps; backward sends them again, and their gradients with them."""
     ranks = configuration.parallelism.context
     steps = ranks - 1
@@ -60,7 +59,7 @@ def _ring(configuration: Configuration) -> Iterator[Traffic]:
         )
 
 
-def _gathered(configuration: Configuration) -> Iterator[Traffic]:
+def _gathered(configuration: RunSpec) -> Iterator[Traffic]:
     """K and V are gathered, gathered again in backward, and their gradients scattered."""
     ranks = configuration.parallelism.context
     whole = ranks * _width_bytes(configuration, configuration.shape.query_groups)
@@ -74,7 +73,7 @@ def _gathered(configuration: Configuration) -> Iterator[Traffic]:
         yield Traffic(Group.CONTEXT, ranks, operation, phase, what, 2 * calls, whole, _GATHER)
 
 
-def _exchanged(configuration: Configuration) -> Iterator[Traffic]:
+def _exchanged(configuration: RunSpec) -> Iterator[Traffic]:
     """Q, K, V and the output change from a split sequence to split heads and back."""
     ranks, shape = configuration.parallelism.context, configuration.shape
     queries = _width_bytes(configuration, shape.heads)

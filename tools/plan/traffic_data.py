@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import layer_parameters, rank_parameters
 from tools.plan.tensors import Buffer, chunk_buffers
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Operation, Phase
 from tools.spec.model import ModelShape
+from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
@@ -19,7 +19,7 @@ _FSDP = "distributed/fsdp/src/megatron_fsdp; torch.distributed.fsdp.fully_shard"
 _BUCKET_ALIGNMENT = 128
 
 
-def gradient_traffic(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+def gradient_traffic(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
     """Gradient and weight calls of one pipeline rank in one iteration."""
     sharding = configuration.parallelism.sharding
     if sharding is Sharding.NONE:
@@ -30,14 +30,14 @@ def gradient_traffic(configuration: Configuration, pipeline_rank: int) -> Iterat
         yield from _fully_sharded(configuration, pipeline_rank)
 
 
-def data_parallel_ranks(configuration: Configuration) -> tuple[int, int]:
+def data_parallel_ranks(configuration: RunSpec) -> tuple[int, int]:
     """Ranks that share the gradients of ordinary weights, and of experts."""
     parallelism = configuration.parallelism
     ranks = parallelism.data * parallelism.context
     return ranks, parallelism.copies_of_experts
 
 
-def _all_reduced(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+def _all_reduced(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
     """DDP: one all-reduce of each model chunk's whole buffer (buckets only split it in overlap)."""
     gradient = PRECISIONS[configuration.dtype].gradients
     ranks, expert_ranks = data_parallel_ranks(configuration)
@@ -58,7 +58,7 @@ def _all_reduced(configuration: Configuration, pipeline_rank: int) -> Iterator[T
             )
 
 
-def _distributed_optimizer(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+def _distributed_optimizer(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
     """Reduce-scatter of gradients, all-gather of updated weights, over padded buckets.
 
     A tied embedding on several stages has a bucket of its own; only in a rank's first virtual stage
@@ -92,13 +92,11 @@ def _distributed_optimizer(configuration: Configuration, pipeline_rank: int) -> 
             yield Traffic(group, size, operation, phase, what, calls, width * elements, source)
 
 
-def _chained_optimizers(configuration: Configuration) -> int:
+def _chained_optimizers(configuration: RunSpec) -> int:
     return 2 if configuration.parallelism.expert > 1 else 1
 
 
-def _bucket_groups(
-    configuration: Configuration, pipeline_rank: int
-) -> Iterator[tuple[Group, int, int]]:
+def _bucket_groups(configuration: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int, int]]:
     """Buckets that one call moves: their group, its ranks, their elements."""
     ranks, expert_ranks = data_parallel_ranks(configuration)
     for stage, chunk in enumerate(chunk_buffers(configuration, pipeline_rank)):
@@ -113,7 +111,7 @@ def bucket_elements(buffer: Buffer, ranks: int) -> int:
     return _padded(buffer.aligned_elements, lcm(ranks, _BUCKET_ALIGNMENT))
 
 
-def _fully_sharded(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+def _fully_sharded(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
     """ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models with their padding.
 
     Every micro batch reduce-scatters its gradients. ZeRO-3 and FSDP2 gather each layer before its
@@ -155,7 +153,7 @@ def _padded(elements: int, multiple: int) -> int:
 
 
 def _unit(
-    configuration: Configuration,
+    configuration: RunSpec,
     group: Group,
     ranks: int,
     elements: int,

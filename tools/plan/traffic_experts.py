@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.configuration import ALL_GATHER, Configuration
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Operation, Phase
-from tools.spec.run import Recompute, Transport
+from tools.spec.run import Recompute, RunSpec, TokenDispatcher, Transport
 
 _DISPATCHER = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
 _GATHERING = "transformer/moe/token_dispatcher.py: MoEAllGatherTokenDispatcher"
 _INT64 = 8
 
 
-def expert_traffic(configuration: Configuration) -> Iterator[Traffic]:
+def expert_traffic(configuration: RunSpec) -> Iterator[Traffic]:
     """Calls over EP, and over the TP ranks that share each expert."""
     if not configuration.shape.experts:
         return
     if configuration.shape.load_balancing:
         yield _balance(configuration)
-    if configuration.token_dispatcher == ALL_GATHER:
+    if configuration.token_dispatcher == TokenDispatcher.ALL_GATHER:
         yield from _gathered(configuration)
         return
     if _expert_ranks(configuration) > 1:
@@ -38,24 +37,24 @@ def expert_traffic(configuration: Configuration) -> Iterator[Traffic]:
         yield from _expert_tensor_parallel(configuration)
 
 
-def routed_tokens(configuration: Configuration) -> int:
+def routed_tokens(configuration: RunSpec) -> int:
     """Copies of its own tokens that a rank routes in one micro batch."""
     tokens = configuration.tokens // configuration.sequence_shards
     return tokens * configuration.shape.experts_per_token
 
 
-def _expert_ranks(configuration: Configuration) -> int:
+def _expert_ranks(configuration: RunSpec) -> int:
     """ETP×EP: the ranks that hold one copy of a layer's experts."""
     return configuration.parallelism.expert * configuration.parallelism.tensor_of_experts
 
 
-def _passes(configuration: Configuration) -> tuple[int, int]:
+def _passes(configuration: RunSpec) -> tuple[int, int]:
     """Layer passes in forward (recomputation included) and in backward."""
     backward = configuration.layers_a_stage * configuration.microbatches
     return backward * (2 if configuration.recompute is Recompute.FULL else 1), backward
 
 
-def _token_counts(configuration: Configuration) -> Traffic:
+def _token_counts(configuration: RunSpec) -> Traffic:
     """Every rank tells the others how many tokens it has for each expert."""
     ranks = _expert_ranks(configuration)
     return Traffic(
@@ -70,7 +69,7 @@ def _token_counts(configuration: Configuration) -> Traffic:
     )
 
 
-def _balance(configuration: Configuration) -> Traffic:
+def _balance(configuration: RunSpec) -> Traffic:
     """The auxiliary loss is that of whole samples: tokens of each expert, over the ranks of one.
 
     It is computed where gradients are: once a layer, in the recomputation if there is one.
@@ -88,7 +87,7 @@ def _balance(configuration: Configuration) -> Traffic:
     )
 
 
-def _exchanges(configuration: Configuration) -> Iterator[Traffic]:
+def _exchanges(configuration: RunSpec) -> Iterator[Traffic]:
     """Tokens out and back, their probabilities out; backward returns each one's gradient."""
     ranks = configuration.parallelism.expert
     routed = routed_tokens(configuration)
@@ -111,7 +110,7 @@ def _exchanges(configuration: Configuration) -> Iterator[Traffic]:
             )
 
 
-def _gathered(configuration: Configuration) -> Iterator[Traffic]:
+def _gathered(configuration: RunSpec) -> Iterator[Traffic]:
     """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
     ranks = _expert_ranks(configuration)
     if ranks == 1:
@@ -135,7 +134,7 @@ def _gathered(configuration: Configuration) -> Iterator[Traffic]:
         )
 
 
-def _expert_tensor_parallel(configuration: Configuration) -> Iterator[Traffic]:
+def _expert_tensor_parallel(configuration: RunSpec) -> Iterator[Traffic]:
     """Each expert is split as well: its inputs are gathered, its outputs scattered.
 
     gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes

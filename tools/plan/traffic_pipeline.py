@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tools.plan.activations import residual_bytes
-from tools.plan.configuration import Configuration
 from tools.plan.memory import PRECISIONS
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.run import RunSpec
 
 _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
 
 
-def pipeline_traffic(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+def pipeline_traffic(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
     """Messages of one pipeline rank; with virtual stages the last one also sends to the first."""
     parallelism = configuration.parallelism
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
@@ -33,7 +33,7 @@ def pipeline_traffic(configuration: Configuration, pipeline_rank: int) -> Iterat
         yield _tied_embedding(configuration)
 
 
-def _tied_embedding(configuration: Configuration) -> Traffic:
+def _tied_embedding(configuration: RunSpec) -> Traffic:
     shape, tensor = configuration.shape, configuration.parallelism.tensor
     elements = shape.padded_vocabulary(tensor) * shape.hidden // tensor
     return Traffic(

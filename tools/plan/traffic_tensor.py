@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.configuration import Configuration
 from tools.plan.megatron import Megatron
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import norm_parameters
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Operation, Phase
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec
 
 _INT64, _FP32, _BOOL = 8, 4, 1
 
@@ -19,7 +18,7 @@ _MAPPINGS = "tensor_parallel/mappings.py"
 
 
 def tensor_traffic(
-    configuration: Configuration, pipeline_rank: int, megatron: Megatron
+    configuration: RunSpec, pipeline_rank: int, megatron: Megatron
 ) -> Iterator[Traffic]:
     """Calls over TP of one pipeline rank in one iteration."""
     pipeline = configuration.parallelism.pipeline
@@ -33,7 +32,7 @@ def tensor_traffic(
     yield from replicated_gradients(configuration, pipeline_rank)
 
 
-def layers_traffic(configuration: Configuration) -> Iterator[Traffic]:
+def layers_traffic(configuration: RunSpec) -> Iterator[Traffic]:
     """Calls inside the layers of one pipeline rank, all micro batches."""
     if configuration.parallelism.sequence_parallel:
         yield from _layers_with_sequence_parallelism(configuration)
@@ -41,7 +40,7 @@ def layers_traffic(configuration: Configuration) -> Iterator[Traffic]:
         yield from _layers(configuration)
 
 
-def replicated_gradients(configuration: Configuration, pipeline_rank: int) -> Iterator[Traffic]:
+def replicated_gradients(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
     """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
     parallelism, shape = configuration.parallelism, configuration.shape
     if parallelism.tensor == 1 or not parallelism.sequence_parallel:
@@ -62,13 +61,13 @@ def replicated_gradients(configuration: Configuration, pipeline_rank: int) -> It
     )
 
 
-def hidden_bytes(configuration: Configuration) -> int:
+def hidden_bytes(configuration: RunSpec) -> int:
     """U: the hidden states of one micro batch on one CP rank, whole over TP."""
     return configuration.element_bytes * configuration.tokens * configuration.shape.hidden
 
 
 def _call(
-    configuration: Configuration,
+    configuration: RunSpec,
     operation: Operation,
     phase: Phase,
     what: str,
@@ -81,17 +80,17 @@ def _call(
     return Traffic(Group.TENSOR, ranks, operation, phase, what, calls, payload, source, hideable)
 
 
-def _split_blocks(configuration: Configuration) -> int:
+def _split_blocks(configuration: RunSpec) -> int:
     """Pairs of column- and row-parallel matrices a layer: attention, and the MLP unless experts."""
     return 1 if configuration.shape.experts else 2
 
 
-def _forwards(configuration: Configuration) -> int:
+def _forwards(configuration: RunSpec) -> int:
     """Times a layer runs forward for each backward."""
     return 2 if configuration.recompute is Recompute.FULL else 1
 
 
-def _layers(configuration: Configuration) -> Iterator[Traffic]:
+def _layers(configuration: RunSpec) -> Iterator[Traffic]:
     """One all-reduce behind each row-parallel matrix, and one for each column-parallel input."""
     blocks = _split_blocks(configuration) * configuration.layers_a_stage
     blocks *= configuration.microbatches
@@ -118,7 +117,7 @@ def _layers(configuration: Configuration) -> Iterator[Traffic]:
     )
 
 
-def _layers_with_sequence_parallelism(configuration: Configuration) -> Iterator[Traffic]:
+def _layers_with_sequence_parallelism(configuration: RunSpec) -> Iterator[Traffic]:
     """Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers inputs again."""
     blocks = _split_blocks(configuration) * configuration.layers_a_stage
     blocks *= configuration.microbatches
@@ -138,7 +137,7 @@ def _layers_with_sequence_parallelism(configuration: Configuration) -> Iterator[
         yield _call(configuration, operation, phase, what, calls, whole, source, beside)
 
 
-def embedding_traffic(configuration: Configuration) -> Iterator[Traffic]:
+def embedding_traffic(configuration: RunSpec) -> Iterator[Traffic]:
     """Learned positions are added after the reduction, so SP all-reduces here and then splits."""
     sequence_parallel = configuration.parallelism.sequence_parallel
     scatters = sequence_parallel and not configuration.shape.positions
@@ -164,7 +163,7 @@ def embedding_traffic(configuration: Configuration) -> Iterator[Traffic]:
         )
 
 
-def head_traffic(configuration: Configuration) -> Iterator[Traffic]:
+def head_traffic(configuration: RunSpec) -> Iterator[Traffic]:
     """The output layer's input and its gradient, and three numbers a token for the loss."""
     calls, whole = configuration.microbatches, hidden_bytes(configuration)
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
@@ -184,7 +183,7 @@ def head_traffic(configuration: Configuration) -> Iterator[Traffic]:
     yield _cross_entropy(configuration)
 
 
-def _cross_entropy(configuration: Configuration) -> Traffic:
+def _cross_entropy(configuration: RunSpec) -> Traffic:
     """Maximum, target's logit and sum of exponentials: three fp32 numbers a token."""
     return _call(
         configuration,
@@ -198,7 +197,7 @@ def _cross_entropy(configuration: Configuration) -> Traffic:
 
 
 def batch_traffic(
-    configuration: Configuration, first: bool, last: bool, megatron: Megatron
+    configuration: RunSpec, first: bool, last: bool, megatron: Megatron
 ) -> Iterator[Traffic]:
     """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
 

@@ -1,18 +1,17 @@
-"""What a run leaves on disk: the contract between those who write run folders and those who read them.
-
-A run folder is `runs/<UTC time>-<strategy>-<model>-<N><gpu|cpu>/`; the file names are below.
-Nothing here imports torch or any other part of the kit.
-"""
+"""The run folder `runs/<UTC time>-<strategy>-<model>-<N><gpu|cpu>/`: its files and their records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from tools.spec.run import DeviceKind
+from tools.records.io import write_record
+from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
 
 RUN_FILE = "run.json"
@@ -115,16 +114,8 @@ class RunRecord:
 
     run: str
     created_utc: str
-    backend: str
-    strategy: str
-    model: str
-    device: DeviceKind
-    parallelism: Parallelism
-    batch: Batch
-    seq_length: int
-    dtype: str
-    dropout: float
-    seed: int
+    spec: RunSpec
+    """In the file its fields stand beside the others; see `encode_run`."""
     exit_interval: int
     """Iterations asked for: Megatron's `--exit-interval`."""
     argv: tuple[str, ...]
@@ -143,14 +134,10 @@ class RunRecord:
     """`docker` or `host`."""
     image: str | None = None
     """The container's image and its digest, `name@sha256:…`."""
-    link_bits_per_second: int | None = None
-    """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
     save_every: int | None = None
     """Iterations between checkpoints; None: none are saved."""
     resumptions: tuple[Resumption, ...] = ()
     """In order; empty for a run that was never resumed."""
-    shares_gpu: bool = False
-    """All ranks were on one GPU: its times say nothing about the strategy."""
     schema: int = 1
 
 
@@ -177,9 +164,9 @@ class JobRecord:
     submitted_utc: str
     image: str | None = None
     """The container's image that was asked for, taken where the site has Pyxis; None is the host."""
-    submitted: RunRecord | None = None
-    """The run as composed where it was submitted. Nodes compose it anew, with the Megatron, the fused
-    kernels and the checkpoints that they find, so `run.json` may say something else later."""
+    submitted: dict[str, Any] | None = None
+    """`run.json` as composed where the run was submitted. Nodes compose it anew, with the Megatron, the
+    fused kernels and the checkpoints that they find, so the file may say something else later."""
 
 
 SAMPLE_COLUMNS = (
@@ -196,6 +183,66 @@ SAMPLE_COLUMNS = (
 """Columns of `samples.csv`; what a device does not tell is empty."""
 
 
+def encode_run(record: RunRecord) -> dict[str, Any]:
+    """The content of `run.json`.
+
+    What `argv` and `environment` say (shape, recomputation, optimizer, fused patches) is not repeated.
+    """
+    spec = record.spec
+    known = msgspec.to_builtins(spec) | msgspec.to_builtins(record)
+    known |= {"strategy": spec.name, "seq_length": spec.shape.seq_length}
+    return {name: known[name] for name in _RUN_FIELDS}
+
+
+_RUN_FIELDS = (
+    *("run", "created_utc", "backend", "strategy", "model", "device", "parallelism", "batch"),
+    *("seq_length", "dtype", "dropout", "seed", "exit_interval", "argv", "command", "environment"),
+    *("entry", "host", "software", "dataset", "start_checkpoint", "kit_commit", "runtime", "image"),
+    *("link_bits_per_second", "save_every", "resumptions", "shares_gpu", "schema"),
+)
+"""Fields of `run.json` in their order."""
+
+
+def decode_run(data: Mapping[str, Any]) -> RunRecord:
+    """The record of what `encode_run` gave.
+
+    Raises:
+        msgspec.ValidationError: It is not of this shape, or its arguments define no model.
+    """
+    spec_names = {field.name for field in fields(RunSpec)}
+    own = {name: value for name, value in data.items() if name not in spec_names}
+    said = msgspec.convert(data, _SaidInFile)
+    try:
+        spec = spec_of_flags(said.argv, said.parallelism.world_size, said.device, said.model)
+    except (ValueError, ZeroDivisionError) as error:
+        raise msgspec.ValidationError(str(error)) from None
+    fused = tuple(filter(None, said.environment.get("KIT_FUSED", "").split(",")))
+    spec = replace(
+        spec,
+        fused=fused,
+        **{name: getattr(said, name) for name in spec_names & set(said.__struct_fields__)},
+    )
+    return msgspec.convert(own | {"spec": msgspec.to_builtins(spec)}, RunRecord)
+
+
+class _SaidInFile(msgspec.Struct):
+    """The spec's fields that `run.json` has, and those that the others are read from."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    backend: str
+    strategy: str
+    model: str
+    device: DeviceKind
+    parallelism: Parallelism
+    batch: Batch
+    dtype: str
+    dropout: float
+    seed: int
+    link_bits_per_second: int | None = None
+    shares_gpu: bool = False
+
+
 def read_run(folder: Path) -> RunRecord:
     """Read `run.json`.
 
@@ -203,7 +250,12 @@ def read_run(folder: Path) -> RunRecord:
         FileNotFoundError: The folder has no `run.json`.
         msgspec.DecodeError: The file is not JSON of this shape.
     """
-    return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=RunRecord)
+    return decode_run(msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=dict[str, Any]))
+
+
+def write_run(folder: Path, record: RunRecord) -> None:
+    """Write `run.json`, whole or not at all."""
+    write_record(folder / RUN_FILE, encode_run(record))
 
 
 def read_status(folder: Path) -> StatusRecord:

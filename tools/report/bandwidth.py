@@ -85,7 +85,7 @@ def _curve(entry: Entry, members: Sequence[Entry]) -> RateCurve:
 
 
 def _rate(run: Run) -> int | None:
-    return run.record.link_bits_per_second if run.record else None
+    return run.record.spec.link_bits_per_second if run.record else None
 
 
 def _same(entry: Entry) -> tuple[object, ...]:

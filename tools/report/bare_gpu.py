@@ -16,7 +16,7 @@ def patches(run: Run) -> str:
 
 def shares_gpu(run: Run) -> bool:
     """Whether all ranks were on one GPU."""
-    return run.record is not None and run.record.shares_gpu
+    return run.record is not None and run.record.spec.shares_gpu
 
 
 def bare_notes(run: Run) -> list[str]:

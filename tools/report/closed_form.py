@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tools.plan.configuration import ALL_GATHER, Configuration
 from tools.plan.megatron import LATEST, Megatron
 from tools.report.predicted_moments import Kernels
 from tools.report.runs import Run
-from tools.spec.run import Recompute, Transport
+from tools.spec.run import DeviceKind, Recompute, RunSpec, TokenDispatcher
 
 _BACKEND = "megatron"
 _OLD = ("0.14", "0.15")
@@ -17,7 +16,7 @@ class NoClosedFormError(ValueError):
     """The closed forms say nothing of this run; the message says why."""
 
 
-def configuration_of_run(run: Run) -> Configuration:
+def configuration_of_run(run: Run) -> RunSpec:
     """The planner's configuration of a run.
 
     Raises:
@@ -33,7 +32,7 @@ def configuration_of_run(run: Run) -> Configuration:
     # Megatron's own layers, for hosts without Transformer Engine, keep the scores of attention; their
     # context parallelism gathers K and V (megatron_patches/attention.py).
     local = setup.device == "cpu" or _argument(run, "transformer_impl") == "local"
-    return Configuration(
+    return RunSpec(
         shape=setup.shape,
         parallelism=setup.parallelism,
         batch=setup.batch,
@@ -42,8 +41,10 @@ def configuration_of_run(run: Run) -> Configuration:
         recompute=_recompute(setup.recompute),
         fused_attention=not local or setup.parallelism.context > 1,
         cp_comm_type="all_gather" if local else _cp_comm_type(run),
-        transport=Transport.GLOO if setup.device == "cpu" else Transport.NCCL,
-        token_dispatcher=_argument(run, "moe_token_dispatcher_type") or ALL_GATHER,
+        device=DeviceKind.CPU if setup.device == "cpu" else DeviceKind.GPU,
+        token_dispatcher=TokenDispatcher(
+            _argument(run, "moe_token_dispatcher_type") or TokenDispatcher.ALL_GATHER
+        ),
     )
 
 
@@ -62,13 +63,13 @@ def megatron_of_run(run: Run) -> Megatron:
     return Megatron.F4FA7D6B if run.setup.megatron.startswith(_OLD) else LATEST
 
 
-def pipeline_rank(configuration: Configuration, rank: int) -> int:
+def pipeline_rank(configuration: RunSpec, rank: int) -> int:
     """The pipeline stage of a global rank; Megatron numbers stages outermost."""
     split = configuration.parallelism
     return rank // (split.world_size // split.pipeline)
 
 
-def known_ranks(configuration: Configuration, ranks: tuple[int, ...]) -> tuple[int, ...]:
+def known_ranks(configuration: RunSpec, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Those ranks that the split has; a ledger of another run's ranks must not break the report."""
     return tuple(rank for rank in ranks if 0 <= rank < configuration.parallelism.world_size)
 

@@ -101,7 +101,7 @@ def _key(run: Run) -> tuple[object, ...]:
         setup.dtype,
         setup.dropout,
         setup.dataset.prefix if setup.dataset else None,
-        run.record.link_bits_per_second if run.record else None,
+        run.record.spec.link_bits_per_second if run.record else None,
         patches(run),
         shares_gpu(run),
         tuple(sorted(essential(_given(run)).items())),

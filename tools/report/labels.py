@@ -27,7 +27,7 @@ def labels(rows: Sequence[Configuration]) -> list[str]:
 
 def link_rate(run: Run) -> str:
     """The limit of the link between the run's two halves, in words."""
-    bits = run.record.link_bits_per_second if run.record else None
+    bits = run.record.spec.link_bits_per_second if run.record else None
     if bits is None:
         return "unshaped"
     return f"at {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"at {bits / 1e6:g} Mbit/s"

@@ -121,7 +121,7 @@ def provenance(entry: Entry) -> Mapping[str, str]:
             "data": record.dataset.prefix if record.dataset else None,
             "data sha256": record.dataset.sha256 if record.dataset else None,
             "start checkpoint": record.start_checkpoint,
-            "seed": str(record.seed),
+            "seed": str(record.spec.seed),
             "environment": " ".join(f"{k}={v}" for k, v in sorted(record.environment.items())),
             "command": shlex.join(record.command),
         }

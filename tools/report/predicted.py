@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.plan.configuration import Configuration
 from tools.plan.parameters import UnevenSplitError, rank_parameters
 from tools.records.measurements import TimeRecord
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
@@ -31,6 +30,7 @@ from tools.report.time_shares import (
     time_shares,
     with_pipeline_waits,
 )
+from tools.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Findings:
     calls: tuple[CallComparison, ...] = ()
     memory: tuple[Compared, ...] = ()
     bubble: tuple[Compared, ...] = ()
-    configuration: Configuration | None = None
+    configuration: RunSpec | None = None
     """None where no closed form applies; `notes` says why."""
     notes: tuple[str, ...] = ()
 
@@ -87,7 +87,7 @@ def _missing(run: Run) -> Iterator[str]:
         yield f"no usable {MEMORY_FILE}"
 
 
-def _parameters(run: Run, configuration: Configuration) -> Iterator[Compared]:
+def _parameters(run: Run, configuration: RunSpec) -> Iterator[Compared]:
     """Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all."""
     split = configuration.parallelism
     for count in run.log.parameters:
@@ -99,7 +99,7 @@ def _parameters(run: Run, configuration: Configuration) -> Iterator[Compared]:
         yield Compared(rank, "parameters", count.parameters, predicted)
 
 
-def _calls(run: Run, configuration: Configuration) -> Iterator[CallComparison]:
+def _calls(run: Run, configuration: RunSpec) -> Iterator[CallComparison]:
     record = run.ledgers.communication
     if record is None:
         return
@@ -109,7 +109,7 @@ def _calls(run: Run, configuration: Configuration) -> Iterator[CallComparison]:
             yield compare_calls(configuration, rank, megatron_of_run(run))
 
 
-def _memory(run: Run, configuration: Configuration) -> Iterator[Compared]:
+def _memory(run: Run, configuration: RunSpec) -> Iterator[Compared]:
     record = run.ledgers.memory
     if record is None:
         return

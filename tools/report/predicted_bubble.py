@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.plan.configuration import Configuration
 from tools.records.measurements import Phase, TimeRecord
 from tools.report.closed_form import pipeline_rank
 from tools.report.compared import Compared
 from tools.report.time_shares import busy_seconds, mean
+from tools.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Stages:
         return (self.iteration_seconds(self.microbatches) - work) / work if work else 0.0
 
 
-def ideal_bubble(configuration: Configuration, microbatches: int | None = None) -> float:
+def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> float:
     """(p−1)/(m·v): idle over working time with equal stages."""
     split = configuration.parallelism
     count = microbatches or configuration.microbatches
     return (split.pipeline - 1) / (count * split.virtual_stages)
 
 
-def measured_stages(configuration: Configuration, times: TimeRecord) -> Stages | None:
+def measured_stages(configuration: RunSpec, times: TimeRecord) -> Stages | None:
     """Working seconds of every stage, the mean of its ranks; None if a stage has no ledger."""
     stages = range(configuration.parallelism.pipeline)
     by_stage: list[list[float]] = [[] for _ in stages]
@@ -52,7 +52,7 @@ def measured_stages(configuration: Configuration, times: TimeRecord) -> Stages |
     return Stages(tuple(map(mean, by_stage)), configuration.microbatches, virtual)
 
 
-def compare_bubble(configuration: Configuration, times: TimeRecord) -> tuple[Compared, ...]:
+def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Compared, ...]:
     """Idle over working time of every rank of a pipeline; nothing without one."""
     if configuration.parallelism.pipeline == 1:
         return ()
@@ -70,7 +70,7 @@ def compare_bubble(configuration: Configuration, times: TimeRecord) -> tuple[Com
     )
 
 
-def _note(configuration: Configuration, stages: Stages | None, rank: int) -> str:
+def _note(configuration: RunSpec, stages: Stages | None, rank: int) -> str:
     if stages is None:
         return "another stage has no time ledger"
     stage = pipeline_rank(configuration, rank)

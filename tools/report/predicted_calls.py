@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration
 from tools.plan.megatron import Megatron
 from tools.plan.wire import Group, Traffic
 from tools.records.measurements import Calls, Operation, RankCommunication
 from tools.report.closed_form import pipeline_rank
+from tools.spec.run import RunSpec
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 """They send nothing; a receive is its sender's call."""
@@ -73,7 +73,7 @@ class CallComparison:
 
 
 def compare_calls(
-    configuration: Configuration, rank: RankCommunication, megatron: Megatron
+    configuration: RunSpec, rank: RankCommunication, megatron: Megatron
 ) -> CallComparison:
     """Hold a rank's steady iteration against the closed form, call by call."""
     stage = pipeline_rank(configuration, rank.rank)

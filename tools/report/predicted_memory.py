@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.configuration import Configuration
 from tools.plan.memory import memory_of_rank
 from tools.records.measurements import DeviceMemory, MemoryCategory, RankMemory
 from tools.report.closed_form import pipeline_rank
 from tools.report.compared import Compared
 from tools.report.phrases import amount
 from tools.report.predicted_moments import Kernels, fullest_moment
+from tools.spec.run import RunSpec
 
 _ADAM_STEP_BYTES = 4
 
 
 def compare_memory(
-    configuration: Configuration, rank: RankMemory, kernels: Kernels
+    configuration: RunSpec, rank: RankMemory, kernels: Kernels
 ) -> Iterator[Compared]:
     """Components in the order they are allocated, then their sum."""
     stage = pipeline_rank(configuration, rank.rank)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.plan.activations import logits_bytes
-from tools.plan.configuration import Configuration
 from tools.plan.memory import held_parameters, memory_of_rank
 from tools.plan.parameters import rank_parameters
+from tools.spec.run import RunSpec
 
 _FP32_BYTES = 4
 
@@ -42,12 +42,12 @@ class Kernels:
     fused_adam: bool = True
 
 
-def fullest_moment(configuration: Configuration, stage: int, kernels: Kernels) -> Moment:
+def fullest_moment(configuration: RunSpec, stage: int, kernels: Kernels) -> Moment:
     """The moment that holds most."""
     return max(_moments(configuration, stage, kernels), key=lambda moment: moment.total)
 
 
-def _moments(configuration: Configuration, stage: int, kernels: Kernels) -> Iterator[Moment]:
+def _moments(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[Moment]:
     model = memory_of_rank(configuration, stage)
     split = configuration.parallelism
     last = stage == split.pipeline - 1

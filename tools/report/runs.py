@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -87,8 +87,8 @@ def find_run_folders(root: Path) -> list[Path]:
 def load_folder(folder: Path) -> Run:
     """Load a run folder; whatever is missing or damaged in it is told in the run's notes."""
     notes: list[str] = []
-    record = _read(folder / records.RUN_FILE, RunRecord, notes)
-    status = _read(folder / records.STATUS_FILE, StatusRecord, notes)
+    record = _read(folder / records.RUN_FILE, records.read_run, notes)
+    status = _read(folder / records.STATUS_FILE, records.read_status, notes)
     path = folder / records.LOG_FILE
     log = scrape_runs(path)[-1] if path.is_file() else ScrapedLog(str(path))
     if not log.iterations:
@@ -150,9 +150,9 @@ def _parents_iterations(
     return tuple(line for line in found if line.iteration <= origin.iteration)
 
 
-def _read[T](path: Path, kind: type[T], notes: list[str]) -> T | None:
+def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return read(path.parent)
     except FileNotFoundError:
         notes.append(f"no {path.name}")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -64,23 +64,23 @@ def setup_of_record(record: RunRecord, log: ScrapedLog | None) -> Setup:
     """The setup that `run.json` tells; the log adds the arguments as Megatron resolved them."""
     flags = Flags(record.argv)
     printed = log.arguments if log else {}
-    device = record.device.value
+    device = record.spec.device.value
     if device == "gpu" and record.host.devices:
         device = record.host.devices[0]
     entry = record.entry
     return Setup(
-        backend=record.backend,
-        strategy=record.strategy,
-        model=record.model,
+        backend=record.spec.backend,
+        strategy=record.spec.name,
+        model=record.spec.model,
         device=device,
-        world_size=record.parallelism.world_size,
-        parallelism=record.parallelism,
-        batch=record.batch,
-        seq_length=record.seq_length,
-        dtype=record.dtype,
-        dropout=record.dropout,
-        seed=record.seed,
-        shape=_shape(record.model, flags),
+        world_size=record.spec.parallelism.world_size,
+        parallelism=record.spec.parallelism,
+        batch=record.spec.batch,
+        seq_length=record.spec.shape.seq_length,
+        dtype=record.spec.dtype,
+        dropout=record.spec.dropout,
+        seed=record.spec.seed,
+        shape=_shape(record.spec.model, flags),
         optimizer=flags.text("--optimizer", "adam"),
         recompute=_recompute(flags),
         dataset=record.dataset,

@@ -1,8 +1,25 @@
-"""What a run is: the words that launch, records, plan and report share."""
+"""What a run is, said once: `RunSpec`, and the codecs to Megatron's flags and printed arguments.
+
+Launch composes one, records keep it in `run.json` (`tools/records/run.py`), the planner's closed forms
+and the report compute from it. Two runs train the same thing if their specs are equal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+from tools.spec.flags import Flags
+from tools.spec.model import Model, ModelShape, shape_from_flags
+from tools.spec.strategy import (
+    Batch,
+    Parallelism,
+    Sharding,
+    parallelism_from_flags,
+    strategy_flags,
+    strategy_name,
+)
 
 
 class Backend(StrEnum):
@@ -36,3 +53,233 @@ class Transport(StrEnum):
 
     NCCL = "nccl"
     GLOO = "gloo"
+
+
+class TokenDispatcher(StrEnum):
+    """How tokens reach their experts (`--moe-token-dispatcher-type`)."""
+
+    ALL_TO_ALL = "alltoall"
+    ALL_GATHER = "allgather"
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A model, how it is split, and every choice that changes losses, bytes or time."""
+
+    shape: ModelShape
+    parallelism: Parallelism
+    batch: Batch
+    dtype: str = "bf16"
+    """`fp16`, `bf16` or `fp32`."""
+    dropout: float = 0.1
+    recompute: Recompute = Recompute.NONE
+    fused_attention: bool = True
+    """Flash or cuDNN attention; without it the scores of every head are kept."""
+    cp_comm_type: str = "p2p"
+    """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`."""
+    token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
+    optimizer: str = "adam"
+    """As Megatron calls it; its `adam` is AdamW."""
+    seed: int = 1234
+    device: DeviceKind = DeviceKind.GPU
+    backend: str = Backend.MEGATRON
+    model: str = ""
+    """Name of the `.args` file; empty where a log shows another shape than any of them."""
+    fused: tuple[str, ...] = ()
+    """Patches of `megatron_patches/fused` (`FUSED=`)."""
+    link_bits_per_second: int | None = None
+    """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
+    shares_gpu: bool = False
+    """All ranks are on one GPU, over gloo: its times say nothing about the strategy."""
+    strategy: str = field(default="", compare=False)
+    """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's name: as asked for, else the grammar's."""
+        return self.strategy or strategy_name(self.parallelism)
+
+    @property
+    def transport(self) -> Transport:
+        """The library that moves the bytes."""
+        on_gloo = self.device is DeviceKind.CPU or self.shares_gpu
+        return Transport.GLOO if on_gloo else Transport.NCCL
+
+    @property
+    def trained_shape(self) -> ModelShape:
+        """The shape that is trained: torch FSDP2 unties the output layer (`validate_args`)."""
+        if self.parallelism.sharding is Sharding.FSDP2:
+            return replace(self.shape, tied_embeddings=False)
+        return self.shape
+
+    @property
+    def microbatches(self) -> int:
+        """Micro batches that a rank runs in an iteration (floor; constraints check divisibility)."""
+        batch = self.batch
+        return batch.global_batch_size // (batch.micro_batch_size * self.parallelism.data)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro batch on one rank, before sequence parallelism splits them."""
+        return self.shape.seq_length // self.parallelism.context * self.batch.micro_batch_size
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Global batch times sequence length."""
+        return self.batch.global_batch_size * self.shape.seq_length
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding as trained, padding for TP included."""
+        return self.shape.padded_vocabulary(self.parallelism.tensor)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation or weight."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def sequence_shards(self) -> int:
+        """Ranks over which sequence parallelism splits norms and dropouts."""
+        return self.parallelism.tensor if self.parallelism.sequence_parallel else 1
+
+    @property
+    def layers_a_stage(self) -> int:
+        """Layers on one pipeline rank, over its virtual stages."""
+        return self.shape.layers // self.parallelism.pipeline
+
+
+def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
+    """A model as its `.args` file has it, on GPUs: its dtype, dropout and recomputation."""
+    return RunSpec(
+        shape=model.shape,
+        parallelism=parallelism,
+        batch=batch,
+        dtype=model.dtype,
+        dropout=model.dropout,
+        recompute=recompute_of(Flags(model.flags)),
+        model=model.name,
+    )
+
+
+def spec_of_flags(
+    words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
+) -> RunSpec:
+    """What Megatron is told by its command line.
+
+    Args:
+        words: Megatron's flags, the model's own among them.
+        devices: Ranks over all nodes.
+        device: What they run on.
+        model: The name that the model goes by.
+
+    Raises:
+        ValueError: A flag that defines the shape is missing; the message names it.
+        StrategyError: The degrees do not divide `devices`.
+    """
+    flags = Flags(words)
+    parallelism = parallelism_from_flags(words, devices)
+    micro = flags.integer("--micro-batch-size", 1)
+    # Megatron's own layers, for hosts without Transformer Engine, keep the scores of attention; their
+    # context parallelism gathers K and V (megatron_patches).
+    local = device is DeviceKind.CPU or flags.text("--transformer-impl") == "local"
+    return RunSpec(
+        shape=shape_from_flags(model, flags),
+        parallelism=parallelism,
+        batch=Batch(micro, flags.integer("--global-batch-size", micro * parallelism.data)),
+        dtype=next((half for half in ("fp16", "bf16") if flags.has(f"--{half}")), "fp32"),
+        dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
+        recompute=recompute_of(flags),
+        fused_attention=not local or parallelism.context > 1,
+        cp_comm_type="all_gather" if local else _cp_comm_type(flags),
+        token_dispatcher=_token_dispatcher(flags),
+        optimizer=flags.text("--optimizer", "adam"),
+        seed=flags.integer("--seed", 1234),
+        device=device,
+        model=model,
+    )
+
+
+def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
+    """What a log's printed arguments say; None where they do not define a model and its layout.
+
+    Args:
+        arguments: Names as Megatron prints them (`num_layers`), values as text.
+    """
+    words = flags_of_printed(arguments)
+    flags = Flags(words)
+    degrees = (
+        flags.integer(f"--{name}-parallel-size", 1)
+        for name in ("data", "tensor-model", "pipeline-model", "context")
+    )
+    devices = 1
+    for degree in degrees:
+        devices *= degree
+    try:
+        return spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
+    """Printed arguments as the flags that give them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if name == "add_bias_linear":
+            words += ["--disable-bias-linear"] if value == "False" else []
+        elif name == "num_query_groups" and arguments.get("group_query_attention") != "True":
+            continue
+        elif value not in ("None", "False", ""):
+            flag = "--" + name.replace("_", "-")
+            words += [flag] if value == "True" else [flag, value]
+    return tuple(words)
+
+
+def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
+    """Megatron's flags for everything in a spec but the model's own shape and the device."""
+    batch, dropout = spec.batch, str(spec.dropout)
+    return (
+        *strategy_flags(spec.parallelism),
+        *recompute_flags(spec.recompute),
+        *cp_comm_flags(spec),
+        *("--micro-batch-size", str(batch.micro_batch_size)),
+        *("--global-batch-size", str(batch.global_batch_size)),
+        *("--attention-dropout", dropout, "--hidden-dropout", dropout),
+        *("--seed", str(spec.seed)),
+        *(() if spec.dtype == "fp32" else (f"--{spec.dtype}",)),
+    )
+
+
+def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
+    """Megatron's flags for a way to recompute."""
+    if recompute is Recompute.NONE:
+        return ()
+    every_layer = ("--recompute-method", "uniform", "--recompute-num-layers", "1")
+    whole = recompute is Recompute.FULL
+    return ("--recompute-granularity", recompute.value, *(every_layer if whole else ()))
+
+
+def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
+    """Megatron's flags for context parallelism's algorithm, where it is not its default."""
+    differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
+    return ("--cp-comm-type", spec.cp_comm_type) if differs else ()
+
+
+def recompute_of(flags: Flags) -> Recompute:
+    """How the flags recompute."""
+    if flags.has("--recompute-activations"):
+        return Recompute.SELECTIVE
+    granularity = flags.text("--recompute-granularity")
+    return Recompute(granularity) if granularity in set(Recompute) else Recompute.NONE
+
+
+def _cp_comm_type(flags: Flags) -> str:
+    value = flags.text("--cp-comm-type").strip("[]' ")
+    return value if value in {"p2p", "all_gather", "a2a"} else "p2p"
+
+
+def _token_dispatcher(flags: Flags) -> TokenDispatcher:
+    # Megatron's own default is to gather.
+    value = flags.text("--moe-token-dispatcher-type", TokenDispatcher.ALL_GATHER)
+    known = value in set(TokenDispatcher)
+    return TokenDispatcher(value) if known else TokenDispatcher.ALL_TO_ALL

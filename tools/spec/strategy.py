@@ -1,7 +1,8 @@
 """The grammar of strategies: `baseline`, or a product of degrees, its data-parallel part sharded.
 
 `tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2, two virtual stages a
-rank) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3` (over all ranks).
+rank; `vpp2x3` three) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3`
+(over all ranks). A strategy's identity is its `Parallelism`: parsing and naming stand here, once.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ EXAMPLES = (
     "dp2-zero1",
 )
 
-_FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)")
+_FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)(?:x(\d+))?")
 _SHARDED = tuple(s.value for s in Sharding if s)
 
 
@@ -112,6 +113,25 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
             "the degrees must multiply to the number of devices."
         )
     return parallelism
+
+
+def strategy_name(parallelism: Parallelism) -> str:
+    """The grammar's one name for a parallelism (`tp2pp2dp2-zero1`, `baseline`).
+
+    `parse_strategy` gives the parallelism back, but for an ETP of its own, which needs a flag.
+    """
+    tensor = "sp" if parallelism.sequence_parallel else "tp"
+    stages = parallelism.virtual_stages
+    degrees = (
+        (tensor, parallelism.tensor, ""),
+        ("cp", parallelism.context, ""),
+        ("vpp" if stages > 1 else "pp", parallelism.pipeline, f"x{stages}" if stages > 2 else ""),
+        ("ep", parallelism.expert, ""),
+        ("dp", parallelism.data // max(1, parallelism.expert), ""),
+    )
+    product = "".join(f"{word}{degree}{more}" for word, degree, more in degrees if degree > 1)
+    product = product or "baseline"
+    return f"{product}-{parallelism.sharding}" if parallelism.sharding else product
 
 
 def devices_of(text: str, otherwise: int = 1) -> int:
@@ -167,7 +187,9 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         )
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage", 0)
     layers = flags.integer("--num-layers", 0)
-    virtual = layers // pipeline // layers_a_stage if layers_a_stage else 1
+    # Megatron prints the number it derived; a command line has one of the other two.
+    virtual = flags.integer("--virtual-pipeline-model-parallel-size", 1)
+    virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
     return Parallelism(
         data=devices // model_ranks,
         tensor=tensor,
@@ -216,7 +238,7 @@ _SHARDING_FLAGS: dict[Sharding, tuple[str, ...]] = {
 def _sharding(flags: Flags) -> Sharding:
     if flags.has("--use-torch-fsdp2"):
         return Sharding.FSDP2
-    if flags.has("--use-megatron-fsdp"):
+    if flags.has("--use-megatron-fsdp") or flags.has("--use-custom-fsdp"):
         return {
             "optim": Sharding.ZERO1,
             "optim_grads": Sharding.ZERO2,
@@ -227,19 +249,24 @@ def _sharding(flags: Flags) -> Sharding:
 
 def _degrees(product: str, text: str) -> dict[str, int]:
     factors = _FACTOR.findall(product)
-    if not factors or "".join(f"{name}{degree}" for name, degree in factors) != product:
+    spelled = "".join(
+        f"{name}{degree}{stages and f'x{stages}'}" for name, degree, stages in factors
+    )
+    if not factors or spelled != product or any(s and n != "vpp" for n, _, s in factors):
         raise StrategyError(
             f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
         )
     degrees: dict[str, int] = {}
-    for name, degree in factors:
+    for name, degree, stages in factors:
         dimension = {"sp": "tp", "vpp": "pp"}.get(name, name)
         if dimension in degrees:
             raise StrategyError(f"Strategy '{text}' names its {dimension.upper()} degree twice.")
-        if int(degree) < 1:
+        if int(degree) < 1 or stages == "0":
             raise StrategyError(f"Strategy '{text}' has a degree of 0; degrees start at 1.")
         degrees[dimension] = int(degree)
         degrees[f"is_{name}"] = 1
+        if name == "vpp":
+            degrees["virtual"] = int(stages or 2)
     return degrees
 
 
@@ -251,7 +278,7 @@ def _parallelism(degrees: dict[str, int], sharding: Sharding) -> Parallelism:
         pipeline=degrees.get("pp", 1),
         context=degrees.get("cp", 1),
         expert=expert,
-        virtual_stages=2 if "is_vpp" in degrees else 1,
+        virtual_stages=degrees.get("virtual", 1),
         # Megatron refuses experts under tensor parallelism without sequence parallelism.
         sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
         sharding=sharding,

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.checkpoints.conftest import Write
+from tests.report.factory import changed
 from tools.launch.checkpoints.relaunch import go_on_if_saved, relaunch
 from tools.launch.checkpoints.saving import Saving, saving_flags, saving_problems
 from tools.launch.compose import GoesOnFrom, Launch
@@ -37,16 +38,7 @@ def record_of(launch: Launch) -> RunRecord:
     return RunRecord(
         run=FROM.run,
         created_utc="2026-01-01T00:00:00Z",
-        backend=launch.backend,
-        strategy=launch.strategy,
-        model=launch.model.name,
-        device=launch.device,
-        parallelism=launch.parallelism,
-        batch=launch.batch,
-        seq_length=1,
-        dtype=launch.dtype,
-        dropout=launch.dropout,
-        seed=launch.seed,
+        spec=launch.spec,
         exit_interval=launch.iterations,
         argv=launch.arguments("runs/a"),
         command=(),
@@ -84,7 +76,11 @@ def test_going_on_is_the_same_command_but_for_where_it_begins() -> None:
         for launch in (first, again)
     )
     assert ours == theirs
-    assert (again.batch, again.saving, again.seed) == (first.batch, first.saving, first.seed)
+    assert (again.spec.batch, again.saving, again.spec.seed) == (
+        first.spec.batch,
+        first.saving,
+        first.spec.seed,
+    )
 
 
 def test_going_on_twice_names_one_checkpoint() -> None:
@@ -104,12 +100,13 @@ def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary
     flags, own = Flags(launch.flags), flags_of_grammar(fresh)
     assert {word for word in own if word.startswith("--")} <= set(launch.flags)
     assert flags.has("--tensor-model-parallel-size") == ("--tensor-model-parallel-size" in own)
-    assert launch.batch.global_batch_size == composed("tp2").batch.global_batch_size
+    assert launch.spec.batch.global_batch_size == composed("tp2").spec.batch.global_batch_size
     assert (
-        launch.batch.global_batch_size % (launch.batch.micro_batch_size * launch.parallelism.data)
+        launch.spec.batch.global_batch_size
+        % (launch.spec.batch.micro_batch_size * launch.spec.parallelism.data)
         == 0
     )
-    rows = flags.integer("--make-vocab-size-divisible-by", 0) * launch.parallelism.tensor
+    rows = flags.integer("--make-vocab-size-divisible-by", 0) * launch.spec.parallelism.tensor
     assert rows == 128
 
 
@@ -184,7 +181,7 @@ def test_a_model_that_was_changed_goes_on_as_what_it_became() -> None:
 
 
 def test_a_shaped_link_stays_unless_another_is_named() -> None:
-    record = replace(record_of(composed("dp2")), link_bits_per_second=10**9)
+    record = changed(record_of(composed("dp2")), link_bits_per_second=10**9)
     assert relaunch(record, FROM, None, Options()).network == Rate(10**9)
     assert relaunch(record, FROM, None, Options(network=Rate(5))).network == Rate(5)
 
@@ -215,5 +212,5 @@ def test_a_network_interface_is_of_the_machine_that_the_run_was_on() -> None:
 
 
 def test_batch_is_kept_whole() -> None:
-    record = replace(record_of(composed("tp2")), batch=Batch(8, 8))
-    assert relaunch(record, FROM, "dp2", Options()).batch == Batch(4, 8)
+    record = changed(record_of(composed("tp2")), batch=Batch(8, 8))
+    assert relaunch(record, FROM, "dp2", Options()).spec.batch == Batch(4, 8)

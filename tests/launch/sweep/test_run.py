@@ -45,7 +45,7 @@ class Machine:
         monkeypatch.setattr("tools.launch.run_folder.kit_commit", lambda: None)
 
     def _execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
-        name = f"{launch.backend} {launch.strategy}"
+        name = f"{launch.spec.backend} {launch.spec.name}"
         if name == self.interrupts_at:
             raise Interrupted
         self.trained.append(name)
@@ -226,7 +226,7 @@ def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
     first = folder / records.ATTEMPTS_FOLDER / "1"
     there = records.read_run(first)
     elsewhere = replace(there, host=replace(there.host, cpu="Another"))
-    write_record(first / records.RUN_FILE, elsewhere)
+    records.write_run(first, elsewhere)
     machine.trained.clear()
     swept(request, options)
     assert machine.trained == ["megatron dp2"]
@@ -236,5 +236,5 @@ def test_cells_are_without_dropout_unless_it_is_asked_for(
     request_: Request, options: Options
 ) -> None:
     (cell, launch), *_ = plan_cells(request_, options).launches
-    assert launch.dropout == 0
-    assert compose_cell(cell, replace(options, dropout=0.1)).dropout == 0.1
+    assert launch.spec.dropout == 0
+    assert compose_cell(cell, replace(options, dropout=0.1)).spec.dropout == 0.1

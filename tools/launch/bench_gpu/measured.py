@@ -46,7 +46,7 @@ def measured(folder: Path, setting: Setting, wall_seconds: float) -> Measured:
         raise MeasureError(
             f"{folder.name} has {len(times)} of {setting.timed} timed iterations that were not skipped"
         )
-    on_gpu = run.record is not None and run.record.device is DeviceKind.GPU
+    on_gpu = run.record is not None and run.record.spec.device is DeviceKind.GPU
     groups, note = _split(folder, on_gpu) if setting.profiled else ({}, "")
     return Measured(
         run=folder.name,

@@ -19,7 +19,7 @@ from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, Entry, RunRecord
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import load_model
-from tools.spec.run import Backend
+from tools.spec.run import Backend, spec_of_flags
 from tools.spec.strategy import (
     Batch,
     Parallelism,
@@ -82,36 +82,37 @@ def relaunch(
     batch = _batch(record, parallelism, options)
     saving = options.saving or Saving(record.save_every or iterations)
     asked = _as_it_was(record, options)
-    runtime = choose_runtime(asked, record.device)
+    runtime = choose_runtime(asked, record.spec.device)
     entry = _same_megatron(record, entry_of(runtime, asked))
     data = Flags(record.argv).text("--data-path")
     start = options.runs / ".start" / record.start_checkpoint if record.start_checkpoint else None
+    flags = merge_flags(
+        _laid_out(record, parallelism),
+        ("--micro-batch-size", str(batch.micro_batch_size)),
+        ("--exit-interval", str(iterations)),
+        saving_flags(saving, parallelism, entry),
+        options.extra,
+    )
+    link = options.network or _link(record)
+    spec = replace(
+        spec_of_flags(flags, parallelism.world_size, record.spec.device, record.spec.model),
+        fused=record.spec.fused,
+        link_bits_per_second=link.bits_per_second if link else None,
+        strategy=strategy or record.spec.name,
+    )
     return Launch(
-        strategy=strategy or record.strategy,
-        model=model_for(load_model(record.model), record.argv, data),
-        device=record.device,
-        parallelism=parallelism,
-        batch=batch,
-        dtype=record.dtype,
-        dropout=record.dropout,
-        seed=record.seed,
+        spec=spec,
+        model=model_for(load_model(record.spec.model), record.argv, data),
         iterations=iterations,
         entry=entry,
         data=data,
         start_checkpoint=start,
-        flags=merge_flags(
-            _laid_out(record, parallelism),
-            ("--micro-batch-size", str(batch.micro_batch_size)),
-            ("--exit-interval", str(iterations)),
-            saving_flags(saving, parallelism, entry),
-            options.extra,
-        ),
+        flags=flags,
         environment={
             name: value for name, value in record.environment.items() if name not in INTERFACES
         },
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
-        network=options.network or _link(record),
         nodes=options.nodes,
         hang_timeout_seconds=options.hang_timeout_seconds,
         saving=saving,
@@ -143,7 +144,7 @@ def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
 
 def _laid_out(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     """What the run was told, without what concerned one start, in this layout."""
-    if parallelism == record.parallelism:
+    if parallelism == record.spec.parallelism:
         return without(record.argv, OF_ONE_START)
     return merge_flags(
         without(record.argv, (*OF_ONE_START, *_LAYOUT)),
@@ -162,39 +163,40 @@ def _same_megatron(record: RunRecord, entry: Entry) -> Entry:
 
 
 def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
-    if record.backend != Backend.MEGATRON:
+    if record.spec.backend != Backend.MEGATRON:
         raise LaunchError(
-            f"{record.run} was trained by BACKEND={record.backend}, which saves nothing."
+            f"{record.run} was trained by BACKEND={record.spec.backend}, which saves nothing."
         )
-    if strategy is None or strategy == record.strategy:
-        return record.parallelism
-    devices = devices_of(strategy, record.parallelism.world_size)
+    if strategy is None or strategy == record.spec.name:
+        return record.spec.parallelism
+    devices = devices_of(strategy, record.spec.parallelism.world_size)
     parallelism = parse_strategy(strategy, devices)
-    if parallelism.sharding != record.parallelism.sharding:
+    if parallelism.sharding != record.spec.parallelism.sharding:
+        saved = record.spec.parallelism.sharding or "whole optimizer states"
         raise LaunchError(
-            f"{record.run} was saved with {record.parallelism.sharding or 'whole optimizer states'}, "
-            f"and {strategy} has {parallelism.sharding or 'whole ones'}: Megatron keeps the two in "
-            "different formats; name a strategy that shards as the run does."
+            f"{record.run} was saved with {saved}, and {strategy} has "
+            f"{parallelism.sharding or 'whole ones'}: Megatron keeps the two in different formats; name "
+            "a strategy that shards as the run does."
         )
     return parallelism
 
 
 def _link(record: RunRecord) -> Rate | None:
-    bits = record.link_bits_per_second
+    bits = record.spec.link_bits_per_second
     return Rate(bits) if bits else None
 
 
 def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:
     """The same global batch, in micro batches that divide it among the new data-parallel ranks."""
-    whole = record.batch.global_batch_size
-    own = math.gcd(record.batch.micro_batch_size, max(1, whole // parallelism.data))
+    whole = record.spec.batch.global_batch_size
+    own = math.gcd(record.spec.batch.micro_batch_size, max(1, whole // parallelism.data))
     return Batch(options.micro_batch_size or own, whole)
 
 
 def _same_vocabulary(record: RunRecord, parallelism: Parallelism) -> tuple[str, str]:
     """Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well."""
     own = Flags(record.argv).integer(_VOCABULARY_MULTIPLE, _MEGATRONS_MULTIPLE)
-    rows = own * record.parallelism.tensor
+    rows = own * record.spec.parallelism.tensor
     return _VOCABULARY_MULTIPLE, str(max(1, rows // parallelism.tensor))
 
 

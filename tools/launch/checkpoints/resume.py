@@ -49,11 +49,11 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         if launch.nodes is None:  # Else each node tells the others what stops it.
             check(launch, options.runs)
         _tell(run, launch, choice, console)
-        own_folder = launch.parallelism == record.parallelism
+        own_folder = launch.spec.parallelism == record.spec.parallelism
         if not own_folder:  # The run itself may go on beside this one.
             held.close()
         there = replace(options, run_folder=run if own_folder else None)
-        return 0 if train_once(launch, there, console, launch.strategy) else 1
+        return 0 if train_once(launch, there, console, launch.spec.name) else 1
 
 
 def _tell(run: Path, launch: Launch, choice: Choice, console: Console) -> None:
@@ -64,7 +64,7 @@ def _tell(run: Path, launch: Launch, choice: Choice, console: Console) -> None:
             highlight=False,
         )
     console.print(
-        f"{run.name} goes on after iteration {choice.checkpoint.iteration} as {launch.strategy}: "
+        f"{run.name} goes on after iteration {choice.checkpoint.iteration} as {launch.spec.name}: "
         f"{describe(launch)}",
         highlight=False,
     )

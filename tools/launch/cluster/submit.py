@@ -81,7 +81,7 @@ def submit_array(
     _require_sbatch()
     folders = tuple(create_run_folder(one.launch, options.runs) for one in each)
     cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
-    image = image_asked(each[0].launch.device, options)
+    image = image_asked(each[0].launch.spec.device, options)
     job_id = _hand_over(replace(job, cells=cells), folders, image)
     for folder in folders:
         shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
@@ -120,7 +120,7 @@ def _job(name: str, launch: Launch, options: Options) -> Job:
     on_host = str(Path(sys.executable)) if not container else docker.PYTHON
     return Job(
         name=name,
-        device=launch.device,
+        device=launch.spec.device,
         devices_a_node=launch.local_devices,
         slurm=slurm,
         cells=(),
@@ -143,7 +143,7 @@ def inherited(options: Options) -> tuple[str, ...]:
 
 def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | None:
     """The kit's image where Pyxis is, for GPU ranks; None for the host."""
-    if image_asked(launch.device, options) is None:
+    if image_asked(launch.spec.device, options) is None:
         return None
     if not _has_pyxis():
         if options.runtime is RuntimeName.DOCKER or slurm.image:
@@ -186,7 +186,7 @@ def _hand_over(job: Job, folders: Sequence[Path], image: str | None) -> str:
         refused = False
         for element, folder in enumerate(folders):
             own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
-            submitted = records.read_run(folder)
+            submitted = records.encode_run(records.read_run(folder))
             record = records.JobRecord(own, job.slurm.nodes, utc_now(), image, submitted)
             write_record(folder / records.JOB_FILE, record)
     except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from tools.launch.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
 from tools.launch.sweep.cells import Cell, variables
 from tools.launch.train import flags_of_grammar
-from tools.records.run import Status
+from tools.records.run import Status, decode_run
 from tools.report.runs import find_run_folders
 from tools.spec.files import from_root
 
@@ -38,7 +38,7 @@ def submit_cells(cells: Iterable[tuple[Cell, Launch]], options: Options, console
         wanted = options.repeats - len(_in_state(COUNT, seen, launch, options))
         words = words_of(cell.target, flags_of_grammar(cell.target))
         waiting = Waiting(_spread(launch, options), words, variables(cell, options))
-        groups.setdefault((launch.devices, launch.device.value), []).extend([waiting] * wanted)
+        groups.setdefault((launch.devices, launch.spec.device.value), []).extend([waiting] * wanted)
     for (devices, device), each in groups.items():
         if each:
             submit_array(f"sweep-{devices}{device}", each, _of(each[0], options), console)
@@ -79,19 +79,18 @@ def _was_submitted(folder: Path, launch: Launch, options: Options) -> bool:
     job = read_job(folder)
     if job is None or job.submitted is None:
         return False
-    asked, link = job.submitted, launch.network.bits_per_second if launch.network else None
     try:
+        asked = decode_run(job.submitted)
         alike = trained_alike(attempts_of(folder))
     except (OSError, ValueError):
         return False
     return (
         alike
         and asked.argv == launch.arguments(from_root(folder))
-        and asked.backend == launch.backend
+        and asked.spec == launch.spec
         and asked.entry == launch.entry
         and asked.environment == launch.environment
-        and asked.link_bits_per_second == link
-        and job.image == image_asked(launch.device, options)
+        and job.image == image_asked(launch.spec.device, options)
     )
 
 

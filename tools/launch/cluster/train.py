@@ -107,7 +107,7 @@ def introduction(launch: Launch, nodes: Nodes) -> Present:
             launch.goes_on_from.iteration if launch.goes_on_from else 0
         ),
     }
-    if launch.device is DeviceKind.GPU:
+    if launch.spec.device is DeviceKind.GPU:
         names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
         has["GPUs"] = ", ".join(names) or "none"
     return Present(nodes.rank, platform.node(), has)

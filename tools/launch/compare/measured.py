@@ -104,15 +104,15 @@ def implementation(entry: Entry) -> str:
     if record is None:
         return ""
     kit = f"this kit at {(record.kit_commit or 'no commit')[:12]}"
-    if record.backend == "deepspeed":
+    if record.spec.backend == "deepspeed":
         version = record.software.get("deepspeed", "")
         return f"DeepSpeed {version}, model of {kit}"
-    if record.backend != "megatron":
+    if record.spec.backend != "megatron":
         return f"PyTorch {record.software.get('torch', '')}, {kit}"
     commit = record.entry.megatron_commit
     origin = f"commit {commit}" if commit else "the PyPI wheel"
     megatron = f"Megatron-LM {record.entry.megatron_version} ({origin})"
-    part = _SHARDED_BY.get(record.parallelism.sharding.value)
+    part = _SHARDED_BY.get(record.spec.parallelism.sharding.value)
     return f"{part} {megatron}" if part else megatron
 
 

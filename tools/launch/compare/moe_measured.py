@@ -52,10 +52,10 @@ def measure_run(folder: Path) -> MoeRun:
     run, record = load_folder(folder), records.read_run(folder)
     scores = run.log.validation[-1].losses if run.log.validation else {}
     return MoeRun(
-        backend=record.backend,
-        strategy=record.strategy,
+        backend=record.spec.backend,
+        strategy=record.spec.name,
         optimizer=_optimizer(record),
-        seed=record.seed,
+        seed=record.spec.seed,
         status=run.status.status,
         samples_ms=run.window.samples_ms,
         wall_seconds=run.status.wall_seconds,
@@ -63,7 +63,7 @@ def measure_run(folder: Path) -> MoeRun:
         routing=_routing(folder),
         validation_loss=scores.get("lm loss"),
         accuracy=scores.get(ACCURACY),
-        machine=f"{record.host.cores} cores of {record.host.cpu}, {record.dtype}",
+        machine=f"{record.host.cores} cores of {record.host.cpu}, {record.spec.dtype}",
         commit=(record.kit_commit or "no commit")[:12],
     )
 
@@ -72,7 +72,7 @@ def _optimizer(record: records.RunRecord) -> str:
     """Megatron's Muon is another: it decays matrices and updates norms at Muon's rate."""
     if Flags(record.argv).text("--optimizer") != "muon":
         return "AdamW"
-    return "Megatron's Muon" if record.backend == "megatron" else "Muon + AdamW"
+    return "Megatron's Muon" if record.spec.backend == "megatron" else "Muon + AdamW"
 
 
 def _routing(folder: Path) -> dict[int, Counts]:

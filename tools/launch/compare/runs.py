@@ -80,7 +80,7 @@ def _launch(backend: Backend, strategy: str, model: str, options: Options) -> La
 def _run(
     launches: Sequence[Launch], name: str, options: Options, console: Console
 ) -> tuple[list[Measured], Path]:
-    if options.data is None and launches[0].device is DeviceKind.CPU:
+    if options.data is None and launches[0].spec.device is DeviceKind.CPU:
         ensure_sample(console)
     finished = run_series(launches, options, console)
     build_report(finished, name)

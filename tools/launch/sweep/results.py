@@ -58,7 +58,7 @@ def measure(
     return Measured(
         cell=cell,
         parameters=parameters_total(launch.model.shape),
-        tokens_per_iteration=launch.batch.global_batch_size * launch.model.shape.seq_length,
+        tokens_per_iteration=launch.spec.batch.global_batch_size * launch.model.shape.seq_length,
         estimate=estimate([run.window.samples_ms for run in runs]),
         runs=tuple(folders),
         complete=len(folders) >= repeats,

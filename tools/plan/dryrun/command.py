@@ -7,14 +7,13 @@ import json
 import sys
 from dataclasses import replace
 
-from tools.plan.configuration import Configuration, configuration_of
 from tools.plan.dryrun.comparison import Comparison, compare
 from tools.plan.dryrun.job import DryRunError, Job, check, flags_of, ranks_named
 from tools.plan.dryrun.process import DryRunner
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
 from tools.spec.model import Model, load_model
-from tools.spec.run import Recompute
+from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 
@@ -36,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def dry_run(
-    runner: DryRunner, model: Model, configuration: Configuration, ranks: tuple[int, ...]
+    runner: DryRunner, model: Model, configuration: RunSpec, ranks: tuple[int, ...]
 ) -> list[Comparison]:
     """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
     flags, world = flags_of(model, configuration), configuration.parallelism.world_size
@@ -44,7 +43,7 @@ def dry_run(
     return [compare(configuration, report) for report in reports]
 
 
-def configuration_from(options: argparse.Namespace, model: Model) -> Configuration:
+def configuration_from(options: argparse.Namespace, model: Model) -> RunSpec:
     """The configuration that the options name.
 
     Raises:
@@ -68,7 +67,7 @@ def configuration_from(options: argparse.Namespace, model: Model) -> Configurati
     micro = options.micro_batch or model.batch.micro_batch_size
     # Twice as many micro batches as stages: the schedule reaches its steady state.
     whole = options.global_batch or micro * options.data * 2 * options.pipeline
-    plain = configuration_of(model, parallelism, Batch(micro, whole))
+    plain = spec_of_model(model, parallelism, Batch(micro, whole))
     recompute = Recompute(options.recompute)
     return replace(with_sequence(plain, options.seq), dtype=dtype, recompute=recompute)
 
@@ -76,7 +75,7 @@ def configuration_from(options: argparse.Namespace, model: Model) -> Configurati
 def _show(
     options: argparse.Namespace,
     model: Model,
-    configuration: Configuration,
+    configuration: RunSpec,
     comparisons: list[Comparison],
 ) -> None:
     from tools.plan.dryrun.show import as_data, print_comparisons

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from tools.plan.activations import layers_in_flight
 from tools.plan.communication import communication_of_rank
-from tools.plan.configuration import Configuration
 from tools.plan.dryrun.job import RankReport, as_dry_run, pipeline_rank
 from tools.plan.memory import memory_of_rank
 from tools.plan.parameters import rank_parameters
 from tools.plan.wire import total_wire_bytes
 from tools.records.measurements import MemoryCategory, Operation
+from tools.spec.run import RunSpec
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 _Key = tuple[str, str, int]
@@ -56,7 +56,7 @@ class Comparison:
         return same and self.parameters == self.report.parameters and not self.differences
 
 
-def compare(configuration: Configuration, report: RankReport) -> Comparison:
+def compare(configuration: RunSpec, report: RankReport) -> Comparison:
     """Put the closed forms beside a rank's dry run."""
     stage = pipeline_rank(configuration, report.rank)
     as_run = as_dry_run(configuration)
@@ -94,9 +94,7 @@ def _differences(found: Counter[_Key], expected: Counter[_Key]) -> list[CallDiff
     ]
 
 
-def _memory(
-    configuration: Configuration, report: RankReport, stage: int
-) -> dict[str, tuple[int, int]]:
+def _memory(configuration: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
     held = report.memory.categories
     closed = memory_of_rank(configuration, stage)
     short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)

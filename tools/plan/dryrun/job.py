@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from tools.plan.configuration import Configuration
+from tools.plan.legality import violations_of
 from tools.plan.naming import extra_flags
 from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import merge_flags
 from tools.spec.model import Model
+from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding, strategy_flags
 
 _HALF = ("--fp16", "--bf16")
@@ -65,7 +66,7 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def as_dry_run(configuration: Configuration) -> Configuration:
+def as_dry_run(configuration: RunSpec) -> RunSpec:
     """The configuration that runs where Transformer Engine is not.
 
     Megatron's own attention keeps its scores; under context parallelism the kit's gathers K and V,
@@ -74,14 +75,14 @@ def as_dry_run(configuration: Configuration) -> Configuration:
     return replace(configuration, fused_attention=False, cp_comm_type="all_gather")
 
 
-def check(model: Model, configuration: Configuration) -> None:
+def check(model: Model, configuration: RunSpec) -> None:
     """Refuse what a dry run cannot show.
 
     Raises:
         DryRunError: One sentence for each reason.
     """
     parallelism = configuration.parallelism
-    problems = list(as_dry_run(configuration).violations(model.name))
+    problems = list(violations_of(as_dry_run(configuration), model.name))
     if parallelism.sharding in _FSDP:
         problems.append(
             f"{parallelism.sharding} keeps its weights in DTensors that the dry run cannot fake; use "
@@ -96,7 +97,7 @@ def check(model: Model, configuration: Configuration) -> None:
         raise DryRunError("\n".join(problems))
 
 
-def flags_of(model: Model, configuration: Configuration) -> tuple[str, ...]:
+def flags_of(model: Model, configuration: RunSpec) -> tuple[str, ...]:
     """Megatron's arguments for a configuration, as `make train-…` would give them to CPU ranks.
 
     Precision is the configuration's own, because it decides bytes.
@@ -122,7 +123,7 @@ def flags_of(model: Model, configuration: Configuration) -> tuple[str, ...]:
     )
 
 
-def ranks_named(text: str, configuration: Configuration) -> tuple[int, ...]:
+def ranks_named(text: str, configuration: RunSpec) -> tuple[int, ...]:
     """Global ranks from `first,middle,last` (of the pipeline's stages) or numbers.
 
     Raises:
@@ -141,7 +142,7 @@ def ranks_named(text: str, configuration: Configuration) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-def pipeline_rank(configuration: Configuration, rank: int) -> int:
+def pipeline_rank(configuration: RunSpec, rank: int) -> int:
     """The pipeline stage of a global rank: PP is the outermost dimension of Megatron's order."""
     parallelism = configuration.parallelism
     return rank // (parallelism.world_size // parallelism.pipeline)

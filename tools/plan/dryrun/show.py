@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tools.plan.configuration import Configuration
 from tools.plan.dryrun.comparison import Comparison
 from tools.plan.naming import strategy_name
 from tools.records.measurements import Calls
 from tools.spec.model import Model
+from tools.spec.run import RunSpec
 
 _GIB, _GB = 2**30, 1e9
 
@@ -26,9 +26,7 @@ NOTES = (
 )
 
 
-def as_data(
-    model: Model, configuration: Configuration, comparisons: list[Comparison]
-) -> dict[str, Any]:
+def as_data(model: Model, configuration: RunSpec, comparisons: list[Comparison]) -> dict[str, Any]:
     """Everything, for `--json`; bytes and seconds."""
     return {
         "model": model.name,
@@ -44,9 +42,7 @@ def as_data(
     }
 
 
-def print_comparisons(
-    model: Model, configuration: Configuration, comparisons: list[Comparison]
-) -> None:
+def print_comparisons(model: Model, configuration: RunSpec, comparisons: list[Comparison]) -> None:
     """A table of figures, then of each rank's calls."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     parallelism, batch = configuration.parallelism, configuration.batch

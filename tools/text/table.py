@@ -1,0 +1,137 @@
+"""A table said once, written anywhere: terminal, Markdown, HTML, CSV.
+
+A column says its name, how its value is made from a row's subject, and how that value is written. What
+is not known is None: an empty cell in CSV, a dash elsewhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tools.text.units import DASH
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+
+def plain(value: object) -> str:
+    """Text as it is; a dash for None."""
+    return DASH if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class Column[R]:
+    """One column over rows that describe subjects of type `R`."""
+
+    name: str
+    value: Callable[[R], Any]
+    """The value of a row; None is unknown."""
+    text: Callable[[Any], str] = plain
+    """How the value is written for people (`tools.text.units`)."""
+    right: bool = True
+    """Numbers align right."""
+    style: Callable[[str], str] | None = None
+    """The terminal's style of a cell, from its text."""
+    rank: int = 0
+    """Where a terminal is too narrow, columns of the highest rank are left out first."""
+
+    def cell(self, subject: R) -> str:
+        """The text of one row."""
+        return self.text(self.value(subject))
+
+
+@dataclass(frozen=True)
+class Table[R]:
+    """Columns over subjects."""
+
+    columns: tuple[Column[R], ...]
+    rows: tuple[R, ...]
+    title: str = ""
+
+    @property
+    def header(self) -> list[str]:
+        """Names of the columns."""
+        return [column.name for column in self.columns]
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """Texts, row by row: what HTML templates take."""
+        return [[column.cell(row) for column in self.columns] for row in self.rows]
+
+    def fitting(self, width: int) -> Table[R]:
+        """The table for a terminal of so many characters, without columns that are all dashes."""
+        chosen: set[int] = set()
+        room = width
+        order = sorted(range(len(self.columns)), key=lambda index: self.columns[index].rank)
+        for index in order:
+            texts = [self.columns[index].cell(row) for row in self.rows]
+            needed = max(map(len, [self.columns[index].name, *texts])) + 2
+            if needed <= room and not all(text in ("", DASH) for text in texts):
+                room -= needed
+                chosen.add(index)
+        return replace(
+            self, columns=tuple(c for index, c in enumerate(self.columns) if index in chosen)
+        )
+
+
+def markdown_table[R](table: Table[R]) -> str:
+    """As Markdown; cells are escaped."""
+    return markdown_rows(table.header, table.cells)
+
+
+def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Texts as a Markdown table; cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(markdown_text(cell) for cell in line) + " |" for line in lines
+    )
+
+
+def markdown_text(text: str) -> str:
+    """Text that stays in its cell and starts no markup."""
+    return " ".join(text.split()).translate(_MARKDOWN)
+
+
+_MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]"} | {"<": "&lt;", ">": "&gt;"})
+
+
+def csv_table[R](table: Table[R]) -> str:
+    """As CSV of the values, not their texts; unknown is empty."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(table.header)
+    for row in table.rows:
+        writer.writerow([_csv_cell(column.value(row)) for column in table.columns])
+    return buffer.getvalue()
+
+
+def rich_table[R](table: Table[R]) -> RichTable:
+    """For a terminal."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(
+        title=Text(table.title, style="bold") if table.title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns:
+        shown.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
+    for row in table.rows:
+        texts = [(column, column.cell(row)) for column in table.columns]
+        shown.add_row(*(Text(text, style=c.style(text) if c.style else "") for c, text in texts))
+    return shown
+
+
+def _csv_cell(value: object) -> object:
+    if isinstance(value, str):
+        # A cell must not start what a spreadsheet takes for a formula, nor hold a line's end.
+        text = " ".join(value.split())
+        return f"'{text}" if text[:1] in ("=", "+", "@") else text
+    return value

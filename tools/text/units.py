@@ -1,0 +1,71 @@
+"""Values as people read them. Unknown is a dash, never a zero; a minus is a minus sign, not a hyphen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+DASH = "–"
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Four significant digits, no exponent for usual magnitudes."""
+    if value is None:
+        return DASH
+    if value != 0 and (abs(value) >= 1e7 or abs(value) < 1e-3):
+        return f"{value:.{digits - 1}e}"
+    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:,.{max(0, digits - magnitude)}f}"
+
+
+def count(value: int | None) -> str:
+    """An exact count with separators."""
+    return DASH if value is None else f"{value:,}"
+
+
+def loss(value: float | None) -> str:
+    """A loss with all seven digits that Megatron prints."""
+    return DASH if value is None else f"{value:.7g}"
+
+
+def percent(value: float | None) -> str:
+    """A share of 1."""
+    return DASH if value is None else f"{value:.1%}"
+
+
+def size(size_bytes: float | None) -> str:
+    """Bytes in a table's column: GiB or MiB, with fixed decimals."""
+    if size_bytes is None:
+        return DASH
+    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"
+
+
+def amount(size_bytes: float) -> str:
+    """Bytes in a sentence: four digits, in the unit that leaves the fewest zeros."""
+    for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(size_bytes) >= unit:
+            return f"{size_bytes / unit:.4g} {name}".replace("-", "−")
+    return f"{size_bytes:.0f} bytes".replace("-", "−")
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds in a sentence, three digits where there are as many."""
+    value = 1000 * seconds
+    text = f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms"
+    return text.replace("-", "−")
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """`12.1–12.9`."""
+    return DASH if low is None or high is None else f"{number(low)}–{number(high)}"
+
+
+def signed(text: str) -> str:
+    """A plus sign before what has no minus."""
+    plain = text.replace("-", "−")
+    return plain if plain.startswith("−") else f"+{plain}"
+
+
+def joined(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
