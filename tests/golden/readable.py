@@ -1,0 +1,149 @@
+"""Pages, pictures and JSON as text that a golden file can hold and a reader can compare."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+DRAWN = ("path", "use", "rect", "image", "text")
+BLOCKS = {"h1", "h2", "h3", "h4", "p", "li", "td", "th", "dt", "dd", "pre", "summary", "title"}
+BLOCKS |= {"figcaption"}
+STRUCTURE = {"header", "section", "table", "thead", "tbody", "figure", "details", "nav", "main"}
+HIDDEN = {"style", "script", "metadata", "defs"}
+SAMPLES = 6
+"""Of a long list of numbers so many are shown at either end."""
+
+LINE = 160
+"""What fits on so many characters is written on one line."""
+
+
+def page_as_text(page: str) -> str:
+    """Visible text of a page in its structure; of each inline picture its labels and counts."""
+    reader = _PageReader()
+    reader.feed(page)
+    reader.close()
+    return "\n".join(reader.lines)
+
+
+def picture_as_text(picture: str) -> str:
+    """Labels of an SVG in their order, and how many elements of each kind it draws."""
+    root = ElementTree.fromstring(picture)
+    drawn: Counter[str] = Counter()
+    labels: list[str] = []
+
+    def walk(element: ElementTree.Element) -> None:
+        tag = element.tag.rpartition("}")[2]
+        if tag in HIDDEN:
+            return
+        drawn[tag] += tag in DRAWN
+        if tag == "text":
+            labels.append(" ".join("".join(element.itertext()).split()))
+        for child in element:
+            walk(child)
+
+    walk(root)
+    counts = ", ".join(f"{drawn[tag]} {tag}" for tag in DRAWN if drawn[tag])
+    return "\n".join((counts, *labels))
+
+
+def json_as_text(text: str) -> str:
+    """JSON, indented; floats to nine digits, and of long lists of plain values the ends."""
+    return "\n".join(_json_lines(_shortened(json.loads(text)), ""))
+
+
+def _json_lines(value: Any, indent: str, key: str = "") -> Iterator[str]:
+    on_one_line = json.dumps(value, ensure_ascii=False)
+    if len(on_one_line) <= LINE or not isinstance(value, (dict, list)):
+        yield f"{indent}{key}{on_one_line}"
+        return
+    yield f"{indent}{key}{'{' if isinstance(value, dict) else '['}"
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _json_lines(item, indent + " ", f"{json.dumps(name)}: ")
+    else:
+        for item in value:
+            yield from _json_lines(item, indent + " ")
+    yield f"{indent}{'}' if isinstance(value, dict) else ']'}"
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if not isinstance(value, list):
+        return value
+    short = [_shortened(item) for item in value]
+    if len(short) > 2 * SAMPLES and all(isinstance(item, (int, float, list)) for item in short):
+        return [*short[:SAMPLES], f"… {len(short) - 2 * SAMPLES} more …", *short[-SAMPLES:]]
+    return short
+
+
+class _PageReader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._open: list[str] = []
+        self._text: list[str] = []
+        self._picture: Counter[str] | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("meta", "link", "br", "img", "input", "hr"):
+            return
+        self._open.append(tag)
+        if tag == "svg":
+            self._picture = Counter()
+        if self._picture is not None:
+            self._picture[tag] += tag in DRAWN and "defs" not in self._open
+        elif tag in BLOCKS:
+            self._flush()
+        elif tag in STRUCTURE:
+            self._flush()
+            named = dict(attrs)
+            marks = "".join(f" {k}={named[k]}" for k in ("id", "class") if named.get(k))
+            self.lines.append(f"<{tag}{marks}>")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self._open and self._open[-1] == tag:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+        if self._picture is not None:
+            if tag == "svg":
+                drawn = ", ".join(f"{self._picture[t]} {t}" for t in DRAWN if self._picture[t])
+                self._flush("svg labels")
+                self.lines.append(f"svg draws: {drawn}")
+                self._picture = None
+            elif tag == "text":
+                self._text.append(" · ")
+        elif tag in ("td", "th"):
+            self._text.append(" | ")
+            if self._open and self._open[-1] == "tr":
+                self._keep_in_row()
+        elif tag == "tr":
+            self._flush("row")
+        elif tag in BLOCKS:
+            self._flush(tag)
+
+    def handle_data(self, data: str) -> None:
+        if not HIDDEN.intersection(self._open):
+            self._text.append(data)
+
+    def _keep_in_row(self) -> None:
+        self._text = ["".join(self._text)]
+
+    def _flush(self, name: str = "text") -> None:
+        if name == "text" and self._open and self._open[-1] in ("td", "th"):
+            return  # Cells of a row stay on its line.
+        text = re.sub(r"\s+", " ", "".join(self._text)).strip()
+        self._text = []
+        if text:
+            self.lines.append(f"{name}: {text}")
