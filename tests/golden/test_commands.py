@@ -189,5 +189,6 @@ def test_commands_print_what_they_always_did(
 
 def _without_this_machine(text: str) -> str:
     text = re.sub(r"This machine: .*", "This machine: …", text)
-    # The last column of `list`: what this machine's memory allows.
-    return re.sub(r"(?m)( \d+/\d+)  (all .*|too large|\w+(?:, \w+)*)$", r"\1  …", text)
+    # The last column of `list`: what this machine's memory allows, and with it the table's width.
+    text = re.sub(r"(?m)( \d+/\d+)  (all .*|too large|\w+(?:, \w+)*)$", r"\1  …", text)
+    return re.sub(r"(?s)^(This machine: …\n) *(Models\n.*? )─+\n", r"\1\2───\n", text)
