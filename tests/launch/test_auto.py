@@ -11,6 +11,7 @@ from tools.launch import auto
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
 from tools.launch.calibration import calibration_path, from_figures
 from tools.launch.errors import LaunchError
+from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import start_target
@@ -23,14 +24,14 @@ from tools.spec.run import DeviceKind
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
 TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
-FIGURES = {
-    "matmul_flops": 150e9,
-    "attention_flops": 40e9,
-    "bytes_per_second": 12e9,
-    "layer_seconds": 0.0008,
-    "link_bytes_per_second": 1.5e9,
-    "link_latency_seconds": 0.0004,
-}
+FIGURES = Figures(
+    matmul_flops=150e9,
+    attention_flops=40e9,
+    copy_bytes_per_second=12e9,
+    layer_seconds=0.0008,
+    all_reduce_bytes_per_second=1.5e9,
+    all_reduce_latency_seconds=0.0004,
+)
 """Two ranks on two cores of a small virtual machine."""
 QUIET = Console(quiet=True)
 
@@ -54,7 +55,7 @@ def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:
 
 
 def test_one_rank_has_no_link_to_measure() -> None:
-    alone = {name: value for name, value in FIGURES.items() if not name.startswith("link")}
+    alone = replace(FIGURES, all_reduce_bytes_per_second=None, all_reduce_latency_seconds=None)
     calibration = from_figures(alone, DeviceKind.CPU, CPU, GLOO)
     assert calibration.link == Calibration().link
     assert calibration.link_latency_seconds is None

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tools.launch.compose import torchrun
+from tools.launch import microbenchmark
 from tools.launch.errors import LaunchError
+from tools.launch.microbenchmark import Figures, Workload
 from tools.plan.cluster import Calibration
-from tools.spec.files import ROOT
 from tools.spec.hardware import Device, Link
 from tools.spec.run import DeviceKind
+
+TIMEOUT_SECONDS = 600.0
+WORKLOADS = {
+    DeviceKind.CPU: Workload(
+        matmul_size=1024,
+        attention_shape=(8, 256, 64),
+        copy_bytes=64 << 20,
+        layer=True,
+        all_reduce_bytes=16 << 20,
+        latency=True,
+    ),
+    DeviceKind.GPU: Workload(
+        matmul_size=8192,
+        attention_shape=(32, 2048, 128),
+        copy_bytes=1 << 30,
+        layer=True,
+        all_reduce_bytes=16 << 20,
+        latency=True,
+    ),
+}
 
 
 def calibration_path(runs: Path, device: Device) -> Path:
@@ -28,9 +44,15 @@ def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Li
     """Measure for a few seconds on `ranks` devices at once, keep the result, return it.
 
     Raises:
-        LaunchError: The measurement failed; with its last line.
+        LaunchError: The measurement failed; with the last error of a rank.
     """
-    figures = _measure(kind, ranks)
+    try:
+        figures = microbenchmark.measure(
+            WORKLOADS[kind], kind, ranks, timeout_seconds=TIMEOUT_SECONDS
+        )
+    except LaunchError as error:
+        raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {error}") from None
+    assert figures is not None  # There is one node.
     calibration = from_figures(figures, kind, device, link)
     path = calibration_path(runs, device)
     runs.mkdir(parents=True, exist_ok=True)
@@ -38,50 +60,25 @@ def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Li
     return calibration
 
 
-def from_figures(
-    figures: dict[str, float], kind: DeviceKind, device: Device, link: Link
-) -> Calibration:
+def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link) -> Calibration:
     """Shares of the datasheet's (for a CPU: nominal) rates; what was not measured keeps its default."""
-    dtype = "fp32" if kind is DeviceKind.CPU else "bf16"
-    peak = device.peak_flops(dtype)
-    assert peak is not None
-    measured = Calibration(
-        matmul=figures["matmul_flops"] / peak,
-        attention=figures["attention_flops"] / peak,
-        memory=figures["bytes_per_second"] / device.memory_bytes_per_second,
-        layer_launch_seconds=figures["layer_seconds"],
-        source=f"measured on {platform.node()}",
-    )
-    if "link_bytes_per_second" in figures:
-        measured = replace(
-            measured,
-            link=figures["link_bytes_per_second"] / link.bytes_per_second,
-            link_latency_seconds=figures["link_latency_seconds"],
-        )
+    peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
+    assert peak_flops is not None
+    measured = {
+        "matmul": _share(figures.matmul_flops, peak_flops),
+        "attention": _share(figures.attention_flops, peak_flops),
+        "memory": _share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
+        "link": _share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
+        "layer_launch_seconds": figures.layer_seconds,
+        "link_latency_seconds": figures.all_reduce_latency_seconds,
+    }
+    known = {name: value for name, value in measured.items() if value is not None}
+    calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
     if kind is DeviceKind.GPU:
-        return measured
+        return calibration
     # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
-    return replace(measured, contention=1.0, launch_beside_work=False)
+    return replace(calibration, contention=1.0, launch_beside_work=False)
 
 
-def _measure(kind: DeviceKind, ranks: int) -> dict[str, float]:
-    target = "cpu" if kind is DeviceKind.CPU else "cuda"
-    threads = {"OMP_NUM_THREADS": "1"} if kind is DeviceKind.CPU else {}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "figures.json"
-        command = (
-            *torchrun(ranks, sys.executable),
-            "-m",
-            "tools.launch.calibration_rank",
-            target,
-            str(output),
-        )
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **threads}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0 or not output.is_file():
-            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-            raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {last}")
-        figures: dict[str, float] = json.loads(output.read_text())
-    return figures
+def _share(measured: float | None, nominal: float) -> float | None:
+    return None if measured is None else measured / nominal

@@ -13,6 +13,7 @@ from rich.console import Console
 from tests.launch.bench_gpu.results import bench
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.report.factory import log_text, run_record, write_run
+from tools.launch import microbenchmark
 from tools.launch.bench_gpu import run
 from tools.launch.bench_gpu.kernels import GAPS
 from tools.launch.bench_gpu.measured import TRACE, MeasureError, UnfinishedError, measured
@@ -187,14 +188,14 @@ def test_iterations_that_were_timed_before_a_run_fell_over_count_with_a_note(
     assert len(bf16.runs[0].iteration_ms) == 20
 
 
-def test_without_ceilings_the_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise subprocess.CalledProcessError(1, "ceilings", stderr=b"CUDA error: out of memory")
+def test_without_ceilings_the_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: object, **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess((), 1, "", "RuntimeError: CUDA error: out of memory")
 
-    monkeypatch.setattr(run.subprocess, "run", fail)
+    monkeypatch.setattr(microbenchmark.subprocess, "run", fail)
     console = Console(file=io.StringIO())
-    assert run._ceilings(tmp_path, console) is None
-    assert "not known: CUDA error: out of memory" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert run._ceilings(console) is None
+    assert "not known: RuntimeError: CUDA error: out of memory" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_what_no_time_is_left_for_is_recorded_as_left_out(tmp_path: Path) -> None:

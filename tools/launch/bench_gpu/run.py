@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -14,9 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.launch import microbenchmark
 from tools.launch.bench_gpu.measured import MeasureError, UnfinishedError, measured
 from tools.launch.bench_gpu.plan import (
     BUDGET_SECONDS,
+    CEILINGS,
     CEILINGS_SECONDS,
     Step,
     describe,
@@ -104,7 +105,7 @@ def bench_gpu(
     _check(environment)
     bench = Bench(runs, budget, console, _begin(runs))
     data = _data(environment, console)
-    bench.result = replace(bench.result, ceilings=_ceilings(runs, console))
+    bench.result = replace(bench.result, ceilings=_ceilings(console))
     failed = _run_all(bench, steps(settings, bench.result), data, _train)
     console.print(bench_text(bench.result), markup=False, highlight=False)
     console.print(f"Results: {runs / FOLDER}; 'make report' shows them.", highlight=False)
@@ -164,22 +165,19 @@ def _data(environment: Mapping[str, str], console: Console) -> dict[str, str]:
     return {"DATA": DEFAULT_DATA[DeviceKind.CPU]}
 
 
-def _ceilings(runs: Path, console: Console) -> Ceilings | None:
-    """What the device reaches at best; None where that could not be measured, and the runs go on."""
-    output = runs.absolute() / FOLDER / "ceilings.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    command = (sys.executable, "-m", "tools.launch.bench_gpu.ceilings", str(output))
+def _ceilings(console: Console) -> Ceilings | None:
+    """What the device reaches at best; None where that could not be measured, and the runs follow."""
     try:
-        subprocess.run(
-            command, cwd=ROOT, check=True, capture_output=True, timeout=3 * CEILINGS_SECONDS
+        figures = microbenchmark.measure(
+            CEILINGS, DeviceKind.GPU, 1, timeout_seconds=3 * CEILINGS_SECONDS
         )
-        return Ceilings(**json.loads(output.read_text()))
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.decode().strip().splitlines() or ["it printed nothing"])[-1]
-    except subprocess.TimeoutExpired:
-        reason = "it took too long"
-    console.print(f"The device's ceilings are not known: {reason}", style="red", markup=False)
-    return None
+    except LaunchError as error:
+        text = f"The device's ceilings are not known: {error}"
+        console.print(text, style="red", markup=False)
+        return None
+    if figures is None or not (figures.matmul_flops and figures.copy_bytes_per_second):
+        return None
+    return Ceilings(figures.matmul_flops, figures.copy_bytes_per_second)
 
 
 Train = Callable[[Step, Path, Mapping[str, str], float], Path]

@@ -37,7 +37,7 @@ EXCHANGE = "\n".join(
         *FIRST_NODE,
         "export NNODES=$SLURM_JOB_NUM_NODES NODE_RANK=$SLURM_NODEID",
         "export MASTER_PORT=$((SLURM_JOB_ID % 12000 + 20000))",
-        'exec "$@" -m tools.launch.probe.exchange',
+        'exec "$@" -m tools.launch.exchange',
     )
 )
 
@@ -93,7 +93,7 @@ def ask_nodes(srun: Sequence[str]) -> Answers:
 
 
 def exchange(srun: Sequence[str]) -> Mapping[str, Any]:
-    """What `tools.launch.probe.exchange` measures between the nodes.
+    """What `tools.launch.exchange` measures between the nodes.
 
     Raises:
         LaunchError: It failed on one of them.

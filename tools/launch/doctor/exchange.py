@@ -18,19 +18,19 @@ def check_exchange() -> "list[Finding]":
     """Rows for the all-reduce between this machine's devices, and for the GPUs' clocks."""
     if not VENV_PYTHON.exists():
         return [Finding(WARN, "All-reduce", "not measured before setup", "run 'make setup'")]
-    answer = ask([str(VENV_PYTHON), "-m", "tools.launch.probe.exchange"], seconds=SECONDS)
+    answer = ask([str(VENV_PYTHON), "-m", "tools.launch.exchange"], seconds=SECONDS)
     try:
         told = json.loads(answer.out.splitlines()[-1])
     except (ValueError, IndexError):
         told = {"problem": answer.problem or "it printed nothing"}
     if "problem" in told:
-        fix = "see '.venv/bin/python -m tools.launch.probe.exchange'"
+        fix = "see '.venv/bin/python -m tools.launch.exchange'"
         return [Finding(FAIL, "All-reduce", "fails: " + told["problem"], fix)]
     return check_rates(told)
 
 
 def check_rates(told: "dict[str, Any]") -> "list[Finding]":
-    """Rows for what `tools.launch.probe.exchange` printed."""
+    """Rows for what `tools.launch.exchange` printed."""
     return [_rate(told)] + [_clock(clock) for clock in told["clocks"]]
 
 

@@ -1,4 +1,4 @@
-"""What the doctor measures: by stand-in GPUs, and really between CPU ranks."""
+"""What the doctor measures: on stand-in GPUs, and really between CPU ranks."""
 
 import json
 import subprocess
@@ -10,9 +10,7 @@ from tests.launch.fake_nvml import FakeNvml
 from tools.launch.devices import visible_gpus
 from tools.launch.doctor.exchange import check_rates
 from tools.launch.doctor.finding import PASS, WARN
-from tools.launch.probe.clocks import Clock, ClockWatch
-from tools.launch.probe.exchange import link_here, loopback_bytes_per_second
-from tools.launch.probe.exchange_rank import neighbours
+from tools.launch.exchange import Clock, ClockWatch, link_here, loopback_bytes_per_second
 from tools.spec.files import ROOT
 
 RATE = {"backend": "NCCL", "ranks": 2, "link": "NVLink 4", "clocks": []}
@@ -89,19 +87,13 @@ def test_clocks_and_throttling_are_named_with_the_way_to_mend(
     assert fix in row.fix
 
 
-def test_neighbours_go_around_the_ring_and_two_nodes_are_one_pair() -> None:
-    assert neighbours([0]) == []
-    assert neighbours([0, 8]) == [(0, 8)]
-    assert neighbours([0, 8, 16]) == [(0, 8), (8, 16), (16, 0)]
-
-
 def test_loopback_moves_something() -> None:
     assert loopback_bytes_per_second() > 1e7
 
 
 @pytest.mark.slow
 def test_two_cpu_ranks_exchange_through_gloo() -> None:
-    command = (sys.executable, "-m", "tools.launch.probe.exchange")
+    command = (sys.executable, "-m", "tools.launch.exchange")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     told = json.loads(answer.stdout)
     assert (told["backend"], told["ranks"], told["link"]) == ("gloo", 2, "TCP over loopback")

@@ -1,0 +1,218 @@
+"""`python -m tools.launch.exchange`: what the devices here send each other, as JSON for `make doctor`.
+
+An all-reduce between all visible GPUs with NCCL, or between two CPU ranks with gloo; with NNODES= and
+its like one rank of each node. Beside the measured rate stands that of the link: NVLink's, the network
+card's, or for CPU ranks what a plain TCP connection over loopback moves. Meanwhile the clocks of the
+GPUs are watched, with the reasons for throttling.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import pynvml
+
+from tools.launch import microbenchmark
+from tools.launch.beside import Beside
+from tools.launch.cluster.nodes import Nodes, nodes_from_environment
+from tools.launch.devices import Gpu, find_links, visible_gpus
+from tools.launch.errors import LaunchError
+from tools.launch.gpu_samples import event_reasons, throttle_reasons
+from tools.launch.microbenchmark import Workload
+from tools.spec.hardware import find_device, link_by_key
+from tools.spec.run import DeviceKind
+
+CPU_RANKS = 2
+LOOPBACK_BYTES = 256 << 20
+CLOCK_INTERVAL_SECONDS = 0.2
+WORKLOADS = {
+    DeviceKind.CPU: Workload(all_reduce_bytes=16 << 20, node_pairs=True),
+    # The product comes first, so that the clocks rise before anything is sent.
+    DeviceKind.GPU: Workload(
+        matmul_size=8192, all_reduce_bytes=256 << 20, node_pairs=True, seconds_each=2.0
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The clock of one GPU's multiprocessors while it worked; None is what NVML does not report."""
+
+    gpu: int
+    highest_mhz: int | None
+    limit_mhz: int | None
+    """What the GPU can reach."""
+    throttling: str
+    """Every reason that was seen, `none` if there was none."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What was measured between the devices."""
+
+    backend: str
+    ranks: int
+    bytes_per_second: float | None
+    """That each rank sends in a ring all-reduce; None for a rank alone."""
+    link: str
+    """What connects them."""
+    link_bytes_per_second: float | None
+    """Of one direction; None where it is not known."""
+    nodes: tuple[str, ...] = ()
+    pairs: tuple[float, ...] = ()
+    """Bytes a second of each node with the next, alone."""
+    clocks: tuple[Clock, ...] = ()
+
+
+def measure(nodes: Nodes | None = None) -> Exchange | None:
+    """Measure between this machine's devices, or one device of each node; None on later nodes.
+
+    Raises:
+        LaunchError: The ranks failed; with their last error.
+    """
+    gpus = visible_gpus()
+    device = DeviceKind.GPU if gpus else DeviceKind.CPU
+    ranks = 1 if nodes else len(gpus) or CPU_RANKS
+    interface = _interface(nodes) if nodes else None
+    variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    with ClockWatch(gpus) as watch:
+        figures = microbenchmark.measure(WORKLOADS[device], device, ranks, nodes, variables)
+    if figures is None:
+        return None
+    link, rate = _link_between(interface) if nodes else link_here(gpus[:ranks])
+    return Exchange(
+        backend="NCCL" if gpus else "gloo",
+        ranks=ranks * (nodes.count if nodes else 1),
+        bytes_per_second=figures.all_reduce_bytes_per_second,
+        link=link,
+        link_bytes_per_second=rate,
+        nodes=figures.nodes,
+        pairs=figures.pair_bytes_per_second,
+        clocks=tuple(watch.clocks()),
+    )
+
+
+def link_here(gpus: Sequence[Gpu]) -> tuple[str, float | None]:
+    """What connects the devices of this machine, and its rate."""
+    if not gpus:
+        return "TCP over loopback", loopback_bytes_per_second()
+    links = find_links(gpus)
+    device = find_device(gpus[0].name)
+    if links and all(link.nvlinks for link in links) and device is not None:
+        known = link_by_key(device.link)
+        return known.name, known.bytes_per_second
+    return ("PCIe", None) if links else ("nothing: one GPU", None)
+
+
+def loopback_bytes_per_second() -> float:
+    """What one TCP connection to this machine itself moves."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = threading.Thread(target=_send, args=(server.getsockname(),), daemon=True)
+        sender.start()
+        connection, _ = server.accept()
+        with connection:
+            buffer, count, began = bytearray(1 << 20), 0, time.perf_counter()
+            while received := connection.recv_into(buffer):
+                count += received
+            seconds = time.perf_counter() - began
+        sender.join()
+    return count / seconds
+
+
+class ClockWatch(Beside):
+    """Reads the clocks of some GPUs in a thread while the `with` block runs."""
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self._gpus = tuple(gpus)
+        self._highest: dict[int, int] = {}
+        self._reasons: dict[int, int] = {}
+        super().__init__()
+
+    def clocks(self) -> list[Clock]:
+        """What was seen, by GPU."""
+        return [
+            Clock(
+                gpu=gpu.index,
+                highest_mhz=self._highest.get(gpu.index),
+                limit_mhz=_limit_mhz(gpu),
+                throttling=throttle_reasons(self._reasons.get(gpu.index, 0)),
+            )
+            for gpu in self._gpus
+        ]
+
+    def watch(self) -> None:
+        """As `Beside.watch`."""
+        while True:
+            for gpu in self._gpus:
+                self._look(gpu.index)
+            if self.done.wait(CLOCK_INTERVAL_SECONDS):
+                return
+
+    def _look(self, index: int) -> None:
+        handle: Any = _answer(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
+        if handle is None:
+            return
+        clock = _answer(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+        if clock is not None:
+            self._highest[index] = max(clock, self._highest.get(index, 0))
+        self._reasons[index] = self._reasons.get(index, 0) | (
+            _answer(lambda: event_reasons(handle)) or 0
+        )
+
+
+def _send(address: tuple[str, int]) -> None:
+    block = bytes(1 << 20)
+    with socket.create_connection(address) as connection:
+        for _ in range(LOOPBACK_BYTES >> 20):
+            connection.sendall(block)
+
+
+def _link_between(interface: str | None) -> tuple[str, float | None]:
+    """The card that leads to the first node, and the rate it was set to; Linux counts in Mbit/s."""
+    if interface is None:
+        return "the network", None
+    speed = psutil.net_if_stats()[interface].speed
+    return f"network card {interface}", speed * 1e6 / 8 if speed else None
+
+
+def _interface(nodes: Nodes) -> str | None:
+    """The network interface that leads to the first node."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(nodes.address), nodes.port))  # sends nothing
+        address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
+
+
+def _limit_mhz(gpu: Gpu) -> int | None:
+    handle: Any = _answer(lambda: pynvml.nvmlDeviceGetHandleByIndex(gpu.index))
+    if handle is None:
+        return None
+    return _answer(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)))
+
+
+def _answer[T](ask: Callable[[], T]) -> T | None:
+    try:
+        return ask()
+    except pynvml.NVMLError:
+        return None  # Not every GPU and driver answers every question.
+
+
+if __name__ == "__main__":
+    try:
+        measured = measure(nodes_from_environment())
+    except LaunchError as error:
+        print(json.dumps({"problem": str(error)}))
+        sys.exit(1)
+    if measured is not None:
+        print(json.dumps(asdict(measured)))

@@ -1,0 +1,131 @@
+"""Timed kernels and transfers: what this machine's devices multiply, copy and send in a second.
+
+The only place where the kit times hardware by itself. The planner's constants (`calibration.py`), the
+rates that `make doctor` prints (`exchange.py`) and the ceilings of `make bench-gpu` each describe a
+`Workload` and take what they need of its `Figures`. All ranks measure at once, because they also train
+at once; one rank alone needs no torchrun and no process group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tools.launch.cluster.nodes import Nodes
+from tools.launch.compose import torchrun
+from tools.launch.errors import LaunchError
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
+
+TIMEOUT_SECONDS = 120.0
+
+_ERROR = re.compile(r"\w*Error: .+")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to time and for how long; a measurement that is not asked for is left out."""
+
+    matmul_size: int | None = None
+    """Rows and columns of a product of square matrices of random normal numbers: with zeros a GPU
+    takes less power, and clocks higher than in training."""
+    attention_shape: tuple[int, int, int] | None = None
+    """Heads, sequence length and head width of an SDPA forward and backward."""
+    copy_bytes: int | None = None
+    """Size of a tensor that is copied; far more than the caches hold."""
+    layer: bool = False
+    """Forward and backward of a transformer layer of almost no work: the cost of its launches."""
+    all_reduce_bytes: int | None = None
+    latency: bool = False
+    """What a small all-reduce adds to arithmetic, the wait for the slowest rank included."""
+    node_pairs: bool = False
+    """The all-reduce between each node and the next one alone, too."""
+    seconds_each: float = 0.5
+    """Time of all calls of one measurement together, collectives excepted."""
+    warm_up_calls: int = 1
+    median: bool = False
+    """Take the median call, as a job sees it, and not the fastest, which other work disturbs least."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured, of the slowest rank; None is what was not asked for."""
+
+    matmul_flops: float | None = None
+    """FLOP/s in bf16 on a GPU, in fp32 on a CPU rank."""
+    attention_flops: float | None = None
+    copy_bytes_per_second: float | None = None
+    """Read and written."""
+    layer_seconds: float | None = None
+    all_reduce_bytes_per_second: float | None = None
+    """That a rank sends in a ring: 2(n-1)/n of the tensor in the time of the fastest call."""
+    all_reduce_latency_seconds: float | None = None
+    nodes: tuple[str, ...] = ()
+    """Names, in node order, where pairs were asked for."""
+    pair_bytes_per_second: tuple[float, ...] = ()
+    """Of each node with the next one around the ring; two nodes are one pair."""
+
+
+def measure(
+    workload: Workload,
+    device: DeviceKind,
+    ranks: int,
+    nodes: Nodes | None = None,
+    defaults: Mapping[str, str] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Figures | None:
+    """Run a workload on so many ranks of this machine, or of each of `nodes`.
+
+    `defaults` are environment variables that the caller's own override.
+
+    Returns:
+        The figures; None on every node but the first.
+
+    Raises:
+        LaunchError: The ranks failed, with their last error, or were not done in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        try:
+            done = subprocess.run(
+                _command(workload, device, ranks, nodes, output),
+                cwd=ROOT,
+                env={
+                    **(defaults or {}),
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "OMP_NUM_THREADS": "1",
+                },
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout_seconds,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"the ranks did not end within {timeout_seconds:.0f} s") from None
+        if done.returncode:
+            raise LaunchError(_last_error(done.stderr))
+        return msgspec.json.decode(output.read_bytes(), type=Figures) if output.is_file() else None
+
+
+def _command(
+    workload: Workload, device: DeviceKind, ranks: int, nodes: Nodes | None, output: Path
+) -> Sequence[str]:
+    alone = ranks == 1 and nodes is None
+    start = (sys.executable,) if alone else torchrun(ranks, sys.executable, nodes)
+    asked = msgspec.json.encode(workload).decode()
+    return (*start, "-m", "tools.launch.microbenchmark_rank", device, str(output), asked)
+
+
+def _last_error(text: str) -> str:
+    """The last exception that a rank printed; torchrun's own report follows without a message."""
+    found = _ERROR.findall(text) or text.strip().splitlines() or ["the ranks failed"]
+    return str(found[-1]).strip()[:200]

@@ -1,0 +1,218 @@
+"""One rank of a microbenchmark: `[torchrun …] -m tools.launch.microbenchmark_rank cpu|gpu OUTPUT JSON`.
+
+The JSON is a `Workload`; rank 0 writes `Figures` to OUTPUT. Collectives are NCCL's on GPUs and gloo's
+on CPU ranks. Local measurements end by the clock; collectives are counted, because every rank must make
+the same number of calls.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from tools.launch.microbenchmark import Figures, Workload
+from tools.spec.run import DeviceKind
+
+LARGE_CALLS, SMALL_CALLS = 10, 200
+WARM_UP_COLLECTIVES = 3
+PRODUCTS = 4
+"""Of 256 x 256 matrices, before each small all-reduce: about half a millisecond on a core."""
+LEAST_LATENCY_SECONDS = 1e-6
+
+Work = Callable[[], object]
+
+
+def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
+    """Measure; rank 0 writes the slowest rank's figures."""
+    device = "cuda" if kind is DeviceKind.GPU else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_torchelastic_launched():
+        output.write_bytes(msgspec.json.encode(local_figures(workload, device)))
+        return
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    mine = asdict(local_figures(workload, device)) | _collective_figures(workload, device)
+    ranks: list[dict[str, float | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    pairs = _pairs(workload, device) if workload.node_pairs else {}
+    if dist.get_rank() == 0:
+        output.write_bytes(msgspec.json.encode(slowest(ranks) | pairs))
+    dist.destroy_process_group()
+
+
+def local_figures(workload: Workload, device: str) -> Figures:
+    """What this rank's device does by itself."""
+    timer = _Timer(workload, device)
+    return Figures(
+        matmul_flops=_matmul(timer, workload.matmul_size) if workload.matmul_size else None,
+        attention_flops=(
+            _attention(timer, *workload.attention_shape) if workload.attention_shape else None
+        ),
+        copy_bytes_per_second=_copy(timer, workload.copy_bytes) if workload.copy_bytes else None,
+        layer_seconds=_layer(timer) if workload.layer else None,
+    )
+
+
+def slowest(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
+    """Of each figure the longest time or the least rate among the ranks."""
+    found: dict[str, float | None] = {}
+    for name in (field.name for field in fields(Figures)):
+        values = [value for rank in ranks if isinstance(value := rank.get(name), float)]
+        worst = max if name.endswith("_seconds") else min
+        if values:
+            found[name] = worst(values)
+    return found
+
+
+def neighbours(leaders: list[int]) -> list[tuple[int, int]]:
+    """Each node's first rank with the next node's, around the ring; two nodes are one pair."""
+    if len(leaders) < 2:
+        return []
+    after = [*leaders[1:], leaders[0]]
+    return list(zip(leaders, after, strict=True))[: len(leaders) if len(leaders) > 2 else 1]
+
+
+class _Timer:
+    """Seconds of a call, the way a workload asks for them."""
+
+    def __init__(self, workload: Workload, device: str) -> None:
+        self.workload, self.device = workload, device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def seconds(self, work: Work) -> float:
+        """Over calls that take `seconds_each` together, at least three."""
+        for _ in range(self.workload.warm_up_calls):
+            work()
+        times: list[float] = []
+        while len(times) < 3 or sum(times) < self.workload.seconds_each:
+            times.append(call_seconds(work, self.device))
+        return statistics.median(times) if self.workload.median else min(times)
+
+
+def call_seconds(work: Work, device: str) -> float:
+    """One call, until the device has finished it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _matmul(timer: _Timer, size: int) -> float:
+    left, right = (
+        torch.randn(size, size, device=timer.device, dtype=timer.dtype) for _ in range(2)
+    )
+    out = torch.empty_like(left)
+    return 2 * size**3 / timer.seconds(lambda: torch.mm(left, right, out=out))
+
+
+def _attention(timer: _Timer, heads: int, length: int, width: int) -> float:
+    """Forward and backward of SDPA, causal on a GPU, whose kernels skip what is masked."""
+    causal = timer.device == "cuda"
+    query = torch.randn(
+        (1, heads, length, width), device=timer.device, dtype=timer.dtype, requires_grad=True
+    )
+
+    def work() -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, query, query, is_causal=causal
+        )
+        out.sum().backward()  # type: ignore[no-untyped-call]
+
+    flops = 3 * 4 * heads * length * length * width
+    return (flops / 2 if causal else flops) / timer.seconds(work)
+
+
+def _copy(timer: _Timer, size_bytes: int) -> float:
+    source = torch.randn(size_bytes // 4, device=timer.device)
+    target = torch.empty_like(source)
+    return 2 * size_bytes / timer.seconds(lambda: target.copy_(source))
+
+
+def _layer(timer: _Timer) -> float:
+    layer = torch.nn.TransformerEncoderLayer(
+        16, 2, 64, dropout=0.0, norm_first=True, device=timer.device, dtype=timer.dtype
+    )
+    token = torch.randn(2, 1, 16, device=timer.device, dtype=timer.dtype)
+    return timer.seconds(lambda: layer(token).sum().backward())
+
+
+def _collective_figures(workload: Workload, device: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if workload.all_reduce_bytes:
+        tensor = torch.zeros(workload.all_reduce_bytes // 4, device=device)
+        found["all_reduce_bytes_per_second"] = _ring_rate(tensor, None, dist.get_world_size())
+    if workload.latency:
+        found["all_reduce_latency_seconds"] = _latency(device)
+    return found
+
+
+def _ring_rate(tensor: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> float:
+    work: Work = lambda: dist.all_reduce(tensor, group=group)  # noqa: E731
+    least = min(_counted(work, tensor.device.type, LARGE_CALLS))
+    return 2 * (ranks - 1) / ranks * tensor.nbytes / least
+
+
+def _latency(device: str) -> float:
+    """The mean, not the least: ranks never arrive together, and training waits for the later one."""
+    small = torch.zeros(1, device=device)
+    matrix = torch.randn(256, 256, device=device)
+
+    def compute() -> None:
+        for _ in range(PRODUCTS):
+            matrix @ matrix
+
+    def compute_and_reduce() -> None:
+        compute()
+        dist.all_reduce(small)
+
+    together = statistics.mean(_counted(compute_and_reduce, device, SMALL_CALLS))
+    alone = statistics.mean(_counted(compute, device, SMALL_CALLS))
+    return max(together - alone, LEAST_LATENCY_SECONDS)
+
+
+def _counted(work: Work, device: str, calls: int) -> list[float]:
+    for _ in range(WARM_UP_COLLECTIVES):
+        work()
+    return [call_seconds(work, device) for _ in range(calls)]
+
+
+def _pairs(workload: Workload, device: str) -> dict[str, list[str] | list[float]]:
+    """Names of the nodes, and the rate of each with the next while all others wait."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
+    leaders = list(range(0, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])))
+    tensor = torch.zeros((workload.all_reduce_bytes or 0) // 4, device=device)
+    return {
+        "nodes": [names[leader] for leader in leaders],
+        "pair_bytes_per_second": [_pair(tensor, *pair) for pair in neighbours(leaders)],
+    }
+
+
+def _pair(tensor: torch.Tensor, one: int, other: int) -> float:
+    group = dist.new_group([one, other])
+    rate = torch.zeros(1, device=tensor.device)
+    if isinstance(group, dist.ProcessGroup):  # Outsiders are given a placeholder.
+        rate[0] = _ring_rate(tensor, group, 2)
+    dist.all_reduce(rate, op=dist.ReduceOp.MAX)
+    return float(rate)
+
+
+if __name__ == "__main__":
+    asked = msgspec.json.decode(sys.argv[3], type=Workload)
+    main(DeviceKind(sys.argv[1]), Path(sys.argv[2]), asked)
