@@ -1,7 +1,7 @@
 """Train a GPT with Megatron from the PyPI wheel `megatron-core`, which brings no `pretrain_gpt.py`.
 
-The training itself is `megatron.training.pretrain`; this entry only tells it how to build the model,
-the data sets and one forward step. Flags, losses and checkpoints are those of the `pretrain_gpt.py`
+The training itself is `megatron.training.pretrain`; this entry only builds the model, the data sets
+and one forward step. Flags, losses and checkpoints are those of the `pretrain_gpt.py`
 of Megatron-LM core_v0.19.0, for dense and mixture-of-experts GPT models. What it does not cover it
 refuses by name; a checkout (`MEGATRON_LM=…`) covers everything.
 """
@@ -101,15 +101,16 @@ def read_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return get_batch_on_this_cp_rank(
+    local: dict[str, Any] = get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
+    return local
 
 
 def summed_loss(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the unmasked token losses, their number, and both as Megatron's log wants them."""
+    """Sum of the unmasked token losses, their number, and both in the form of Megatron's log."""
     mask = loss_mask.view(-1).float()
     loss = (losses.view(-1).float() * mask).sum()
     tokens = mask.sum().detach().to(torch.int)
@@ -181,9 +182,8 @@ def build_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -
     print_rank_0("> building train, validation, and test datasets for GPT ...")
 
     def reads_data() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
-            vp_stage
-        )
+        at_an_end: bool = is_first_or_last_pipeline_stage(vp_stage)
+        return at_an_end and mpu.get_tensor_model_parallel_rank() == 0
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     built = BlendedMegatronDatasetBuilder(
@@ -193,7 +193,7 @@ def build_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -
     return built
 
 
-# Megatron asks whether every rank takes part in building the data sets.
+# Megatron asks whether every rank helps to build the data sets.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 

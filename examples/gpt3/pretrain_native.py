@@ -9,7 +9,7 @@ does not do it refuses by name.
 
 from __future__ import annotations
 
-from examples.native.training import main
+from tools.native.training import main
 
 if __name__ == "__main__":
     main()

@@ -1,15 +1,15 @@
-"""Train a mixture of experts without Megatron: the GPT of `examples/native` with experts for MLPs.
+"""Train a mixture of experts without Megatron: the GPT of `tools/native` with experts for MLPs.
 
-Top-k routing, balancing and z loss (`experts.py`), data and expert parallelism over PyTorch's own
-all-to-all (`expert_parallel.py`), AdamW, or Muon for the matrices (`muon.py`). All other parts, the
-data, the schedule and the log are those of the dense model. Megatron's flags choose what is trained:
+Top-k routing, balancing and z loss, data and expert parallelism over PyTorch's own all-to-all, AdamW, or
+Muon for the matrices. Data, schedule and log are those of the dense model. Megatron's flags choose what
+is trained:
 
     torchrun --nproc-per-node 2 -m examples.moe.pretrain_native --num-experts 8 FLAGS…
 """
 
 from __future__ import annotations
 
-from examples.native.training import main
+from tools.native.training import main
 
 if __name__ == "__main__":
     main()

@@ -1,33 +1,13 @@
 """Plain PyTorch against Megatron: the same weights, batches and schedule must give the same losses."""
 
-import shlex
-from pathlib import Path
-
-import numpy as np
 import pytest
-import torch
 
-from examples.native.batches import SplitSamples
-from examples.native.model import GPT, initialise
-from examples.native.schedule import learning_rate
-from examples.native.settings import Settings, parse_settings, unknown_flags
-from examples.native.weights import load_start
 from tests.examples.conftest import ITERATIONS, Run, Trainer
-from tools.preprocess.split import Part, split_documents
+from tests.native.small_model import settings
+from tools.native.model import GPT
+from tools.native.weights import load_start
 from tools.records.run import Status
 from tools.spec.run import Backend
-
-REQUIRED = shlex.split(
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --vocab-size 100 --micro-batch-size 1 --global-batch-size 2 "
-    "--train-iters 100 --exit-interval 3 --seed 1 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
-    "--lr-decay-iters 100 --lr-warmup-fraction .1 --weight-decay .1 --adam-beta1 .9 "
-    "--adam-beta2 .95 --clip-grad 1 --data-path data"
-)
-
-
-def settings(*more: str) -> Settings:
-    return parse_settings((*REQUIRED, *more))
 
 
 @pytest.fixture(scope="module")
@@ -82,41 +62,8 @@ def test_twenty_iterations_agree_to_a_hundred_thousandth(train: Trainer) -> None
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
 
 
-def test_the_first_update_has_no_learning_rate_and_the_warm_up_is_linear() -> None:
-    rates = [learning_rate(settings(), updates) for updates in (0, 5, 10, 55, 100, 101)]
-    assert rates == pytest.approx([0, 5e-4, 1e-3, 5.5e-4, 1e-4, 1e-4])
-
-
-def test_a_flag_that_is_not_implemented_is_named() -> None:
-    assert unknown_flags((*REQUIRED, "--qk-layernorm", "--log-throughput")) == ["--qk-layernorm"]
-    with pytest.raises(SystemExit, match="--qk-layernorm is not implemented by the native backend"):
-        settings("--qk-layernorm")
-
-
-def test_labels_are_the_tokens_one_place_further(sample_prefix: Path) -> None:
-    samples = SplitSamples(sample_prefix, "1,0,0", samples=4, seq_length=64, seed=7)
-    first, second = samples.batch(0, 2)
-    assert first.shape == second.shape == (2, 64)
-    assert torch.equal(first[:, 1:], second[:, :-1])
-
-
-def test_documents_of_the_training_split_are_the_first_share() -> None:
-    assert np.array_equal(split_documents("949,50,1", 1000), np.arange(949))
-    assert np.array_equal(split_documents("949,50,1", 1000, Part.TEST), [999])
-
-
 def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(six: dict[str, Run]) -> None:
     start = six["baseline"].folder.parent / ".start"
     checkpoint = start / str(six["baseline"].record.start_checkpoint)
     with pytest.raises(SystemExit, match=r"is of another model: word_embeddings.weight should be"):
         load_start(GPT(settings()), checkpoint)
-
-
-def test_fresh_weights_are_scaled_down_where_they_enter_the_residual() -> None:
-    model = GPT(settings("--init-method-std", "0.5"))
-    initialise(model, settings("--init-method-std", "0.5"))
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    assert float(parameters["blocks.0.mlp.fc1.weight"].std()) == pytest.approx(0.5, rel=0.1)
-    assert float(parameters["blocks.0.mlp.fc2.weight"].std()) == pytest.approx(0.25, rel=0.1)
-    assert torch.all(parameters["blocks.1.norm1.weight"] == 1)
-    assert torch.all(parameters["blocks.1.attention.qkv.bias"] == 0)

@@ -10,9 +10,9 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from examples.native.settings import refused_value, unknown_flags
 from tools.launch.compose import UNTIED, Launch, start_checkpoint_path
 from tools.launch.options import Options
+from tools.native.settings import refused_value, unknown_flags
 from tools.spec.files import from_root
 from tools.spec.flags import merge_flags
 from tools.spec.run import Backend, DeviceKind

@@ -5,20 +5,22 @@ import math
 import pytest
 import torch
 
-from examples.native.experts import MixtureOfExperts, balance_loss, run_here, z_loss
-from examples.native.model import GPT, mixtures
-from examples.native.muon import muon_parameters
-from examples.native.rotary import rotate
-from examples.native.settings import Settings, parse_settings
-from tests.examples.test_native import REQUIRED
+from tests.native.small_model import REQUIRED, settings
+from tools.native.model import (
+    GPT,
+    MixtureOfExperts,
+    balance_loss,
+    mixtures,
+    rotate,
+    run_here,
+    z_loss,
+)
+from tools.native.optimizer import muon_parameters
+from tools.native.settings import Settings, parse_settings
 from tools.plan.parameters import active_parameters, parameters_total
 from tools.spec.model import load_model
 
 TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")
-
-
-def settings(*more: str) -> Settings:
-    return parse_settings((*REQUIRED, *more))
 
 
 def preset(name: str, *more: str) -> Settings:

@@ -1,7 +1,7 @@
-"""What to train, read from Megatron's own flags, so that both backends are given the same command.
+"""What to train, read from Megatron's own flags, so that both backends take the same command.
 
-Flags that only choose how Megatron computes are accepted and have no meaning here; a flag that would
-change the model, the data or the loss and is not implemented is refused by name.
+Flags that only choose how Megatron computes are accepted and ignored; a flag that would change the
+model, the data or the loss and is not implemented is refused by name. No torch here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-_WITHOUT_MEANING = {
+_IGNORED = {
     "--attention-backend": 1,
     "--distributed-backend": 1,
     "--transformer-impl": 1,
@@ -132,13 +132,13 @@ def parse_settings(words: Sequence[str]) -> Settings:
 
 
 def unknown_flags(words: Sequence[str]) -> list[str]:
-    """Flags among `words` that mean something to Megatron and nothing here."""
+    """Flags among `words` that this backend does not implement."""
     known = _parser()._option_string_actions
     return [word for word in words if word.startswith("--") and word not in known]
 
 
 def refused_value(words: Sequence[str]) -> str | None:
-    """A known flag's value that this backend does not do, as argparse puts it; None if all are fine."""
+    """argparse's words for a value that this backend does not take; None if all are fine."""
     try:
         _parser().parse_known_args(words)
     except ValueError as error:
@@ -147,7 +147,7 @@ def refused_value(words: Sequence[str]) -> str | None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves it to the caller how to end."""
+    """Raises ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(parser)
     _add_experts(parser)
     _add_training(parser)
-    for flag, values in _WITHOUT_MEANING.items():
+    for flag, values in _IGNORED.items():
         if values:
             parser.add_argument(flag)
         else:
@@ -214,7 +214,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--decoupled-lr", type=float)
     parser.add_argument("--muon-momentum", type=float, default=0.95)
-    _add_muon_as_it_is(parser)
+    _add_muon_choices(parser)
     parser.add_argument("--lr-warmup-fraction", type=float, default=0.0)
     parser.add_argument("--lr-decay-style", choices=("cosine", "linear", "constant"), required=True)
     parser.add_argument("--log-interval", type=int, default=1)
@@ -230,7 +230,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", action="store_true")
 
 
-def _add_muon_as_it_is(parser: argparse.ArgumentParser) -> None:
+def _add_muon_choices(parser: argparse.ArgumentParser) -> None:
     """Megatron's choices of Muon that PyTorch's makes too; others are refused."""
     for name in ("muon-nesterov", "muon-use-nesterov", "muon-no-split-qkv"):
         parser.add_argument(f"--{name}", action="store_true")

@@ -2,7 +2,7 @@
 
 From 0.16 on Megatron prints the first iteration without resetting what it adds up, so its second line
 is the mean of two. That is kept: the kit's memory ledger slows the second iteration down, and readers of
-these logs leave that line out of the times, here as there.
+these logs leave that line out of the times, as they do of Megatron's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from examples.native.engines import Update
-from examples.native.settings import Settings
+from tools.native.engines import Update
+from tools.native.settings import Settings
 
 NAMES = ("lm loss", "load_balancing_loss", "z_loss")
 """What an engine's means are, in their order; a dense model has the first alone."""
@@ -31,7 +31,7 @@ class Log:
     _not_numbers: int = 0
 
     def add(self, milliseconds: float, losses: Sequence[float], update: Update) -> None:
-        """One iteration; a skipped one has no loss to speak of."""
+        """Add one iteration; a skipped one has no loss."""
         self._milliseconds += milliseconds
         self._skipped += update.skipped
         self._not_numbers += math.isnan(losses[0])
@@ -86,7 +86,7 @@ def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
 
 
 def exit_line(iteration: int) -> str:
-    """Megatron's last words at --exit-interval."""
+    """Megatron's last line at `--exit-interval`."""
     return f"[exiting program at iteration {iteration}] datetime: {_now()}"
 
 

@@ -1,14 +1,20 @@
-"""Data, fully sharded and tensor parallelism through PyTorch's own APIs."""
+"""Data, fully sharded, tensor and expert parallelism through PyTorch's own APIs.
+
+Ranks are laid out as Megatron lays them out: EP groups are neighbours, and the ranks that hold the same
+experts, one from each EP group, average those experts' gradients.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,14 +22,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.native.expert_parallel import COPIES
-from examples.native.model import GPT
-from examples.native.settings import Settings
+from tools.native.model import GPT, MixtureOfExperts, run_here
+from tools.native.settings import Settings
+
+COPIES = "expert_copies"
+"""Attribute of an expert's parameters: how many ranks hold the same; absent on all others."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all; data parallelism is what tensor parallelism leaves over."""
+    """This process's place; data parallelism takes the ranks that tensor parallelism leaves."""
 
     rank: int
     world_size: int
@@ -84,7 +92,7 @@ def parallelise(model: GPT, settings: Settings, ranks: Ranks) -> nn.Module:
         return split_tensors(model, mesh)
     if settings.use_torch_fsdp2:
         return shard_fully(model, mesh, settings)
-    # Experts that are spread over ranks are not everybody's; the engine averages them over theirs.
+    # DDP must leave out the experts that only some ranks hold; the engine averages those.
     own = [name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES)]
     ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(model, own)  # type: ignore[no-untyped-call]
@@ -113,9 +121,8 @@ def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
         "output_layer": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, outside)
-    model.output_layer.weight = (
-        model.word_embeddings.weight
-    )  # Both are rows of the vocabulary; splitting untied them.
+    # Both are rows of the vocabulary; splitting untied them.
+    model.output_layer.weight = model.word_embeddings.weight
     return model
 
 
@@ -140,3 +147,110 @@ def start_ranks(settings: Settings) -> Ranks:
     world_size = dist.get_world_size()
     refuse_combinations(settings, world_size)
     return Ranks(dist.get_rank(), world_size, settings.tensor_model_parallel_size, device)
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The two groups of this rank, and the number of data-parallel ranks."""
+
+    parallel: dist.ProcessGroup
+    """Its ranks hold different experts."""
+    replicas: dist.ProcessGroup
+    """Its ranks hold the same experts."""
+    data_size: int
+
+    @property
+    def size(self) -> int:
+        """Ranks that the experts are spread over."""
+        return self.parallel.size()
+
+
+def expert_ranks(size: int) -> ExpertRanks:
+    """Make the groups for EP `size`; every rank must call it.
+
+    Named as Megatron names them, so that the ledger calls them `ep` and `expert_dp`.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, Any] = {}
+    for name, members in (
+        ("EXPERT_MODEL_PARALLEL_GROUP", [range(a, a + size) for a in range(0, world, size)]),
+        ("EXPERT_DATA_PARALLEL_GROUP", [range(a, world, size) for a in range(size)]),
+    ):
+        for ranks in members:
+            group = dist.new_group(list(ranks), group_desc=name)
+            if rank in ranks:
+                found[name] = group
+    return ExpertRanks(
+        found["EXPERT_MODEL_PARALLEL_GROUP"], found["EXPERT_DATA_PARALLEL_GROUP"], world
+    )
+
+
+def spread_experts(model: nn.Module, ranks: ExpertRanks) -> list[nn.Parameter]:
+    """Leave each rank its experts; return their parameters, which only their replicas share."""
+    kept: list[nn.Parameter] = []
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            local = layer.count // ranks.size
+            first = ranks.parallel.rank() * local
+            layer.experts = layer.experts[first : first + local]
+            layer.dispatch = AllToAll(ranks.parallel)
+            kept += layer.experts.parameters()
+    for parameter in kept:
+        setattr(parameter, COPIES, ranks.replicas.size())
+    return kept
+
+
+def average_experts(parameters: Sequence[nn.Parameter], ranks: ExpertRanks) -> None:
+    """Sum gradients over replicas and divide by all data ranks, whose tokens reached the experts."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    if ranks.replicas.size() > 1:
+        dist.all_reduce(flat, group=ranks.replicas)
+    flat /= ranks.data_size
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+class AllToAll:
+    """Sends each row to the rank that holds its expert, and the result back; a `Dispatch`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
+        """Rows in the order of all ranks' experts, back in the same order."""
+        local = len(experts)
+        sent = counts.view(-1, local)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        there, here = sent.sum(1).tolist(), received.sum(1).tolist()
+        arrived: Tensor = _Exchange.apply(rows, here, there, self._group)
+        # Rows arrive sorted by rank, then by expert; an expert needs its own together.
+        numbers = torch.arange(local, device=rows.device).repeat(len(received))
+        order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
+        done = run_here(arrived[order], received.sum(0), experts)
+        back = done[order.argsort()]
+        answer: Tensor = _Exchange.apply(back, there, here, self._group)
+        return answer
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows; backward is the same with the splits exchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, into: list[int], outof: list[int], group: Any) -> Tensor:
+        ctx.into, ctx.outof, ctx.group = into, outof, group
+        return _exchange(rows, into, outof, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradients[0], ctx.outof, ctx.into, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, into: list[int], outof: list[int], group: Any) -> Tensor:
+    received = rows.new_empty((sum(into), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), into, outof, group=group)
+    return received

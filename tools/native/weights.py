@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from examples.native.model import GPT, mixtures
+from tools.native.model import GPT, mixtures
 
 _LAYER = {
     "self_attention.linear_qkv.layer_norm_": "norm1.",

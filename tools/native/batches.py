@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from examples.native.parallel import Ranks
-from examples.native.settings import Settings
+from tools.native.parallel import Ranks
+from tools.native.settings import Settings
 from tools.preprocess.dataset import idx_path, open_dataset
 from tools.preprocess.index import read_array, read_header
 from tools.preprocess.split import Part, split_documents

@@ -5,10 +5,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from examples.native.model import GPT
-from examples.native.muon import MuonAdamW, muon_adamw, muon_parameters
-from examples.native.settings import Settings, parse_settings
-from tests.examples.test_native import REQUIRED
+from tests.native.small_model import settings
+from tools.native.model import GPT
+from tools.native.optimizer import MuonAdamW, muon_adamw, muon_parameters
 
 Matrix = NDArray[np.float64]
 BF16_ERROR = 0.04
@@ -33,14 +32,15 @@ def update(gradient: Matrix, momentum: Matrix, rate: float) -> tuple[Matrix, Mat
     return -rate * max(1, rows / columns) ** 0.5 * step, momentum
 
 
-def settings(*more: str) -> Settings:
-    return parse_settings((*REQUIRED, "--optimizer", "muon", "--decoupled-lr", "1e-4", *more))
+MUON = ("--optimizer", "muon", "--decoupled-lr", "1e-4")
 
 
 @pytest.fixture
 def model() -> GPT:
     torch.manual_seed(0)
-    return GPT(settings("--num-experts", "2", "--disable-bias-linear", "--init-method-std", "1"))
+    return GPT(
+        settings(*MUON, "--num-experts", "2", "--disable-bias-linear", "--init-method-std", "1")
+    )
 
 
 def step_with_rate(optimizer: MuonAdamW, rate: float) -> None:
@@ -84,7 +84,7 @@ def test_pytorchs_defaults_are_the_published_constants() -> None:
 
 
 def test_matrices_go_to_muon_and_the_rest_to_adamw_at_its_own_rate(model: GPT) -> None:
-    optimizer = muon_adamw(model, settings())
+    optimizer = muon_adamw(model, settings(*MUON))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -99,7 +99,7 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw_at_its_own_rate(model: GPT) -
 
 
 def test_muon_does_not_decay_weights(model: GPT) -> None:
-    optimizer = muon_adamw(model, settings())
+    optimizer = muon_adamw(model, settings(*MUON))
     weight = model.blocks[0].attention.proj.weight
     before = weight.detach().clone()
     for parameter in model.parameters():
