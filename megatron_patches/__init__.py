@@ -1,5 +1,10 @@
-"""What must change in Megatron at run time so that it also trains on CPU ranks, unmodified on disk.
+"""What must change in Megatron at run time; on disk it stays unmodified.
 
-`python -m megatron_patches ENTRY ARGS…` applies the patches that the situation needs and runs the
-entry. Each module holds the patches of one reason; `catalogue.py` lists them in order.
+`python -m megatron_patches ENTRY ARGS…` applies the patches that the runtime context needs (`context`:
+version, device, Transformer Engine) and runs the entry. Each module holds the patches of one reason,
+under `cpu/`, `no_te/` and `fused/` by where they are needed; `catalogue` lists all in order, `registry`
+describes and applies them.
+
+Runs inside training processes, on top of `tools.ledger`. The commands import two modules, neither with
+torch: `tools.launch` reads `context.checkout_version` and `fused.names`. The plan's dry run imports all.
 """

@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_patches.context import find_context
 from megatron_patches.registry import PatchError, apply_patches
-from megatron_patches.situation import find_situation
 from megatron_patches.stacks import dump_stacks_on_request
 
 
@@ -26,19 +26,19 @@ def main(arguments: list[str]) -> None:
         )
     dump_stacks_on_request()
     try:
-        situation = find_situation(entry, os.environ.get("KIT_DEVICE", "gpu"))
+        context = find_context(entry, os.environ.get("KIT_DEVICE", "gpu"))
         # The kit's modules first: a checkout has a package called `tools` as well.
         from megatron_patches.catalogue import PATCHES
 
         # As if the entry had been started itself: its folder comes first, its arguments are sys.argv.
         sys.path.insert(0, str(entry.resolve().parent))
         sys.argv = [str(entry), *arguments[1:]]
-        applied = apply_patches(PATCHES, situation)
+        applied = apply_patches(PATCHES, context)
     except (PatchError, LookupError, ValueError) as error:
         sys.exit(str(error))
     if int(os.environ.get("RANK", "0")) == 0:
         print(
-            f"> Megatron {situation.megatron}, patched: {', '.join(applied) or 'nothing'}",
+            f"> Megatron {context.megatron}, patched: {', '.join(applied) or 'nothing'}",
             flush=True,
         )
     # Not runpy: it would make the entry sys.modules["__main__"], and every process that Megatron

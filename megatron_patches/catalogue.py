@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from megatron_patches import (
-    adam_step,
-    attention,
-    cuda_extensions,
     dataset_helpers,
-    device_mesh,
-    experts,
-    fsdp_in_order,
-    gradient_norm,
-    host_device,
     ledger,
-    loader_seed,
-    numpy_product,
+    numpy2_compat,
     routing,
-    sequence_parallel_norm,
     shared_device,
     start_weights,
-    tensors_on_host,
-    uncompiled,
-    uneven_parts,
+)
+from megatron_patches.cpu import (
+    cpu_factories,
+    cuda_extensions,
+    fake_cuda,
+    fsdp,
+    gradient_norm,
+    loader_seed,
+    no_dynamo,
+    variable_size_collectives,
 )
 from megatron_patches.fused import (
     adamw,
@@ -33,16 +30,17 @@ from megatron_patches.fused import (
     multi_tensor,
     norm,
 )
+from megatron_patches.no_te import adam_step, attention, router_gate, sequence_parallel_norm
 from megatron_patches.registry import Patch
 
 PATCHES: tuple[Patch, ...] = (
-    host_device.PATCH,
-    uncompiled.PATCH,
-    tensors_on_host.PATCH,
+    fake_cuda.PATCH,
+    no_dynamo.PATCH,
+    cpu_factories.PATCH,
     cuda_extensions.PATCH,
     adamw.PATCH,
     shared_device.PATCH,
-    device_mesh.PATCH,
+    fsdp.MESH,
     dataset_helpers.PATCH,
     gradient_norm.PATCH,
     sequence_parallel_norm.PATCH,
@@ -55,14 +53,14 @@ PATCHES: tuple[Patch, ...] = (
     cross_entropy.PATCH,
     multi_tensor.PATCH,
     gradient_gemm.PATCH,
-    experts.SPLITS,
-    uneven_parts.PATCH,
-    experts.GATE,
+    variable_size_collectives.SPLITS,
+    variable_size_collectives.PATCH,
+    router_gate.PATCH,
     ledger.PATCH,
     routing.PATCH,
-    fsdp_in_order.PATCH,
+    fsdp.ORDER,
     start_weights.PATCH,
     loader_seed.PATCH,
-    numpy_product.PATCH,
+    numpy2_compat.PATCH,
     adam_step.PATCH,
 )

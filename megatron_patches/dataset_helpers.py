@@ -1,8 +1,8 @@
-"""Megatron's C++ data helpers: used as they are where they import, else built for this interpreter.
+"""Megatron's C++ data helpers: used where they import, else built for this interpreter.
 
 At start-up Megatron runs `make` in its data-set folder. The wheel brings the helpers built but no
-Makefile, and Megatron exits; a checkout's Makefile asks whichever `python3-config` is first on PATH
-for the suffix, and an interpreter of another version then does not find the result.
+Makefile, and Megatron exits; a checkout's Makefile takes the suffix of whichever
+`python3-config` is first on PATH, and an interpreter of another version then does not find the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _compile_where_missing(original: Callable[[], None]) -> Callable[[], None]:
 PATCH = Patch(
     name="dataset_helpers",
     reason="Megatron compiles its data helpers at start-up, for the wrong interpreter or not at all",
-    needed=lambda situation: True,
+    needed=lambda context: True,
     replacements=(
         Replacement("megatron.core.datasets.utils:compile_helpers", _compile_where_missing),
     ),

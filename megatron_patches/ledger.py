@@ -1,7 +1,7 @@
-"""Tells the ledger where an iteration and its parts begin and end, from Megatron's own timers.
+"""Reports to the ledger where an iteration and its parts begin and end, from Megatron's own timers.
 
 Megatron starts and stops a timer around every forward, backward, transfer, gradient sync and
-optimizer step, by the same names in every version; most are switched off by the log level, but the
+optimizer step, by the same names in every version; the log level switches most off, but the
 calls are made. `train_step` is one iteration.
 """
 
@@ -77,7 +77,7 @@ def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="ledger",
     reason="Megatron does not say what it sends, holds and waits for",
-    needed=lambda situation: _recorder is not None,
+    needed=lambda context: _recorder is not None,
     replacements=(
         Replacement("megatron.core.timers:Timers.__call__", _watch_timers),
         Replacement("megatron.training.training:train_step", _watch_steps),

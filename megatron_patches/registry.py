@@ -1,7 +1,7 @@
 """How a patch is described and applied.
 
 A patch names what it replaces, why, and the Megatron versions it knows. A target that has moved, or
-a version nobody has tried, stops the run before training instead of changing it silently.
+an untested version, stops the run before training instead of changing it silently.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.situation import Situation
+from megatron_patches.context import RuntimeContext
 
 OLDEST_KNOWN = Version("0.15.0rc0")
 NEWEST_KNOWN = Version("0.19")
@@ -25,7 +25,7 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Replacement:
-    """One name, and how its new value follows from its present one."""
+    """One name, and the function that makes its new value from its present one."""
 
     target: str
     """`package.module:Attribute.attribute`."""
@@ -36,7 +36,7 @@ class Replacement:
     """First Megatron version that no longer has it."""
 
     def exists_in(self, megatron: Version) -> bool:
-        """Whether this Megatron is said to have the target."""
+        """Whether this version of Megatron should have the target."""
         return self.since <= megatron and (self.before is None or megatron < self.before)
 
 
@@ -46,7 +46,7 @@ class Patch:
 
     name: str
     reason: str
-    needed: Callable[[Situation], bool]
+    needed: Callable[[RuntimeContext], bool]
     replacements: tuple[Replacement, ...]
 
 
@@ -63,34 +63,34 @@ def check_version(megatron: Version) -> None:
         )
 
 
-def apply_patches(patches: Iterable[Patch], situation: Situation) -> tuple[str, ...]:
-    """Apply those patches that the situation needs; return their names.
+def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[str, ...]:
+    """Apply those patches that the context needs; return their names.
 
     Raises:
         PatchError: The version is unknown, or a target is not where the patch expects it.
     """
-    check_version(situation.megatron)
-    applied = [patch for patch in patches if patch.needed(situation)]
+    check_version(context.megatron)
+    applied = [patch for patch in patches if patch.needed(context)]
     for patch in applied:
         for replacement in patch.replacements:
-            if replacement.exists_in(situation.megatron):
-                _replace(patch, replacement, situation)
+            if replacement.exists_in(context.megatron):
+                _replace(patch, replacement, context)
     return tuple(patch.name for patch in applied)
 
 
-def _replace(patch: Patch, replacement: Replacement, situation: Situation) -> None:
+def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) -> None:
     module_name, _, path = replacement.target.partition(":")
     *owners, attribute = path.split(".")
     try:
         owner: Any = importlib.import_module(module_name)
         for name in owners:
             owner = getattr(owner, name)
-        # A class's own dictionary keeps static and class methods wrapped as they must be put back.
+        # A property must be read from the class's own dictionary; getattr would evaluate it.
         present = owner.__dict__.get(attribute) if isinstance(owner, type) else None
         original = present if isinstance(present, property) else getattr(owner, attribute)
     except (ImportError, AttributeError) as error:
         raise PatchError(
             f"Patch '{patch.name}' ({patch.reason}) expects {replacement.target}, which Megatron "
-            f"{situation.megatron} with this torch does not have ({error})."
+            f"{context.megatron} with this torch does not have ({error})."
         ) from error
     setattr(owner, attribute, replacement.make(original))

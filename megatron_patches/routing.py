@@ -1,4 +1,4 @@
-"""Tells the ledger what Megatron's routers decide; Megatron logs their losses' means, and no counts."""
+"""Reports to the ledger what Megatron's routers decide; Megatron logs mean losses, but no counts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tools.ledger.routing import record_routing
 
 @dataclass
 class _Decision:
-    """What a router's parts say of one micro batch before the router returns."""
+    """What a router's parts computed for one micro batch before the router returns."""
 
     computed: torch.Tensor | None = None
-    """Where capacity leaves tokens out: which are computed, padding not among them."""
+    """With a capacity: which copies of tokens are computed, without padding."""
     dropped: torch.Tensor | int = 0
     loss: torch.Tensor | None = None
 
 
-class _Watch:
-    """Wraps a router and the two parts of it that know what it does not return."""
+class _RouterHooks:
+    """Wraps a router and those two of its parts that compute what it does not return."""
 
     def __init__(self) -> None:
         self._decision = _Decision()
@@ -88,15 +88,15 @@ class _Watch:
         return attach
 
 
-_watch = _Watch()
+_hooks = _RouterHooks()
 _ROUTER = "megatron.core.transformer.moe.router"
 PATCH = Patch(
     name="routing",
     reason="Megatron does not say how many tokens each expert gets",
-    needed=lambda situation: FOLDER_VARIABLE in os.environ,
+    needed=lambda context: FOLDER_VARIABLE in os.environ,
     replacements=(
-        Replacement(f"{_ROUTER}:TopKRouter.routing", _watch.routing),
-        Replacement(f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss", _watch.loss),
-        Replacement(f"{_ROUTER}:apply_router_token_dropping", _watch.dropping),
+        Replacement(f"{_ROUTER}:TopKRouter.routing", _hooks.routing),
+        Replacement(f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss", _hooks.loss),
+        Replacement(f"{_ROUTER}:apply_router_token_dropping", _hooks.dropping),
     ),
 )

@@ -1,4 +1,4 @@
-"""Several ranks on one GPU: what they exchange goes through host memory.
+"""Several ranks on one GPU: their messages go through host memory.
 
 NCCL refuses two ranks on a device, and gloo has no CUDA send, receive or all-gather. Every call ends
 in a method of the process group, so each method copies its tensors to the host, lets gloo exchange
@@ -29,7 +29,7 @@ _FILLED = (
 )
 _SENT = ("send",)
 _LATER = ("send", "recv", "recv_anysource")
-"""Two ranks that both send first would wait for each other for ever: these are waited for later."""
+"""Two ranks that both send first would wait for each other for ever, so these return before the wait."""
 
 
 class Staged:
@@ -52,7 +52,7 @@ class Staged:
 
 
 def stage(name: str, original: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """A process group's method that lets tensors of a kind of device pass through the host."""
+    """A process group's method that copies tensors of this kind of device to the host and back."""
 
     @functools.wraps(original, updated=())
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ _METHODS = tuple(
 PATCH = Patch(
     name="shared_device",
     reason="NCCL refuses two ranks on a GPU, and gloo lacks most of its calls there",
-    needed=lambda situation: situation.shares_device,
+    needed=lambda context: context.shares_device,
     replacements=(
         Replacement("torch.cuda:set_device", _to_existing),
         *(

@@ -1,4 +1,4 @@
-"""A rank's Python stacks on request: SIGUSR1 writes them to a file, also while it waits in C code."""
+"""A rank's Python stacks on request: SIGUSR1 writes them to a file, even while it waits in C code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 VARIABLE = "KIT_STACKS"
-"""Folder that the stacks go to; unset where nobody will ask."""
+"""Folder that the stacks go to; unset where nothing requests them."""
 
 
 def dump_stacks_on_request() -> None:

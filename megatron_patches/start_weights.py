@@ -1,8 +1,8 @@
 """The shared starting weights for FSDP, copied into the model before it is wrapped.
 
 Megatron-FSDP loads only its own checkpoint format, and its fresh weights depend on how it shards; torch
-FSDP2 would load torch_dist, but only what a model of its own layout saved. Before wrapping, the model is
-an ordinary one, and the shared start loads into it as into any other layout.
+FSDP2 loads torch_dist, but only what a model of its own layout saved. Before wrapping, the model is an
+ordinary one, and the shared start loads into it as into any other layout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _loading_first(original: Callable[..., None]) -> Callable[..., None]:
 PATCH = Patch(
     name="start_weights",
     reason="FSDP does not load the shared start that the other strategies load",
-    needed=lambda situation: VARIABLE in os.environ,
+    needed=lambda context: VARIABLE in os.environ,
     replacements=(
         Replacement(
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__",

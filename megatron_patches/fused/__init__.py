@@ -1,5 +1,6 @@
-"""What Transformer Engine and Apex do faster on a GPU, done with torch alone; off unless asked for.
+"""What Transformer Engine and Apex do faster on a GPU, done with torch alone; off unless named.
 
-`FUSED=norm,adamw make train-…` switches patches on by the names in `names.py`. Each changes how
-something is computed, never what: the tests hold it against Megatron's own path and float64.
+`FUSED=norm,adamw make train-…` switches patches on by the names in `names.py`, which loads no torch and
+is read by `tools.launch`. Each patch changes how something is computed, never what: the tests check it
+against Megatron's own path and float64. All else is imported by `megatron_patches.catalogue` only.
 """

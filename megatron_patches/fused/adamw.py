@@ -27,7 +27,7 @@ def _in_one_kernel(original: type[torch.optim.AdamW]) -> Callable[..., Any]:
 PATCH = Patch(
     name="fused adamw",
     reason="torch's AdamW passes over memory about a dozen times a step",
-    needed=lambda situation: "adamw" in situation.fused,
+    needed=lambda context: "adamw" in context.fused,
     # Before Megatron imports it: 0.15rc takes the class at import, later ones at construction.
     replacements=(Replacement("torch.optim:AdamW", _in_one_kernel),),
 )

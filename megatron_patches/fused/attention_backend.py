@@ -1,6 +1,6 @@
 """Attention by one of torch's kernels and no other, so that they can be measured against each other.
 
-A kernel that cannot do what is asked raises "No available kernel": nothing slower stands in silently.
+A kernel that cannot take the inputs raises "No available kernel"; no slower one is used silently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _patch(name: str, backend: SDPBackend) -> Patch:
     return Patch(
         name=f"fused {name}",
         reason="torch chooses an attention kernel by rules, not by measurement",
-        needed=lambda situation: name in situation.fused,
+        needed=lambda context: name in context.fused,
         replacements=(
             Replacement(
                 "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",

@@ -1,8 +1,8 @@
 """Bias and GELU, compiled so that the bias gradient is summed in the pass that makes the input's.
 
 Megatron's fusion (`--bias-gelu-fusion`, on by default) returns the whole input gradient once more as the
-bias's, and autograd sums it in a kernel of its own, which reads it again. Left to itself the compiler
-keeps them apart too: a sum over all rows has too few columns to fill a GPU and is split. Summed over
+bias's, and autograd sums it in a kernel of its own, which reads it again. By default the compiler
+uses two kernels too: a sum over all rows has too few columns to fill a GPU and is split. Summed over
 `ROWS` rows at a time it is one kernel with the gradient, seen in the code that torch 2.11 makes.
 """
 
@@ -67,7 +67,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="fused bias_gelu",
     reason="the bias gradient of Megatron's fusion is summed by a kernel of its own",
-    needed=lambda situation: "bias_gelu" in situation.fused,
+    needed=lambda context: "bias_gelu" in context.fused,
     replacements=(
         Replacement("megatron.core.transformer.mlp:bias_gelu_impl", lambda _: bias_gelu),
     ),

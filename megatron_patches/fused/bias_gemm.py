@@ -1,8 +1,8 @@
 """The bias of a linear layer added by the matrix product itself.
 
-Megatron multiplies, then adds the bias in a pass of its own, which reads and writes the whole output:
-of GPT's layers the query-key-value projection, whose output is three hidden states wide. cuBLAS adds a
-bias at the end of the product for nothing; torch.addmm asks it to. Transformer Engine does the same.
+Megatron multiplies, then adds the bias in a pass of its own, which reads and writes the whole output: in
+GPT's layers that of the query-key-value projection, which is three hidden states wide. cuBLAS adds a
+bias at the end of the product at no cost; torch.addmm requests it. Transformer Engine does the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SUMS = ("add", "__add__")
 
 
 class BiasInProduct(TorchFunctionMode):
-    """Inside, the first product adds the bias, and the sum that follows is left out."""
+    """Inside, the first product adds the bias, and the sum that follows is omitted."""
 
     def __init__(self, bias: Tensor) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _in_the_product(original: Callable[..., Tensor]) -> Any:
 PATCH = Patch(
     name="fused bias_gemm",
     reason="a linear layer's bias is added in a pass over its whole output",
-    needed=lambda situation: "bias_gemm" in situation.fused,
+    needed=lambda context: "bias_gemm" in context.fused,
     replacements=(
         Replacement(
             "megatron.core.tensor_parallel.layers:"

@@ -4,7 +4,7 @@ Megatron's own makes an fp32 copy of the logits and keeps it as the softmax unti
 element beside the 2 of the logits. Its native fusion (`--cross-entropy-loss-fusion`, to 0.19) keeps it
 too and returns the gradient in bf16, also under fp16. Here forward keeps the logits as they are and
 one log-sum-exp a token; backward computes the softmax again and writes the gradient over the logits,
-which nothing reads any more. Only a few chunks of fp32 exist at a time.
+which are not read again. Only a few chunks of fp32 exist at a time.
 
 Over TP ranks, each with a part of the vocabulary, log-sum-exps are combined: log Σ exp(lse_r).
 """
@@ -28,7 +28,7 @@ CHUNK_TOKENS = 2048
 def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and the target's logit of each token, fp32 (float64 stays); logits [n, v], target [n].
 
-    A target outside 0 … v−1 is another rank's, and its logit here is 0.
+    A target outside 0 … v−1 is on another rank; its logit is 0 here.
     """
     wide = _wide(logits)
     lse = torch.logsumexp(wide, -1)
@@ -121,7 +121,7 @@ def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 PATCH = Patch(
     name="fused cross_entropy",
     reason="Megatron's loss keeps the softmax of all logits in fp32",
-    needed=lambda situation: "cross_entropy" in situation.fused,
+    needed=lambda context: "cross_entropy" in context.fused,
     replacements=(
         Replacement("megatron.core.tensor_parallel:vocab_parallel_cross_entropy", _chunked),
     ),

@@ -60,7 +60,7 @@ def _provide(available: bool) -> bool:
 PATCH = Patch(
     name="fused gradient_gemm",
     reason="adding weight gradients in the matrix product needs Apex's extension",
-    needed=lambda situation: "gradient_gemm" in situation.fused,
+    needed=lambda context: "gradient_gemm" in context.fused,
     replacements=(
         Replacement("megatron.core.tensor_parallel.layers:_grad_accum_fusion_available", _provide),
     ),

@@ -23,16 +23,16 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
 def l2_norm(_: int, __: Any, lists: Lists, *___: Any) -> tuple[Tensor, None]:
-    """Norm over all tensors, shape [1], fp32, on their device; stands in for multi_tensor_l2norm."""
+    """Norm over all tensors, shape [1], fp32, on their device; replaces multi_tensor_l2norm."""
     tensors = [tensor for tensors in lists for tensor in tensors]
-    # torch's CPU norm loses small squares in fp32 (gradient_norm.py); GPU kernels reduce in blocks.
+    # torch's CPU norm loses small squares in fp32 (cpu/gradient_norm.py); GPU kernels reduce in blocks.
     dtype = torch.float32 if tensors[0].is_cuda else torch.float64
     norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
     return torch.linalg.vector_norm(norms).float().view(1), None
 
 
 def scale(_: int, __: Any, lists: Lists, factor: float | Tensor) -> None:
-    """Write the first list's tensors times a factor into the second's; for multi_tensor_scale."""
+    """Write the first list's tensors times a factor into the second's; replaces multi_tensor_scale."""
     sources, targets = lists
     if any(source is not target for source, target in zip(sources, targets, strict=True)):
         copy_all(sources, targets)
@@ -82,7 +82,7 @@ def _copying_gradients_at_once(original: Callable[..., None]) -> Callable[..., N
 PATCH = Patch(
     name="fused multi_tensor",
     reason="Megatron's fallbacks go tensor by tensor and wait for the device at each",
-    needed=lambda situation: "multi_tensor" in situation.fused,
+    needed=lambda context: "multi_tensor" in context.fused,
     replacements=(
         Replacement(f"{_CLIPPING}:l2_norm_impl", lambda _: l2_norm),
         Replacement(f"{_CLIPPING}:multi_tensor_scale_impl", lambda _: scale),

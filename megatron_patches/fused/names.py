@@ -1,4 +1,4 @@
-"""The names that `FUSED=` knows, and the flags that would undo each. No torch here."""
+"""The names that `FUSED=` takes, and the flags that would disable each. No torch here."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def parse_fusions(text: str) -> tuple[str, ...]:
 
 
 def dropped_flags(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Flags of a runtime that must not be given with these patches."""
+    """Flags of a runtime that these patches must not be combined with."""
     return tuple(flag for fusion in _of(names) for flag in fusion.drops)
 
 

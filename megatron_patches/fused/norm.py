@@ -57,7 +57,7 @@ def _recasting(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.
 PATCH = Patch(
     name="fused norm",
     reason="torch's LayerNorm takes three kernels backward",
-    needed=lambda situation: "norm" in situation.fused,
+    needed=lambda context: "norm" in context.fused,
     replacements=(
         Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _recasting),
     ),

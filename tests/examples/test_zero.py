@@ -55,7 +55,7 @@ PADDING = {2: 4 * 128, 3: 4 * 768}
 """Megatron-FSDP fills every bucket up, so that both ranks hold as much."""
 STEPS = {0: 2 * 52}
 """torch's Adam counts its steps for each of 52 tensors; under the distributed optimizer and FSDP the
-count is no tensor (megatron_patches/adam_step.py)."""
+count is no tensor (megatron_patches/no_te/adam_step.py)."""
 
 
 def held(run: Run, category: MemoryCategory) -> list[int]:

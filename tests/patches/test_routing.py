@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.routing import _Watch
+from megatron_patches.routing import _RouterHooks
 from tools.ledger.routing import RoutingLedger
 from tools.records.routing import LayerRouting
 
@@ -27,7 +27,9 @@ class Router:
     training = True
     layer_number = 3
 
-    def __init__(self, watch: _Watch, *, kept: torch.Tensor | None = None, loss: float = 0) -> None:
+    def __init__(
+        self, watch: _RouterHooks, *, kept: torch.Tensor | None = None, loss: float = 0
+    ) -> None:
         self._kept, self._loss = kept, loss
         self._drop = watch.dropping(lambda probabilities, chosen: (probabilities, kept))
         self._attach = watch.loss(lambda router, activation, *_: activation)
@@ -44,7 +46,7 @@ class Router:
 
 
 def route(ledger: RoutingLedger, **parts: Any) -> LayerRouting:
-    watch = _Watch()
+    watch = _RouterHooks()
     router = Router(watch, **parts)
     watch.routing(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
@@ -71,7 +73,7 @@ def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: Routi
 
 
 def test_evaluation_is_not_reported(ledger: RoutingLedger) -> None:
-    watch = _Watch()
+    watch = _RouterHooks()
     router = Router(watch)
     router.training = False
     watch.routing(Router.routing)(router, LOGITS)

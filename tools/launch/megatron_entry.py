@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from megatron_patches.situation import checkout_version
+from megatron_patches.context import checkout_version
 from tools.launch.errors import LaunchError
 from tools.records.run import Entry
 from tools.spec.files import ROOT

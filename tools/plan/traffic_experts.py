@@ -138,7 +138,7 @@ def _expert_tensor_parallel(configuration: RunSpec) -> Iterator[Traffic]:
     """Each expert is split as well: its inputs are gathered, its outputs scattered.
 
     gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes
-    (`megatron_patches/uneven_parts.py`).
+    (`megatron_patches/cpu/variable_size_collectives.py`).
     """
     ranks = configuration.parallelism.tensor_of_experts
     forwards, backwards = _passes(configuration)

@@ -30,7 +30,7 @@ def configuration_of_run(run: Run) -> RunSpec:
     if setup.shape is None or setup.parallelism is None or setup.batch is None:
         raise NoClosedFormError("shape, split or batch of the run are not known")
     # Megatron's own layers, for hosts without Transformer Engine, keep the scores of attention; their
-    # context parallelism gathers K and V (megatron_patches/attention.py).
+    # context parallelism gathers K and V (megatron_patches/no_te/attention.py).
     local = setup.device == "cpu" or _argument(run, "transformer_impl") == "local"
     return RunSpec(
         shape=setup.shape,

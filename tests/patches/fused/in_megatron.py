@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.catalogue import PATCHES
+from megatron_patches.context import find_context
 from megatron_patches.registry import apply_patches
-from megatron_patches.situation import find_situation
 
 TOKENS, BATCH, VOCABULARY = 16, 3, 128
 
@@ -56,8 +56,8 @@ def model_and_optimizer(fused: str, half: bool) -> tuple[Any, Any]:
 
 def main(fused: str, half: bool) -> None:
     """Train three steps and print."""
-    situation = find_situation(Path("none"), "cpu", {"KIT_FUSED": fused})
-    applied = apply_patches(PATCHES, situation)
+    context = find_context(Path("none"), "cpu", {"KIT_FUSED": fused})
+    applied = apply_patches(PATCHES, context)
     model, optimizer = model_and_optimizer(fused, half)
     torch.manual_seed(5)
     tokens, labels = torch.randint(VOCABULARY, (2, BATCH, TOKENS))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megatron_patches.attention import attend
 from megatron_patches.fused.attention_backend import only
+from megatron_patches.no_te.attention import attend
 
 
 def test_inside_only_the_named_kernel_is_allowed() -> None:

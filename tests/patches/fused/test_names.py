@@ -30,11 +30,11 @@ def test_each_name_is_a_patch() -> None:
     from packaging.version import Version
 
     from megatron_patches.catalogue import PATCHES
-    from megatron_patches.situation import Situation
+    from megatron_patches.context import RuntimeContext
 
-    off = Situation("gpu", Version("0.19"), False, False)
+    off = RuntimeContext("gpu", Version("0.19"), False, False)
     for fusion in FUSIONS:
-        on = Situation("gpu", Version("0.19"), False, False, (fusion.name,))
+        on = RuntimeContext("gpu", Version("0.19"), False, False, (fusion.name,))
         added = {p.name for p in PATCHES if p.needed(on)} - {
             p.name for p in PATCHES if p.needed(off)
         }

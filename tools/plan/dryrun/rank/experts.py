@@ -43,7 +43,7 @@ def _evenly(original: Callable[..., Any]) -> Callable[..., Any]:
 EVEN_ROUTING = Patch(
     name="even_routing",
     reason="how many tokens an expert gets is read from the router's output, which has no contents",
-    needed=lambda situation: True,
+    needed=lambda context: True,
     replacements=(
         Replacement(
             "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",

@@ -87,7 +87,7 @@ FAKE_PATCHES = (
     Patch(
         name="calls_end_at_the_group",
         reason="torch has no fake kernel for some of c10d's operators (allreduce_coalesced_)",
-        needed=lambda situation: True,
+        needed=lambda context: True,
         replacements=tuple(
             Replacement(f"torch.distributed:ProcessGroup.{name}", _moved_at_once)
             for name in METHODS
@@ -96,7 +96,7 @@ FAKE_PATCHES = (
     Patch(
         name="one_rank_alone",
         reason="objects gathered from other ranks would be unpickled from empty tensors",
-        needed=lambda situation: True,
+        needed=lambda context: True,
         replacements=(
             Replacement("torch.distributed:all_gather_object", _everybody_says_the_same),
         ),
@@ -104,7 +104,7 @@ FAKE_PATCHES = (
     Patch(
         name="no_random_numbers",
         reason="the RNG tracker compares the generator's state, which is no fake tensor",
-        needed=lambda situation: True,
+        needed=lambda context: True,
         replacements=(
             Replacement(
                 "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
@@ -115,7 +115,7 @@ FAKE_PATCHES = (
     Patch(
         name="fused_gradient_norm",
         reason="the CPU patch's double precision would hold copies of gradients that no GPU holds",
-        needed=lambda situation: True,
+        needed=lambda context: True,
         replacements=(
             Replacement("megatron.core.optimizer.clip_grads:l2_norm_impl", _norm_without_copies),
         ),
@@ -123,19 +123,19 @@ FAKE_PATCHES = (
     Patch(
         name="fused_adam",
         reason="torch's plain Adam holds temporaries that the fused ones of Transformer Engine do not",
-        needed=lambda situation: True,
+        needed=lambda context: True,
         replacements=(Replacement("torch.optim:AdamW.__init__", _fused),),
     ),
     Patch(
         name="one_byte_dropout_masks",
         reason="on a CPU dropout keeps its mask in the activations' dtype, on a GPU in one byte",
-        needed=lambda situation: True,
+        needed=lambda context: True,
         replacements=(Replacement("torch.nn.functional:dropout", _as_one_kernel),),
     ),
     Patch(
         name="fake_parameters",
         reason="torch converts a fake module's dtype by swapping tensors, which weak references forbid",
-        needed=lambda situation: True,
+        needed=lambda context: True,
         replacements=(
             Replacement("torch.nn:Module.half", _converted_to(torch.float16)),
             Replacement("torch.nn:Module.bfloat16", _converted_to(torch.bfloat16)),

@@ -19,8 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_patches.catalogue import PATCHES
+from megatron_patches.context import find_context
 from megatron_patches.registry import apply_patches
-from megatron_patches.situation import find_situation
 from tools.plan.dryrun.job import Job, RankReport
 from tools.plan.dryrun.rank.contents import AnswerForContents
 from tools.plan.dryrun.rank.experts import EVEN_ROUTING
@@ -33,8 +33,8 @@ ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
 
 def prepare() -> ModuleType:
     """Patch and import everything once; return the entry."""
-    situation = find_situation(ENTRY, "cpu")
-    apply_patches((*PATCHES, *FAKE_PATCHES, EVEN_ROUTING), situation)
+    context = find_context(ENTRY, "cpu")
+    apply_patches((*PATCHES, *FAKE_PATCHES, EVEN_ROUTING), context)
     spec = importlib.util.spec_from_file_location("kit_entry", ENTRY)
     assert spec is not None
     assert spec.loader is not None
@@ -54,7 +54,7 @@ def run_rank(entry: ModuleType, job: Job) -> RankReport:
     }
     sys.argv = [str(ENTRY), *job.flags]
     watch = IterationWatch(job.rank)
-    apply_patches((watch.patch(),), find_situation(ENTRY, "cpu"))
+    apply_patches((watch.patch(),), find_context(ENTRY, "cpu"))
     entry.build_datasets = _fake_data  # type: ignore[attr-defined]
     with FakeTensorMode(), AnswerForContents():
         entry.main()

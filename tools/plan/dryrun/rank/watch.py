@@ -53,7 +53,7 @@ class IterationWatch:
         return Patch(
             name="dry_run_ledger",
             reason="one iteration is all there is",
-            needed=lambda situation: True,
+            needed=lambda context: True,
             replacements=(
                 Replacement("megatron.core.timers:Timers.__call__", self._watch_timers),
                 Replacement("megatron.training.training:train_step", self._watch_step),

@@ -3,7 +3,7 @@
 import torch
 from torch import distributed
 
-from megatron_patches.uneven_parts import gather_uneven, reduce_scatter_uneven
+from megatron_patches.cpu.variable_size_collectives import gather_parts, reduce_scatter_parts
 
 ROWS = [1, 2]
 
@@ -12,9 +12,9 @@ group = distributed.group.WORLD
 assert group is not None
 rank = distributed.get_rank()
 own = torch.full((ROWS[rank], 2), float(rank + 1))
-gathered = gather_uneven(own, group, ROWS)
+gathered = gather_parts(own, group, ROWS)
 whole = torch.arange(6.0).view(3, 2) * (rank + 1)
-kept = reduce_scatter_uneven(whole, group, ROWS)
+kept = reduce_scatter_parts(whole, group, ROWS)
 answers: list[object] = [None, None]
 distributed.all_gather_object(answers, (gathered.tolist(), kept.tolist()))
 if rank == 0:

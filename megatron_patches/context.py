@@ -1,4 +1,4 @@
-"""Where Megatron is about to run: which version, on what device, with or without Transformer Engine."""
+"""Where Megatron is about to run: its version, the device, with or without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_patches.fused.names import parse_fusions
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What a patch may depend on."""
+class RuntimeContext:
+    """What decides whether a patch is needed."""
 
     device: str
     """`cpu` or `gpu`."""
@@ -25,9 +25,9 @@ class Situation:
     is_checkout: bool
     """Megatron comes from a checkout beside the entry, not from the installed wheel."""
     has_transformer_engine: bool
-    """It works here; on CPU ranks never, because its layers are CUDA kernels."""
+    """It imports; on CPU ranks never, because its layers are CUDA kernels."""
     fused: tuple[str, ...] = ()
-    """Patches of `fused/` that were asked for by name."""
+    """Patches of `fused/` that `FUSED=` names."""
     shares_device: bool = False
     """All ranks are on one GPU."""
 
@@ -37,10 +37,10 @@ class Situation:
         return self.device == "cpu"
 
 
-def find_situation(
+def find_context(
     entry: Path, device: str, environment: Mapping[str, str] = os.environ
-) -> Situation:
-    """Look at the entry's folder and the installed packages, without importing Megatron.
+) -> RuntimeContext:
+    """Inspect the entry's folder and the installed packages, without importing Megatron.
 
     Raises:
         LookupError: Neither a checkout nor the `megatron-core` wheel is there.
@@ -48,7 +48,7 @@ def find_situation(
     """
     checkout = entry.resolve().parent
     is_checkout = (checkout / "megatron" / "core" / "package_info.py").is_file()
-    return Situation(
+    return RuntimeContext(
         device=device,
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
         is_checkout=is_checkout,
@@ -59,7 +59,7 @@ def find_situation(
 
 
 def checkout_version(checkout: Path) -> Version:
-    """The version a Megatron-LM checkout gives itself (`megatron/core/package_info.py`).
+    """The version of a Megatron-LM checkout (`megatron/core/package_info.py`).
 
     Raises:
         LookupError: The file does not state a version.
@@ -87,7 +87,7 @@ def wheel_version() -> Version:
 
 
 def _imports(name: str) -> bool:
-    """Whether a package works: Transformer Engine built for another torch is found but fails to load."""
+    """Whether it imports: a Transformer Engine built for another torch is found but fails to load."""
     try:
         importlib.import_module(name)
     except (ImportError, OSError):

@@ -1,16 +1,16 @@
 import subprocess
 import sys
 
-from megatron_patches.uncompiled import as_it_is
+from megatron_patches.cpu.no_dynamo import not_compiled
 
 MEGATRON_WITHOUT_A_COMPILER = """
 import sys, warnings
 from packaging.version import Version
 warnings.simplefilter("ignore")
-from megatron_patches import uncompiled
+from megatron_patches.cpu import no_dynamo
 from megatron_patches.registry import apply_patches
-from megatron_patches.situation import Situation
-apply_patches([uncompiled.PATCH], Situation("cpu", Version("0.19.0"), False, False, {fused}))
+from megatron_patches.context import RuntimeContext
+apply_patches([no_dynamo.PATCH], RuntimeContext("cpu", Version("0.19.0"), False, False, {fused}))
 import megatron.core.fusions.fused_bias_swiglu as fused
 print("torch._inductor.lowering" in sys.modules, fused.swiglu.__name__)
 """
@@ -22,8 +22,8 @@ def megatron(fused: tuple[str, ...]) -> list[str]:
 
 
 def test_a_function_stays_what_it_is_called_or_decorated() -> None:
-    assert as_it_is(len) is len
-    assert as_it_is(mode="max-autotune")(len) is len
+    assert not_compiled(len) is len
+    assert not_compiled(mode="max-autotune")(len) is len
 
 
 def test_megatron_loads_no_compiler_unless_a_fused_patch_may_need_it() -> None:

@@ -2,8 +2,8 @@
 
 torch's CPU norm adds squares one after another in fp32. For the 3.2M-element gradient of a GPT-2
 embedding that loses the small ones (off by 2.7e-4 after nine iterations of gpt2-tiny), and by how much
-depends on how TP cuts the tensor: clipping then scales every gradient, and the loss curves part. GPU
-kernels reduce in blocks and have no such error.
+depends on how TP cuts the tensor: clipping then scales every gradient differently, and the loss curves
+diverge. GPU kernels reduce in blocks and have no such error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def l2_norm(
     per_tensor: bool,  # noqa: ARG001
     *_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Norm over all tensors, shape [1], fp32, and None for the per-tensor norms nobody asks for."""
+    """Norm over all tensors, shape [1], fp32, and None for the norms of each, which nothing uses."""
     norms = [
         torch.linalg.vector_norm(tensor, dtype=torch.float64)
         for tensors in tensor_lists
@@ -35,7 +35,7 @@ def l2_norm(
 PATCH = Patch(
     name="gradient_norm",
     reason="torch's fp32 norm on the CPU depends on how a large gradient is cut",
-    needed=lambda situation: situation.on_cpu,
+    needed=lambda context: context.on_cpu,
     replacements=(
         Replacement("megatron.core.optimizer.clip_grads:l2_norm_impl", lambda _: l2_norm),
     ),

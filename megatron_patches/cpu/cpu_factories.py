@@ -1,4 +1,4 @@
-"""Tensors asked for on `cuda` are made on the host.
+"""Tensors requested on `cuda` are created on the CPU.
 
 The factories themselves are wrapped, because a TorchFunctionMode is not active inside backward:
 torch pops it while it dispatches `Tensor.backward`, and Megatron allocates there.
@@ -44,8 +44,8 @@ _METHODS = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tenso
 Function = Callable[..., Any]
 
 
-def to_host(device: Any) -> Any:
-    """The device a request for `device` gets: the host for any CUDA device, else the same."""
+def to_cpu(device: Any) -> Any:
+    """The CPU for any CUDA device, else the same."""
     if isinstance(device, int) and not isinstance(device, bool):
         return torch.device("cpu")
     if isinstance(device, str) and device.startswith("cuda"):
@@ -55,11 +55,11 @@ def to_host(device: Any) -> Any:
     return device
 
 
-def _with_device_on_host(original: Function) -> Function:
+def _on_cpu(original: Function) -> Function:
     @functools.wraps(original, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = to_host(kwargs["device"])
+            kwargs["device"] = to_cpu(kwargs["device"])
         # Rotary embeddings under context parallelism pin an index; pinning asks for a driver.
         kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
@@ -71,13 +71,13 @@ def _to(original: Function) -> Function:
     @functools.wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = to_host(kwargs["device"])
-        return original(self, *(to_host(argument) for argument in args), **kwargs)
+            kwargs["device"] = to_cpu(kwargs["device"])
+        return original(self, *(to_cpu(argument) for argument in args), **kwargs)
 
     return to
 
 
-def _stay(original: Function) -> Function:
+def _unchanged(original: Function) -> Function:
     @functools.wraps(original)
     def cuda(self: Any, *_: Any, **__: Any) -> Any:
         return self
@@ -88,7 +88,7 @@ def _stay(original: Function) -> Function:
 def _type(original: Function) -> Function:
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizer and gradient clipping tell fp32, fp16 and bf16 apart by this name.
+        # Megatron's optimizer and gradient clipping distinguish fp32, fp16 and bf16 by this name.
         answer = original(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
@@ -105,19 +105,19 @@ def _without_pinning(original: Function) -> Function:
 
 
 PATCH = Patch(
-    name="tensors_on_host",
+    name="cpu_factories",
     reason="Megatron creates and moves tensors to 'cuda' by name and by index",
-    needed=lambda situation: situation.on_cpu,
+    needed=lambda context: context.on_cpu,
     replacements=(
-        *(Replacement(f"torch:{n}", _with_device_on_host) for n in _FACTORIES),
-        *(Replacement(f"torch:Tensor.{n}", _with_device_on_host) for n in _METHODS),
+        *(Replacement(f"torch:{n}", _on_cpu) for n in _FACTORIES),
+        *(Replacement(f"torch:Tensor.{n}", _on_cpu) for n in _METHODS),
         Replacement("torch:Tensor.to", _to),
-        Replacement("torch:Tensor.cuda", _stay),
-        Replacement("torch:Tensor.record_stream", _stay),
-        Replacement("torch:Tensor.pin_memory", _stay),
+        Replacement("torch:Tensor.cuda", _unchanged),
+        Replacement("torch:Tensor.record_stream", _unchanged),
+        Replacement("torch:Tensor.pin_memory", _unchanged),
         Replacement("torch:Tensor.type", _type),
         Replacement("torch.nn:Module.to", _to),
-        Replacement("torch.nn:Module.cuda", _stay),
+        Replacement("torch.nn:Module.cuda", _unchanged),
         Replacement("torch.utils.data:DataLoader.__init__", _without_pinning),
     ),
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from megatron_patches.situation import checkout_version, find_situation
+from megatron_patches.context import checkout_version, find_context
 
 
 def checkout(folder: Path, text: str) -> Path:
@@ -21,14 +21,14 @@ def test_a_checkouts_version_is_read_without_importing_it(tmp_path: Path) -> Non
 
 def test_an_entry_beside_a_checkout_runs_that_checkout(tmp_path: Path) -> None:
     folder = checkout(tmp_path, "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
-    situation = find_situation(folder / "pretrain_gpt.py", "cpu")
-    assert (situation.is_checkout, situation.megatron) == (True, Version("0.16.1"))
+    context = find_context(folder / "pretrain_gpt.py", "cpu")
+    assert (context.is_checkout, context.megatron) == (True, Version("0.16.1"))
 
 
 def test_any_other_entry_runs_the_wheel(tmp_path: Path) -> None:
-    situation = find_situation(tmp_path / "entry.py", "gpu")
+    context = find_context(tmp_path / "entry.py", "gpu")
     wheel = Version(importlib.metadata.version("megatron-core"))
-    assert (situation.is_checkout, situation.megatron, situation.on_cpu) == (False, wheel, False)
+    assert (context.is_checkout, context.megatron, context.on_cpu) == (False, wheel, False)
 
 
 def test_a_checkout_without_a_version_is_refused(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_patches.uneven_parts import _on_gloo
+from megatron_patches.cpu.variable_size_collectives import _as_numpy, _on_gloo
 from tools.spec.files import ROOT
 
-PROGRAM = Path(__file__).with_name("two_ranks_uneven.py")
+PROGRAM = Path(__file__).with_name("two_ranks_of_unequal_parts.py")
 
 
 def test_two_ranks_gather_and_reduce_parts_of_one_and_two_rows() -> None:
@@ -49,3 +50,22 @@ def test_equal_parts_and_other_backends_are_left_to_megatron(
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
     call = _on_gloo(ours)(megatrons)  # type: ignore[arg-type]
     assert call(torch.zeros(4), None, rows) == name
+
+
+def stays(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Megatron's own on the host: it moves nothing."""
+    return tensor
+
+
+def test_split_sizes_are_numpy_arrays_as_they_are_from_a_gpu() -> None:
+    move = _as_numpy(stays)
+    sizes = move(torch.tensor([3, 1]), as_numpy=True)
+    assert isinstance(sizes, np.ndarray)
+    assert sizes.tolist() == [3, 1]
+
+
+def test_what_is_wanted_as_a_tensor_stays_one() -> None:
+    move = _as_numpy(stays)
+    tokens = torch.tensor([3, 1])
+    assert move(tokens) is tokens
+    assert move(None, as_numpy=True) is None

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from megatron_patches.tensors_on_host import to_host
+from megatron_patches.cpu.cpu_factories import to_cpu
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 0)])
 def test_every_way_to_name_a_gpu_becomes_the_host(device: object) -> None:
-    assert to_host(device) == torch.device("cpu")
+    assert to_cpu(device) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta", torch.device("cpu"), True, torch.float32])
 def test_anything_else_stays_what_it_was(device: object) -> None:
-    assert to_host(device) is device
+    assert to_cpu(device) is device

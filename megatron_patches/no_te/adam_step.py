@@ -2,9 +2,9 @@
 
 Megatron's distributed optimizer saves and loads what Apex's and Transformer Engine's Adam hold: two
 moments a parameter, and one step count a parameter group. torch's Adam counts in a tensor a parameter:
-there is none before the first step, so loading fails (`assert len(steps) == 1`), and what is loaded puts
-one tensor under every parameter, which then counts each step many times. Here torch's Adam keeps its
-count where the others keep theirs, and hands it to torch's kernels for the length of a step.
+there is none before the first step, so loading fails (`assert len(steps) == 1`), and after loading all
+parameters share one tensor, which then counts each step many times. Here torch's Adam keeps its count
+in the parameter groups and passes it to torch's kernels for the length of a step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_patches.context import RuntimeContext
 from megatron_patches.registry import Patch, Replacement
-from megatron_patches.situation import Situation
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 
@@ -67,8 +67,8 @@ def _counting_by_group(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _only_torch_has_adam(situation: Situation) -> bool:
-    return not situation.has_transformer_engine and importlib.util.find_spec("apex") is None
+def _only_torch_has_adam(context: RuntimeContext) -> bool:
+    return not context.has_transformer_engine and importlib.util.find_spec("apex") is None
 
 
 PATCH = Patch(
@@ -77,7 +77,7 @@ PATCH = Patch(
     needed=_only_torch_has_adam,
     replacements=(
         Replacement(f"{_MODULE}:DistributedOptimizer.__init__", _counting_by_group),
-        # From here on torch's Adam is what these two say it is.
+        # Megatron may now treat torch's Adam as Apex's.
         Replacement(f"{_MODULE}:HAVE_APEX_OR_TE", lambda _: True),
         Replacement(f"{_MODULE}:USING_APEX_OPTIMIZER", lambda _: True),
     ),

@@ -1,8 +1,10 @@
-"""Gathering and scattering parts of different lengths on CPU ranks, as all-to-alls.
+"""Collectives whose parts differ in size, on CPU ranks: what a router decides, gloo takes in few forms.
 
 The tensor-parallel ranks that share an expert each bring as many tokens as were routed to it. NCCL
 gathers and reduce-scatters such parts; gloo wants equal ones. An all-to-all takes any, and over a group
-sends the same bytes: every rank's part to every other.
+sends the same bytes: every rank's part to every other. The all-to-all in turn wants its split sizes as
+numbers: Megatron makes NumPy arrays of them where it copies them from a GPU, so tensors that are on the
+host already stay tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from torch.distributed import ProcessGroup
 from megatron_patches.registry import Patch, Replacement
 
 
-def gather_uneven(part: torch.Tensor, group: ProcessGroup, rows: Sequence[int]) -> torch.Tensor:
-    """All ranks' parts, one behind another: [rows of this rank, …] to [sum(rows), …]."""
+def gather_parts(part: torch.Tensor, group: ProcessGroup, rows: Sequence[int]) -> torch.Tensor:
+    """All ranks' parts, concatenated: [rows of this rank, …] to [sum(rows), …]."""
     ranks, own = len(rows), part.shape[0]
     whole = part.new_empty((sum(rows), *part.shape[1:]))
     copies = part.repeat(ranks, *(1 for _ in part.shape[1:]))
@@ -27,7 +29,7 @@ def gather_uneven(part: torch.Tensor, group: ProcessGroup, rows: Sequence[int]) 
     return whole
 
 
-def reduce_scatter_uneven(
+def reduce_scatter_parts(
     whole: torch.Tensor, group: ProcessGroup, rows: Sequence[int]
 ) -> torch.Tensor:
     """This rank's part of the ranks' sum: [sum(rows), …] to [rows of this rank, …]."""
@@ -38,7 +40,7 @@ def reduce_scatter_uneven(
 
 
 def _on_gloo(
-    uneven: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
+    by_all_to_all: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
     def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(original)
@@ -49,25 +51,42 @@ def _on_gloo(
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
-            # All of them, so that iterations whose parts happen to be equal make no other calls.
+            # Equal parts too, so that every iteration makes the same calls.
             if rows is None or distributed.get_backend(group) != "gloo":
                 return original(tensor, group, rows, *args, **kwargs)
-            return uneven(tensor, group, rows)
+            return by_all_to_all(tensor, group, rows)
 
         return call
 
     return make
 
 
+def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    return move
+
+
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
-PATCH = Patch(
-    name="uneven_parts",
-    reason="gloo gathers and reduce-scatters only parts of equal length",
-    needed=lambda situation: situation.on_cpu,
+SPLITS = Patch(
+    name="expert_splits",
+    reason="split sizes of the expert all-to-all stay tensors on the host, and gloo wants numbers",
+    needed=lambda context: context.on_cpu,
     replacements=(
-        Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _on_gloo(gather_uneven)),
         Replacement(
-            f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _on_gloo(reduce_scatter_uneven)
+            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", _as_numpy
         ),
+    ),
+)
+PATCH = Patch(
+    name="variable_size_collectives",
+    reason="gloo gathers and reduce-scatters only parts of equal length",
+    needed=lambda context: context.on_cpu,
+    replacements=(
+        Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _on_gloo(gather_parts)),
+        Replacement(f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _on_gloo(reduce_scatter_parts)),
     ),
 )

@@ -1,7 +1,7 @@
-"""CUDA code that Megatron compiles at start-up or import is left uncompiled on CPU ranks.
+"""CUDA code that Megatron compiles at start-up or import stays uncompiled on CPU ranks.
 
 Up to 0.16 it loads its legacy fused kernels on every start and fails where there is no nvcc; from
-0.15 on it builds an allocator for managed memory, at import in 0.15.0, and goes on without it when
+0.15 on it builds an allocator for managed memory, at import in 0.15.0, and continues without it when
 the build raises RuntimeError.
 """
 
@@ -29,7 +29,7 @@ def _refuse_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="cuda_extensions",
     reason="Megatron compiles CUDA code at start-up, which CPU ranks neither can nor need",
-    needed=lambda situation: situation.on_cpu,
+    needed=lambda context: context.on_cpu,
     replacements=(
         Replacement("torch.utils.cpp_extension:load_inline", _refuse_cuda),
         Replacement(

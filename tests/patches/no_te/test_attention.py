@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_patches.attention import (
+from megatron_patches.no_te.attention import (
     attend,
     causal_mask,
+    has_bias_or_packing,
     is_plain,
-    more_than_a_mask,
     positions_of_rank,
 )
 
@@ -95,10 +95,10 @@ def test_only_causal_attention_with_the_usual_softmax_is_plain(
     assert is_plain(module) is plain
 
 
-def test_a_bias_or_packed_sequences_are_more_than_a_mask() -> None:
-    assert not more_than_a_mask((torch.ones(1), "causal"), {"attention_bias": None})
-    assert more_than_a_mask((torch.ones(1), "causal", torch.ones(1)), {})
-    assert more_than_a_mask((torch.ones(1),), {"packed_seq_params": object()})
+def test_a_bias_or_packed_sequences_are_has_bias_or_packing() -> None:
+    assert not has_bias_or_packing((torch.ones(1), "causal"), {"attention_bias": None})
+    assert has_bias_or_packing((torch.ones(1), "causal", torch.ones(1)), {})
+    assert has_bias_or_packing((torch.ones(1),), {"packed_seq_params": object()})
 
 
 def test_with_a_mask_no_kernel_is_asked_to_share_keys_between_heads(

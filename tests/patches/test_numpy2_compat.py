@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from megatron_patches.numpy_product import PATCH
+from megatron_patches.context import RuntimeContext
+from megatron_patches.numpy2_compat import PATCH
 from megatron_patches.registry import apply_patches
-from megatron_patches.situation import Situation
 
 NUMPY_2 = Version(np.__version__) >= Version("2")
 
@@ -23,7 +23,7 @@ def _as_it_was() -> Iterator[None]:
 )
 def test_old_megatrons_find_what_numpy_2_dropped(megatron: str, has: bool) -> None:
     assert not hasattr(np, "product")
-    apply_patches([PATCH], Situation("cpu", Version(megatron), True, False))
+    apply_patches([PATCH], RuntimeContext("cpu", Version(megatron), True, False))
     assert hasattr(np, "product") == has
     if has:
         assert vars(np)["product"]((2, 3)) == 6

@@ -1,6 +1,6 @@
 """Layer norms under sequence parallelism without Transformer Engine.
 
-Megatron's wrapper around torch's norms refuses sequence parallelism. Torch's norm is right there:
+Megatron's wrapper around torch's norms refuses sequence parallelism. Torch's norm is correct:
 each rank normalises its own positions, and parameters marked `sequence_parallel` have their
 gradients summed over the tensor-parallel ranks by Megatron's `finalize_model_grads`.
 """
@@ -31,7 +31,7 @@ def _mark_parameters(original: Callable[..., torch.nn.Module]) -> Callable[..., 
 PATCH = Patch(
     name="sequence_parallel_norm",
     reason="torch's LayerNorm is refused under sequence parallelism",
-    needed=lambda situation: not situation.has_transformer_engine,
+    needed=lambda context: not context.has_transformer_engine,
     replacements=(
         Replacement(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _mark_parameters

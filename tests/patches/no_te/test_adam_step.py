@@ -2,7 +2,7 @@ import copy
 
 import torch
 
-from megatron_patches.adam_step import count_steps_by_group
+from megatron_patches.no_te.adam_step import count_steps_by_group
 
 
 def optimizer_of(seed: int = 0) -> torch.optim.AdamW:

@@ -29,7 +29,7 @@ def positions_of_rank(rank: int, ranks: int, local_length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
-    """True where a query may look, shape [local_length, local_length·ranks].
+    """True where a query may attend to a key, shape [local_length, local_length·ranks].
 
     Rows are this rank's positions, columns those of all ranks in rank order: attention does not
     depend on the order of keys, so the gathered K and V need no reordering.
@@ -74,8 +74,8 @@ def is_plain(attention: Any) -> bool:
     )
 
 
-def more_than_a_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a bias or packed sequences follow the mask and its type: Megatron's own refuses those."""
+def has_bias_or_packing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a bias or packed sequences are given; Megatron's own attention refuses those."""
     named = (kwargs.get(name) for name in ("attention_bias", "packed_seq_params"))
     return any(value is not None for value in (*args[2:], *named))
 
@@ -121,8 +121,8 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         plain = is_plain(self)
         if self.config.context_parallel_size == 1:
-            # CPU ranks keep Megatron's own attention; on a GPU its scores would fill the memory.
-            if query.is_cuda and plain and not more_than_a_mask(args, kwargs):
+            # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
+            if query.is_cuda and plain and not has_bias_or_packing(args, kwargs):
                 return attend_forked(self, query, key, value, None)
             return original(self, query, key, value, *args, **kwargs)
         if not plain:
@@ -143,7 +143,7 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 PATCH = Patch(
     name="attention",
     reason="Megatron's own attention refuses context parallelism and keeps its scores",
-    needed=lambda situation: not situation.has_transformer_engine,
+    needed=lambda context: not context.has_transformer_engine,
     replacements=(
         Replacement(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
