@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tools.records.io import write_whole
+from tools.records.run import encode_run
 from tools.report.charts import draw_charts
 from tools.report.explanation import Explanation, explain
 from tools.report.explanation_text import explanation_markdown
@@ -111,7 +112,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "timers": run.log.timers,
         "validation": run.log.validation,
         "parameters_by_rank": run.log.parameters,
-        "provenance": run.record,
+        "provenance": encode_run(run.record) if run.record else None,
         "arguments": run.setup.arguments if run.record is None else None,
     }
 
