@@ -10,7 +10,7 @@ old_enough() {
 # On a cluster the nodes are asked one beside the other, which takes the kit's packages.
 if [[ ${LAUNCHER:-} == slurm || ${SLURM_JOB_NUM_NODES:-1} -gt 1 ]]; then
   tools/setup.sh
-  PYTHONPATH=. exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.launch.cluster.doctor
+  PYTHONPATH=. exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.launch.doctor.nodes
 fi
 
 for python in ${KIT_PYTHON:+"$KIT_PYTHON"} .venv/bin/python python3 python \

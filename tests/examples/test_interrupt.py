@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.examples.conftest import Run, Trainer
-from tools.launch.ranks import alive
+from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import Status
 from tools.spec.files import ROOT

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.launch.ranks import alive
+from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import StatusRecord
 from tools.report.parity import Curve, loss_curve
@@ -72,8 +72,8 @@ class Victim:
         return self._running("torch.distributed.run")
 
     @property
-    def guard(self) -> psutil.Process:
-        return self._running("tools.launch.watch.guard")
+    def supervisor(self) -> psutil.Process:
+        return self._running("tools.launch.supervise.supervisor")
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
         """Wait until the log says something."""
@@ -92,12 +92,12 @@ class Victim:
         while any(alive(process) for process in self.processes):
             assert time.monotonic() - began < seconds, "processes are left"
             time.sleep(0.05)
-        # The guard of a killed launcher writes the status as its last act, so this is not too early.
+        # The supervisor of a killed launcher ends after it has written the status.
         took = time.monotonic() - began
         return Ended(self.folder, self.launcher.returncode, took, output)
 
     def _running(self, module: str) -> psutil.Process:
-        # The guard's command line holds torchrun's; torchrun's module comes first in its own.
+        # The supervisor's command line holds torchrun's; torchrun's module comes first in its own.
         return next(p for p in self.processes if p.cmdline()[1:3] == ["-m", module])
 
 
@@ -194,7 +194,7 @@ WHO: dict[str, Kill] = {
     "rank 1": lambda victim: victim.ranks[1],
     "torchrun": lambda victim: victim.torchrun,
     "launcher": lambda victim: victim.launcher,
-    "guard": lambda victim: victim.guard,
+    "supervisor": lambda victim: victim.supervisor,
 }
 
 

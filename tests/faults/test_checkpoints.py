@@ -3,7 +3,7 @@
 import pytest
 
 from tests.faults.conftest import SAVE_EVERY, Ended, Kit, same_losses
-from tools.launch.checkpoints.stored import find_checkpoints
+from tools.launch.checkpoint.stored import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 from tools.report.parity import Curve, last_digit, loss_curve
 from tools.report.runs import Run

@@ -1,4 +1,4 @@
-"""kill -9 of a rank, of torchrun, of the launcher and of the guard between them."""
+"""kill -9 of a rank, of torchrun, of the launcher and of the supervisor between them."""
 
 import random
 import signal
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.faults.conftest import ITERATIONS, WHO, Ended, Kit, kill, moment, same_losses
-from tools.launch.checkpoints.stored import find_checkpoints
+from tools.launch.checkpoint.stored import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 STRATEGIES = ("dp2", "tp2", "sp2", "cp2", "pp2", "zero1")
@@ -33,7 +33,7 @@ def judged_rightly(ended: Ended, who: str) -> None:
         assert status.reason.startswith("torchrun was killed by SIGKILL")
     else:
         assert status.status is Status.CRASHED
-        assert status.reason.startswith("The guard beside torchrun was killed by SIGKILL")
+        assert status.reason.startswith("The supervisor of torchrun was killed by SIGKILL")
 
 
 def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undisturbed_one(
@@ -86,7 +86,7 @@ def test_whoever_is_killed_whenever_the_run_can_go_on(kit: Kit, seed: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["rank 1", "torchrun", "launcher", "guard"])
+@pytest.mark.parametrize("who", ["rank 1", "torchrun", "launcher", "supervisor"])
 def test_before_the_first_checkpoint_nothing_is_left_but_a_run_that_cannot_be_resumed(
     kit: Kit, who: str
 ) -> None:

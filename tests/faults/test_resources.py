@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.faults.conftest import SAVE_EVERY, Kit, same_losses
-from tools.launch.checkpoints.stored import find_checkpoints
-from tools.launch.watch.ending import memory_kills
+from tools.launch.checkpoint.stored import find_checkpoints
+from tools.launch.supervise.exit_status import memory_kills
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 pytestmark = pytest.mark.slow

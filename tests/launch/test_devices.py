@@ -11,7 +11,7 @@ from tools.launch.devices import (
     process_ids,
     visible_gpus,
 )
-from tools.launch.gpu_samples import GpuRanks, throttle_reasons
+from tools.launch.sampler import GpuRanks, throttle_reasons
 from tools.records.run import SAMPLE_COLUMNS, DeviceLink
 
 

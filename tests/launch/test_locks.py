@@ -10,7 +10,7 @@ import pytest
 
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
-from tools.launch.locks import LOCK_FILE, is_running, only_attempt
+from tools.launch.run_folder import LOCK_FILE, is_running, only_attempt
 from tools.records.io import lock
 
 HOLD = """

@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.errors import LaunchError
-from tools.launch.interruption import Interrupted, interruptible
 from tools.launch.options import Options, options_from_environment
+from tools.launch.supervise.interruption import Interrupted, interruptible
 from tools.launch.target import Target
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
@@ -121,7 +121,7 @@ def _loss_curve(_: argparse.Namespace, options: Options, console: Console) -> in
 
 
 def _status(command: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.cluster.follow import follow, show_status
+    from tools.launch.status import follow, show_status
 
     seen = follow(options.runs)
     if not command.quiet:
@@ -139,7 +139,7 @@ def _train(command: argparse.Namespace, options: Options, console: Console) -> i
 
 
 def _resume(command: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.checkpoints.resume import resume
+    from tools.launch.resume import resume
 
     return resume(command.run, command.strategy, options, console)
 

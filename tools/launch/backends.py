@@ -7,14 +7,14 @@ only Megatron's layouts need is then taken out of its flags, and what the backen
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tools.launch.compose import UNTIED, Launch, start_checkpoint_path
 from tools.launch.options import Options
 from tools.native.settings import refused_value, unknown_flags
 from tools.spec.files import from_root
-from tools.spec.flags import merge_flags
+from tools.spec.flags import drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Sharding, strategy_flags
 
@@ -40,7 +40,7 @@ def for_backend(launch: Launch, options: Options) -> Launch:
     dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
     multiple = launch.model.shape.vocabulary_multiple // launch.spec.parallelism.tensor
     flags = merge_flags(
-        without(launch.flags, dropped),
+        drop_flags(launch.flags, dropped),
         backend_flags(launch, options.backend),
         ("--vocab-size", str(launch.model.shape.vocabulary)),
         ("--make-vocab-size-divisible-by", str(max(1, multiple))),
@@ -97,18 +97,6 @@ def backend_problems(launch: Launch) -> Iterator[str]:
         yield f"BACKEND={launch.spec.backend} cannot take {refused}; use BACKEND=megatron."
     if launch.spec.backend == Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
         yield NO_DEEPSPEED
-
-
-def without(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Flags without those named, and without their values."""
-    kept: list[str] = []
-    keeping = True
-    for word in words:
-        if word.startswith("--"):
-            keeping = word not in names
-        if keeping:
-            kept.append(word)
-    return tuple(kept)
 
 
 def _layout_problems(launch: Launch) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.launch import wandb_logging
-from tools.launch.checkpoints.saving import Saving, saving_flags, saving_folder
+from tools.launch.checkpoint.saving import Saving, saving_flags, saving_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.container import docker
 from tools.launch.container.image import MEGATRON_IN_IMAGE

@@ -21,11 +21,11 @@ import psutil
 import pynvml
 
 from tools.launch import microbenchmark
-from tools.launch.beside import Beside
+from tools.launch.background import BackgroundThread
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.devices import Gpu, find_links, visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.gpu_samples import event_reasons, throttle_reasons
+from tools.launch.sampler import event_reasons, throttle_reasons
 from tools.launch.microbenchmark import Workload
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
@@ -127,7 +127,7 @@ def loopback_bytes_per_second() -> float:
     return count / seconds
 
 
-class ClockWatch(Beside):
+class ClockWatch(BackgroundThread):
     """Reads the clocks of some GPUs in a thread while the `with` block runs."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
@@ -149,7 +149,7 @@ class ClockWatch(Beside):
         ]
 
     def watch(self) -> None:
-        """As `Beside.watch`."""
+        """As `BackgroundThread.watch`."""
         while True:
             for gpu in self._gpus:
                 self._look(gpu.index)

@@ -11,20 +11,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoints.keeper import Keeper
-from tools.launch.company import ALONE, Company
+from tools.launch.checkpoint.keeper import Keeper
+from tools.launch.cluster.node_group import SINGLE_NODE, NodeGroup
 from tools.launch.compose import Launch
 from tools.launch.container.docker import container_name
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.gpu_samples import GpuRanks
-from tools.launch.interruption import Interrupted, deferred, raise_if_asked
 from tools.launch.progress import LogFollower, RunProgress
-from tools.launch.ranks import Ranks
 from tools.launch.run_folder import create_run_folder
-from tools.launch.samples import CpuRanks, Sampler, Source
-from tools.launch.watch import ending
-from tools.launch.watch.hang import HangError, HangWatch, collect_stacks, kept_if_filled
+from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, Source
+from tools.launch.supervise import exit_status
+from tools.launch.supervise.hang import HangError, HangWatch, collect_stacks, kept_if_filled
+from tools.launch.supervise.interruption import Interrupted, deferred, raise_if_asked
+from tools.launch.supervise.ranks import Ranks
 from tools.records import run as records
 from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
@@ -39,7 +38,7 @@ def execute(
     runs: Path,
     console: Console,
     title: str,
-    company: Company = ALONE,
+    company: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> tuple[Path, records.StatusRecord]:
     """Train; return the run folder, a new one unless it is given, and how it ended.
@@ -65,7 +64,7 @@ def run_ranks(
     log: Path,
     progress: RunProgress,
     also: Mapping[str, str] | None = None,
-    company: Company = ALONE,
+    company: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> int:
     """Start a launch's ranks, follow their log, return torchrun's exit code; ends them on any way out.
@@ -91,7 +90,7 @@ def _run_share(
     log: Path,
     progress: RunProgress,
     also: Mapping[str, str],
-    company: Company,
+    company: NodeGroup,
     folder: Path,
 ) -> int:
     where = from_root(folder)
@@ -125,15 +124,15 @@ def _run_share(
 
 
 def _train_in(
-    folder: Path, launch: Launch, console: Console, title: str, company: Company
+    folder: Path, launch: Launch, console: Console, title: str, company: NodeGroup
 ) -> records.StatusRecord:
     """Train in a run folder that is there, and complete it whatever happens."""
     started = time.monotonic()
-    kills_before = ending.memory_kills()
+    kills_before = exit_status.memory_kills()
     exit_code: int | None = None
     interrupted = False
     hang: HangError | None = None
-    room = ending.LowWater(folder)
+    room = exit_status.DiskWatermark(folder)
     try:
         with room:
             exit_code = _train(launch, folder, console, title, company)
@@ -143,7 +142,9 @@ def _train_in(
         interrupted = True
         raise
     finally:
-        status = ending.judge(folder, exit_code, interrupted, kills_before, room.free_bytes)
+        status = exit_status.classify_exit(
+            folder, exit_code, interrupted, kills_before, room.free_bytes
+        )
         cause = company.cause
         if hang:
             cause = records.StatusRecord(records.Status.CRASHED, None, str(hang), hang.rank)
@@ -157,7 +158,7 @@ def _finish(
     folder: Path, status: records.StatusRecord, wall_seconds: float
 ) -> records.StatusRecord:
     try:
-        return ending.finish(folder, status, wall_seconds)
+        return exit_status.finish(folder, status, wall_seconds)
     except OSError as error:
         raise LaunchError(
             f"{folder} could not be completed ({error.strerror}); the run ended '{status.status}'. "
@@ -165,7 +166,7 @@ def _finish(
         ) from error
 
 
-def _train(launch: Launch, folder: Path, console: Console, title: str, company: Company) -> int:
+def _train(launch: Launch, folder: Path, console: Console, title: str, company: NodeGroup) -> int:
     place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
     ledger = {"KIT_LEDGER": place} if launch.ledger else {}
     log = folder / records.LOG_FILE

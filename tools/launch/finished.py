@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.launch.backends import without
-from tools.launch.checkpoints.relaunch import OF_ONE_START
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch
 from tools.launch.provenance import Provenance, find_provenance
+from tools.launch.relaunch import OF_ONE_START
 from tools.records import run as records
 from tools.records.run import RunRecord
 from tools.spec.files import from_root
+from tools.spec.flags import drop_flags
 
 
 def finished_run(launch: Launch, runs: Path) -> Path | None:
@@ -58,7 +58,7 @@ def trained_alike(attempts: Sequence[RunRecord]) -> bool:
 
 
 def _trained(record: RunRecord) -> tuple[object, ...]:
-    words = without(record.argv, (*OF_ONE_START, "--wandb-exp-name"))
+    words = drop_flags(record.argv, (*OF_ONE_START, "--wandb-exp-name"))
     environment = {k: v for k, v in record.environment.items() if k not in INTERFACES}
     return words, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from megatron_patches.fused.names import NAMES, parse_fusions
-from tools.launch.checkpoints.saving import KEEP, Saving
+from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import LaunchError

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from tools.launch.backends import backend_problems
-from tools.launch.checkpoints.saving import checkpoint_bytes, saving_problems
-from tools.launch.checkpoints.shapes import other_model_problem
+from tools.launch.checkpoint.readable import other_model_problem
+from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release

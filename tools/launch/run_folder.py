@@ -11,18 +11,21 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.launch.checkpoints.choose import set_aside
+from tools.launch.checkpoint.stored import quarantine
 from tools.launch.cluster import node_files
+from tools.launch.cluster.nodes import Nodes
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight import data_path
 from tools.launch.provenance import Provenance, find_provenance
-from tools.launch.watch.ending import reserve_room
+from tools.launch.supervise.exit_status import reserve_room
 from tools.preprocess.dataset import open_dataset
 from tools.records import run as records
-from tools.records.io import write_record
+from tools.records.io import lock, write_record
 from tools.spec.files import from_root
+
+LOCK_FILE = ".lock"
 
 
 def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) -> Path:
@@ -56,12 +59,46 @@ def _reopen(folder: Path, launch: Launch, goes_on_from: GoesOnFrom) -> Path:
         for name in _OF_ONE_ATTEMPT:
             if (folder / name).exists():
                 (folder / name).rename(past / name)
-        set_aside(goes_on_from.folder, goes_on_from.iteration)
+        quarantine(goes_on_from.folder, goes_on_from.iteration)
         now = describe(launch, folder, find_provenance(launch, folder.parent))
         resumptions = (*before.resumptions, *now.resumptions)
         record = replace(now, created_utc=before.created_utc, resumptions=resumptions)
         _begin(folder, record)
     return folder
+
+
+def is_running(log: Path) -> bool:
+    """Whether a process of the run that writes this log still lives."""
+    try:
+        with log.open("rb") as file:
+            lock(file, shared=True)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+@contextmanager
+def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
+    """Hold a run folder, from the choice of a checkpoint in it to the end of the attempt.
+
+    Nobody holds a folder that is still to be made, and of several nodes the first does.
+
+    Raises:
+        LaunchError: Another launcher holds it, or a rank of the run still lives.
+    """
+    if run is None or (nodes is not None and nodes.rank > 0):
+        yield
+        return
+    with (run / LOCK_FILE).open("ab") as file:
+        try:
+            lock(file)
+        except BlockingIOError:
+            raise LaunchError(_still(run)) from None
+        if is_running(run / records.LOG_FILE):
+            raise LaunchError(_still(run))
+        yield
 
 
 def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.RunRecord:
@@ -108,6 +145,10 @@ def command_script(record: records.RunRecord) -> str:
 def utc_now() -> str:
     """The present time, ISO 8601, seconds, UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _still(run: Path) -> str:
+    return f"{run} is still running; stop it before it is resumed."
 
 
 def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:

@@ -11,17 +11,17 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.backends import for_backend
-from tools.launch.checkpoints.relaunch import go_on_if_saved
-from tools.launch.cluster.submit import submit
-from tools.launch.cluster.train import train_first, train_other
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
-from tools.launch.locks import only_attempt
+from tools.launch.multi_node import train_first, train_other
 from tools.launch.options import Options
 from tools.launch.preflight import check
+from tools.launch.relaunch import go_on_if_saved
+from tools.launch.run_folder import only_attempt
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.submit import submit
 from tools.launch.target import Target, parse_target, script_of
 from tools.plan.parameters import parameters_total
 from tools.records.run import Status, StatusRecord

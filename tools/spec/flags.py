@@ -26,6 +26,18 @@ def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
     return tuple(word for name, values in given if name in names for word in (name, *values))
 
 
+def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
+    """The words without the flags that are named and without their values, in their order."""
+    kept: list[str] = []
+    keeping = True
+    for word in words:
+        if word.startswith("--"):
+            keeping = word not in names
+        if keeping:
+            kept.append(word)
+    return tuple(kept)
+
+
 class Flags:
     """Look-ups in a list of Megatron flags; the last occurrence counts, as in argparse."""
 

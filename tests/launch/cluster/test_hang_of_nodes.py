@@ -18,12 +18,12 @@ from rich.console import Console
 from tools.launch.cluster.joining import OtherNode
 from tools.launch.cluster.meeting import FirstNode, Present
 from tools.launch.cluster.node_files import node_folder
+from tools.launch.cluster.node_group import NodeGroup
 from tools.launch.cluster.nodes import Nodes
-from tools.launch.company import Company
 from tools.launch.compose import Launch
 from tools.launch.execute import run_ranks
 from tools.launch.progress import RunProgress
-from tools.launch.watch.hang import HangError
+from tools.launch.supervise.hang import HangError
 from tools.spec.run import DeviceKind
 
 SILENT = ("sleep", "2.5")
@@ -76,14 +76,14 @@ def shares(tmp_path: Path) -> Iterator[Shares]:
 
 
 def share(
-    command: Sequence[str], hang_timeout: float, log: Path, company: Company, folder: Path
+    command: Sequence[str], hang_timeout: float, log: Path, company: NodeGroup, folder: Path
 ) -> object:
     launch = SimpleNamespace(
         command=lambda _: command,
         environment={},
         runtime=SimpleNamespace(container=False),
         hang_timeout_seconds=hang_timeout,
-        device=DeviceKind.CPU,
+        spec=SimpleNamespace(device=DeviceKind.CPU),
     )
     progress = RunProgress(Console(file=io.StringIO()), "share", 1)
     try:

@@ -40,7 +40,7 @@ SITE = Slurm(
 TP8 = ("--tensor-model-parallel-size", "8")
 JOBS = {
     "two-cpu-nodes": job(),
-    "repeats-are-an-array": job(CELL, Cell("runs/R2", CELL.words, CELL.settings)),
+    "repeats-are-an-array": job(CELL, Cell("runs/R2", CELL.argv, CELL.settings)),
     "gpus-in-the-image": job(
         Cell("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8)),
         name="tp8dp4-gpt2-large-32gpu",
@@ -110,7 +110,7 @@ def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes
     tmp_path: Path,
 ) -> None:
     words, seen = run_script(script(job(python="python")), tmp_path)
-    assert words == ["-m", "tools.launch", *CELL.words]
+    assert words == ["-m", "tools.launch", *CELL.argv]
     told = {name: seen[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
         "NNODES": "2",
@@ -159,7 +159,7 @@ def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
     folders = [tmp_path / "a b", tmp_path / "c"]
     for folder in folders:
         folder.mkdir()
-    cells = (Cell(str(folder), CELL.words, CELL.settings) for folder in folders)
+    cells = (Cell(str(folder), CELL.argv, CELL.settings) for folder in folders)
     lines = script(job(*cells, slurm=site)).splitlines()
     text = "\n".join((*lines[: lines.index("esac") + 1], 'echo "$ITERS $RUN_FOLDER"'))
     environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}

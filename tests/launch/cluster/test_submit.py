@@ -12,12 +12,11 @@ import pytest
 
 from tests.launch.cluster.conftest import program, run_folders
 from tests.report.factory import run_record
-from tools.launch.cluster.follow import follow
-from tools.launch.cluster.queue import JobState, job_states
 from tools.launch.cluster.sbatch import Cell, Job
-from tools.launch.cluster.slurm import Slurm
-from tools.launch.cluster.submit import _hand_over
+from tools.launch.cluster.slurm import JobState, Slurm, job_states
 from tools.launch.errors import LaunchError
+from tools.launch.status import follow
+from tools.launch.submit import _hand_over
 from tools.records.io import write_record
 from tools.records.run import JobRecord, Status, StatusRecord, read_status
 from tools.spec.files import ROOT
@@ -99,7 +98,7 @@ def test_what_slurm_refuses_leaves_no_run_folder(
 def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.cluster.submit.SUBMIT_SECONDS", 0.2)
+    monkeypatch.setattr("tools.launch.submit.SUBMIT_SECONDS", 0.2)
     program(programs, "sbatch", "exec sleep 20")
     folder = tmp_path / "R1"
     folder.mkdir()
@@ -184,7 +183,7 @@ def test_a_job_that_slurm_forgot_is_judged_by_its_log(programs: Path, tmp_path: 
 def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
     programs: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.cluster.queue.ASK_SECONDS", 0.5)
+    monkeypatch.setattr("tools.launch.cluster.slurm.ASK_SECONDS", 0.5)
     folder = job_folder(tmp_path, "12")
     before = read_status(folder)
     program(programs, "squeue", answer)

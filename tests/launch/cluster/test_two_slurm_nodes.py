@@ -170,7 +170,7 @@ def test_a_sweep_is_an_array_that_trains_and_the_next_sweep_finds_what_it_made(
 
 def test_the_doctor_asks_both_nodes_and_measures_between_them(cluster: Cluster) -> None:
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.launch.cluster.doctor"),
+        (sys.executable, "-m", "tools.launch.doctor.nodes"),
         cwd=ROOT,
         env={**cluster.environment, "LAUNCHER": "slurm", "NODES": "2", "COLUMNS": "160"},
         capture_output=True,

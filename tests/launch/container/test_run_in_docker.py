@@ -10,11 +10,11 @@ from rich.console import Console
 
 from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import DRIVER, FakeNvml
-from tools.launch import samples
+from tools.launch import sampler
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.options import Options, RuntimeName
-from tools.launch.ranks import Ranks
+from tools.launch.supervise.ranks import Ranks
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.launch.wandb_logging import Wandb
@@ -113,7 +113,7 @@ def test_samples_are_of_the_gpus_although_the_ranks_are_out_of_sight(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(samples, "INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(sampler, "INTERVAL_SECONDS", 0.02)
     docker.answer("run", LOG)
     folder, _ = run(launch, tmp_path)
     with (folder / records.SAMPLES_FILE).open() as file:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tools.launch.checkpoints.relaunch import relaunch
-from tools.launch.checkpoints.saving import Saving
+from tools.launch.checkpoint.saving import Saving
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
-from tools.launch.interruption import Interrupted
 from tools.launch.options import Options, options_from_environment
+from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import create_run_folder
+from tools.launch.supervise.interruption import Interrupted
 from tools.launch.sweep import run as module
 from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells, variables
 from tools.launch.sweep.request import Request, request_from_environment

@@ -30,9 +30,9 @@ from tools.launch.container.versions import installed_versions
 from tools.launch.demo import ensure_sample
 from tools.launch.devices import driver_version, visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.interruption import Interrupted
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.run_folder import utc_now
+from tools.launch.supervise.interruption import Interrupted
 from tools.launch.target import parse_target
 from tools.launch.toolchain import compiler_problem, torch_problem
 from tools.plan.flops import model_flops

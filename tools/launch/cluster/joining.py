@@ -16,7 +16,7 @@ from tools.launch.cluster.meeting import ANSWER_SECONDS, PATIENCE_SECONDS, Prese
 from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
-from tools.launch.watch import ending
+from tools.launch.supervise import exit_status
 from tools.records.run import LOG_FILE, RUN_FILE, Status, StatusRecord
 from tools.report.diagnosis import diagnose
 from tools.spec.files import ROOT
@@ -33,7 +33,7 @@ class OtherNode:
         self._failed: str | None = None
         self._hangs = False
         self._folder: Path | None = None
-        self._kills_before = ending.memory_kills()
+        self._kills_before = exit_status.memory_kills()
 
     def introduce(self, own: Present, problem: str | None = None) -> None:
         """Say who this is, and why it cannot run its share if it cannot."""
@@ -64,7 +64,7 @@ class OtherNode:
         """Node 0's to do."""
 
     def failure(self) -> str | None:
-        """As `Company.failure`."""
+        """As `NodeGroup.failure`."""
         if self._failed is None:
             try:
                 message = self._lines.receive(0)
@@ -78,16 +78,16 @@ class OtherNode:
         return self._failed
 
     def hangs(self, stands_still: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
-        """As `Company.hangs`: whether node 0 says so."""
+        """As `NodeGroup.hangs`: whether node 0 says so."""
         return self._hangs
 
     def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """As `Company.stopped`: tells node 0."""
+        """As `NodeGroup.stopped`: tells node 0."""
         self._lines.send(stopped=list(own))
         return own
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:
-        """As `Company.finish`; everything of this node is on the disk."""
+        """As `NodeGroup.finish`; everything of this node is on the disk."""
         why = None if self._failed else self._untold(exit_code, error)
         self._lines.send(exit=exit_code, why=msgspec.to_builtins(why))
         self._lines.close()
@@ -107,7 +107,7 @@ class OtherNode:
         if exit_code == 0 or self._folder is None:
             return None
         told = diagnose(self._folder / LOG_FILE, exit_code, interrupted=False)
-        known = ending.judge(self._folder, exit_code, False, self._kills_before)
+        known = exit_status.classify_exit(self._folder, exit_code, False, self._kills_before)
         return known if known != told else None
 
     def _expect(self, name: str) -> dict[str, object]:

@@ -118,7 +118,7 @@ class FirstNode:
             lines.send(refused=reason)
 
     def failure(self) -> str | None:
-        """As `Company.failure`; also brings over what the others have logged."""
+        """As `NodeGroup.failure`; also brings over what the others have logged."""
         if self._files is not None:
             self._files.bring()
         for node, lines in self._others.items():
@@ -129,11 +129,11 @@ class FirstNode:
         return None
 
     def hangs(self, stands_still: bool) -> bool:
-        """As `Company.hangs`: this node's log has the lines of all."""
+        """As `NodeGroup.hangs`: this node's log has the lines of all."""
         return stands_still
 
     def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """As `Company.stopped`: asks the others, which then end."""
+        """As `NodeGroup.stopped`: asks the others, which then end."""
         for lines in self._others.values():
             lines.send(hangs=True)
         found = list(own)
@@ -144,7 +144,7 @@ class FirstNode:
         return sorted(found)
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
-        """As `Company.finish`; the first failure's exit code."""
+        """As `NodeGroup.finish`; the first failure's exit code."""
         for lines in self._others.values():
             lines.send(exit=exit_code)
         deadline = time.monotonic() + END_SECONDS

@@ -41,7 +41,7 @@ class Cell:
 
     folder: str
     """The run folder, as seen from the repository root."""
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     """Arguments of `python -m tools.launch`."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Make variables as they were given; never a secret."""
@@ -166,4 +166,4 @@ def _choose(cells: Sequence[Cell]) -> Sequence[str]:
 def _cell(cell: Cell) -> tuple[str, ...]:
     settings = {**cell.settings, "RUN_FOLDER": cell.folder}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
-    return (f"export {assigned}", f"words=({shlex.join(cell.words)})")
+    return (f"export {assigned}", f"words=({shlex.join(cell.argv)})")

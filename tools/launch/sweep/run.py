@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.launch.cluster.sweep import finished_in_slurm, submit_cells
 from tools.launch.compose import Launch
 from tools.launch.demo import ensure_sample
 from tools.launch.errors import LaunchError
@@ -16,6 +15,7 @@ from tools.launch.finished import finished_runs
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.sweep.cells import Cell, Plan, as_data, plan_cells
+from tools.launch.sweep.in_slurm import finished_in_slurm, submit_cells
 from tools.launch.sweep.request import Request
 from tools.launch.sweep.results import Measured, measure
 from tools.launch.sweep.write import CELLS_FILE, write_results

@@ -1,0 +1,130 @@
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.launch.checkpoint.readable import (
+    DamagedCheckpointError,
+    ReadingStoppedError,
+    find_pieces,
+    is_finished,
+    prove_readable,
+)
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "iter"))
+
+
+def data_file(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
+
+
+def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -> None:
+    prove_readable(copy)
+    pieces = find_pieces(copy)
+    assert len(pieces) == 3
+    assert sum(piece.length_bytes for piece in pieces) == data_file(copy).stat().st_size
+
+
+def test_without_metadata_it_was_not_finished(copy: Path) -> None:
+    (copy / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match="not finished"):
+        prove_readable(copy)
+
+
+def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
+    path = copy / ".metadata"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DamagedCheckpointError, match="metadata cannot be read"):
+        prove_readable(copy)
+
+
+@pytest.mark.parametrize("text", [None, '{"sharded_back'])
+def test_without_the_word_for_its_format_megatron_would_take_it_for_another(
+    copy: Path, text: str | None
+) -> None:
+    assert is_finished(copy)
+    (copy / "metadata.json").unlink()
+    if text is None:
+        assert not is_finished(copy)
+    else:
+        (copy / "metadata.json").write_text(text)
+    with pytest.raises(DamagedCheckpointError, match=r"metadata\.json"):
+        prove_readable(copy)
+
+
+def test_no_flipped_bit_of_an_archives_own_words_does_more_than_to_be_noticed(copy: Path) -> None:
+    smallest = min(find_pieces(copy), key=lambda piece: piece.length_bytes)
+    path = copy / smallest.file
+    whole = path.read_bytes()
+    end = smallest.offset_bytes + smallest.length_bytes
+    noticed = 0
+    for place in range(end - 200, end):  # The central directory, which names the archive's files.
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            noticed += not _is_readable(copy)
+    assert noticed > 200
+
+
+def test_a_reading_stops_when_nobody_waits_for_it(copy: Path) -> None:
+    with pytest.raises(ReadingStoppedError):
+        prove_readable(copy, lambda: False)
+
+
+def test_a_missing_file_is_named(copy: Path) -> None:
+    name = data_file(copy).name
+    data_file(copy).unlink()
+    with pytest.raises(DamagedCheckpointError, match=name):
+        prove_readable(copy)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_one_flipped_bit_or_a_shorter_file_is_noticed(saved: Path, data: st.DataObject) -> None:
+    path = data_file(saved)
+    whole = path.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    shorter = data.draw(st.booleans())
+    bit = 1 << data.draw(st.integers(0, 7))
+    damaged = whole[:place] if shorter else whole[:place] + bytes([whole[place] ^ bit])
+    damaged = damaged if shorter else damaged + whole[place + 1 :]
+    path.write_bytes(damaged)
+    try:
+        noticed = not _is_readable(saved)
+    finally:
+        path.write_bytes(whole)
+    # Zip archives of tensors this small have bytes that hold nothing: padding and time stamps.
+    assert noticed or _holds_the_same(whole, damaged)
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        prove_readable(folder)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _holds_the_same(whole: bytes, damaged: bytes) -> bool:
+    import numpy as np
+
+    weight = np.arange(4096, dtype=np.float32).tobytes()
+    return weight in whole and weight in damaged and len(whole) == len(damaged)
+
+
+def test_nothing_that_a_metadata_pickle_names_is_run(copy: Path, tmp_path: Path) -> None:
+    target = tmp_path / "touched"
+
+    class Touch:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
+            return (Path.touch, (target,))
+
+    (copy / ".metadata").write_bytes(pickle.dumps(Touch()))
+    with pytest.raises(DamagedCheckpointError):
+        prove_readable(copy)
+    assert not target.exists()

@@ -1,0 +1,216 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.launch.checkpoint.conftest import Write
+from tests.report.factory import changed
+from tools.launch.checkpoint.saving import Saving, saving_flags, saving_problems
+from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.errors import LaunchError
+from tools.launch.network import Rate
+from tools.launch.options import Options, options_from_environment
+from tools.launch.relaunch import go_on_if_saved, relaunch
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.records.run import DatasetIdentity, Entry, Host, RunRecord
+from tools.spec.flags import Flags
+from tools.spec.run import DeviceKind
+from tools.spec.strategy import (
+    Batch,
+    Parallelism,
+    Sharding,
+    StrategyError,
+    devices_of,
+    parse_strategy,
+)
+
+FROM = GoesOnFrom("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoints"), 8)
+
+
+def composed(strategy: str, **options: object) -> Launch:
+    target = parse_target(f"train-{strategy}-gpt2-tiny-2cpu")
+    asked = replace(Options(iterations=12, saving=Saving(4)), **options)  # type: ignore[arg-type]
+    return compose_target(target, flags_of_grammar(target), asked)
+
+
+def record_of(launch: Launch) -> RunRecord:
+    return RunRecord(
+        run=FROM.run,
+        created_utc="2026-01-01T00:00:00Z",
+        spec=launch.spec,
+        exit_interval=launch.iterations,
+        argv=launch.arguments("runs/a"),
+        command=(),
+        environment=launch.environment,
+        entry=launch.entry,
+        host=Host("here", "cpu", 2, 1),
+        software={},
+        dataset=DatasetIdentity(launch.data),
+        start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
+        save_every=launch.saving.every if launch.saving else None,
+    )
+
+
+def test_saving_is_megatrons_distributed_format_into_the_runs_folder() -> None:
+    flags = Flags(composed("tp2").arguments("runs/a"))
+    assert flags.integer("--save-interval", 0) == 4
+    assert flags.text("--save") == "runs/a/checkpoints"
+    assert flags.text("--ckpt-format") == "torch_dist"
+    assert flags.has("--finetune")  # It still begins with the shared weights.
+
+
+def test_a_run_that_saves_nothing_has_no_flag_of_it() -> None:
+    assert not Flags(composed("tp2", saving=None).arguments("runs/a")).has("--save")
+
+
+def test_going_on_is_the_same_command_but_for_where_it_begins() -> None:
+    first = composed("tp2")
+    again = relaunch(record_of(first), FROM, None, Options())
+    flags = Flags(again.arguments("runs/a"))
+    assert flags.text("--load") == "/runs/a/checkpoints"
+    assert flags.integer("--ckpt-step", 0) == 8
+    began = {"--finetune", "--no-load-optim", "--no-load-rng", "--load", "--ckpt-step"}
+    ours, theirs = (
+        {word for word in launch.arguments("runs/a") if word.startswith("--")} - began
+        for launch in (first, again)
+    )
+    assert ours == theirs
+    assert (again.spec.batch, again.saving, again.spec.seed) == (
+        first.spec.batch,
+        first.saving,
+        first.spec.seed,
+    )
+
+
+def test_going_on_twice_names_one_checkpoint() -> None:
+    once = relaunch(record_of(composed("tp2")), FROM, None, Options())
+    record = replace(record_of(once), argv=once.arguments("runs/a"))
+    later = replace(FROM, iteration=10)
+    twice = relaunch(record, later, None, Options()).arguments("runs/a")
+    assert [twice[place + 1] for place, word in enumerate(twice) if word == "--ckpt-step"] == ["10"]
+
+
+@pytest.mark.parametrize("strategy", ["pp2", "cp2", "dp2", "sp2", "baseline"])
+def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary(
+    strategy: str,
+) -> None:
+    launch = relaunch(record_of(composed("tp2")), FROM, strategy, Options())
+    fresh = parse_target(f"train-{strategy}-gpt2-tiny-{1 if strategy == 'baseline' else 2}cpu")
+    flags, own = Flags(launch.flags), flags_of_grammar(fresh)
+    assert {word for word in own if word.startswith("--")} <= set(launch.flags)
+    assert flags.has("--tensor-model-parallel-size") == ("--tensor-model-parallel-size" in own)
+    assert launch.spec.batch.global_batch_size == composed("tp2").spec.batch.global_batch_size
+    assert (
+        launch.spec.batch.global_batch_size
+        % (launch.spec.batch.micro_batch_size * launch.spec.parallelism.data)
+        == 0
+    )
+    rows = flags.integer("--make-vocab-size-divisible-by", 0) * launch.spec.parallelism.tensor
+    assert rows == 128
+
+
+def test_a_reached_end_is_refused_with_the_way_out() -> None:
+    with pytest.raises(LaunchError, match="set ITERS= above 8"):
+        relaunch(record_of(composed("tp2", iterations=8)), FROM, None, Options())
+    assert relaunch(record_of(composed("tp2")), FROM, None, Options(iterations=40)).iterations == 40
+
+
+def test_sharded_optimizer_states_go_back_into_sharded_ones_only() -> None:
+    with pytest.raises(LaunchError, match="different formats"):
+        relaunch(record_of(composed("zero1")), FROM, "tp2", Options())
+    with pytest.raises(StrategyError, match="Unknown strategy"):
+        relaunch(record_of(composed("tp2")), FROM, "xx2", Options())
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_what_cannot_be_resumed_is_not_saved_and_says_so_by_name(strategy: str) -> None:
+    [problem] = problems(strategy)
+    assert problem.startswith(f"{strategy} cannot be resumed yet")
+    assert problems("zero1") == []
+    [problem] = problems("dp2", backend="native")
+    assert "BACKEND=native" in problem
+
+
+def test_saving_beside_training_is_for_gpus() -> None:
+    beside = Saving(4, asynchronous=True)
+    [problem] = problems("tp2", beside)
+    assert problem.startswith("ASYNC_SAVE=1 needs GPUs")
+    assert problems("tp2", beside, device=DeviceKind.GPU) == []
+
+
+def problems(
+    strategy: str,
+    saving: Saving = Saving(4),  # noqa: B008 - frozen
+    backend: str = "megatron",
+    device: DeviceKind = DeviceKind.CPU,
+) -> list[str]:
+    parallelism = parse_strategy(strategy, 2)
+    return list(saving_problems(saving, strategy, parallelism, backend, device))
+
+
+def test_the_sharded_optimizer_is_saved_so_that_it_reshards_where_megatron_can() -> None:
+    zero1 = Parallelism(data=2, sharding=Sharding.ZERO1)
+    flag = "--dist-ckpt-optim-fully-reshardable"
+    assert flag in saving_flags(Saving(4), zero1, Entry("e", "0.19.0"))
+    assert flag not in saving_flags(Saving(4), zero1, Entry("e", "0.15.0rc2"))
+    assert "--async-save" in saving_flags(Saving(4, asynchronous=True), zero1, Entry("e", "0.19.0"))
+
+
+def test_variables_say_how_often_how_many_and_how() -> None:
+    read = options_from_environment({"SAVE_EVERY": "5", "KEEP": "3", "ASYNC_SAVE": "1"})
+    assert read.saving == Saving(5, 3, True)
+    assert options_from_environment({"KEEP": "3"}).saving is None
+    assert options_from_environment({"HANG_TIMEOUT": "30"}).hang_timeout_seconds == 30
+    with pytest.raises(LaunchError, match="SAVE_EVERY=0"):
+        options_from_environment({"SAVE_EVERY": "0"})
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"), [("baseline", 1), ("tp2pp2dp2", 8), ("dp4-zero1", 4), ("zero1", 3)]
+)
+def test_a_strategy_names_its_ranks_where_it_has_degrees(text: str, devices: int) -> None:
+    assert devices_of(text, 3) == devices
+
+
+def test_a_model_that_was_changed_goes_on_as_what_it_became() -> None:
+    changed = composed("tp2", extra=("--num-layers", "2"))
+    again = relaunch(record_of(changed), FROM, None, Options())
+    assert again.model.shape == changed.model.shape
+    assert again.model.shape.layers == 2
+
+
+def test_a_shaped_link_stays_unless_another_is_named() -> None:
+    record = changed(record_of(composed("dp2")), link_bits_per_second=10**9)
+    assert relaunch(record, FROM, None, Options()).network == Rate(10**9)
+    assert relaunch(record, FROM, None, Options(network=Rate(5))).network == Rate(5)
+
+
+def test_a_job_that_is_put_back_goes_on_from_what_its_folder_holds(
+    tmp_path: Path, write: Write
+) -> None:
+    launch = composed("tp2")
+    assert go_on_if_saved(launch, tmp_path) is launch
+    stored = tmp_path / "checkpoints"
+    stored.mkdir()
+    write(stored, 4)
+    again = go_on_if_saved(launch, tmp_path)
+    assert again.goes_on_from == GoesOnFrom(tmp_path.name, stored, 4)
+    flags = Flags(again.arguments("runs/a"))
+    assert not flags.has("--finetune")
+    assert flags.text("--load") == str(stored)
+    write(stored, 12)
+    with pytest.raises(LaunchError, match="already reached iteration 12"):
+        go_on_if_saved(launch, tmp_path)
+
+
+def test_a_network_interface_is_of_the_machine_that_the_run_was_on() -> None:
+    launch = composed("tp2")
+    there = {**launch.environment, "GLOO_SOCKET_IFNAME": "ib7", "TP_SOCKET_IFNAME": "ib7"}
+    record = replace(record_of(launch), environment=there)
+    assert relaunch(record, FROM, None, Options()).environment == launch.environment
+
+
+def test_batch_is_kept_whole() -> None:
+    record = changed(record_of(composed("tp2")), batch=Batch(8, 8))
+    assert relaunch(record, FROM, "dp2", Options()).spec.batch == Batch(4, 8)

@@ -1,0 +1,101 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.report.factory import iteration_line
+from tools.launch.supervise import exit_status
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.spec.files import ROOT
+
+KILLED = """Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 12345)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / records.LOG_FILE).write_text(iteration_line(4) + "\n" + KILLED)
+    write_record(tmp_path / records.STATUS_FILE, StatusRecord(Status.INCOMPLETE))
+    return tmp_path
+
+
+def test_a_killed_rank_is_a_crash_unless_the_kernel_has_run_out_of_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_status, "memory_kills", lambda: 5)
+    crashed = exit_status.classify_exit(folder, 1, False, kills_before=5)
+    assert (crashed.status, crashed.rank) == (Status.CRASHED, 1)
+    killed = exit_status.classify_exit(folder, 1, False, kills_before=4)
+    assert (killed.status, killed.rank) == (Status.OUT_OF_MEMORY, 1)
+    assert killed.reason.startswith("Rank 1 was killed by the kernel")
+
+
+def test_torchruns_own_death_is_not_blamed_on_a_rank(folder: Path) -> None:
+    status = exit_status.classify_exit(folder, 137, False, kills_before=None)
+    assert (status.status, status.rank) == (Status.CRASHED, None)
+    assert (
+        status.reason == "torchrun was killed by SIGKILL after iteration 4; its ranks were ended."
+    )
+
+
+def test_the_guards_own_death_is_no_request_to_stop(folder: Path) -> None:
+    with (folder / records.LOG_FILE).open("a") as log:
+        log.write("[exiting program after receiving SIGTERM.] datetime: 2026-01-01 00:00:00 \n")
+    status = exit_status.classify_exit(folder, -9, False)
+    assert (status.status, status.rank) == (Status.CRASHED, None)
+    assert status.reason.startswith("The supervisor of torchrun was killed by SIGKILL after")
+    assert exit_status.classify_exit(folder, 1, False).status is not Status.INTERRUPTED
+
+
+def test_a_full_disk_is_the_first_cause(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_status.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    assert exit_status.classify_exit(folder, 1, False, None).reason.startswith(
+        "No space was left on the disk"
+    )
+    assert exit_status.classify_exit(folder, 1, True, None).status is Status.INTERRUPTED
+
+
+def test_a_disk_that_was_full_for_a_moment_is_a_cause_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([10**9, 5])
+    usage = lambda _: SimpleNamespace(free=next(free, 10**9))  # noqa: E731
+    monkeypatch.setattr(exit_status.shutil, "disk_usage", usage)
+    monkeypatch.setattr(exit_status, "LOOK_SECONDS", 0.01)
+    with exit_status.DiskWatermark(folder) as room:
+        while room.free_bytes > 5:
+            pass
+    status = exit_status.classify_exit(folder, 1, False, None, room.free_bytes)
+    assert status.reason.startswith("No space was left")
+    assert not exit_status.classify_exit(folder, 1, False, None, 10**9).reason.startswith(
+        "No space"
+    )
+
+
+def test_the_last_words_give_the_held_room_back_and_drop_empty_stacks(folder: Path) -> None:
+    exit_status.reserve_room(folder)
+    assert (folder / exit_status.RESERVE_FILE).stat().st_blocks * 512 >= exit_status.RESERVE_BYTES
+    stacks = folder / records.STACKS_FOLDER
+    stacks.mkdir()
+    (stacks / "rank0.txt").touch()
+    written = exit_status.finish(folder, StatusRecord(Status.OK), 1.26)
+    assert written == records.read_status(folder)
+    assert written.wall_seconds == 1.3
+    assert not stacks.exists()
+    assert not (folder / exit_status.RESERVE_FILE).exists()
+
+
+def test_the_launcher_and_the_supervisor_start_without_torch() -> None:
+    modules = "tools.launch.execute, tools.launch.supervise.exit_status"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    answer = subprocess.run(
+        (sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == "False\n"

@@ -1,0 +1,59 @@
+import os
+import signal
+
+import pytest
+
+from tools.launch.supervise.interruption import (
+    STOPPING,
+    Interrupted,
+    deferred,
+    interruptible,
+    raise_if_asked,
+)
+
+
+def ask(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_request_to_stop_is_heard_once(number: signal.Signals) -> None:
+    with pytest.raises(Interrupted), interruptible():
+        ask(number)
+    with interruptible():
+        raise_if_asked()
+
+
+def test_while_clearing_up_it_waits_for_the_end() -> None:
+    done = []
+
+    def clear_up() -> None:
+        with interruptible(), deferred():
+            with deferred():
+                ask()
+                done.append("inner")
+            ask()  # Not heard any more.
+            done.append("outer")
+
+    with pytest.raises(Interrupted):
+        clear_up()
+    assert done == ["inner", "outer"]
+
+
+def test_work_that_can_stop_asks_in_between_and_nothing_is_asked_twice() -> None:
+    with interruptible(), deferred():
+        ask()
+        with pytest.raises(Interrupted):
+            raise_if_asked()
+    raise_if_asked()
+
+
+def test_what_went_wrong_meanwhile_is_not_hidden() -> None:
+    def fail() -> None:
+        with interruptible(), deferred():
+            ask()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    raise_if_asked()

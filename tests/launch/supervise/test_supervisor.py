@@ -1,0 +1,101 @@
+"""The supervisor alone, with shells for torchrun and ranks: who dies, and who is left."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools.launch.run_folder import is_running
+from tools.launch.supervise.ranks import alive
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.spec.files import ROOT
+
+TORCHRUN = "RANK=0 sleep 100 & trap '' TERM; RANK=1 sleep 100 & wait; wait"
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tools.launch.supervise.ranks import Ranks
+folder = Path(sys.argv[1])
+with Ranks(("bash", "-c", sys.argv[2]), {}, folder / "log.txt") as ranks:
+    while ranks.exit_code() is None:
+        pass
+    print(ranks.exit_code(), flush=True)
+"""
+
+
+class Family:
+    """A launcher, its supervisor, a torchrun and its ranks."""
+
+    def __init__(self, folder: Path, torchrun: str = TORCHRUN) -> None:
+        self.folder = folder
+        unfinished = StatusRecord(Status.INCOMPLETE, reason="The launcher did not finish.")
+        write_record(folder / records.STATUS_FILE, unfinished)
+        command = (sys.executable, "-c", LAUNCHER, str(folder), torchrun)
+        self.launcher = psutil.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        deadline = time.monotonic() + 20
+        while len(self.launcher.children(recursive=True)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.supervisor, self.torchrun, *self.ranks = self.launcher.children(recursive=True)
+        assert len(self.ranks) == 2
+
+    def wait_until_gone(self, seconds: float = 40) -> bool:
+        deadline = time.monotonic() + seconds
+        everyone = (self.supervisor, self.torchrun, *self.ranks)
+        while time.monotonic() < deadline:
+            if not any(alive(process) for process in everyone):
+                return True
+            time.sleep(0.05)
+        return False
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[Family]:
+    family = Family(tmp_path)
+    yield family
+    if family.launcher.is_running():
+        family.launcher.kill()
+    family.launcher.communicate()
+
+
+def test_nobody_outlives_a_launcher_that_was_killed_and_the_status_says_so(family: Family) -> None:
+    assert is_running(family.folder / records.LOG_FILE)
+    family.launcher.kill()
+    assert family.wait_until_gone()
+    status = records.read_status(family.folder)
+    assert status.status is Status.INTERRUPTED
+    assert "The launcher was killed" in status.reason
+    assert not is_running(family.folder / records.LOG_FILE)
+
+
+def test_a_stopped_rank_does_not_outlive_its_launcher_either(family: Family) -> None:
+    family.ranks[0].suspend()
+    family.launcher.kill()
+    assert family.wait_until_gone()
+
+
+def test_nobody_outlives_torchrun_and_the_launcher_is_told_by_what_it_died(family: Family) -> None:
+    family.torchrun.kill()
+    assert family.wait_until_gone()
+    output, _ = family.launcher.communicate(timeout=40)
+    assert int(output) == 128 + signal.SIGKILL
+
+
+def test_nobody_outlives_the_guard(family: Family) -> None:
+    family.supervisor.kill()
+    family.launcher.wait(timeout=40)
+    assert family.wait_until_gone()
+
+
+def test_an_exit_code_goes_through_and_a_finished_run_keeps_no_lock(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", LAUNCHER, str(tmp_path), "exit 7")
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=30)
+    assert answer.stdout == b"7\n"
+    assert not is_running(tmp_path / records.LOG_FILE)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]

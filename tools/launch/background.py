@@ -1,0 +1,32 @@
+"""Work that goes on in a thread while a `with` block runs."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+
+class BackgroundThread:
+    """Runs `watch` beside a `with` block; at its end `done` is set, and the block waits."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self._thread = threading.Thread(target=self.watch, daemon=True)
+
+    def watch(self) -> None:
+        """What goes on; returns soon after `done` is set."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.done.set()
+        self._thread.join()

@@ -1,0 +1,266 @@
+"""What a checkpoint's own files say, without torch: whether it is readable, and of which model it is.
+
+Megatron's distributed format is torch's: `.metadata` says which bytes of which file hold each piece of
+each tensor, and every piece is a zip archive that `torch.save` wrote, with a checksum for what it holds.
+Reading all of them back proves that a checkpoint is whole. `.metadata` is a pickle: it is read with
+stand-ins for torch's classes, so nothing that it names is imported or run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tools.spec.model import ModelShape
+
+METADATA = ".metadata"
+FORMAT = "metadata.json"
+"""Written last, after `.metadata`: without it Megatron takes the checkpoint for one of torch's own."""
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Megatron writes the newest iteration here once a checkpoint is whole."""
+
+Shape = tuple[int, ...]
+
+KeepGoing = Callable[[], bool]
+"""Asked between the pieces of a long reading."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint that cannot be loaded, and why."""
+
+
+class ReadingStoppedError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a file that hold one piece of one tensor."""
+
+    file: str
+    offset_bytes: int
+    length_bytes: int
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether writing a checkpoint came to its end."""
+    return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
+
+
+def finished_iteration(folder: Path) -> int | None:
+    """The newest iteration that Megatron says it has saved."""
+    try:
+        return int((folder / TRACKER_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def announced(folder: Path) -> int | None:
+    """When Megatron last said that it has saved, in ns; it may save the same iteration again."""
+    try:
+        return (folder / TRACKER_FILE).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def prove_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
+    """Read every piece of a checkpoint back and compare it with its checksum.
+
+    Raises:
+        DamagedCheckpointError: It is unfinished, truncated or altered; names the file.
+        ReadingStoppedError: `keep_going` says no.
+    """
+    _check_format(folder / FORMAT)
+    by_file: dict[str, list[Piece]] = {}
+    for piece in find_pieces(folder):
+        by_file.setdefault(piece.file, []).append(piece)
+    for name, pieces in by_file.items():
+        _check_file(folder / name, pieces, keep_going)
+    common = folder / "common.pt"
+    if common.exists():
+        _check_file(common, [Piece(common.name, 0, common.stat().st_size)], keep_going)
+
+
+def find_pieces(folder: Path) -> tuple[Piece, ...]:
+    """What `.metadata` says is where.
+
+    Raises:
+        DamagedCheckpointError: It is missing, or no metadata.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            stored = MetadataReader(file).load().storage_data
+        return tuple(
+            Piece(str(at.relative_path), int(at.offset), int(at.length)) for at in stored.values()
+        )
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
+    except Exception as error:  # A damaged pickle raises anything.
+        raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
+
+
+def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | None:
+    """Why a checkpoint cannot be loaded into a model, in one sentence; None if nothing says so.
+
+    Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
+    in no such format, or cannot be read, is left to those who load it.
+    """
+    iteration = finished_iteration(folder)
+    if iteration is None:
+        return None
+    stored = read_shapes(folder / f"iter_{iteration:07d}")
+    for name, wanted in _wanted(shape):
+        found = stored.get(name)
+        if found is not None and found != wanted:
+            return (
+                f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
+                f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
+                "that was saved."
+            )
+    width = stored.get(_EMBEDDING, (0, shape.hidden))[-1]
+    if width != shape.hidden:
+        return (
+            f"{folder} is a checkpoint of another model: it is {width} wide and {model} "
+            f"{shape.hidden}; name another checkpoint, or the model that was saved."
+        )
+    return None
+
+
+def read_shapes(checkpoint: Path) -> Mapping[str, Shape]:
+    """Shapes of a checkpoint's whole tensors by Megatron's names; empty if they cannot be read."""
+    try:
+        with (checkpoint / METADATA).open("rb") as file:
+            described = _Reader(file).load().state_dict_metadata
+        sizes = {str(name): getattr(entry, "size", None) for name, entry in described.items()}
+    except Exception:  # A damaged pickle raises anything.
+        return {}
+    return {name: size for name, size in sizes.items() if isinstance(size, tuple)}
+
+
+def _wanted(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
+    layers, hidden = shape.layers, shape.hidden
+    if shape.positions:
+        yield "embedding.position_embeddings.weight", (shape.positions, hidden)
+    rows = shape.head_width * (shape.heads + 2 * shape.query_groups)
+    yield "decoder.layers.self_attention.linear_qkv.weight", (layers, rows, hidden)
+    if not shape.experts:
+        columns = shape.ffn_hidden * (2 if shape.gated else 1)
+        yield "decoder.layers.mlp.linear_fc1.weight", (layers, columns, hidden)
+
+
+def _check_format(path: Path) -> None:
+    try:
+        json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {path.name}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
+
+
+def _check_file(path: Path, pieces: Iterable[Piece], keep_going: KeepGoing) -> None:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for piece in pieces:
+                if not keep_going():
+                    raise ReadingStoppedError
+                if piece.offset_bytes + piece.length_bytes > size:
+                    raise DamagedCheckpointError(
+                        f"{path.name} is truncated: it has {size} bytes of at least "
+                        f"{piece.offset_bytes + piece.length_bytes}"
+                    )
+                _check_piece(file, piece)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _check_piece(file: BinaryIO, piece: Piece) -> None:
+    try:
+        with zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive:
+            damaged = archive.testzip()
+    except OSError:
+        raise
+    except Exception as error:  # A damaged archive raises anything, such as that it is encrypted.
+        raise DamagedCheckpointError(
+            f"{piece.file} is damaged at byte {piece.offset_bytes} ({error})"
+        ) from None
+    if damaged is not None:
+        raise DamagedCheckpointError(
+            f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of {damaged} is wrong"
+        )
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        wanted = left if size < 0 else min(size, left)
+        self._file.seek(self._offset + self._position)
+        data = self._file.read(wanted)
+        self._position += len(data)
+        return data
+
+
+class _StandIn:
+    """Any class that a pickle names: takes its arguments and state, does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def append(self, _: Any) -> None:
+        """As a list that is rebuilt."""
+
+    def __setitem__(self, _: Any, __: Any) -> None: ...
+
+
+class MetadataReader(pickle.Unpickler):
+    """Reads `.metadata` with a stand-in for every class that it names."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ARG002 - pickle's signature
+        """A stand-in; keys are told apart by identity, so equal ones do not fall together."""
+        return type(name.rpartition(".")[2], (_StandIn,), {})
+
+
+class _Reader(MetadataReader):
+    """Reads `torch.Size` as the tuple that it is."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return tuple if (module, name) == ("torch", "Size") else super().find_class(module, name)

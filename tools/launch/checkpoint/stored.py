@@ -1,0 +1,234 @@
+"""The checkpoints of a run: which there are, which can be trusted, which one a run resumes from.
+
+A checkpoint is valid if it was read back whole and is still what it was then. After a NaN it must also
+have given a loss since it was saved: Megatron saves what it has when it finds a NaN
+(`rerun_state_machine`, exit code 16), before the update that would use it, but the weights themselves
+may be damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tools.launch.checkpoint.readable import (
+    DamagedCheckpointError,
+    KeepGoing,
+    ReadingStoppedError,
+    is_finished,
+    prove_readable,
+)
+from tools.launch.errors import LaunchError
+from tools.launch.progress import LogFollower
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import CHECKPOINTS_FOLDER, Status
+
+MANIFEST_FILE = "manifest.json"
+DAMAGED = "damaged-"
+"""Prefix of the folder of a checkpoint that was found damaged."""
+
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What a file of a checkpoint was when it was proven readable."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`manifest.json` in a checkpoint: it was read back once, and these were its files."""
+
+    iteration: int
+    files: Mapping[str, StoredFile]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder, which need not be whole."""
+
+    iteration: int
+    path: Path
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether writing it came to its end."""
+        return is_finished(self.path)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it was read back after it was written."""
+        return (self.path / MANIFEST_FILE).is_file()
+
+
+def find_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
+    """The checkpoints in a folder, newest first."""
+    if not folder.is_dir():
+        return ()
+    named = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    found = [Checkpoint(int(match[1]), path) for match, path in named if match]
+    return tuple(sorted(found, key=lambda checkpoint: -checkpoint.iteration))
+
+
+def prove(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
+    """Read a checkpoint back, and write down what its files are.
+
+    Raises:
+        DamagedCheckpointError: It cannot be read.
+        OSError: The manifest cannot be written.
+        ReadingStoppedError: `keep_going` says no.
+    """
+    prove_readable(checkpoint.path, keep_going)
+    files = {}
+    for path in _files(checkpoint):
+        if not keep_going():
+            raise ReadingStoppedError
+        files[path.name] = _describe(path)
+    write_record(checkpoint.path / MANIFEST_FILE, Manifest(checkpoint.iteration, files))
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """See that a checkpoint is what it was when it was proven; prove it now if it never was.
+
+    Raises:
+        DamagedCheckpointError: It is not whole, and which file is not.
+        OSError: It was not proven, and its manifest cannot be written.
+    """
+    if not checkpoint.is_proven:
+        prove(checkpoint)
+        return
+    for name, known in _read_manifest(checkpoint).files.items():
+        path = checkpoint.path / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{name} is missing")
+        size = path.stat().st_size
+        if size != known.size_bytes:
+            raise DamagedCheckpointError(
+                f"{name} has {size} bytes, and had {known.size_bytes} when it was saved"
+            )
+        if _describe(path) != known:
+            raise DamagedCheckpointError(f"{name} is not what was saved: its sha256 differs")
+
+
+def prune(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...]:
+    """Remove what is older than the `keep` newest proven checkpoints; return what was removed."""
+    proven = [checkpoint for checkpoint in checkpoints if checkpoint.is_proven]
+    if len(proven) < keep:
+        return ()
+    oldest = min(checkpoint.iteration for checkpoint in proven[:keep])
+    removed = tuple(c for c in checkpoints if c.iteration < oldest)
+    for checkpoint in removed:
+        # Without its manifest first: what is cut short here must not look proven.
+        (checkpoint.path / MANIFEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(checkpoint.path)
+    return removed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A checkpoint to go on from, and newer ones that are passed over."""
+
+    checkpoint: Checkpoint
+    passed_over: tuple[tuple[Checkpoint, str], ...] = ()
+    """Newer ones, each with what is wrong with it."""
+
+
+def select_checkpoint(run: Path) -> Choice:
+    """Look at a run's checkpoints from the newest on; nothing is changed but for missing manifests.
+
+    Raises:
+        LaunchError: None of them can be gone on from, or there is none.
+    """
+    passed_over: list[tuple[Checkpoint, str]] = []
+    newest_number = last_valid_iteration(run)
+    stored = find_checkpoints(run / CHECKPOINTS_FOLDER)
+    for checkpoint in stored:
+        why_not = _flaw(checkpoint, newest_number)
+        if why_not is None:
+            return Choice(checkpoint, tuple(passed_over))
+        passed_over.append((checkpoint, why_not))
+    if not stored:
+        raise LaunchError(
+            f"{run} holds no checkpoint; only a run that was started with SAVE_EVERY= and reached "
+            "that iteration can be resumed."
+        )
+    told = "; ".join(f"{checkpoint.path.name}: {flaw}" for checkpoint, flaw in passed_over)
+    raise LaunchError(f"No checkpoint of {run} can be gone on from ({told}); start the run again.")
+
+
+def quarantine(folder: Path, iteration: int) -> None:
+    """Make way for a run that goes on from `iteration`, because newer checkpoints are passed over.
+
+    Unfinished ones go, damaged ones get another name.
+    """
+    for checkpoint in find_checkpoints(folder):
+        if checkpoint.iteration <= iteration:
+            continue
+        if not checkpoint.is_finished:
+            shutil.rmtree(checkpoint.path)
+            continue
+        aside = checkpoint.path.with_name(DAMAGED + checkpoint.path.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.path.rename(aside)
+
+
+def _flaw(checkpoint: Checkpoint, newest_number: int | None) -> str | None:
+    if newest_number is not None and checkpoint.iteration >= newest_number:
+        return "the run ended in NaN before it gave a loss"
+    try:
+        check(checkpoint)
+    except DamagedCheckpointError as error:
+        return str(error)
+    except OSError as error:
+        raise LaunchError(
+            f"{checkpoint.path} cannot be checked ({error.strerror}); free some room first."
+        ) from error
+    return None
+
+
+def last_valid_iteration(run: Path) -> int | None:
+    """The newest iteration that gave a loss in a run's last attempt, if that ended in NaN, else None.
+
+    A checkpoint of that iteration or a later one has given no loss yet.
+    """
+    if not (run / records.STATUS_FILE).is_file():
+        return None
+    if records.read_status(run).status is not Status.NAN:
+        return None
+    newest = last = 0
+    with closing(LogFollower(run / records.LOG_FILE)) as log:
+        for found in log.new_iterations():
+            if found.iteration <= last:  # Another attempt, from the checkpoint before it.
+                newest = found.iteration - 1
+            last = found.iteration
+            newest = newest if found.has_nan else last
+    return newest
+
+
+def _read_manifest(checkpoint: Checkpoint) -> Manifest:
+    try:
+        data = (checkpoint.path / MANIFEST_FILE).read_bytes()
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read ({error})") from error
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    return sorted(p for p in checkpoint.path.iterdir() if p.is_file() and p.name != MANIFEST_FILE)
+
+
+def _describe(path: Path) -> StoredFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return StoredFile(file.tell(), digest)

@@ -1,0 +1,209 @@
+"""From a run's record to the launch that goes on with it, in its own layout or in another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from tools.launch.checkpoint.saving import Saving, saving_flags
+from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
+from tools.launch.cluster.nodes import INTERFACES
+from tools.launch.compose import GoesOnFrom, Launch, entry_of, model_for, with_mounts
+from tools.launch.errors import LaunchError
+from tools.launch.network import Rate
+from tools.launch.options import Options, RuntimeName
+from tools.launch.runtime import choose_runtime
+from tools.records.run import CHECKPOINTS_FOLDER, Entry, RunRecord
+from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.model import load_model
+from tools.spec.run import Backend, spec_of_flags
+from tools.spec.strategy import (
+    Batch,
+    Parallelism,
+    Sharding,
+    devices_of,
+    parse_strategy,
+    strategy_flags,
+)
+
+_OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
+OF_ONE_START = (
+    *_OF_THE_START,
+    *("--save", "--tensorboard-dir", "--wandb-save-dir", "--exit-interval"),
+    *("--async-save", "--use-persistent-ckpt-worker", "--async-strategy"),
+    "--dist-ckpt-optim-fully-reshardable",
+)
+"""Flags that say how a run began and where it writes, not what is trained."""
+
+_EVERY_DEGREE = Parallelism(
+    data=2,
+    tensor=2,
+    pipeline=2,
+    context=2,
+    expert=2,
+    expert_tensor=2,
+    virtual_stages=2,
+    sequence_parallel=True,
+    sharding=Sharding.ZERO1,
+)
+_LAYOUT = (
+    *(word for word in strategy_flags(_EVERY_DEGREE) if word.startswith("--")),
+    "--num-layers-per-virtual-pipeline-stage",
+)
+_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by"
+_MEGATRONS_MULTIPLE = 128
+
+
+def relaunch(
+    record: RunRecord, goes_on_from: GoesOnFrom, strategy: str | None, options: Options
+) -> Launch:
+    """The launch that goes on with a run.
+
+    Args:
+        record: Of the run that was saved.
+        goes_on_from: The checkpoint.
+        strategy: Another layout; None or the run's own goes on as it was.
+        options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
+
+    Raises:
+        LaunchError: The run cannot go on here, or not so.
+        StrategyError: The strategy is not in the grammar.
+    """
+    iterations = options.iterations or record.exit_interval
+    if goes_on_from.iteration >= iterations:
+        raise LaunchError(
+            f"{record.run} has a checkpoint of iteration {goes_on_from.iteration} and was to end at "
+            f"{iterations}; set ITERS= above {goes_on_from.iteration}."
+        )
+    parallelism = _parallelism(record, strategy)
+    batch = _batch(record, parallelism, options)
+    saving = options.saving or Saving(record.save_every or iterations)
+    asked = _as_it_was(record, options)
+    runtime = choose_runtime(asked, record.spec.device)
+    entry = _same_megatron(record, entry_of(runtime, asked))
+    data = Flags(record.argv).text("--data-path")
+    start = options.runs / ".start" / record.start_checkpoint if record.start_checkpoint else None
+    flags = merge_flags(
+        _laid_out(record, parallelism),
+        ("--micro-batch-size", str(batch.micro_batch_size)),
+        ("--exit-interval", str(iterations)),
+        saving_flags(saving, parallelism, entry),
+        options.extra,
+    )
+    link = options.network or _link(record)
+    spec = replace(
+        spec_of_flags(flags, parallelism.world_size, record.spec.device, record.spec.model),
+        fused=record.spec.fused,
+        link_bits_per_second=link.bits_per_second if link else None,
+        strategy=strategy or record.spec.name,
+    )
+    return Launch(
+        spec=spec,
+        model=model_for(load_model(record.spec.model), record.argv, data),
+        iterations=iterations,
+        entry=entry,
+        data=data,
+        start_checkpoint=start,
+        flags=flags,
+        environment={
+            name: value for name, value in record.environment.items() if name not in INTERFACES
+        },
+        runtime=with_mounts(runtime, data, options),
+        ledger=options.ledger,
+        nodes=options.nodes,
+        hang_timeout_seconds=options.hang_timeout_seconds,
+        saving=saving,
+        goes_on_from=goes_on_from,
+    )
+
+
+def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
+    """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
+
+    A job that is put back into its queue starts with the same words: it goes on from the newest whole
+    checkpoint, and begins where there is none.
+
+    Raises:
+        LaunchError: There are checkpoints, and none can be gone on from.
+    """
+    stored = folder / CHECKPOINTS_FOLDER
+    if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
+        return launch
+    iteration = select_checkpoint(folder).checkpoint.iteration
+    if iteration >= launch.iterations:
+        raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
+    return replace(
+        launch,
+        flags=drop_flags(launch.flags, _OF_THE_START),
+        goes_on_from=GoesOnFrom(folder.name, stored, iteration),
+    )
+
+
+def _laid_out(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
+    """What the run was told, without what concerned one start, in this layout."""
+    if parallelism == record.spec.parallelism:
+        return drop_flags(record.argv, OF_ONE_START)
+    return merge_flags(
+        drop_flags(record.argv, (*OF_ONE_START, *_LAYOUT)),
+        strategy_flags(parallelism),
+        _same_vocabulary(record, parallelism),
+    )
+
+
+def _same_megatron(record: RunRecord, entry: Entry) -> Entry:
+    if entry.megatron_version != record.entry.megatron_version:
+        raise LaunchError(
+            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
+            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
+        )
+    return entry
+
+
+def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
+    if record.spec.backend != Backend.MEGATRON:
+        raise LaunchError(
+            f"{record.run} was trained by BACKEND={record.spec.backend}, which saves nothing."
+        )
+    if strategy is None or strategy == record.spec.name:
+        return record.spec.parallelism
+    devices = devices_of(strategy, record.spec.parallelism.world_size)
+    parallelism = parse_strategy(strategy, devices)
+    if parallelism.sharding != record.spec.parallelism.sharding:
+        saved = record.spec.parallelism.sharding or "whole optimizer states"
+        raise LaunchError(
+            f"{record.run} was saved with {saved}, and {strategy} has "
+            f"{parallelism.sharding or 'whole ones'}: Megatron keeps the two in different formats; name "
+            "a strategy that shards as the run does."
+        )
+    return parallelism
+
+
+def _link(record: RunRecord) -> Rate | None:
+    bits = record.spec.link_bits_per_second
+    return Rate(bits) if bits else None
+
+
+def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:
+    """The same global batch, in micro batches that divide it among the new data-parallel ranks."""
+    whole = record.spec.batch.global_batch_size
+    own = math.gcd(record.spec.batch.micro_batch_size, max(1, whole // parallelism.data))
+    return Batch(options.micro_batch_size or own, whole)
+
+
+def _same_vocabulary(record: RunRecord, parallelism: Parallelism) -> tuple[str, str]:
+    """Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well."""
+    own = Flags(record.argv).integer(_VOCABULARY_MULTIPLE, _MEGATRONS_MULTIPLE)
+    rows = own * record.spec.parallelism.tensor
+    return _VOCABULARY_MULTIPLE, str(max(1, rows // parallelism.tensor))
+
+
+def _as_it_was(record: RunRecord, options: Options) -> Options:
+    """The options with the run's own runtime, image and checkout."""
+    entry = Path(record.entry.path)
+    checkout = entry.parent if entry.is_absolute() and record.runtime == RuntimeName.HOST else None
+    return replace(
+        options,
+        runtime=RuntimeName(record.runtime),
+        megatron_lm=options.megatron_lm or checkout,
+    )

@@ -1,0 +1,92 @@
+"""`make resume RUN=…`: a run goes on from its newest whole and sound checkpoint.
+
+In its own layout it goes on in its own folder: log, events and checkpoints are added to, and what
+belongs to one attempt is kept in `attempts/`. In another layout (STRATEGY=pp2) it is another run, in a
+folder of its own that names its parent, because its times and its memory are not its parent's.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from tools.launch.checkpoint.stored import Choice, select_checkpoint
+from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.relaunch import relaunch
+from tools.launch.run_folder import only_attempt
+from tools.launch.train import command_line, describe, train_once
+from tools.records import run as records
+from tools.spec.strategy import StrategyError
+
+
+def resume(run: Path, strategy: str | None, options: Options, console: Console) -> int:
+    """Go on with a run; 0 if it ended well.
+
+    Raises:
+        LaunchError: It cannot go on; nothing was changed.
+    """
+    if options.slurm is not None:
+        raise LaunchError(
+            "LAUNCHER=slurm resumes a job by itself when it is put back: 'scontrol requeue <job>'; "
+            "leave it out to resume here, in an allocation or with NNODES= on each host."
+        )
+    record = _read(run)
+    with ExitStack() as held:
+        held.enter_context(only_attempt(run, options.nodes))
+        choice = select_checkpoint(run)
+        loaded = GoesOnFrom(run.name, run / records.CHECKPOINTS_FOLDER, choice.checkpoint.iteration)
+        launch = _relaunch(record, loaded, strategy, options)
+        if options.dry_run:
+            print(command_line(launch))
+            return 0
+        if launch.nodes is None:  # Else each node tells the others what stops it.
+            check(launch, options.runs)
+        _tell(run, launch, choice, console)
+        own_folder = launch.spec.parallelism == record.spec.parallelism
+        if not own_folder:  # The run itself may go on beside this one.
+            held.close()
+        there = replace(options, run_folder=run if own_folder else None)
+        return 0 if train_once(launch, there, console, launch.spec.name) else 1
+
+
+def _tell(run: Path, launch: Launch, choice: Choice, console: Console) -> None:
+    for checkpoint, flaw in choice.passed_over:
+        console.print(
+            f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used.",
+            style="yellow",
+            highlight=False,
+        )
+    console.print(
+        f"{run.name} goes on after iteration {choice.checkpoint.iteration} as {launch.spec.name}: "
+        f"{describe(launch)}",
+        highlight=False,
+    )
+
+
+def _relaunch(
+    record: records.RunRecord, goes_on_from: GoesOnFrom, strategy: str | None, options: Options
+) -> Launch:
+    try:
+        return relaunch(record, goes_on_from, strategy, options)
+    except StrategyError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _read(run: Path) -> records.RunRecord:
+    try:
+        return records.read_run(run)
+    except (FileNotFoundError, NotADirectoryError):
+        raise LaunchError(
+            f"RUN={run} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows them."
+        ) from None
+    except msgspec.DecodeError as error:
+        raise LaunchError(
+            f"{run / records.RUN_FILE} is not of this version of the kit ({error})."
+        ) from None

@@ -1,0 +1,208 @@
+"""`make status`: every run, waiting, running or ended; and what Slurm knows put into the records."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tools.launch.cluster.node_files import FOLDER
+from tools.launch.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
+from tools.launch.run_folder import utc_now
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.report.diagnosis import diagnose
+from tools.report.iteration_line import find_iterations
+from tools.report.lines import split_lines
+from tools.report.runs import find_run_folders
+from tools.report.scraped import Iteration
+
+ALIVE_SECONDS = 15.0
+"""A run's sampler writes every second; on a network file system it shows some seconds later."""
+
+TAIL_BYTES = 256 << 10
+RECENT = 20
+"""Iterations whose median says how long the rest will take."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run as it stands now."""
+
+    run: str
+    state: str
+    """`queued`, `running`, or how it ended."""
+    iteration: int | None = None
+    iterations: int | None = None
+    loss: float | None = None
+    left_seconds: float | None = None
+    note: str = ""
+
+
+def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
+    """Print a row for every run, the newest last."""
+    table = Table("run", "state", "iteration", "loss", "left", "")
+    for seen in rows:
+        done = "" if seen.iteration is None else f"{seen.iteration}/{seen.iterations or '?'}"
+        loss = "" if seen.loss is None else f"{seen.loss:.4f}"
+        left = "" if seen.left_seconds is None else _duration(seen.left_seconds)
+        # As text: what a log or Slurm said is not to be taken for markup.
+        cells = (seen.run, seen.state, done, loss, left, seen.note)
+        table.add_row(*(Text(_printable(cell)) for cell in cells))
+    if rows:
+        console.print(table)
+    else:
+        text = f"No runs in {runs}; 'make demo' or a train-… target makes some."
+        console.print(text, markup=False)
+
+
+def follow(runs: Path) -> list[RunStatus]:
+    """Every run as it stands; the caller's jobs that Slurm ended get the status that it tells."""
+    folders = find_run_folders(runs)
+    jobs = {folder: job for folder in folders if (job := read_job(folder)) is not None}
+    states = job_states([job.job_id for job in jobs.values()])
+    return [_see(folder, jobs.get(folder), states) for folder in folders]
+
+
+def read_job(folder: Path) -> records.JobRecord | None:
+    """`job.json`; None where there is none that can be read."""
+    try:
+        return msgspec.json.decode((folder / records.JOB_FILE).read_bytes(), type=records.JobRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _see(
+    folder: Path, job: records.JobRecord | None, states: dict[str, JobState] | None
+) -> RunStatus:
+    status = _status(folder)
+    state = states.get(job.job_id) if job and states else None
+    last = _last_iterations(folder / records.LOG_FILE)
+    wanted = _wanted(folder)
+    # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
+    if job and states is not None and _is_own(folder) and not _in_hand(state):
+        status = _settled(folder, job, state, status)
+    if state and state.waits:
+        shown, note = "queued", f"job {job.job_id if job else ''}: {state.reason}"
+    elif (state and state.runs) or (state is None and _alive(folder) and _open(status)):
+        shown, note = "running", f"job {job.job_id}" if job else ""
+    else:
+        shown, note = status.status.value, status.reason if status.status is not Status.OK else ""
+        if job and states is None and _open(status):
+            note = f"job {job.job_id}: Slurm does not answer."
+    left = _left(last, wanted) if shown == "running" else None
+    newest = last[-1] if last else None
+    return RunStatus(
+        run=folder.name,
+        state=shown,
+        iteration=newest.iteration if newest else None,
+        iterations=wanted,
+        loss=newest.lm_loss if newest else None,
+        left_seconds=left,
+        note=note,
+    )
+
+
+def _settled(
+    folder: Path, job: records.JobRecord, state: JobState | None, status: StatusRecord
+) -> StatusRecord:
+    """Its status, with Slurm's word where the launcher left none or was only told to stop."""
+    if _open(status) and not _alive(folder):
+        settled = replace(_how_it_ended(folder, job, state), finished_utc=utc_now())
+    elif status.status is Status.INTERRUPTED and state and state.state in STOPPED_BY_SLURM:
+        settled = replace(status, reason=_reason(job, ENDINGS[state.state][1]))
+    else:
+        return status
+    if settled != status:
+        write_record(folder / records.STATUS_FILE, settled)
+    return settled
+
+
+def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) -> StatusRecord:
+    if state is not None:
+        kind, how = ENDINGS.get(state.state, (Status.CRASHED, f"ended {state.state} in Slurm"))
+        return StatusRecord(kind, None, _reason(job, how))
+    status = diagnose(folder / records.LOG_FILE, None, interrupted=False)
+    reason = f"Job {job.job_id} is gone from Slurm; its launcher left no word. {status.reason}"
+    return replace(status, reason=reason.strip())
+
+
+def _reason(job: records.JobRecord, how: str) -> str:
+    return f"Job {job.job_id} {how}; see slurm.txt."
+
+
+def _is_own(folder: Path) -> bool:
+    return folder.stat().st_uid == os.getuid()
+
+
+def _in_hand(state: JobState | None) -> bool:
+    return state is not None and (state.waits or state.runs)
+
+
+def _open(status: StatusRecord) -> bool:
+    return status.status is Status.INCOMPLETE
+
+
+def _status(folder: Path) -> StatusRecord:
+    try:
+        return records.read_status(folder)
+    except (OSError, msgspec.DecodeError):
+        return StatusRecord(Status.INCOMPLETE, None, "status.json cannot be read.")
+
+
+def _alive(folder: Path) -> bool:
+    """Whether a launcher is at work: it writes samples all the time."""
+    places = (folder, *(folder / FOLDER).glob("*"))
+    for place in places:
+        try:
+            if time.time() - (place / records.SAMPLES_FILE).stat().st_mtime < ALIVE_SECONDS:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _wanted(folder: Path) -> int | None:
+    try:
+        return records.read_run(folder).exit_interval
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _last_iterations(log: Path) -> Sequence[Iteration]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ()
+    lines, rest = split_lines(text)
+    return [found for line in (*lines, rest) for found in find_iterations(line)][-RECENT:]
+
+
+def _left(last: Sequence[Iteration], wanted: int | None) -> float | None:
+    times = [one.elapsed_ms for one in last if one.elapsed_ms is not None]
+    if not times or wanted is None:
+        return None
+    pace = statistics.median(times) / 1000
+    return max(0, wanted - last[-1].iteration) * pace
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -1,0 +1,237 @@
+"""`LAUNCHER=slurm make train-…`: a run folder, a script in it, and a job in the queue."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.sbatch import Cell, Container, Job, script
+from tools.launch.cluster.slurm import Slurm
+from tools.launch.compose import RUN_PLACEHOLDER, Launch
+from tools.launch.container import docker
+from tools.launch.container.image import find_pair
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options, RuntimeName
+from tools.launch.preflight import check_composition, data_path
+from tools.launch.run_folder import create_run_folder, utc_now
+from tools.launch.target import Target
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.spec.files import ROOT, from_root
+from tools.spec.run import DeviceKind
+
+SCRIPT_FILE = "job.sbatch"
+SUBMIT_SECONDS = 60.0
+ONLY_HERE = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
+"""Variables that the job is not given, because they are settled when it is submitted."""
+
+WANDB_NAMES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT")
+
+
+def submit(
+    target: Target, flags: Sequence[str], launch: Launch, options: Options, console: Console
+) -> int:
+    """Submit a target's run, or its repeats as an array; 0, or the script alone with DRY_RUN=1.
+
+    Raises:
+        LaunchError: The run cannot work, or Slurm is not here or refuses it; nothing was written.
+    """
+    slurm = options.slurm
+    assert slurm is not None
+    spread = over_nodes(launch, slurm)
+    check_composition(spread, options.runs)
+    each = [PendingRun(spread, argv_of(target, flags), dict(options.given))] * options.repeats
+    submit_array(target.name.removeprefix("train-"), each, options, console)
+    return 0
+
+
+@dataclass(frozen=True)
+class PendingRun:
+    """A run to be submitted."""
+
+    launch: Launch
+    argv: tuple[str, ...]
+    """Arguments of `python -m tools.launch`."""
+    settings: Mapping[str, str]
+    """Make variables as they were given."""
+
+
+def submit_array(
+    name: str, each: Sequence[PendingRun], options: Options, console: Console
+) -> tuple[Path, ...]:
+    """Submit runs of one size as one job, an array if there are several; their folders.
+
+    Raises:
+        LaunchError: Slurm is not here or refuses it, and nothing was written; or it gives no answer, and
+            the run folders stay for a job that it may have taken.
+    """
+    job = _job(name, each[0].launch, options)
+    if options.dry_run:
+        cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
+        print(script(replace(job, cells=cells)))
+        return ()
+    _require_sbatch()
+    folders = tuple(create_run_folder(one.launch, options.runs) for one in each)
+    cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
+    image = image_asked(each[0].launch.spec.device, options)
+    job_id = _hand_over(replace(job, cells=cells), folders, image)
+    for folder in folders:
+        shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+        console.print(f"job {job_id}: {shown}", highlight=False, markup=False, soft_wrap=True)
+    console.print("'make status' follows it.", highlight=False)
+    return folders
+
+
+def over_nodes(launch: Launch, slurm: Slurm) -> Launch:
+    """The launch as it will be spread; where its nodes meet is known once they are there."""
+    return replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
+
+
+def image_asked(device: DeviceKind, options: Options) -> str | None:
+    """The image of the kit's that ranks are to run in if Slurm has Pyxis; None for the host.
+
+    Raises:
+        LaunchError: IMAGE= names no pair.
+    """
+    if device is DeviceKind.CPU or options.runtime is RuntimeName.HOST:
+        return None
+    named = options.slurm.image if options.slurm else None
+    return named or find_pair(options.image).name
+
+
+def argv_of(target: Target, flags: Sequence[str]) -> tuple[str, ...]:
+    """What a node's launcher is called with for a target."""
+    devices = f"{target.devices}{target.device}"
+    return ("run", target.strategy, target.model, devices, "--", *flags)
+
+
+def _job(name: str, launch: Launch, options: Options) -> Job:
+    slurm = options.slurm
+    assert slurm is not None
+    container = _container(launch, options, slurm)
+    on_host = str(Path(sys.executable)) if not container else docker.PYTHON
+    return Job(
+        name=name,
+        device=launch.spec.device,
+        devices_a_node=launch.local_devices,
+        slurm=slurm,
+        cells=(),
+        python=on_host,
+        inherited=inherited(options),
+        container=container,
+    )
+
+
+def inherited(options: Options) -> tuple[str, ...]:
+    """Names of the submitter's variables that the job gets; keys only for what was asked for.
+
+    Slurm keeps a job's variables in its own spool until the job has ended.
+    """
+    names = [
+        name for name in docker.inherited_names(*WANDB_NAMES) if name != "CUDA_VISIBLE_DEVICES"
+    ]
+    return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
+
+
+def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | None:
+    """The kit's image where Pyxis is, for GPU ranks; None for the host."""
+    if image_asked(launch.spec.device, options) is None:
+        return None
+    if not _has_pyxis():
+        if options.runtime is RuntimeName.DOCKER or slurm.image:
+            raise LaunchError(
+                "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
+                "started; set RUNTIME=host."
+            )
+        return None
+    pair = find_pair(options.image)
+    squashed = ROOT / "docker" / f"{pair.name.replace(':', '+')}.sqsh"
+    if slurm.image is None and not squashed.is_file():
+        raise LaunchError(
+            f"{squashed} is not there; make it where Docker is with 'make image' and 'enroot import "
+            f"--output {squashed} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
+            "RUNTIME=host."
+        )
+    folders = (ROOT, *docker.data_folders(data_path(launch)), options.runs.absolute())
+    mounts = docker.Container("", "", mounts=()).mounting(*folders).mounts
+    return Container(slurm.image or str(squashed), mounts)
+
+
+def _cell(folder: str, one: PendingRun) -> Cell:
+    settings = {name: value for name, value in one.settings.items() if name not in ONLY_HERE}
+    # The job is in its container already, or to have none.
+    return Cell(folder, one.argv, {**settings, "RUNTIME": RuntimeName.HOST.value})
+
+
+def _hand_over(job: Job, folders: Sequence[Path], image: str | None) -> str:
+    """Write the script into every run folder and submit it; the job's number."""
+    refused = True
+    try:
+        text = script(job)
+        for folder in folders:
+            (folder / SCRIPT_FILE).write_text(text)
+            waiting = records.StatusRecord(
+                records.Status.INCOMPLETE, None, "Waits in Slurm's queue."
+            )
+            write_record(folder / records.STATUS_FILE, waiting)
+        slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
+        refused = False
+        for element, folder in enumerate(folders):
+            own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
+            submitted = records.encode_run(records.read_run(folder))
+            record = records.JobRecord(own, job.slurm.nodes, utc_now(), image, submitted)
+            write_record(folder / records.JOB_FILE, record)
+    except subprocess.TimeoutExpired:
+        refused = False
+        names = ", ".join(map(str, folders))
+        raise LaunchError(
+            f"sbatch gave no answer within {SUBMIT_SECONDS:.0f} s, so Slurm may have taken the job: "
+            f"look for {job.name} with 'squeue --me', and remove {names} if it is not there."
+        ) from None
+    finally:
+        if refused:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+    return slurm_job
+
+
+def _sbatch(path: Path) -> str:
+    command = ("sbatch", "--parsable", str(path))
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=SUBMIT_SECONDS, cwd=ROOT
+        )
+    except OSError as error:
+        raise LaunchError(f"'{shlex.join(command)}' cannot be run ({error}).") from None
+    if answer.returncode:
+        said = " ".join(answer.stderr.split()).removeprefix("sbatch: ")
+        raise LaunchError(f"Slurm refuses the job: {said}")
+    return answer.stdout.strip().partition(";")[
+        0
+    ]  # The cluster's name follows where there are several.
+
+
+def _require_sbatch() -> None:
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            "LAUNCHER=slurm needs Slurm's client (no 'sbatch' on PATH); run this on the cluster's login "
+            "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
+        )
+
+
+def _has_pyxis() -> bool:
+    try:
+        answer = subprocess.run(
+            ("srun", "--help"), capture_output=True, text=True, check=False, timeout=SUBMIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "--container-image" in answer.stdout

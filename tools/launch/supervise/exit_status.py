@@ -1,0 +1,148 @@
+"""How a run ended, from its log and from what the machine tells, and the last words in its folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tools.launch.background import BackgroundThread
+from tools.launch.supervise.hang import drop_empty
+from tools.ledger.collect import collect
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.report.diagnosis import diagnose, first_error
+from tools.report.scrape import scrape_log
+
+RESERVE_FILE = ".reserve"
+RESERVE_BYTES = 1 << 20
+"""Held while a run trains and given back at its end: its status can be written on a full disk too."""
+
+LOOK_SECONDS = 0.2
+_FULL_BYTES = 64 << 10
+_SIGKILL = 137
+
+
+def reserve_room(folder: Path) -> None:
+    """Hold room for the last words.
+
+    Raises:
+        OSError: There is none.
+    """
+    with (folder / RESERVE_FILE).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+
+
+def memory_kills() -> int | None:
+    """How often the kernel has killed a process for memory since it started; None: it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+class DiskWatermark(BackgroundThread):
+    """The least room that a disk had while the `with` block ran: at the end some may be free again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.free_bytes = _free_bytes(folder)
+        super().__init__()
+
+    def watch(self) -> None:
+        """As `BackgroundThread.watch`."""
+        while not self.done.wait(LOOK_SECONDS):
+            self.free_bytes = min(self.free_bytes, _free_bytes(self._folder))
+
+
+def classify_exit(
+    folder: Path,
+    exit_code: int | None,
+    interrupted: bool,
+    kills_before: int | None = None,
+    least_free_bytes: int | None = None,
+) -> StatusRecord:
+    """How a run ended.
+
+    Args:
+        folder: The run folder.
+        exit_code: The supervisor's; 128 + n if signal n ended torchrun itself, -n if the supervisor.
+        interrupted: Whether the launcher was told to stop.
+        kills_before: What `memory_kills` said before it started.
+        least_free_bytes: Of the folder's disk while it ran, where somebody looked.
+    """
+    status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
+    if exit_code is not None and exit_code < 0 and not interrupted:
+        # The supervisor gives torchrun's signals as 128 + n. Its own end stops torchrun by SIGTERM.
+        by = signal.Signals(-exit_code).name
+        reason = (
+            f"The supervisor of torchrun was killed by {by}{_after(folder)}; all ranks were ended."
+        )
+        return replace(status, status=Status.CRASHED, reason=reason, rank=None)
+    if status.status in (Status.OK, Status.INTERRUPTED):
+        return status
+    was_full = least_free_bytes is not None and least_free_bytes < _FULL_BYTES
+    # What was full for a moment is blamed only for a log that could not say what happened.
+    if _free_bytes(folder) < _FULL_BYTES or (was_full and _is_silent(folder)):
+        reason = f"No space was left on the disk of {folder.name}; {_begin(status.reason)}"
+        return replace(status, status=Status.CRASHED, reason=reason)
+    if exit_code == _SIGKILL:
+        # What ranks said when they lost torchrun is no news.
+        reason = f"torchrun was killed by SIGKILL{_after(folder)}; its ranks were ended."
+        status = replace(status, status=Status.CRASHED, reason=reason, rank=None)
+    now = memory_kills()
+    if "SIGKILL" in status.reason and None not in (now, kills_before) and now != kills_before:
+        who = "torchrun" if status.rank is None else f"Rank {status.rank}"
+        reason = f"{who} was killed by the kernel, which had run out of memory{_after(folder)}."
+        return replace(status, status=Status.OUT_OF_MEMORY, reason=reason)
+    return status
+
+
+def launcher_was_killed(folder: Path) -> StatusRecord:
+    """The verdict where nobody is left to judge."""
+    reason = f"The launcher was killed{_after(folder)}; all ranks were ended."
+    return StatusRecord(Status.INTERRUPTED, None, reason)
+
+
+def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRecord:
+    """Write how a run ended and what its ranks' ledgers hold; return what was written.
+
+    Raises:
+        OSError: The disk is full in spite of the room that was held.
+    """
+    status = replace(
+        status,
+        finished_utc=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        wall_seconds=round(wall_seconds, 1),
+    )
+    (folder / RESERVE_FILE).unlink(missing_ok=True)
+    if (folder / records.STATUS_FILE).exists():
+        write_record(folder / records.STATUS_FILE, status)
+    drop_empty(folder / records.STACKS_FOLDER)
+    collect(folder)
+    return status
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return _FULL_BYTES
+
+
+def _is_silent(folder: Path) -> bool:
+    return first_error(scrape_log(folder / records.LOG_FILE)) is None
+
+
+def _after(folder: Path) -> str:
+    iterations = scrape_log(folder / records.LOG_FILE).iterations
+    return f" after iteration {iterations[-1].iteration}" if iterations else ""
+
+
+def _begin(reason: str) -> str:
+    return reason[:1].lower() + reason[1:] if reason else "the log does not say more."

@@ -1,0 +1,109 @@
+"""Between the launcher and torchrun: when either is gone, so are all ranks.
+
+python -m tools.launch.supervise.supervisor FOLDER CONTAINER -- COMMAND…
+
+The launcher holds the other end of this process's standard input, so its death, of whatever, is an end
+of file here. Orphans of torchrun become children of this process (a child subreaper), so none is lost.
+torchrun is told by the kernel when this process dies. What the launcher can no longer write, the status
+of the run, is written here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 4.0
+"""From SIGTERM to SIGKILL."""
+
+NO_CONTAINER = "-"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(folder: Path, container: str, command: Sequence[str]) -> int:
+    """Run the command to its end, or to the launcher's; 128 + n if a signal ended it."""
+    # Handlers, not SIG_IGN: those would be inherited. This process goes when its child has gone.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    started = time.monotonic()
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509 - no threads here
+    )
+    launcher_lives = True
+    while launcher_lives and child.poll() is None:
+        launcher_lives = _wait_for_end_of_input(POLL_SECONDS)
+    end_descendants()
+    code = child.wait()
+    if not launcher_lives:
+        _finish_for_the_launcher(folder, container, time.monotonic() - started)
+    return 128 - code if code < 0 else code
+
+
+def end_descendants() -> None:
+    """SIGTERM to every process below this one, then SIGKILL until none is left."""
+    _signal_all(signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while _running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while _running():
+        _signal_all(signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _running() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _signal_all(number: signal.Signals) -> None:
+    for process in _running():
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _wait_for_end_of_input(seconds: float) -> bool:
+    """Wait; whether the other end of standard input is still held."""
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], seconds)
+    return not readable or bool(os.read(sys.stdin.fileno(), 1))
+
+
+def _finish_for_the_launcher(folder: Path, container: str, seconds: float) -> None:
+    from tools.launch.container.docker import remove_container
+    from tools.launch.supervise.exit_status import finish, launcher_was_killed
+
+    if container != NO_CONTAINER:
+        remove_container(container)
+    finish(folder, launcher_was_killed(folder), seconds)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+if __name__ == "__main__":
+    place, name, _, *words = sys.argv[1:]
+    sys.exit(main(Path(place), name, words))
