@@ -25,8 +25,8 @@ from tools.launch.background import BackgroundThread
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.devices import Gpu, find_links, visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.sampler import event_reasons, throttle_reasons
 from tools.launch.microbenchmark import Workload
+from tools.launch.sampler import event_reasons, throttle_reasons
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
 
