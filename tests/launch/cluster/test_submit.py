@@ -18,7 +18,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.status import follow
 from tools.launch.submit import _hand_over
 from tools.records.io import write_record
-from tools.records.run import JobRecord, Status, StatusRecord, read_status
+from tools.records.run import JobRecord, Status, StatusRecord, read_status, write_run
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 
@@ -256,7 +256,7 @@ def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: 
     folder = job_folder(tmp_path, "12", iterations=30)
     program(programs, "squeue", "echo '12|RUNNING|None'")
     assert follow(tmp_path)[0].left_seconds is None  # nobody knows of how many
-    write_record(folder / "run.json", run_record(folder.name, "dp2", exit_interval=100))
+    write_run(folder, run_record(folder.name, "dp2", exit_interval=100))
     (seen,) = follow(tmp_path)
     assert (seen.iteration, seen.iterations, seen.left_seconds) == (30, 100, 70 * 0.5)
 
