@@ -17,8 +17,9 @@ from tools.plan.megatron import Megatron
 from tools.plan.parameters import parameters_of_rank
 from tools.plan.tensors import buffer_of
 from tools.plan.traffic_data import bucket_elements
-from tools.plan.wire import Group, Traffic, by_group
+from tools.plan.wire import Traffic, by_group
 from tools.records.measurements import Operation, wire_bytes
+from tools.spec.groups import Group
 from tools.spec.model import ModelShape, load_model
 from tools.spec.run import DeviceKind, Recompute, RunSpec, TokenDispatcher, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy

@@ -10,7 +10,6 @@ from tools.plan.parameters import (
     parameters_of_rank,
     parameters_total,
     rank_parameters,
-    replicated_over_tensor,
 )
 from tools.spec.model import ModelShape, load_model
 from tools.spec.strategy import Parallelism, Sharding, parse_strategy
@@ -179,6 +178,14 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
         parameters_of_rank(TINY, Parallelism(pipeline=2), 0, 2)
     with pytest.raises(IndexError, match="TP 2 has no rank 2"):
         parameters_of_rank(TINY, Parallelism(tensor=2), 2, 0)
+
+
+def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, stage: int) -> int:
+    """Elements that every TP rank of a dense model holds whole: norms, row biases, positions."""
+    parameters = rank_parameters(shape, parallelism, stage)
+    layers = shape.layers // parallelism.pipeline
+    row_biases = 2 * shape.hidden if shape.bias else 0
+    return parameters.norms + parameters.position_embedding + layers * row_biases
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4]))

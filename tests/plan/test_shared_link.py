@@ -4,7 +4,7 @@ import pytest
 
 from tools.plan.cluster import crossing_groups
 from tools.plan.shared_link import at_other_rate, link_seconds
-from tools.plan.wire import Group
+from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
 
 

@@ -16,7 +16,7 @@ from tools.plan.residuals import (
     residual_tables,
 )
 from tools.plan.timing import IterationSeconds, iteration_seconds
-from tools.plan.wire import Group
+from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import RunSpec

@@ -21,7 +21,7 @@ def test_shares_are_of_the_iteration_and_sum_to_one() -> None:
     (shares,) = time_shares(TimeRecord((seconds(0, PHASES, CALLS),)))
     assert shares.phases[Phase.BACKWARD] == pytest.approx(0.3)
     assert sum(shares.phases.values()) == pytest.approx(1)
-    assert shares.pipeline_wait == pytest.approx(0.1)
+    assert shares.phases[Phase.PIPELINE] == pytest.approx(0.1)
     assert shares.exposed_communication == pytest.approx(0.43)
 
 

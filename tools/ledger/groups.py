@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import functools
 
-_NAMES = {
-    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "CONTEXT_PARALLEL_GROUP": "cp",
+from tools.spec.groups import Group
+
+_NAMES: dict[str, str] = {
+    "TENSOR_MODEL_PARALLEL_GROUP": Group.TENSOR,
+    "CONTEXT_PARALLEL_GROUP": Group.CONTEXT,
     "DATA_PARALLEL_GROUP": "dp",
-    "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
-    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
     # With one instance of the distributed optimizer, which is the default, these are all ranks.
-    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "world",
-    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "EMBEDDING_GROUP": "embedding",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": Group.WORLD,
+    "PIPELINE_MODEL_PARALLEL_GROUP": Group.PIPELINE,
+    "EMBEDDING_GROUP": Group.EMBEDDING,
     "POSITION_EMBEDDING_GROUP": "position_embedding",
-    "MODEL_PARALLEL_GROUP": "mp",
-    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "MODEL_PARALLEL_GROUP": Group.MODEL,
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": Group.TENSOR_CONTEXT,
     "TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
-    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
-    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "EXPERT_DATA_PARALLEL_GROUP": "expert_dp",
-    "EXPERT_TENSOR_PARALLEL_GROUP": "expert_tp",
-    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
-    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "expert_mp",
-    "default_pg": "world",
+    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": Group.TENSOR_DATA_CONTEXT,
+    "EXPERT_MODEL_PARALLEL_GROUP": Group.EXPERT,
+    "EXPERT_DATA_PARALLEL_GROUP": Group.EXPERT_DATA,
+    "EXPERT_TENSOR_PARALLEL_GROUP": Group.EXPERT_TENSOR,
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": Group.TENSOR_EXPERT,
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": Group.EXPERT_MODEL,
+    "default_pg": Group.WORLD,
 }
 # Weight rematerialisation (0.19) and gloo twins are the same split under another name.
 _SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")

@@ -12,7 +12,7 @@ from tools.plan.memory import fullest_rank
 from tools.plan.parameters import parameters_total
 from tools.plan.search import Candidate, Plan, Request, evaluate
 from tools.plan.timing import TIME_COMPONENTS
-from tools.plan.wire import Group
+from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism, Sharding
 
 GIB = 2**30

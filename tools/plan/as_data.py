@@ -14,7 +14,8 @@ from tools.plan.naming import extra_flags, make_command
 from tools.plan.scaling import Scaling
 from tools.plan.search import Candidate, Plan, Request
 from tools.plan.timing import TIME_COMPONENTS
-from tools.plan.wire import Group, Traffic, by_group, total_wire_bytes
+from tools.plan.wire import Traffic, by_group, total_wire_bytes
+from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from tools.plan.wire import Group
+from tools.spec.groups import Group, group_ranks
 from tools.spec.hardware import Device, Link
 from tools.spec.strategy import Parallelism
 
@@ -95,19 +95,25 @@ def crossing_groups(parallelism: Parallelism, group: Group, per_node: int) -> in
 
 
 def _stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
-    """Distance between neighbours of a group in global ranks, and its size."""
-    tensor, context, data = parallelism.tensor, parallelism.context, parallelism.data
-    replicas = tensor * context * data
-    expert_tensor, expert = parallelism.tensor_of_experts, parallelism.expert
-    return {
-        Group.TENSOR: (1, tensor),
-        Group.EXPERT_TENSOR: (1, expert_tensor),
-        Group.CONTEXT: (tensor, context),
-        Group.TENSOR_CONTEXT: (1, tensor * context),
-        Group.EXPERT: (expert_tensor, expert),
-        Group.TENSOR_EXPERT: (1, expert_tensor * expert),
-        Group.DATA_CONTEXT: (tensor, context * data),
-        Group.EXPERT_DATA: (expert_tensor * expert, parallelism.copies_of_experts),
-        Group.PIPELINE: (replicas, parallelism.pipeline),
-        Group.EMBEDDING: (replicas * max(1, parallelism.pipeline - 1), 2),
-    }.get(group, (1, parallelism.world_size))
+    """Distance between neighbours of a group in global ranks, and its size.
+
+    Groups that no single stride describes move a few numbers only; they count as the whole world.
+    """
+    tensor, context = parallelism.tensor, parallelism.context
+    replicas = tensor * context * parallelism.data
+    expert_tensor = parallelism.tensor_of_experts
+    strides = {
+        Group.TENSOR: 1,
+        Group.EXPERT_TENSOR: 1,
+        Group.CONTEXT: tensor,
+        Group.TENSOR_CONTEXT: 1,
+        Group.EXPERT: expert_tensor,
+        Group.TENSOR_EXPERT: 1,
+        Group.DATA_CONTEXT: tensor,
+        Group.EXPERT_DATA: expert_tensor * parallelism.expert,
+        Group.PIPELINE: replicas,
+        Group.EMBEDDING: replicas * max(1, parallelism.pipeline - 1),
+    }
+    if group not in strides:
+        return 1, parallelism.world_size
+    return strides[group], group_ranks(parallelism, group)

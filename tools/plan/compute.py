@@ -37,13 +37,8 @@ class LayerSeconds:
     backward_memory: float
 
     @property
-    def input_gradient_matmul(self) -> float:
-        """Backward multiplies each output gradient by the weights…"""
-        return self.forward_matmul
-
-    @property
     def weight_gradient_matmul(self) -> float:
-        """…and by the inputs: as much work again."""
+        """Output gradients times inputs: half of backward's products, and as much work as forward's."""
         return self.forward_matmul
 
     @property

@@ -129,20 +129,6 @@ def vocabulary_and_ends(shape: ModelShape, vocabulary: int) -> int:
     return tables + shape.positions * shape.hidden + norm_parameters(shape)
 
 
-def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, pipeline_rank: int) -> int:
-    """Elements that every TP rank holds whole: norms, row-parallel biases, positions, router."""
-    parameters = rank_parameters(shape, parallelism, pipeline_rank)
-    layers = shape.layers // parallelism.pipeline
-    row_biases = (1 if shape.experts else 2) * shape.hidden if shape.bias else 0
-    return (
-        parameters.norms
-        + parameters.position_embedding
-        + parameters.router
-        + layers * row_biases
-        + layers * (shape.experts // parallelism.expert) * _expert_row_bias(shape)
-    )
-
-
 @lru_cache(maxsize=1024)
 def _stage_parameters(
     shape: ModelShape, split: tuple[int, int, int, int], first: bool, last: bool
@@ -176,10 +162,6 @@ def _mlp_parameters(shape: ModelShape, ffn: int, tensor: int) -> int:
 
 def _expert_parameters(shape: ModelShape, tensor: int) -> int:
     return _mlp_parameters(shape, shape.expert_ffn_hidden, tensor) if shape.experts else 0
-
-
-def _expert_row_bias(shape: ModelShape) -> int:
-    return shape.hidden if shape.experts and shape.bias else 0
 
 
 def _router_parameters(shape: ModelShape) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from tools.plan.cluster import crossing_groups
-from tools.plan.wire import Group
+from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
 
 NODES = 2

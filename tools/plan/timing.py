@@ -13,8 +13,9 @@ from tools.plan.traffic_bookkeeping import bookkeeping_traffic
 from tools.plan.traffic_data import gradient_traffic
 from tools.plan.traffic_pipeline import pipeline_traffic
 from tools.plan.traffic_tensor import replicated_gradients
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Phase
+from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch, Sharding
 

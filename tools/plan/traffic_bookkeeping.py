@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tools.plan.megatron import Megatron
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.groups import Group, group_ranks
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding
 
@@ -47,21 +48,6 @@ def bookkeeping_traffic(
         yield from _router_losses(configuration, megatron)
     if megatron is Megatron.F4FA7D6B:
         yield _timers(configuration)
-
-
-def group_size(configuration: RunSpec, group: Group) -> int:
-    """Ranks of a group."""
-    parallelism = configuration.parallelism
-    replica = parallelism.tensor * parallelism.pipeline
-    return {
-        Group.WORLD: parallelism.world_size,
-        Group.MODEL: replica,
-        Group.EXPERT_MODEL: parallelism.world_size // parallelism.copies_of_experts,
-        Group.PIPELINE: parallelism.pipeline,
-        Group.TENSOR_CONTEXT: parallelism.tensor * parallelism.context,
-        Group.DATA_CONTEXT: parallelism.data * parallelism.context,
-        Group.TENSOR_DATA_CONTEXT: parallelism.world_size // parallelism.pipeline,
-    }[group]
 
 
 def _gradient_statistics(configuration: RunSpec) -> Iterator[Traffic]:
@@ -127,7 +113,7 @@ def _call(
     numbers: int = 1,
     calls: int = 1,
 ) -> Traffic:
-    ranks = group_size(configuration, group)
+    ranks = group_ranks(configuration.parallelism, group)
     payload = numbers * _SCALAR_BYTES
     return Traffic(
         group, ranks, Operation.ALL_REDUCE, Phase.OPTIMIZER, what, calls, payload, source

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.groups import Group
 from tools.spec.run import Recompute, RunSpec
 
 _RING = "Transformer Engine, AttnFuncWithCPAndKVP2P; arXiv:2310.01889"

@@ -8,8 +8,9 @@ from math import lcm
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import layer_parameters, rank_parameters
 from tools.plan.tensors import Buffer, chunk_buffers
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.groups import Group
 from tools.spec.model import ModelShape
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding

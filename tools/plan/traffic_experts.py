@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.groups import Group
 from tools.spec.run import Recompute, RunSpec, TokenDispatcher, Transport
 
 _DISPATCHER = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"

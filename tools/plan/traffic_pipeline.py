@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from tools.plan.activations import residual_bytes
 from tools.plan.memory import PRECISIONS
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 
 _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from tools.plan.megatron import Megatron
 from tools.plan.memory import PRECISIONS
 from tools.plan.parameters import norm_parameters
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Operation, Phase
+from tools.spec.groups import Group
 from tools.spec.run import Recompute, RunSpec
 
 _INT64, _FP32, _BOOL = 8, 4, 1

@@ -7,33 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tools.records.measurements import Operation, Phase, wire_bytes
+from tools.spec.groups import Group
 from tools.spec.run import Transport
-
-
-class Group(StrEnum):
-    """Process groups, by what they split."""
-
-    TENSOR = "tp"
-    CONTEXT = "cp"
-    TENSOR_CONTEXT = "tp_cp"
-    """TP×CP: the ranks that hold one sample."""
-    DATA_CONTEXT = "dp_cp"
-    EXPERT = "ep"
-    EXPERT_DATA = "expert_dp"
-    EXPERT_TENSOR = "expert_tp"
-    TENSOR_EXPERT = "tp_ep"
-    EXPERT_MODEL = "expert_mp"
-    """Expert TP×EP×PP: the ranks that hold one copy of all experts."""
-    TENSOR_DATA_CONTEXT = "tp_dp_cp"
-    """TP×DP×CP: the ranks of one pipeline stage."""
-    PIPELINE = "pp"
-    EMBEDDING = "embedding"
-    MODEL = "mp"
-    """TP×PP: the ranks of one replica."""
-    WORLD = "world"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from tools.plan.communication import communication_of_rank
 from tools.plan.megatron import Megatron
-from tools.plan.wire import Group, Traffic
+from tools.plan.wire import Traffic
 from tools.records.measurements import Calls, Operation, RankCommunication
 from tools.report.closed_form import pipeline_rank
+from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)

@@ -36,11 +36,6 @@ class TimeShares:
     """Share spent in calls, and in waiting for them, over all phases; it lies inside `phases`."""
 
     @property
-    def pipeline_wait(self) -> float:
-        """Share spent in sending to the neighbouring stages and waiting for them."""
-        return self.phases.get(Phase.PIPELINE, 0.0)
-
-    @property
     def as_published(self) -> tuple[float, float, float]:
         """Forward, backward with gradient sync, optimizer: shares of these three, as 002 gives them."""
         forward = self.phases.get(Phase.FORWARD, 0.0)
