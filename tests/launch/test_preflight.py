@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tools.launch import preflight
 from tools.launch.compose import Launch
+from tools.launch.doctor import host
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.preflight import check, empty_splits
@@ -103,7 +103,7 @@ def test_tokens_beyond_the_vocabulary_are_found_without_a_manifest(
 def test_a_full_disk_is_named_before_anything_is_written(
     composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     message = refusal(composed("train-dp2-gpt2-tiny-2cpu"), tmp_path / "runs")
     assert "has 1 MiB free and the run needs about 77 MiB" in message
 
@@ -112,7 +112,7 @@ def test_a_read_only_place_is_named(
     composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tests may run as root, for whom every mode bit is open; only the answer of access(2) is replaced.
-    monkeypatch.setattr(preflight.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(host.os, "access", lambda path, mode: False)
     message = refusal(composed("train-dp2-gpt2-tiny-2cpu"), tmp_path / "runs")
     assert message == f"{tmp_path} is not writable; name another folder with RUNS=."
 

@@ -1,14 +1,16 @@
 """The devices of this machine and how they are connected, read through NVML.
 
 A machine without an NVIDIA driver has no GPUs. What NVML does not report is None.
+`python -m tools.launch.devices` prints all of it as JSON, for `make doctor`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import pynvml
 
+from tools.launch.doctor.devices import GpuUse
 from tools.records.run import DeviceLink
 
 TOPOLOGY = {
@@ -94,9 +97,39 @@ def process_ids(gpu: Gpu) -> tuple[int, ...]:
     return tuple(process.pid for process in running)
 
 
+def gpu_use(gpu: Gpu) -> GpuUse:
+    """A GPU with what is in use of it now, for the doctor's and the preflight's checks."""
+    used, processes = memory_used_bytes(gpu), process_ids(gpu)
+    return GpuUse(gpu.index, gpu.name, gpu.memory_bytes, used, processes)
+
+
 def driver_version() -> str | None:
     """The NVIDIA driver's version."""
     return pynvml.nvmlSystemGetDriverVersion() if all_gpus() else None
+
+
+def driver_problem() -> str | None:
+    """Why an installed driver does not answer; None if it answers or there is none."""
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return None
+    except pynvml.NVMLError as error:
+        return str(error)
+    return None
+
+
+def describe() -> dict[str, Any]:
+    """Driver, every GPU with its use, and the connection of each pair, as JSON takes them."""
+    gpus = all_gpus()
+    links = find_links(gpus)
+    return {
+        "driver": driver_version(),
+        "problem": driver_problem(),
+        "gpus": [gpu_use(gpu)._asdict() for gpu in gpus],
+        "links": [asdict(link) for link in links],
+        "connection": describe_links(links),
+    }
 
 
 @cache
@@ -196,3 +229,7 @@ def _leads_to(handle: Any, link: int, bus_id: str) -> bool:
         return bool(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId == bus_id)
     except pynvml.NVMLError:
         return False
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe()))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +13,8 @@ from tools.launch.backends import backend_problems
 from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.compose import DEFAULT_DATA, Launch
+from tools.launch.doctor.finding import PASS
+from tools.launch.doctor.host import check_room
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems
@@ -247,16 +247,10 @@ def _wandb_problems(launch: Launch) -> Iterator[str]:
 
 def _disk_problems(launch: Launch, runs: Path) -> Iterator[str]:
     existing = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
-    if not os.access(existing, os.W_OK):
-        yield f"{existing} is not writable; name another folder with RUNS=."
-        return
     needed = LOG_BYTES + _stored_bytes(launch)
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        yield (
-            f"{existing} has {free / 2**20:.0f} MiB free and the run needs about "
-            f"{needed / 2**20:.0f} MiB; free some room, or name another with RUNS=."
-        )
+    room = check_room(str(existing), needed, "the run", "name another folder with RUNS=")
+    if room.status != PASS:
+        yield room.refusal
 
 
 def _stored_bytes(launch: Launch) -> int:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from tools.launch.compose import Launch
-from tools.launch.container.docker import check_container
-from tools.launch.devices import Gpu, all_gpus, memory_used_bytes, process_ids, visible_gpus
-from tools.launch.errors import LaunchError
+from tools.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
+from tools.launch.doctor.devices import GIB, check_busy
+from tools.launch.doctor.docker import check_container
+from tools.launch.doctor.finding import PASS
 from tools.plan.legality import divisors
 from tools.plan.memory import memory_of_rank
 from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch
 
-BUSY_BYTES = 2 << 30
-"""More than a desktop or an idle driver holds; published readings began at 3 MiB."""
-
 CUDA_FOLDER = Path("/usr/local/cuda")
 """Where torch looks for the toolkit last."""
-
-GIB = 2**30
 
 
 def gpu_problems(launch: Launch) -> Iterator[str]:
@@ -39,7 +35,9 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
             "ranks, or 'make plan' for what it would need."
         )
         return
-    yield from _busy(gpus[: launch.local_devices])
+    machine = {gpu.index: gpu_use(gpu) for gpu in all_gpus()}
+    used = [machine[gpu.index] for gpu in gpus[: launch.local_devices]]
+    yield from (finding.refusal for finding in check_busy(used, list(machine.values())))
 
 
 def gpu_memory_problems(launch: Launch) -> Iterator[str]:
@@ -55,10 +53,8 @@ def runtime_problems(launch: Launch) -> Iterator[str]:
     """Why the runtime cannot start, a sentence."""
     pair = launch.runtime.pair
     if pair is not None:
-        try:
-            check_container(pair.name, pair.ngc_tag)
-        except LaunchError as error:
-            yield str(error)
+        findings = check_container(pair.name, pair.ngc_tag)
+        yield from (finding.refusal for finding in findings if finding.status != PASS)
         return
     if _lacks_compiler(Path(launch.entry.path).parent):
         yield (
@@ -83,21 +79,6 @@ def peak_bytes(launch: Launch, batch: Batch) -> int:
         fused_attention=True,  # Transformer Engine's, or the kit's on SDPA
     )
     return max(memory_of_rank(configuration, rank).total for rank in range(parallelism.pipeline))
-
-
-def _busy(gpus: Sequence[Gpu]) -> Iterator[str]:
-    used = {gpu: memory_used_bytes(gpu) for gpu in all_gpus()}
-    free = ",".join(str(gpu.index) for gpu, size in used.items() if size <= BUSY_BYTES)
-    for gpu in gpus:
-        if used[gpu] <= BUSY_BYTES:
-            continue
-        processes = ", ".join(map(str, process_ids(gpu)))
-        by = f" by process {processes}" if processes else ""
-        others = f", or choose others with CUDA_VISIBLE_DEVICES={free}" if free else ""
-        yield (
-            f"GPU {gpu.index} ({gpu.name}) is busy: {used[gpu] / GIB:.1f} GiB are in use{by}; wait for "
-            f"it or end it{others}."
-        )
 
 
 def _too_small(launch: Launch, gpu: Gpu) -> Iterator[str]:

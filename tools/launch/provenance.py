@@ -22,6 +22,7 @@ from tools.launch.devices import (
     processor_name,
     visible_gpus,
 )
+from tools.launch.doctor.docker import image_id
 from tools.records import run as records
 from tools.spec.run import DeviceKind
 
@@ -44,7 +45,7 @@ def find_provenance(launch: Launch, runs: Path) -> Provenance:
     container = launch.runtime.container
     if container is None:
         return Provenance(_host(launch), installed_versions(), os.environ.get("KIT_IMAGE"))
-    digest = docker.image_id(container.image) or "unknown"
+    digest = image_id(container.image) or "unknown"
     software = _software_of_image(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return Provenance(_host(launch), software, f"{container.image}@{digest}")
 

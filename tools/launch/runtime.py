@@ -78,7 +78,6 @@ def default_runtime() -> RuntimeName:
     if inside_container() or not visible_gpus():
         return RuntimeName.HOST
     try:
-        docker.client()
         usable = docker.ask_engine().has_nvidia_runtime
     except LaunchError:
         usable = False

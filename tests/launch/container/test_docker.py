@@ -9,7 +9,6 @@ from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import FakeNvml
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
-from tools.launch.container import docker as docker_module
 from tools.launch.container.docker import Container, bind, caller, check_container, container_name
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, RuntimeName, options_from_environment
@@ -149,7 +148,7 @@ def test_what_docker_lacks_is_one_sentence_with_the_way_out(
 
 
 def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docker_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(LaunchError, match=r"Docker is not installed.*RUNTIME=host"):
         check_container("i:t", "25.06-py3")
 

@@ -7,18 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pynvml
 import pytest
 
-from tools.launch.doctor import devices, machine, network, software
+from tests.launch.fake_nvml import FakeNvml
+from tools.launch.devices import all_gpus, describe
+from tools.launch.doctor import devices, docker, host, network
 from tools.launch.doctor.__main__ import table
 from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding, ask
 from tools.spec.files import ROOT
 
-ROW = "0, NVIDIA H200, 143771, {used}, 580.82.07\n"
-SECOND = "1, NVIDIA H200, 143771, 3, 580.82.07\n"
-MATRIX = (
-    "\x1b[4m\tGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \t{link}\t0-47\nGPU1\t{link}\t X \t48-95\n"
-)
+WITH_NVIDIA = """echo '{"runtimes":{"nvidia":{}},"is":[]}'"""
 
 
 def program(folder: Path, name: str, body: str) -> None:
@@ -39,44 +38,70 @@ def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def nvidia_smi(folder: Path, rows: str, link: str = "NV18") -> None:
-    (folder / "rows").write_text(rows)
-    (folder / "matrix").write_text(MATRIX.format(link=link))
-    body = f'case "$1" in topo) cat {folder}/matrix;; *) cat {folder}/rows;; esac'
-    program(folder, "nvidia-smi", body)
-
-
 def statuses(findings: list[Finding]) -> dict[str, str]:
     return {finding.what: finding.status for finding in findings}
 
 
-def test_two_gpus_over_nvlink_pass(bin_folder: Path) -> None:
-    nvidia_smi(bin_folder, ROW.format(used=3) + SECOND)
-    found = devices.check_devices()
+def test_two_gpus_over_nvlink_pass(two_h200: FakeNvml) -> None:
+    found = devices.check_description(describe())
     assert statuses(found) == {"Driver": PASS, "GPUs": PASS, "Topology": PASS}
     assert found[0].found == "580.82.07"
-    assert found[2].found == "NV18 (NVLink) between all GPUs"
+    assert found[1].found == "0: NVIDIA H200, 143771 MiB; 1: NVIDIA H200, 143771 MiB"
+    assert found[2].found == "NVLink (18 links), peer access, between GPUs"
 
 
-@pytest.mark.parametrize("link", ["PIX", "SYS", "PHB"])
 def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
-    bin_folder: Path, link: str
+    two_h200: FakeNvml,
 ) -> None:
-    nvidia_smi(bin_folder, ROW.format(used=3) + SECOND, link)
-    topology = devices.check_devices()[2]
+    two_h200.nvlink = False
+    topology = devices.check_description(describe())[2]
     assert topology.status == WARN
+    assert topology.found.startswith("PCIe, one NUMA node")
     assert "made over NVLink" in topology.fix
 
 
-def test_a_busy_gpu_and_a_single_one_are_warned_about(bin_folder: Path) -> None:
-    nvidia_smi(bin_folder, ROW.format(used=80161) + SECOND)
-    assert "CUDA_VISIBLE_DEVICES=" in devices.check_devices()[1].fix
-    nvidia_smi(bin_folder, ROW.format(used=3))
-    assert "-2cpu targets" in devices.check_devices()[1].fix
+def test_gpus_whose_connection_nvml_does_not_report_are_a_warning(two_h200: FakeNvml) -> None:
+    two_h200.gpus[0].refuses = {"nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"}
+    topology = devices.check_description(describe())[2]
+    assert (topology.status, topology.found) == (WARN, "NVML does not report it")
 
 
-def test_no_driver_is_no_failure_but_a_broken_one_is(bin_folder: Path) -> None:
-    assert statuses(devices.check_devices()) == {"Driver": WARN}
+def test_a_busy_gpu_and_a_single_one_are_warned_about(two_h200: FakeNvml) -> None:
+    two_h200.gpus[0].used_bytes = 80161 << 20
+    busy = devices.check_description(describe())[2]
+    assert (busy.status, busy.what) == (WARN, "GPU 0")
+    assert "choose others with CUDA_VISIBLE_DEVICES=1" in busy.fix
+    two_h200.gpus.pop(0)
+    all_gpus.cache_clear()
+    assert "-2cpu targets" in devices.check_description(describe())[1].fix
+
+
+def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(code: int) -> dict[str, object]:
+        def init() -> None:
+            raise pynvml.NVMLError(code)
+
+        monkeypatch.setattr(pynvml, "nvmlInit", init)
+        all_gpus.cache_clear()
+        return describe()
+
+    none = devices.check_description(fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert statuses(none) == {"Driver": WARN}
+    (driver,) = devices.check_description(fail(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    assert driver.status == FAIL
+    assert driver.found.startswith("NVML fails: ")
+    all_gpus.cache_clear()
+
+
+def test_before_setup_the_driver_alone_is_looked_at(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "kit_python", lambda: None)
+    assert devices.check_devices()[0].found == "no NVIDIA driver"
+    program(bin_folder, "nvidia-smi", "echo 'GPU 0: NVIDIA H200'; echo 'GPU 1: NVIDIA H200'")
+    (driver,) = devices.check_devices()
+    assert (driver.status, driver.fix) == (WARN, "run 'make setup'")
+    assert driver.found == "2 GPU(s), not examined before setup"
     program(bin_folder, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
     (driver,) = devices.check_devices()
     assert (driver.status, driver.found) == (
@@ -85,18 +110,24 @@ def test_no_driver_is_no_failure_but_a_broken_one_is(bin_folder: Path) -> None:
     )
 
 
+def test_the_kits_python_is_asked_for_the_devices() -> None:
+    (driver, *_) = devices.check_devices()
+    assert driver.what == "Driver"
+    assert not driver.found.startswith("cannot be asked")
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
         (None, {"Docker": WARN}),
         ("echo 'permission denied' >&2; exit 1", {"Docker": WARN}),
-        ("echo '{\"runc\":{}}'", {"Docker": PASS, "NVIDIA runtime": WARN}),
+        ('echo \'{"runtimes":{"runc":{}},"is":[]}\'', {"Docker": PASS, "NVIDIA runtime": WARN}),
         (
-            'case "$1" in info) echo \'{"nvidia":{}}\';; *) echo other:1;; esac',
+            f'case "$1" in info) {WITH_NVIDIA};; *) echo other:1;; esac',
             {"Docker": PASS, "Image": WARN},
         ),
         (
-            'case "$1" in info) echo \'{"nvidia":{}}\';; *) echo megatron-parallelism-kit:1;; esac',
+            f'case "$1" in info) {WITH_NVIDIA};; *) echo megatron-parallelism-kit:1;; esac',
             {"Docker": PASS, "Image": PASS},
         ),
     ],
@@ -106,23 +137,20 @@ def test_docker_is_looked_at_up_to_the_image(
 ) -> None:
     if body is not None:
         program(bin_folder, "docker", body)
-    found = software.check_docker()
+    found = docker.check_docker()
     assert statuses(found) == expected
     assert all(finding.fix for finding in found if finding.status != PASS)
 
 
-def test_packages_before_setup_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(software, "VENV_PYTHON", tmp_path / "none")
-    finding = software.check_packages()
-    assert (finding.status, finding.found) == (WARN, "not installed yet")
+def test_packages_before_setup_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "kit_python", lambda: None)
+    row = host.check_packages()
+    assert (row.status, row.found) == (WARN, "not installed yet")
 
 
-def test_packages_at_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "VENV_PYTHON", Path(sys.executable))
-    assert software.differing_packages(
-        "rich==0.1\n# note\npytest==9.2.0  # x\nno_such-thing==1"
+def test_packages_at_another_version_are_named() -> None:
+    assert host.differing_packages(
+        sys.executable, "rich==0.1\n# note\npytest==9.2.0  # x\nno_such-thing==1"
     ) == [
         "no-such-thing missing instead of 1",
         f"rich {version('rich')} instead of 0.1",
@@ -136,7 +164,7 @@ def version(package: str) -> str:
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    finding = machine.check_disk(str(tmp_path))
+    finding = host.check_disk(str(tmp_path))
     assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", finding.found)
     assert list(tmp_path.iterdir()) == []
 
@@ -148,7 +176,7 @@ def test_readme_setup_and_doctor_name_the_same_room_on_disk() -> None:
     setup = re.search(r"([\d.]+) GB of packages", (ROOT / "tools/setup.sh").read_text())
     assert readme is not None
     assert setup is not None
-    assert float(readme[1]) * 1e9 == machine.SETUP_BYTES
+    assert float(readme[1]) * 1e9 == host.SETUP_BYTES
     assert readme[2] == setup[1]
 
 
@@ -158,14 +186,14 @@ def test_a_disk_that_cannot_be_written_fails(
     def refuse(*_: object) -> float:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(machine, "write_rate", refuse)
-    assert machine.check_disk(str(tmp_path)).status == FAIL
+    monkeypatch.setattr(host, "write_rate", refuse)
+    assert host.check_disk(str(tmp_path)).status == FAIL
 
 
 def test_small_shared_memory_names_the_remount(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
-    finding = machine.check_shared_memory()
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: usage)
+    finding = host.check_shared_memory()
     assert finding.status == WARN
     assert "--ipc=host" in finding.fix
 

@@ -1,17 +1,17 @@
-"""Docker as the kit uses it: how a command is wrapped, and what is asked of the engine."""
+"""How a command is wrapped in a container; what Docker has here, `doctor/docker.py` checks."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import os
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.launch.doctor import docker as checks
+from tools.launch.doctor.docker import Engine
+from tools.launch.doctor.finding import PASS, ask
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 
@@ -35,8 +35,6 @@ CONFINED = (
 )
 """Nothing of the image can be changed, and no right gained. Compiled kernels are loaded from /tmp, the
 container's home, which is memory and gone with it."""
-
-ENGINE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -87,19 +85,6 @@ class Container:
         return replace(self, gpus=False)
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What the engine says of itself."""
-
-    runtimes: tuple[str, ...]
-    rootless: bool
-
-    @property
-    def has_nvidia_runtime(self) -> bool:
-        """Whether containers can be given GPUs."""
-        return "nvidia" in self.runtimes
-
-
 def bind(path: Path) -> str:
     """A bind mount at the same path; docker reads the value as CSV, so commas are quoted.
 
@@ -137,48 +122,16 @@ def data_folders(prefix: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((prefix.parent, *(file.resolve().parent for file in files))))
 
 
-def client() -> str:
-    """The docker client.
-
-    Raises:
-        LaunchError: There is none.
-    """
-    found = shutil.which("docker")
-    if found is None:
-        raise LaunchError(
-            "Docker is not installed (no 'docker' on PATH); install Docker Engine with the NVIDIA "
-            "container toolkit, or set RUNTIME=host."
-        )
-    return found
-
-
 def ask_engine() -> Engine:
-    """Ask the engine.
+    """Ask the engine what it has.
 
     Raises:
-        LaunchError: It does not answer; with what it said.
+        LaunchError: There is no client, or the engine does not answer; with what it said.
     """
-    answer = _ask(
-        "info", "--format", '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
-    )
-    try:
-        told = json.loads(answer.stdout) if answer.returncode == 0 else {}
-    except json.JSONDecodeError:
-        told = {}
-    if told.get("runtimes") is None:
-        reason = (answer.stderr.strip().splitlines() or ["no answer"])[0].rstrip(".?!")
-        raise LaunchError(
-            f"Docker's engine does not answer ({reason}); start it, see that you may use it "
-            "(group 'docker'), or set RUNTIME=host."
-        )
-    rootless = any("name=rootless" in option for option in told["is"] or ())
-    return Engine(tuple(told["runtimes"]), rootless)
-
-
-def image_id(image: str) -> str | None:
-    """The digest of a local image; None if it is not built."""
-    answer = _ask("image", "inspect", "--format", "{{.Id}}", image)
-    return answer.stdout.strip() or None if answer.returncode == 0 else None
+    finding, engine = checks.check_engine()
+    if engine is None:
+        raise LaunchError(finding.refusal)
+    return engine
 
 
 def check_container(image: str, tag: str) -> None:
@@ -187,29 +140,11 @@ def check_container(image: str, tag: str) -> None:
     Raises:
         LaunchError: No client, no engine, no NVIDIA runtime or no image, in this order.
     """
-    client()
-    if not ask_engine().has_nvidia_runtime:
-        raise LaunchError(
-            "Docker has no NVIDIA runtime; install the NVIDIA container toolkit and run 'sudo "
-            "nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker', or "
-            "set RUNTIME=host."
-        )
-    if image_id(image) is None:
-        raise LaunchError(
-            f"Image {image} is not built; run 'make image IMAGE={tag}', or set RUNTIME=host."
-        )
+    for finding in checks.check_container(image, tag):
+        if finding.status != PASS:
+            raise LaunchError(finding.refusal)
 
 
 def remove_container(name: str) -> None:
-    """End a container that outlived its client, such as after SIGKILL; quiet if there is none."""
-    _ask("rm", "--force", name)
-
-
-def _ask(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ("docker", *arguments)
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=ENGINE_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
+    """Remove a container that outlived its client, such as after SIGKILL; quiet if there is none."""
+    ask(["docker", "rm", "--force", name])

@@ -9,13 +9,13 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.launch.container.docker import ask_engine, client
+from tools.launch.container.docker import ask_engine
+from tools.launch.doctor.docker import REPOSITORY
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 
 RECIPE = ROOT / "docker"
 VERSIONS = RECIPE / "versions.env"
-REPOSITORY = "megatron-parallelism-kit"
 MEGATRON_IN_IMAGE = "/opt/megatron-lm"
 
 _PAIR = re.compile(r'^PAIR_\w+="(\S+) ([0-9a-f]{40}) (\S+)"$')
@@ -96,7 +96,6 @@ def build(ngc_tag: str | None, dry_run: bool = False) -> int:
     if dry_run:
         print(shlex.join(command))
         return 0
-    client()
     ask_engine()
     status = subprocess.run(command, check=False).returncode
     if status != 0:

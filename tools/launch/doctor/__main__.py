@@ -9,23 +9,23 @@ import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tools.launch.doctor import devices, exchange, machine, network, software
+from tools.launch.doctor import devices, docker, host, network
 from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
 
 CHECKS: "tuple[Callable[[], Finding | list[Finding]], ...]" = (
-    software.check_python,
-    software.check_packages,
-    software.check_programs,
-    software.check_docker,
+    host.check_python,
+    host.check_packages,
+    host.check_programs,
+    docker.check_docker,
     devices.check_devices,
-    machine.check_shared_memory,
-    machine.check_limits,
-    machine.check_disk,
+    host.check_shared_memory,
+    host.check_limits,
+    host.check_disk,
     network.check_hub,
     network.check_package_index,
     network.check_image_registry,
     network.check_wandb,
-    exchange.check_exchange,
+    devices.check_exchange,
 )
 COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
 
@@ -53,7 +53,9 @@ def table(findings: "list[Finding]", width: int, colour: bool) -> str:
         head = f"{status}  {finding.what:{column}}"
         parts = [finding.found] + (["→ " + finding.fix] if finding.fix else [])
         texts = [
-            text for part in parts for text in textwrap.wrap(part, max(30, width - len(indent)))
+            text
+            for part in parts
+            for text in textwrap.wrap(part, max(30, width - len(indent)), break_on_hyphens=False)
         ]
         lines.append(head + texts[0])
         lines += [indent + text for text in texts[1:]]

@@ -1,68 +1,172 @@
-"""Driver, GPUs and how they are joined, as nvidia-smi tells: NVML's Python package comes with setup."""
+"""Driver, GPUs, how they are connected, what they send each other and how fast they clock meanwhile.
 
-import re
+The kit's Python describes them (`tools.launch.devices`, NVML) and measures (`tools.launch.exchange`).
+"""
+
+import json
 import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding, ask
+from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding, ask, kit_python
 
-QUERY = "index,name,memory.total,memory.used,driver_version"
-BUSY_MIB = 2048
+GIB = 2**30
+BUSY_BYTES = 2 * GIB
+"""More than a desktop or an idle driver holds; published readings began at 3 MiB."""
+
+GOOD_SHARE = 0.5
+"""Of the link's rate; NCCL reaches more of NVLink, and gloo about that of one TCP connection."""
+
+GOOD_CLOCK = 0.9
+"""Of the highest clock, reached under load; power caps take some of it from every large GPU."""
+
+EXCHANGE_SECONDS = 150.0
 ON_CPU = "'make demo' and the -<N>cpu targets work without"
-NVLINK = re.compile(r"NV\d+")
+
+
+class GpuUse(NamedTuple):
+    """A GPU and who uses it."""
+
+    number: int
+    name: str
+    memory_bytes: int
+    used_bytes: int
+    processes: "tuple[int, ...]" = ()
+    """Processes that compute on it, as far as NVML sees them."""
 
 
 def check_devices() -> "list[Finding]":
     """Rows for driver, GPUs and topology."""
-    if shutil.which("nvidia-smi") is None:
-        if Path("/dev/nvidiactl").exists():
-            fix = (
-                "give the container NVIDIA's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
-            )
-            return [Finding(WARN, "Driver", "loaded, but nvidia-smi is missing", fix)]
-        return [
-            Finding(WARN, "Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
-        ]
-    answer = ask(["nvidia-smi", "--query-gpu=" + QUERY, "--format=csv,noheader,nounits"])
-    rows = [[word.strip() for word in line.split(",")] for line in answer.out.splitlines()]
-    rows = [row for row in rows if len(row) == len(QUERY.split(","))]
-    if not answer.good or not rows:
+    python = kit_python()
+    if python is None:
+        return [_before_setup()]
+    answer = ask([python, "-m", "tools.launch.devices"])
+    try:
+        return check_description(json.loads(answer.out.splitlines()[-1]))
+    except (ValueError, IndexError):
+        found = "cannot be asked: " + (answer.problem or "it printed nothing")
+        return [Finding(FAIL, "Driver", found, "see '.venv/bin/python -m tools.launch.devices'")]
+
+
+def check_description(described: "dict[str, Any]") -> "list[Finding]":
+    """Rows for what `tools.launch.devices` printed."""
+    if described["problem"]:
         fix = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
-        return [Finding(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, fix)]
-    findings = [Finding(PASS, "Driver", rows[0][4]), _gpus(rows)]
-    return findings + ([_topology(len(rows))] if len(rows) > 1 else [])
+        return [Finding(FAIL, "Driver", "NVML fails: " + described["problem"], fix)]
+    if not described["gpus"]:
+        return [_without_gpus()]
+    gpus = [GpuUse(**gpu) for gpu in described["gpus"]]
+    findings = [Finding(PASS, "Driver", described["driver"]), _gpus(gpus), *check_busy(gpus, gpus)]
+    return findings + ([_topology(described)] if len(gpus) > 1 else [])
 
 
-def _gpus(rows: "list[list[str]]") -> Finding:
-    shown = "; ".join(f"{row[0]}: {row[1]}, {row[2]} MiB" for row in rows)
-    busy = [row[0] for row in rows if row[3].isdigit() and int(row[3]) > BUSY_MIB]
-    if busy:
-        fix = "end what runs there, or choose others with CUDA_VISIBLE_DEVICES="
-        return Finding(WARN, "GPUs", "{} (in use: {})".format(shown, ", ".join(busy)), fix)
-    if len(rows) == 1:
+def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[Finding]":
+    """A finding for each of `gpus` that something else uses; the fix names the machine's free ones."""
+    free = ",".join(str(gpu.number) for gpu in machine if gpu.used_bytes <= BUSY_BYTES)
+    fix = "wait for it or end it"
+    fix += f", or choose others with CUDA_VISIBLE_DEVICES={free}" if free else ""
+    findings = []
+    for gpu in gpus:
+        if gpu.used_bytes > BUSY_BYTES:
+            found = "GPU {} ({}) is busy: {:.1f} GiB are in use{}".format(
+                gpu.number,
+                gpu.name,
+                gpu.used_bytes / GIB,
+                " by process " + ", ".join(map(str, gpu.processes)) if gpu.processes else "",
+            )
+            findings.append(Finding(WARN, f"GPU {gpu.number}", found, fix))
+    return findings
+
+
+def check_exchange() -> "list[Finding]":
+    """Rows for the all-reduce between this machine's devices, and for the GPUs' clocks."""
+    python = kit_python()
+    if python is None:
+        return [Finding(WARN, "All-reduce", "not measured before setup", "run 'make setup'")]
+    answer = ask([python, "-m", "tools.launch.exchange"], seconds=EXCHANGE_SECONDS)
+    try:
+        measured = json.loads(answer.out.splitlines()[-1])
+    except (ValueError, IndexError):
+        measured = {"problem": answer.problem or "it printed nothing"}
+    if "problem" in measured:
+        fix = "see '.venv/bin/python -m tools.launch.exchange'"
+        return [Finding(FAIL, "All-reduce", "fails: " + measured["problem"], fix)]
+    return check_rates(measured)
+
+
+def check_rates(measured: "dict[str, Any]") -> "list[Finding]":
+    """Rows for what `tools.launch.exchange` printed."""
+    return [_rate(measured)] + [_clock(clock) for clock in measured["clocks"]]
+
+
+def _before_setup() -> Finding:
+    if shutil.which("nvidia-smi") is None:
+        return _without_gpus()
+    answer = ask(["nvidia-smi", "-L"])
+    if not answer.good:
+        fix = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
+        return Finding(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, fix)
+    found = f"{len(answer.out.splitlines())} GPU(s), not examined before setup"
+    return Finding(WARN, "Driver", found, "run 'make setup'")
+
+
+def _without_gpus() -> Finding:
+    if Path("/dev/nvidiactl").exists():
+        fix = "give the container NVIDIA's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+        return Finding(WARN, "Driver", "loaded, but NVML is missing", fix)
+    return Finding(WARN, "Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
+
+
+def _gpus(gpus: "list[GpuUse]") -> Finding:
+    shown = "; ".join(f"{gpu.number}: {gpu.name}, {gpu.memory_bytes >> 20} MiB" for gpu in gpus)
+    if len(gpus) == 1:
         fix = "five of the six published runs need two; -2cpu targets show them"
         return Finding(WARN, "GPUs", shown, fix)
     return Finding(PASS, "GPUs", shown)
 
 
-def _topology(gpus: int) -> Finding:
-    answer = ask(["nvidia-smi", "topo", "-m"])
-    links = _links(answer.out, gpus)
-    if not links:
-        return Finding(WARN, "Topology", "nvidia-smi does not tell", "see 'nvidia-smi topo -m'")
-    shown = ", ".join(sorted(set(links)))
-    if all(NVLINK.fullmatch(link) for link in links):
-        return Finding(PASS, "Topology", shown + " (NVLink) between all GPUs")
+def _topology(described: "dict[str, Any]") -> Finding:
+    links = described["links"]
+    if all(link["nvlinks"] is link["topology"] is None for link in links):
+        return Finding(WARN, "Topology", "NVML does not report it", "see 'nvidia-smi topo -m'")
+    shown = described["connection"] + ", between GPUs"
+    if all(link["nvlinks"] for link in links):
+        return Finding(PASS, "Topology", shown)
     fix = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
-    return Finding(WARN, "Topology", shown + " between GPUs", fix)
+    return Finding(WARN, "Topology", shown, fix)
 
 
-def _links(matrix: str, gpus: int) -> "list[str]":
-    """Entries above the diagonal of nvidia-smi's matrix, whose rows begin with `GPU<n>`."""
-    plain = re.sub(r"\x1b\[[\d;]*m", "", matrix)
-    found = {}
-    for line in plain.splitlines():
-        words = line.split()
-        if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
-            found[int(words[0][3:])] = words[1 : 1 + gpus]
-    return [row[peer] for gpu, row in sorted(found.items()) for peer in range(gpu + 1, len(row))]
+def _rate(measured: "dict[str, Any]") -> Finding:
+    rate, full = measured["bytes_per_second"], measured["link_bytes_per_second"]
+    between = "{} between {} {}".format(
+        measured["backend"],
+        measured["ranks"],
+        "GPUs" if measured["backend"] == "NCCL" else "CPU ranks",
+    )
+    if measured["ranks"] < 2:
+        return Finding(PASS, "All-reduce", between + ": nothing to send", "", None)
+    found = f"{between}: {rate / 1e9:.2f} GB/s"
+    if full is None:
+        return Finding(PASS, "All-reduce", "{} over {}".format(found, measured["link"]), "", rate)
+    found += ", {:.0%} of {} ({:.2f} GB/s)".format(rate / full, measured["link"], full / 1e9)
+    if rate < GOOD_SHARE * full:
+        fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
+        return Finding(WARN, "All-reduce", found, fix, rate)
+    return Finding(PASS, "All-reduce", found, "", rate)
+
+
+def _clock(clock: "dict[str, Any]") -> Finding:
+    what = "Clock of GPU {}".format(clock["gpu"])
+    highest, limit, why = clock["highest_mhz"], clock["limit_mhz"], clock["throttling"]
+    if highest is None:
+        return Finding(WARN, what, "NVML does not report it", "see 'nvidia-smi -q -d CLOCK'")
+    found = "{} MHz under load{}, throttling: {}".format(
+        highest, f" of {limit}" if limit else "", why
+    )
+    if why != "none":
+        fix = "see 'nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER'; cool it, or raise its power limit"
+        return Finding(WARN, what, found, fix, highest)
+    if limit and highest < GOOD_CLOCK * limit:
+        fix = "a lower clock may be set: 'nvidia-smi -q -d CLOCK', 'sudo nvidia-smi --reset-gpu-clocks'"
+        return Finding(WARN, what, found, fix, highest)
+    return Finding(PASS, what, found, "", highest)

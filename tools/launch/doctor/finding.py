@@ -1,24 +1,33 @@
 """What a check found, and how other programs are asked."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
+"""Nothing is missing; some runs are stopped or slowed; every run is stopped."""
 
 ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class Finding(NamedTuple):
-    """One row of the table."""
+    """One row of the doctor's table, or a reason to refuse a run."""
 
     status: str
     what: str
     found: str
+    """A clause that can open a sentence, where the finding is no pass."""
     fix: str = ""
     """The way to a pass, or what works without one."""
     value: "float | None" = None
-    """What was measured, where two machines will not find the very same."""
+    """What was measured, where two machines will not find exactly the same."""
+
+    @property
+    def refusal(self) -> str:
+        """Finding and fix as one sentence."""
+        return self.found + "; " + self.fix + "."
 
 
 class Answer(NamedTuple):
@@ -27,11 +36,11 @@ class Answer(NamedTuple):
     code: "int | None"
     out: str
     problem: str
-    """The first line of what it complained about."""
+    """The first line of its error output, else of its output."""
 
     @property
     def good(self) -> bool:
-        """Whether it ended well."""
+        """Whether it succeeded."""
         return self.code == 0
 
 
@@ -55,6 +64,14 @@ def ask(command: "list[str]", seconds: float = 20.0) -> Answer:
             process.kill()
             return Answer(None, "", f"no answer within {seconds:.0f} s")
     return Answer(process.returncode, _text(out), _first_line(complaint) or _first_line(out))
+
+
+def kit_python() -> "str | None":
+    """The Python with the kit's packages: the image's own, else `.venv`'s; None before setup."""
+    if os.environ.get("KIT_IMAGE"):
+        return sys.executable
+    python = Path(ROOT, ".venv", "bin", "python")
+    return str(python) if python.exists() else None
 
 
 def _text(raw: bytes) -> str:

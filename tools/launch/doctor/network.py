@@ -10,8 +10,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlparse
 
-from tools.launch.doctor.finding import PASS, ROOT, WARN, Finding, ask
-from tools.launch.doctor.software import VENV_PYTHON
+from tools.launch.doctor.finding import PASS, ROOT, WARN, Finding, ask, kit_python
 
 SECONDS = 8.0
 SMALL_PACKAGE = "six"
@@ -30,12 +29,12 @@ def check_hub() -> Finding:
 
 def check_package_index() -> Finding:
     """Whichever index pip is set up for: pip itself is asked for a small package."""
-    python = str(VENV_PYTHON) if VENV_PYTHON.exists() else sys.executable
+    python = kit_python() or sys.executable
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
-    patience = ["--timeout", str(int(SECONDS)), "--retries", "0"]
+    timeout = ["--timeout", str(int(SECONDS)), "--retries", "0"]
     with tempfile.TemporaryDirectory() as folder:
         download = ["download", "--no-deps", "--dest", folder, SMALL_PACKAGE]
-        answer = ask([python, "-m", "pip", *download, *quiet, *patience], seconds=6 * SECONDS)
+        answer = ask([python, "-m", "pip", *download, *quiet, *timeout], seconds=6 * SECONDS)
     if answer.good:
         return Finding(PASS, "Package index", "pip gets packages")
     if "No module named pip" in answer.problem:

@@ -1,0 +1,86 @@
+"""What RUNTIME=docker takes: client, engine, NVIDIA runtime and image."""
+
+import json
+import os
+import shutil
+from typing import NamedTuple
+
+from tools.launch.doctor.finding import PASS, WARN, Finding, ask
+
+REPOSITORY = "megatron-parallelism-kit"
+"""Of the kit's images; a pair of `docker/versions.env` is a tag."""
+
+DESCRIBE = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
+
+
+class Engine(NamedTuple):
+    """What Docker's engine says of itself."""
+
+    runtimes: "tuple[str, ...]"
+    rootless: bool
+
+    @property
+    def has_nvidia_runtime(self) -> bool:
+        """Whether containers can be given GPUs."""
+        return "nvidia" in self.runtimes
+
+
+def check_docker() -> "list[Finding]":
+    """Rows for what is there, up to the first that is missing."""
+    if os.environ.get("KIT_IMAGE"):
+        return [Finding(PASS, "Docker", "inside the kit's image, where targets run directly")]
+    return check_container()
+
+
+def check_container(image: str = "", tag: str = "") -> "list[Finding]":
+    """The same for a GPU container of one image, whose NGC tag is named in the fix; or of any."""
+    row, engine = check_engine()
+    if engine is None:
+        return [row]
+    if not engine.has_nvidia_runtime:
+        fix = (
+            "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
+            "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"
+        )
+        return [row, Finding(WARN, "NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
+    return [row, _check_image(image, tag)]
+
+
+def check_engine() -> "tuple[Finding, Engine | None]":
+    """Whether there is a client and its engine answers; without one a fix, and no engine."""
+    if shutil.which("docker") is None:
+        found = "Docker is not installed (no 'docker' on PATH)"
+        fix = "install Docker Engine with the NVIDIA container toolkit, or set RUNTIME=host"
+        return Finding(WARN, "Docker", found, fix), None
+    answer = ask(["docker", "info", "--format", DESCRIBE])
+    try:
+        described = json.loads(answer.out) if answer.good else {}
+    except ValueError:
+        described = {}
+    if described.get("runtimes") is None:
+        reason = "no answer" if answer.good else answer.problem.rstrip(".?!") or "no answer"
+        found = f"Docker's engine does not answer ({reason})"
+        fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
+        return Finding(WARN, "Docker", found, fix), None
+    rootless = any("name=rootless" in option for option in described.get("is") or ())
+    engine = Engine(tuple(described["runtimes"]), rootless)
+    return Finding(PASS, "Docker", "its engine answers"), engine
+
+
+def image_id(image: str) -> "str | None":
+    """The digest of a local image; None if it is not built."""
+    answer = ask(["docker", "image", "inspect", "--format", "{{.Id}}", image])
+    return answer.out or None if answer.good else None
+
+
+def _check_image(image: str, tag: str) -> Finding:
+    if image:
+        if image_id(image):
+            return Finding(PASS, "Image", image)
+        fix = f"run 'make image IMAGE={tag}', or set RUNTIME=host"
+        return Finding(WARN, "Image", f"Image {image} is not built", fix)
+    listed = ask(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
+    built = [name for name in listed.splitlines() if name.startswith(REPOSITORY + ":")]
+    if not built:
+        return Finding(WARN, "Image", "not built", "run 'make image', or set RUNTIME=host")
+    return Finding(PASS, "Image", ", ".join(built))
