@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from tests.launch.fake_nvml import FakeNvml
+from tools.launch.checks.devices import check_rates
+from tools.launch.checks.finding import PASS, WARN
 from tools.launch.devices import visible_gpus
-from tools.launch.doctor.devices import check_rates
-from tools.launch.doctor.finding import PASS, WARN
 from tools.launch.exchange import Clock, ClockWatch, link_here, loopback_bytes_per_second
 from tools.spec.files import ROOT
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tools.launch.checks import host
 from tools.launch.compose import Launch
-from tools.launch.doctor import host
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.preflight import check, empty_splits

@@ -18,7 +18,7 @@ from typing import Any
 
 import pynvml
 
-from tools.launch.doctor.devices import GpuUse
+from tools.launch.checks.devices import GpuUse
 from tools.records.run import DeviceLink
 
 TOPOLOGY = {

@@ -12,9 +12,9 @@ import psutil
 from tools.launch.backends import backend_problems
 from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
+from tools.launch.checks.finding import PASS
+from tools.launch.checks.host import check_room
 from tools.launch.compose import DEFAULT_DATA, Launch
-from tools.launch.doctor.finding import PASS
-from tools.launch.doctor.host import check_room
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tools.launch.checks.devices import GIB, check_busy
+from tools.launch.checks.docker import check_container
+from tools.launch.checks.finding import PASS
 from tools.launch.compose import Launch
 from tools.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
-from tools.launch.doctor.devices import GIB, check_busy
-from tools.launch.doctor.docker import check_container
-from tools.launch.doctor.finding import PASS
 from tools.plan.legality import divisors
 from tools.plan.memory import memory_of_rank
 from tools.spec.run import spec_of_model

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tools.launch.checks.docker import image_id
 from tools.launch.compose import Launch
 from tools.launch.container import docker
 from tools.launch.container.versions import installed_versions
@@ -22,7 +23,6 @@ from tools.launch.devices import (
     processor_name,
     visible_gpus,
 )
-from tools.launch.doctor.docker import image_id
 from tools.records import run as records
 from tools.spec.run import DeviceKind
 

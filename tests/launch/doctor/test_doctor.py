@@ -11,10 +11,10 @@ import pynvml
 import pytest
 
 from tests.launch.fake_nvml import FakeNvml
+from tools.launch.checks import devices, docker, host, network
+from tools.launch.checks.finding import FAIL, PASS, WARN, Finding, ask
 from tools.launch.devices import all_gpus, describe
-from tools.launch.doctor import devices, docker, host, network
 from tools.launch.doctor.__main__ import table
-from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding, ask
 from tools.spec.files import ROOT
 
 WITH_NVIDIA = """echo '{"runtimes":{"nvidia":{}},"is":[]}'"""
@@ -266,7 +266,8 @@ def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path)
         "tools/setup.sh",
     ):
         shutil.copy(ROOT / name, kit / name)
-    shutil.copytree(ROOT / "tools/launch/doctor", kit / "tools/launch/doctor")
+    for name in ("checks", "doctor"):
+        shutil.copytree(ROOT / "tools/launch" / name, kit / "tools/launch" / name)
     shutil.copytree(ROOT / "docker", kit / "docker")
     shutil.copy(ROOT / "requirements.txt", kit)
     unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.doctor.finding import PASS, WARN, Finding
+from tools.launch.checks.finding import PASS, WARN, Finding
 from tools.launch.doctor.nodes import Outlier, describe, outliers, parse, srun_command
 
 

@@ -1,4 +1,4 @@
-"""How a command is wrapped in a container; what Docker has here, `doctor/docker.py` checks."""
+"""How a command is wrapped in a container; what Docker has here, `checks/docker.py` says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.launch.doctor import docker as checks
-from tools.launch.doctor.docker import Engine
-from tools.launch.doctor.finding import PASS, ask
+from tools.launch.checks import docker as checks
+from tools.launch.checks.docker import Engine
+from tools.launch.checks.finding import PASS, ask
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 

@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.launch.checks.docker import REPOSITORY
 from tools.launch.container.docker import ask_engine
-from tools.launch.doctor.docker import REPOSITORY
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 

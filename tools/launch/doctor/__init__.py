@@ -1,8 +1,5 @@
-"""What a machine can do: checks that `make doctor` prints and that the preflight raises.
+"""`make doctor`: every check of `tools.launch.checks` as a table; `nodes.py` compares a cluster's nodes.
 
-Each check returns a `Finding`, or several: what was found, whether it stops anything, and the fix.
-Standard library of Python 3.6 alone, because the doctor runs before setup. So no module here may import
-from the rest of the kit, nor use what newer Pythons brought: annotations that 3.6 cannot evaluate are
-written as strings. What only the kit's packages can measure (GPUs through NVML, rates through torch),
-`.venv`'s Python is asked for as JSON. Any module of `tools.launch` may import from here.
+`__main__.py` also runs before setup: like the checks, it is Python 3.6's standard library alone.
+Nothing imports from here.
 """

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tools.launch.doctor import devices, docker, host, network
-from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
+from tools.launch.checks import devices, docker, host, network
+from tools.launch.checks.finding import FAIL, PASS, WARN, Finding
 
 CHECKS: "tuple[Callable[[], Finding | list[Finding]], ...]" = (
     host.check_python,

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tools.launch.checks.devices import check_rates
+from tools.launch.checks.finding import FAIL, PASS, WARN, Finding
 from tools.launch.cluster.sbatch import FIRST_NODE
 from tools.launch.cluster.slurm import slurm_from_environment, words_of
-from tools.launch.doctor.devices import check_rates
-from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 

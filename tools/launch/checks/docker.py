@@ -5,7 +5,7 @@ import os
 import shutil
 from typing import NamedTuple
 
-from tools.launch.doctor.finding import PASS, WARN, Finding, ask
+from tools.launch.checks.finding import PASS, WARN, Finding, ask
 
 REPOSITORY = "megatron-parallelism-kit"
 """Of the kit's images; a pair of `docker/versions.env` is a tag."""

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.launch.doctor.finding import FAIL, PASS, WARN, Finding, ask, kit_python
+from tools.launch.checks.finding import FAIL, PASS, WARN, Finding, ask, kit_python
 
 GIB = 2**30
 BUSY_BYTES = 2 * GIB

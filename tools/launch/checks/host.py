@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.launch.doctor.finding import FAIL, PASS, ROOT, WARN, Finding, ask, kit_python
+from tools.launch.checks.finding import FAIL, PASS, ROOT, WARN, Finding, ask, kit_python
 
 GIB = 2**30
 PROBE_BYTES = 128 << 20

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlparse
 
-from tools.launch.doctor.finding import PASS, ROOT, WARN, Finding, ask, kit_python
+from tools.launch.checks.finding import PASS, ROOT, WARN, Finding, ask, kit_python
 
 SECONDS = 8.0
 SMALL_PACKAGE = "six"
