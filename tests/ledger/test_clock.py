@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tools.ledger import clock as clock_module
-from tools.ledger.clock import DeviceClock, HostClock, clock_of
+from tools.ledger import timeline as timeline_module
+from tools.ledger.timeline import DeviceClock, HostClock, clock_of
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Event:
 @pytest.fixture
 def host_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     times: list[int] = []
-    monkeypatch.setattr(clock_module.time, "perf_counter_ns", lambda: times.pop(0))
+    monkeypatch.setattr(timeline_module.time, "perf_counter_ns", lambda: times.pop(0))
     return times
 
 

@@ -1,8 +1,7 @@
 import pytest
 
-from tools.ledger.clock import HostClock
 from tools.ledger.communication import Call, CommunicationLedger, Watched
-from tools.ledger.timeline import Span
+from tools.ledger.timeline import HostClock, Span
 from tools.records.measurements import Operation, Phase
 
 REDUCE = Call("tp", 2, Operation.ALL_REDUCE, Phase.FORWARD, "float32", 400, None)

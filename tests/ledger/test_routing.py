@@ -6,8 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from tools.ledger.collect import collect
-from tools.ledger.rank_file import RankLedger
+from tools.ledger.collect import RankLedger, collect
 from tools.ledger.routing import RoutingLedger, record_routing
 from tools.records import run as records
 from tools.records.measurements import RankCommunication, RankTime

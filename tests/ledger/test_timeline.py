@@ -2,8 +2,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tools.ledger.clock import Mark
-from tools.ledger.timeline import Span, Timeline, phase_of
+from tools.ledger.timeline import Mark, Span, Timeline, phase_of
 from tools.records.measurements import Phase
 
 

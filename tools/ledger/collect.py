@@ -1,29 +1,48 @@
-"""From the ranks' own files to those of the run folder; imports no torch, runs in the launcher."""
+"""A rank's own file, and how the launcher makes the run folder's files of all of them. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tools.ledger.rank_file import RankLedger
+from tools.ledger.timeline import Span
 from tools.records import run as records
-from tools.records.io import write_record
-from tools.records.measurements import CommunicationRecord, MemoryRecord, TimeRecord
-from tools.records.routing import RoutingRecord
+from tools.records.io import write_record, write_whole
+from tools.records.measurements import (
+    CommunicationRecord,
+    MemoryRecord,
+    RankCommunication,
+    RankMemory,
+    RankTime,
+    TimeRecord,
+)
+from tools.records.routing import RankRouting, RoutingRecord
+
+
+class RankLedger(msgspec.Struct, frozen=True):
+    """All that one rank counted: `rank<N>.json` in the ledger folder, written by its recorder."""
+
+    rank: int
+    communication: RankCommunication
+    time: RankTime
+    memory: RankMemory | None
+    spans: tuple[Span, ...]
+    routing: RankRouting | None = None
+    """None for a dense model."""
 
 
 def collect(folder: Path) -> None:
-    """Write `comm.json`, `memory.json`, `time.json`, `trace.json` of a run from its ranks' files.
+    """Write a run's `comm.json`, `memory.json`, `time.json` and `trace.json` from its ranks' files.
 
-    A mixture of experts gets a `routing.json` too.
-
-    Ranks that left none are missing there too; a run without any gets no file.
+    A mixture of experts gets a `routing.json` too. Ranks without a file are missing in these as well;
+    without any rank's file nothing is written.
     """
-    files = sorted((folder / records.LEDGER_FOLDER).glob("rank*.json"))
-    ranks = sorted((_read(file) for file in files), key=lambda rank: rank.rank)
+    files = (folder / records.LEDGER_FOLDER).glob("rank*.json")
+    found = (msgspec.json.decode(file.read_bytes(), type=RankLedger) for file in files)
+    ranks = sorted(found, key=lambda rank: rank.rank)
     if not ranks:
         return
     communication = CommunicationRecord(tuple(rank.communication for rank in ranks))
@@ -33,19 +52,15 @@ def collect(folder: Path) -> None:
     write_record(folder / records.TIME_FILE, TimeRecord(tuple(rank.time for rank in ranks)))
     routing = tuple(rank.routing for rank in ranks if rank.routing is not None)
     if routing:
-        # Not indented as the others are: it has a number for each expert, layer and iteration.
-        (folder / records.ROUTING_FILE).write_bytes(msgspec.json.encode(RoutingRecord(routing)))
+        # Not indented: it has a number for each expert, layer and iteration.
+        content = msgspec.json.encode(RoutingRecord(routing))
+        write_whole(folder / records.ROUTING_FILE, content)
     trace = {"traceEvents": list(_events(ranks)), "displayTimeUnit": "ms"}
-    (folder / records.TRACE_FILE).write_bytes(msgspec.json.encode(trace))
+    write_whole(folder / records.TRACE_FILE, msgspec.json.encode(trace))
 
 
-def _read(file: Path) -> RankLedger:
-    return msgspec.json.decode(file.read_bytes(), type=RankLedger)
-
-
-def _events(ranks: Iterable[RankLedger]) -> Iterable[dict[str, Any]]:
-    """Chrome's trace format: microseconds on one axis, a process a rank, a thread a category."""
-    ranks = list(ranks)
+def _events(ranks: Sequence[RankLedger]) -> Iterator[dict[str, Any]]:
+    """Chrome's trace format: microseconds from the first span, a process a rank, a thread a category."""
     origin = min((span.start_ns for rank in ranks for span in rank.spans), default=0)
     for rank in ranks:
         yield {

@@ -1,19 +1,20 @@
-"""What a rank's bytes are for at its fullest, measured over one warm-up iteration.
+"""A rank's live bytes by category at their peak, measured over one warm-up iteration.
 
-Every storage that comes to life is seen where operators are dispatched, every tensor that autograd
-keeps where it packs it. Nothing of the iteration itself changes; it is only slower, so it is not one
-of the timed ones. On a CPU this is exact; on a GPU it is what the allocator was asked for, without
-the blocks it rounds up or keeps.
+Every storage is registered where operators are dispatched, every tensor that autograd keeps where it is
+packed. The iteration computes the same and is slower, so it is not one of the timed ones. On a CPU this
+is exact; on a GPU it is what was requested of the allocator, without rounding and cached blocks.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,6 @@ from tools.ledger.model_state import (
     optimizer_tensors,
     weights_of,
 )
-from tools.ledger.module_path import ModulePath
 from tools.ledger.timeline import Timeline
 from tools.records.measurements import DeviceMemory, MemoryCategory, Phase, RankMemory
 
@@ -36,7 +36,7 @@ class _Storage:
     size: int
     category: MemoryCategory
     resting: MemoryCategory
-    """What it is while autograd does not keep it."""
+    """Its category while autograd does not keep it."""
     handle: weakref.ref[torch.UntypedStorage]
     keepers: int = 0
     """Nodes of the autograd graph that hold it."""
@@ -57,7 +57,7 @@ class MemoryLedger:
         self._tracker.enter()
 
     def received(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What others send arrives in these: buffers of communication, until autograd keeps them."""
+        """Other ranks' bytes arrive in these: communication buffers, until autograd keeps them."""
         if self._tracker is not None:
             self._tracker.received(tensors)
 
@@ -74,7 +74,7 @@ class _Tracker:
         self._timeline = timeline
         self._optimizer = optimizer
         self._models = list(models)
-        self._modules = ModulePath(self._models)
+        self._modules = _ModulePath(self._models)
         self._live: dict[int, _Storage] = {}
         self._bytes: Counter[MemoryCategory] = Counter()
         self._peak = 0
@@ -88,10 +88,10 @@ class _Tracker:
     def enter(self) -> None:
         for category, tensors in self._state():
             for tensor in tensors:
-                self._meet(tensor, category)
+                self._register(tensor, category)
         self._stack.enter_context(self._modules)
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-        self._stack.enter_context(_SeeEveryTensor(self._meet_results))
+        self._stack.enter_context(_EveryResult(self._register_results))
 
     def leave(self) -> None:
         self._stack.close()
@@ -111,12 +111,12 @@ class _Tracker:
 
     def received(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            storage = self._meet(tensor, MemoryCategory.TEMPORARY)
+            storage = self._register(tensor, MemoryCategory.TEMPORARY)
             if storage is not None and storage.category is MemoryCategory.TEMPORARY:
                 storage.resting = MemoryCategory.COMMUNICATION
                 self._move(storage, storage.resting)
         if sum(self._bytes.values()) == self._peak:
-            # The peak was noted as the buffer was made, before its use was known.
+            # The peak was recorded when the buffer was made, before its use was known.
             self._at_peak = Counter(self._bytes)
 
     def _state(self) -> Iterator[tuple[MemoryCategory, Iterable[torch.Tensor]]]:
@@ -125,14 +125,14 @@ class _Tracker:
         yield MemoryCategory.GRADIENTS, gradients_of(self._models)
         yield MemoryCategory.OPTIMIZER_STATE, optimizer_tensors(self._optimizer)
 
-    def _meet_results(self, results: Any) -> None:
+    def _register_results(self, results: Any) -> None:
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor):
-                self._meet(leaf, MemoryCategory.TEMPORARY)
+                self._register(leaf, MemoryCategory.TEMPORARY)
         self._note_peak()
 
-    def _meet(self, tensor: torch.Tensor, category: MemoryCategory) -> _Storage | None:
-        tensor = _held(tensor)
+    def _register(self, tensor: torch.Tensor, category: MemoryCategory) -> _Storage | None:
+        tensor = _local(tensor)
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._live.get(key)
@@ -149,9 +149,9 @@ class _Tracker:
             known.size = size
         return known
 
-    def _see_resized(self) -> None:
-        """Find storages resized in place, as those of weights that FSDP gathered: no operator tells."""
-        for known in self._live.values():
+    def _update_resized(self) -> None:
+        """Find storages that were resized in place without an operator, as FSDP's gathered weights."""
+        for known in list(self._live.values()):
             storage = known.handle()
             size = storage.nbytes() if storage is not None else known.size
             if size != known.size:
@@ -164,7 +164,7 @@ class _Tracker:
             self._bytes[storage.category] -= storage.size
 
     def _pack(self, tensor: torch.Tensor) -> _Kept:
-        storage = self._meet(tensor, MemoryCategory.TEMPORARY)
+        storage = self._register(tensor, MemoryCategory.TEMPORARY)
         if storage is None or storage.category not in _MAY_BE_KEPT:
             return _Kept(tensor)
         if storage.keepers == 0:
@@ -187,7 +187,7 @@ class _Tracker:
     def _note_peak(self) -> None:
         total, phase = sum(self._bytes.values()), self._timeline.phase
         if total > min(self._peak, self._phase_peaks.get(phase, 0)):
-            self._see_resized()
+            self._update_resized()
             total = sum(self._bytes.values())
         self._phase_peaks[phase] = max(total, self._phase_peaks.get(phase, 0))
         if total > self._peak:
@@ -204,7 +204,7 @@ _MAY_BE_KEPT = (
 
 
 class _Kept:
-    """A tensor in the autograd graph; the graph lets go of it together with this."""
+    """A tensor in the autograd graph; the graph frees it together with this object."""
 
     def __init__(
         self, tensor: torch.Tensor, tracker: _Tracker | None = None, storage: _Storage | None = None
@@ -218,8 +218,8 @@ def _unpack(kept: _Kept) -> torch.Tensor:
     return kept.tensor
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds: a DTensor says its whole size, and has memory for its own part alone."""
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part: a DTensor's shape is the whole, its memory the local part alone."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -234,16 +234,16 @@ def _device_memory(models: Sequence[torch.nn.Module]) -> DeviceMemory | None:
     )
 
 
-class _SeeEveryTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, see: Any) -> None:
+class _EveryResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, callback: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
+        self._callback = callback
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         results = func(*args, **(kwargs or {}))
-        self._see(results)
+        self._callback(results)
         return results
 
 
@@ -256,5 +256,56 @@ def _vocabulary_rows(models: Iterable[torch.nn.Module]) -> frozenset[int]:
         for model in models
         for name, parameter in model.named_parameters()
         if name.endswith(("word_embeddings.weight", "output_layer.weight"))
-        for rows in (parameter.shape[0], _held(parameter).shape[0])
+        for rows in (parameter.shape[0], _local(parameter).shape[0])
     )
+
+
+_LAYER = re.compile(r"(?:.*\.)?layers\.\d+")
+
+
+class _ModulePath:
+    """The modules that are in their forward, through hooks that last as long as a `with` block."""
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        self._models = tuple(models)
+        self._open: list[str] = []
+        self._handles: list[Any] = []
+
+    @property
+    def current(self) -> str:
+        """The innermost module's name, or nothing between modules."""
+        return self._open[-1] if self._open else ""
+
+    @property
+    def layer(self) -> str:
+        """The transformer layer that is computing, else the module; `loss` outside of both."""
+        match = _LAYER.match(self.current)
+        return _short(match[0] if match else self.current) or "loss"
+
+    def __enter__(self) -> Self:
+        for model in self._models:
+            for name, module in model.named_modules():
+                self._handles.append(module.register_forward_pre_hook(self._enter(name)))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> Any:
+        return lambda module, arguments: self._open.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        if self._open:
+            self._open.pop()
+
+
+def _short(name: str) -> str:
+    """A module's name without the wrappers around the model."""
+    return re.sub(r"^(module(\.|$))+", "", name)

@@ -1,4 +1,4 @@
-"""Where a model's weights, gradients and optimizer state lie, in Megatron and in plain PyTorch."""
+"""Where Megatron and plain PyTorch keep a model's weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def weights_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters, as the model computes with them; under Megatron-FSDP what it keeps of them.
+    """Parameters as the model computes with them; under Megatron-FSDP its own buffers of them.
 
-    What FSDP has gathered of them at the moment is no state: it comes and goes.
+    What FSDP has gathered at the moment is not counted: it is temporary.
     """
     for model in models:
         if _is_megatron_fsdp(model):
@@ -49,7 +49,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def has_state(optimizer: Any) -> bool:
-    """Whether it has made its state, which is with the first update that is not skipped."""
+    """Whether it has made its state, which the first update that is not skipped does."""
     return any(inner.state for inner in _plain_optimizers(optimizer))
 
 

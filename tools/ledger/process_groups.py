@@ -1,8 +1,8 @@
-"""Sees every call that Python makes on a torch process group.
+"""Observes every call that Python makes on a torch process group, and every wait for its result.
 
 torch.distributed's functions all end in a method of the group, also when they were imported early or
 coalesced, so the methods are wrapped, once, on the class. Functional collectives go from an operator
-straight to C++; the operators are wrapped by name.
+straight to C++; the operators are wrapped by name. Calls from C++ alone (DDP's reducer) are not seen.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, Work
 
-from tools.ledger.clock import Mark
 from tools.ledger.communication import Call, CommunicationLedger, Watched
-from tools.ledger.groups import group_name
-from tools.ledger.timeline import Timeline
+from tools.ledger.timeline import Mark, Timeline
 from tools.records.measurements import ROUTED_GROUPS, Operation, Phase
+from tools.spec.groups import Group
 from tools.spec.run import Transport
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
@@ -63,8 +62,34 @@ _FUNCTIONAL = {
     "broadcast": Operation.BROADCAST,
 }
 
+# Descriptions that Megatron gives its groups (`parallel_state`). What is no `Group` carries nothing
+# that the planner counts.
+_GROUP_NAMES: dict[str, str] = {
+    "TENSOR_MODEL_PARALLEL_GROUP": Group.TENSOR,
+    "CONTEXT_PARALLEL_GROUP": Group.CONTEXT,
+    "DATA_PARALLEL_GROUP": "dp",
+    "DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
+    # With one instance of the distributed optimizer, which is the default, these are all ranks.
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": Group.WORLD,
+    "PIPELINE_MODEL_PARALLEL_GROUP": Group.PIPELINE,
+    "EMBEDDING_GROUP": Group.EMBEDDING,
+    "POSITION_EMBEDDING_GROUP": "position_embedding",
+    "MODEL_PARALLEL_GROUP": Group.MODEL,
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": Group.TENSOR_CONTEXT,
+    "TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
+    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": Group.TENSOR_DATA_CONTEXT,
+    "EXPERT_MODEL_PARALLEL_GROUP": Group.EXPERT,
+    "EXPERT_DATA_PARALLEL_GROUP": Group.EXPERT_DATA,
+    "EXPERT_TENSOR_PARALLEL_GROUP": Group.EXPERT_TENSOR,
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": Group.TENSOR_EXPERT,
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": Group.EXPERT_MODEL,
+    "default_pg": Group.WORLD,
+}
+# Weight rematerialisation (0.19) and gloo twins are the same split under another name.
+_GROUP_SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")
 
-# What others send arrives in a buffer of its own; elsewhere the result replaces a tensor.
+# Received bytes arrive in a buffer of its own; with other operations the result replaces a tensor.
 _RECEIVING = {
     Operation.ALL_GATHER,
     Operation.REDUCE_SCATTER,
@@ -79,7 +104,7 @@ class CallWatcher:
     Args:
         ledger: Where calls are kept.
         timeline: The clock, and the phase a call is made in.
-        received: Is told of tensors that others' bytes arrive in.
+        received: Called with the tensors that other ranks' bytes arrive in.
     """
 
     def __init__(
@@ -92,7 +117,7 @@ class CallWatcher:
         self._timeline = timeline
         self._received = received
         self.active = True
-        """Else calls pass unseen."""
+        """While False, calls are not counted."""
         # Holding the work keeps its Python object, so that its id names it until it is waited for.
         self._pending: dict[int, tuple[Any, Watched]] = {}
 
@@ -106,7 +131,7 @@ class CallWatcher:
             setattr(functional, name, self._functional(getattr(functional, name), operation))
 
     def forget_pending(self) -> None:
-        """Let go of works that nobody has waited for."""
+        """Drop works that were never waited for."""
         self._pending.clear()
 
     def _method(self, name: str, operation: Operation, position: int) -> Callable[..., Any]:
@@ -181,8 +206,8 @@ class CallWatcher:
         phase = self._timeline.phase
         name = group_name(group.group_desc)
         if phase is Phase.PIPELINE:
-            # With two stages Megatron sends one direction over the default group, so that both flow.
-            name = "pp"
+            # With two stages Megatron sends one direction over the default group.
+            name = Group.PIPELINE
         return Call(
             group=name,
             ranks=group.size(),
@@ -197,7 +222,7 @@ class CallWatcher:
 
 
 class _Operator:
-    """A torch operator that is called otherwise and is itself in everything else.
+    """A torch operator with another `__call__`; every other attribute is the original's.
 
     Under a TorchDispatchMode, such as the memory ledger's, torch looks its overloads up by attribute.
     """
@@ -213,8 +238,17 @@ class _Operator:
         return getattr(self._original, name)
 
 
+@functools.cache
+def group_name(description: str) -> str:
+    """`tp`, `dp_cp`, …; a description that is not Megatron's is returned as it is."""
+    plain = description
+    for suffix in _GROUP_SUFFIXES:
+        plain = plain.removesuffix(suffix)
+    return _GROUP_NAMES.get(plain, description)
+
+
 def _transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transport:
-    """What moves these tensors: a group may have gloo for the CPU's and NCCL for the GPU's."""
+    """The library that moves these tensors: a group may have gloo for the CPU and NCCL for the GPU."""
     if not tensors:
         return Transport.NCCL
     backend = group._get_backend(tensors[0].device)
@@ -236,7 +270,7 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of one of the rows that a router shares out."""
+    """Bytes of one of the rows that a router distributes."""
     return tensor.element_size() * math.prod(tensor.shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""The one object a backend talks to: it marks iterations and spans, and writes the rank's files."""
+"""The one object a backend uses: it marks iterations and spans, and writes the rank's file."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from typing import Any
 
 import msgspec
 
-from tools.ledger.clock import clock_of
+from tools.ledger.collect import RankLedger
 from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.model_state import has_state
 from tools.ledger.process_groups import CallWatcher
-from tools.ledger.rank_file import RankLedger
 from tools.ledger.routing import RoutingLedger
-from tools.ledger.timeline import Span, Timeline
+from tools.ledger.timeline import Span, Timeline, clock_of
 from tools.records.io import write_whole
 from tools.records.measurements import Phase
 
 FOLDER_VARIABLE = "KIT_LEDGER"
-"""Names the folder that ranks write to; without it nothing is installed and nothing costs anything."""
+"""Names the folder that ranks write to; without it nothing is installed and nothing is slower."""
 
 ALTERNATE_VARIABLE = "KIT_LEDGER_ALTERNATE"
 """Set by the benchmark of the ledger's cost: odd iterations are not watched."""
 
 MEMORY_ITERATION = 2
-"""The first iteration has no optimizer state before its end; this one is still warm-up. Where updates
-are skipped while fp16's loss scale falls, the first iteration that has the state is measured as well."""
+"""The first iteration has no optimizer state before its end; this one is still warm-up. While fp16's
+loss scale falls updates are skipped, so the first iteration that has the state is measured as well."""
 
 TRACED_ITERATION = 4
 WRITE_EVERY = 100
-"""Iterations; a killed rank leaves what it had counted until then."""
+"""Iterations; a killed rank leaves a file with what it had counted by then."""
 
 
 class Recorder:
@@ -59,13 +58,13 @@ class Recorder:
         return cls(Path(folder), int(os.environ.get("RANK", "0"))) if folder else None
 
     def install(self) -> None:
-        """Begin to watch this process."""
+        """Begin to count in this process."""
         self._watcher.install()
         self._routing.install()
         atexit.register(self._write)
 
     def begin_iteration(self, models: Any, optimizer: Any) -> None:
-        """An optimizer step begins; the one before it, with what was logged after it, ends here."""
+        """An optimizer step begins; the iteration before it, with its logging, ends here."""
         if not self._iteration:
             self.timeline.use(clock_of(models[0]))
         phases = self.timeline.take()

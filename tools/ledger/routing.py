@@ -1,6 +1,6 @@
-"""What a rank's routers decide, iteration by iteration: a router tells it with one call.
+"""What a rank's routers decide, iteration by iteration: a router reports with one call.
 
-Figures stay on the device until the step's end, where one copy brings all layers' to the host.
+Figures stay on the device until the step's end, when one copy brings those of all layers to the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from tools.records.routing import LayerRouting, RankRouting
 
 KEPT_ITERATIONS = 1024
-"""When more are there, every other one is dropped, and from then on twice as many passed over."""
+"""With more, every other one is dropped, and from then on the distance between kept ones doubles."""
 
 
 def record_routing(
@@ -24,7 +24,7 @@ def record_routing(
     dropped: torch.Tensor | int = 0,
     load_balancing_loss: torch.Tensor | None = None,
 ) -> None:
-    """Tell the ledger, if there is one, what a router decided for one micro batch.
+    """Report to the ledger, if there is one, what a router decided for one micro batch.
 
     Evaluation and a forward that will be recomputed, both without gradients, are not counted.
 
@@ -45,7 +45,7 @@ class RoutingLedger:
     """Sums a rank's routing over micro batches and keeps it by iteration."""
 
     installed: ClassVar[RoutingLedger | None] = None
-    """The one that this process' routers report to."""
+    """The ledger that this process' routers report to."""
 
     def __init__(self, kept_iterations: int = KEPT_ITERATIONS) -> None:
         self._kept_iterations = kept_iterations

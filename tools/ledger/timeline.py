@@ -1,13 +1,90 @@
-"""Named spans of a rank's time, nested as the program nests them, and the phase each belongs to."""
+"""A rank's time: the clock that reads it, named spans nested as the program nests them, their phases.
+
+Where a GPU computes, a moment is an event on its stream, read after the iteration; no span costs a
+synchronisation. No torch at import: the launcher reads the ranks' files, which hold spans.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tools.ledger.clock import Clock, HostClock, Mark
 from tools.records.measurements import Phase
+
+if TYPE_CHECKING:
+    import torch
+
+Mark = Any
+"""A moment: nanoseconds of the host, or an event of the device."""
+
+
+class Clock(Protocol):
+    """Makes marks cheaply, and converts them to times later."""
+
+    def mark(self) -> Mark:
+        """Now."""
+
+    def settle(self) -> None:
+        """Wait until every mark made so far can be read."""
+
+    def nanoseconds(self, mark: Mark) -> int:
+        """A mark that has settled, on the host's clock, which all ranks of a machine share."""
+
+
+class HostClock:
+    """The clock of ranks that compute on the host."""
+
+    def mark(self) -> Mark:
+        """Nanoseconds since the machine started."""
+        return time.perf_counter_ns()
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+    def nanoseconds(self, mark: Mark) -> int:
+        """The mark is the time."""
+        return int(mark)
+
+
+class DeviceClock:
+    """The clock of ranks that compute on a GPU: a mark is the moment its current stream reaches it.
+
+    Events cost no synchronisation; they are read after the iteration, when Megatron has waited for the
+    device anyway to print the loss.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.settle()
+
+    def mark(self) -> Mark:
+        """An event on the current stream."""
+        event = self._device.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait for the device, and record one moment on both clocks."""
+        self._device.synchronize()
+        self._anchor = self.mark()
+        self._anchor.synchronize()
+        self._anchor_ns = time.perf_counter_ns()
+
+    def nanoseconds(self, mark: Mark) -> int:
+        """Relative to the moment recorded last; an earlier mark gives an earlier time."""
+        return self._anchor_ns + int(1e6 * self._anchor.elapsed_time(mark))
+
+
+def clock_of(model: torch.nn.Module) -> Clock:
+    """The clock of the device that holds a model's parameters."""
+    import torch
+
+    parameter = next(model.parameters(), None)
+    on_device = parameter is not None and parameter.device.type == "cuda"
+    return DeviceClock(torch.cuda) if on_device else HostClock()
 
 
 @dataclass(frozen=True)
@@ -35,7 +112,7 @@ _PHASES = {
 
 @functools.cache
 def phase_of(name: str) -> Phase:
-    """The phase that a timer's name stands for."""
+    """The phase that a timer's name belongs to."""
     if name.startswith("optimizer"):
         return Phase.OPTIMIZER
     if name.endswith(("-send", "-recv")):
@@ -44,7 +121,7 @@ def phase_of(name: str) -> Phase:
 
 
 class Timeline:
-    """Where a rank is now, and how long it was in each phase since the last `take`.
+    """The phase a rank is in, and the time in each phase since the last `take`.
 
     A span's own time is its length without the spans inside it, so phases sum to the whole.
     """
@@ -58,14 +135,14 @@ class Timeline:
         self.use(HostClock())
 
     def use(self, clock: Clock) -> None:
-        """Tell the time by another clock; spans that are open are forgotten."""
+        """Use another clock; open spans are dropped."""
         self.clock = clock
         self._open.clear()
         self.phase = Phase.OTHER
         self._changes = [(self.phase, clock.mark())]
 
     def watch(self, active: bool) -> None:
-        """Whether spans are noted from here on; those that are open are forgotten when that changes."""
+        """Record spans from here on or not; open spans are dropped when that changes."""
         if active is not self._active:
             self._active = active
             self.use(self.clock)
@@ -81,7 +158,7 @@ class Timeline:
             self._enter(phase, now)
 
     def end(self, name: str) -> None:
-        """Leave a span; spans inside it that were left open end with it, unknown names do nothing."""
+        """Leave a span; spans still open inside it end with it, a name that is not open does nothing."""
         if not self._active or all(name != open_name for open_name, _, _ in self._open):
             return
         now = self.clock.mark()
@@ -97,7 +174,7 @@ class Timeline:
         self._finished = []
 
     def take_spans(self) -> tuple[Span, ...]:
-        """The spans kept, once the clock has settled; later ones are not kept."""
+        """The kept spans, once the clock has settled; later ones are not kept."""
         read = self.clock.nanoseconds
         finished, self._finished = self._finished or [], None
         return tuple(
