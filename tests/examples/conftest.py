@@ -12,8 +12,8 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.records import run as records
-from tools.report.scrape import scrape_log
-from tools.report.scraped import ScrapedLog
+from tools.report.read.scrape import scrape_log
+from tools.report.read.scraped import ScrapedLog
 
 ITERATIONS = 6
 

@@ -19,9 +19,9 @@ from tools.records.measurements import (
 )
 from tools.records.routing import LayerRouting, read_routing
 from tools.records.run import Status
-from tools.report.closed_form import configuration_of_run, pipeline_rank
-from tools.report.routing import iterations_of, loads
-from tools.report.runs import load_folder
+from tools.report.explain.closed_form import configuration_of_run, pipeline_rank
+from tools.report.explain.routing import iterations_of, loads
+from tools.report.read.runs import load_folder
 from tools.spec.model import load_model
 from tools.spec.run import RunSpec
 

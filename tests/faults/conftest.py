@@ -17,10 +17,10 @@ import pytest
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import StatusRecord
-from tools.report.parity import Curve, loss_curve
-from tools.report.published import load_published
-from tools.report.report_data import build_report
-from tools.report.runs import Run, load_folder
+from tools.report.analyse.parity import Curve, loss_curve
+from tools.report.analyse.published import load_published
+from tools.report.analyse.report_data import build_report
+from tools.report.read.runs import Run, load_folder
 from tools.spec.files import ROOT
 
 ITERATIONS, SAVE_EVERY = 12, 4

@@ -5,8 +5,8 @@ import pytest
 from tests.faults.conftest import SAVE_EVERY, Ended, Kit, same_losses
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, Status
-from tools.report.parity import Curve, last_digit, loss_curve
-from tools.report.runs import Run
+from tools.report.analyse.parity import Curve, last_digit, loss_curve
+from tools.report.read.runs import Run
 
 EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1", "ep2")
 

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from tools.launch.demo import ensure_sample
 from tools.records.run import LOG_FILE
-from tools.report.runs import find_run_folders, load_folder
-from tools.report.scrape import scrape_log
+from tools.report.read.runs import find_run_folders, load_folder
+from tools.report.read.scrape import scrape_log
 from tools.spec.files import ROOT
 
 TARGET, ITERATIONS = "train-tp2-gpt2-tiny-2cpu", 300

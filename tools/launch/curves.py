@@ -23,7 +23,7 @@ from tools.launch.series import run_series
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.records.run import LOG_FILE, Status
-from tools.report.scrape import scrape_log
+from tools.report.read.scrape import scrape_log
 from tools.spec.run import DeviceKind
 
 TARGET = "train-baseline-gpt2-tiny-1cpu"

@@ -23,7 +23,7 @@ from tools.launch.target import Target
 from tools.launch.train import command_line, compose_target, flags_of_grammar, outcome
 from tools.records import run as records
 from tools.records.run import Status
-from tools.report.published import load_published
+from tools.report.analyse.published import load_published
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import NAMED

@@ -23,7 +23,7 @@ from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Options
 from tools.launch.progress import RunProgress
 from tools.records.run import LOG_FILE
-from tools.report.diagnosis import diagnose
+from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
 from tools.spec.run import Backend
 from tools.spec.strategy import Batch

@@ -20,11 +20,11 @@ from tools.launch.run_folder import utc_now
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
-from tools.report.diagnosis import diagnose
-from tools.report.iteration_line import find_iterations
-from tools.report.lines import split_lines
-from tools.report.runs import find_run_folders
-from tools.report.scraped import Iteration
+from tools.report.read.diagnosis import diagnose
+from tools.report.read.iteration_line import find_iterations
+from tools.report.read.lines import split_lines
+from tools.report.read.runs import find_run_folders
+from tools.report.read.scraped import Iteration
 
 ALIVE_SECONDS = 15.0
 """A run's sampler writes every second; on a network file system it shows some seconds later."""

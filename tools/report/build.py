@@ -11,12 +11,12 @@ import msgspec
 from rich.console import Console
 
 from tools.records.gpu_bench import read_bench
-from tools.report.changes import BaselineError, compare_with_baseline, read_baseline
-from tools.report.files import write_report
-from tools.report.published import load_published
-from tools.report.report_data import Report, build_report
-from tools.report.runs import find_run_folders, load_runs
-from tools.report.terminal import print_report
+from tools.report.analyse.published import load_published
+from tools.report.analyse.regressions import BaselineError, compare_with_baseline, read_baseline
+from tools.report.analyse.report_data import Report, build_report
+from tools.report.read.runs import find_run_folders, load_runs
+from tools.report.render.files import write_report
+from tools.report.render.terminal import print_report
 
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from tools.records.run import Status
-from tools.report.diagnosis import judge
-from tools.report.dump import log_as_json
-from tools.report.scrape import scrape_runs
+from tools.report.read.diagnosis import judge
+from tools.report.read.scrape import scrape_runs
+from tools.report.render.dump import log_as_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def _build(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tools.report.explain_command import explain_runs
+    from tools.report.explain.explain_command import explain_runs
 
     return explain_runs(arguments.paths, arguments.runs, Console(highlight=False))
 
@@ -76,13 +76,13 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tools.report.explain_command import trace_run
+    from tools.report.explain.explain_command import trace_run
 
     return trace_run(arguments.wanted, arguments.runs, Console(highlight=False))
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from tools.report.bench import bench_scrape
+    from tools.report.read.bench import bench_scrape
 
     print(bench_scrape(arguments.iterations))
     return 0

@@ -13,7 +13,7 @@ import pytest
 
 from tools.launch.network import Rate, link
 from tools.records.run import Status, read_run, read_status
-from tools.report.scrape import scrape_log
+from tools.report.read.scrape import scrape_log
 from tools.spec.files import ROOT
 
 CAN_MAKE_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")

@@ -13,9 +13,9 @@ import pytest
 
 from tests.launch.cluster.two_nodes import Cluster, obstacle, two_nodes
 from tools.records.run import Status, read_run, read_status
-from tools.report.parity import Curve, loss_curve
-from tools.report.runs import load_folder
-from tools.report.scrape import scrape_log
+from tools.report.analyse.parity import Curve, loss_curve
+from tools.report.read.runs import load_folder
+from tools.report.read.scrape import scrape_log
 from tools.spec.files import ROOT
 
 WHY_NOT = obstacle()

@@ -5,7 +5,7 @@ from tools.launch.compare import zero as compare_zero
 from tools.launch.compare.measured import Measured
 from tools.launch.compare.runs import equal_terms
 from tools.launch.options import Options
-from tools.report.statistics import estimate
+from tools.report.analyse.statistics import estimate
 
 
 def measured(backend: str, strategy: str, milliseconds: float, **changes: object) -> Measured:

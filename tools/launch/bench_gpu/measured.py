@@ -8,8 +8,8 @@ from pathlib import Path
 from tools.launch.bench_gpu.kernels import milliseconds_by_group, read_trace, saw_the_device
 from tools.launch.bench_gpu.settings import WARM_UP, Setting
 from tools.records.gpu_bench import Measured
-from tools.report.rows import memory_by_rank
-from tools.report.runs import load_folder
+from tools.report.analyse.rows import memory_by_rank
+from tools.report.read.runs import load_folder
 from tools.spec.run import DeviceKind
 
 TRACE = "torch_profile/rank-0.json.gz"

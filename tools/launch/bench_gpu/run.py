@@ -46,7 +46,7 @@ from tools.records.gpu_bench import (
     read_bench,
     write_bench,
 )
-from tools.report.gpu_bench import bench_text
+from tools.report.explain.gpu_bench import bench_text
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind

@@ -20,7 +20,7 @@ from tools.launch.checkpoint.stored import (
     prune,
 )
 from tools.launch.progress import LogFollower
-from tools.report.scraped import Iteration
+from tools.report.read.scraped import Iteration
 
 LOOK_SECONDS = 0.5
 

@@ -18,7 +18,7 @@ from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
 from tools.launch.supervise import exit_status
 from tools.records.run import LOG_FILE, RUN_FILE, Status, StatusRecord
-from tools.report.diagnosis import diagnose
+from tools.report.read.diagnosis import diagnose
 from tools.spec.files import ROOT
 
 

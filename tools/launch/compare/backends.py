@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from tools.launch.compare.measured import DASH, Measured
 from tools.launch.compare.zero import interval, megabytes, number, ratio
-from tools.report.markdown import table
-from tools.report.statistics import Comparison, Verdict, compare
+from tools.report.analyse.statistics import Comparison, Verdict, compare
 from tools.spec.run import Backend
+from tools.text.table import markdown_rows
 
 RUNS = (
     (Backend.MEGATRON, "dp2"),
@@ -46,7 +46,7 @@ def render(model: str, runs: Sequence[Measured], missing: Sequence[str] = ()) ->
             "or update; who is faster than bare has faster kernels.",
             "In write-up 000 the two backends had different optimizers and neither sharded anything, "
             'so its "native is 7.6% faster" says nothing of either.',
-            table(_HEADER, [_row(run, bare) for run in runs]),
+            markdown_rows(_HEADER, [_row(run, bare) for run in runs]),
             "\n".join(f"- {sentence}" for sentence in (*verdicts(runs), *missing)),
         )
     )

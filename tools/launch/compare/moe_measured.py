@@ -8,8 +8,8 @@ from pathlib import Path
 from tools.records import run as records
 from tools.records.routing import Counts, choices, read_routing
 from tools.records.run import Status
-from tools.report.parity import loss_curve
-from tools.report.runs import load_folder
+from tools.report.analyse.parity import loss_curve
+from tools.report.read.runs import load_folder
 from tools.spec.flags import Flags
 
 ACCURACY = "next token accuracy"

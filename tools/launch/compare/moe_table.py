@@ -13,10 +13,10 @@ import yaml
 from tools.launch.compare.moe_measured import MoeRun
 from tools.launch.compare.zero import number
 from tools.records.routing import first_other_choice
-from tools.report.markdown import table
-from tools.report.published import FILE, load_published
-from tools.report.statistics import Estimate, Verdict, compare, estimate
-from tools.report.wording import DASH
+from tools.report.analyse.published import FILE, load_published
+from tools.report.analyse.statistics import Estimate, Verdict, compare, estimate
+from tools.text.table import markdown_rows
+from tools.text.units import DASH
 
 TOLERANCE = 1e-5
 """Relative, of a loss, against the first kind of the same optimizer and seed."""
@@ -44,7 +44,7 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
             f"# Mixture of experts, Megatron against plain PyTorch: {model}",
             "All runs of a seed start from the same weights and read the same batches; validation "
             "documents are never trained on. Scores are means over seeds, with their range.",
-            table(_HEADER, rows),
+            markdown_rows(_HEADER, rows),
             "\n".join(f"- {sentence}" for sentence in said),
             "## As published (write-up 000, blueberry-79m, two RTX 4090)",
             _published(),
@@ -226,5 +226,5 @@ def _published() -> str:
         if figure["source"] == "000"
     ]
     wrong = [c for c in load_published().corrections if c.source == "000"]
-    listed = table(["It says", "Right"], [[c.says, c.right] for c in wrong])
-    return f"{table(header, rows)}\n\n{listed}"
+    listed = markdown_rows(["It says", "Right"], [[c.says, c.right] for c in wrong])
+    return f"{markdown_rows(header, rows)}\n\n{listed}"

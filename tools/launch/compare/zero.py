@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.launch.compare.measured import DASH, Measured
-from tools.report.markdown import table
-from tools.report.published import FILE
+from tools.report.analyse.published import FILE
 from tools.spec.files import read_yaml
+from tools.text.table import markdown_rows
 
 STRATEGIES = ("dp2", "pp2", "zero1", "zero2", "zero3")
 NAMES = {
@@ -105,7 +105,7 @@ def _performance(
         theirs = published_cells(published.get(run.strategy))
         both = [beside(*pair) for pair in zip(cells, theirs, strict=True)]
         rows.append([_name(run), run.status, run.parity, *both])
-    return table(header, rows)
+    return markdown_rows(header, rows)
 
 
 def _shares(runs: Sequence[Measured], published: Mapping[str, PublishedZero]) -> str:
@@ -119,7 +119,7 @@ def _shares(runs: Sequence[Measured], published: Mapping[str, PublishedZero]) ->
             for part, share in zip(parts, mine, strict=True)
         ]
         rows.append([_name(run), *cells])
-    return table(["Method", "Forward", "Backward, with gradients", "Optimizer"], rows)
+    return markdown_rows(["Method", "Forward", "Backward, with gradients", "Optimizer"], rows)
 
 
 def _traffic(
@@ -154,7 +154,7 @@ def _traffic(
                 ),
             ]
         )
-    return table(header, rows)
+    return markdown_rows(header, rows)
 
 
 def published_cells(row: PublishedZero | None) -> tuple[str | None, ...]:

@@ -15,8 +15,8 @@ from tools.ledger.collect import collect
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
-from tools.report.diagnosis import diagnose, first_error
-from tools.report.scrape import scrape_log
+from tools.report.read.diagnosis import diagnose, first_error
+from tools.report.read.scrape import scrape_log
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20

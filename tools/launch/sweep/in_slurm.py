@@ -18,7 +18,7 @@ from tools.launch.submit import PendingRun, argv_of, image_asked, over_nodes, su
 from tools.launch.sweep.cells import Cell, variables
 from tools.launch.train import flags_of_grammar
 from tools.records.run import Status, decode_run
-from tools.report.runs import find_run_folders
+from tools.report.read.runs import find_run_folders
 from tools.spec.files import from_root
 
 COUNT = ("queued", "running", Status.OK.value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tools.launch.sweep.results import Measured, fastest
 from tools.launch.sweep.verdicts import size
-from tools.report.chart_canvas import WIDTH_INCHES, Chart, colour, draw, grid
+from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,8 @@ from pathlib import Path
 from tools.launch.compose import Launch
 from tools.launch.sweep.cells import Cell
 from tools.plan.parameters import parameters_total
-from tools.report.runs import load_folder
-from tools.report.statistics import Comparison, Estimate, compare, estimate
+from tools.report.analyse.statistics import Comparison, Estimate, compare, estimate
+from tools.report.read.runs import load_folder
 from tools.spec.run import Backend, DeviceKind
 
 Devices = tuple[int, DeviceKind]

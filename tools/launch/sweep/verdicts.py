@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from tools.launch.sweep.results import Devices, Measured, compare_tokens, fastest
-from tools.report.statistics import Verdict
+from tools.report.analyse.statistics import Verdict
 from tools.spec.run import Backend
 
 

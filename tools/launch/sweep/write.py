@@ -12,10 +12,10 @@ from tools.launch.sweep.picture import draw_sweep
 from tools.launch.sweep.results import Measured, compare_tokens
 from tools.launch.sweep.verdicts import size, verdicts
 from tools.records import run as records
-from tools.report.markdown import plain, table
-from tools.report.statistics import Comparison
-from tools.report.wording import DASH, count, loss, number
+from tools.report.analyse.statistics import Comparison
 from tools.spec.run import Backend, DeviceKind
+from tools.text.table import markdown_rows, markdown_text
+from tools.text.units import DASH, count, loss, number
 
 CELLS_FILE = "cells.json"
 TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"
@@ -40,13 +40,18 @@ def render(
     name: str, results: Sequence[Measured], skipped: Sequence[Skipped], pictured: bool = False
 ) -> str:
     """Markdown: the sentences first, then the picture, the table and what was skipped."""
-    parts = [f"# Sweep {plain(name)}", "\n".join(f"- {text}" for text in sentences(results))]
+    parts = [
+        f"# Sweep {markdown_text(name)}",
+        "\n".join(f"- {text}" for text in sentences(results)),
+    ]
     if pictured:
         parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
-    parts.append(table(_HEADER, [_row(result, _reference(result, results)) for result in results]))
+    parts.append(
+        markdown_rows(_HEADER, [_row(result, _reference(result, results)) for result in results])
+    )
     if skipped:
         rows = [[one.cell.name, one.rule] for one in skipped]
-        parts += ["## Skipped", table(["Cell", "Rule"], rows)]
+        parts += ["## Skipped", markdown_rows(["Cell", "Rule"], rows)]
     return "\n\n".join(parts)
 
 

@@ -1,0 +1,226 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.report.ledger_factory import (
+    communication,
+    held,
+    report_of,
+    seconds,
+    write,
+    write_calls,
+    write_memory,
+    write_times,
+)
+from tools.records.measurements import MemoryCategory, Phase, TimeRecord
+from tools.records.run import RUN_FILE
+from tools.report.cli import main
+from tools.report.explain.explain_costs import costs_above
+from tools.report.explain.explanation import Explanation, explain
+from tools.report.explain.explanation_text import NOTHING, explanation_markdown
+from tools.report.render.files import write_report
+from tools.text.units import amount, joined, milliseconds, signed
+
+WORK = {Phase.FORWARD: 0.04, Phase.BACKWARD: 0.05, Phase.OPTIMIZER: 0.01}
+COST = "Which cost separates each strategy from baseline?"
+
+
+def answers(*folders: Path) -> dict[str, tuple[str, ...]]:
+    return {topic.question: topic.sentences for topic in explain(report_of(*folders)).topics}
+
+
+def sentence(question: str, *folders: Path) -> str:
+    return " ".join(answers(*folders)[question])
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    folder = write(tmp_path, "baseline")
+    write_times(folder, seconds(0, WORK))
+    return folder
+
+
+def test_costs_are_above_a_share_of_baseline_and_sum_to_the_difference() -> None:
+    reference = TimeRecord((seconds(0, WORK),))
+    half = {phase: 0.5 * value for phase, value in WORK.items()}
+    ranks = [seconds(0, half | {Phase.PIPELINE: 0.03}), seconds(1, half | {Phase.PIPELINE: 0.01})]
+    costs = costs_above(reference, TimeRecord(tuple(ranks)), 0.5)
+    assert costs[0].part == "waiting for other pipeline stages"
+    assert costs[0].seconds == pytest.approx(0.02)
+    assert sum(cost.seconds for cost in costs) == pytest.approx(0.02)
+
+
+def test_largest_cost_is_named_with_its_numbers(baseline: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path, "dp2")
+    phases = {Phase.FORWARD: 0.02, Phase.BACKWARD: 0.025, Phase.GRADIENT_SYNC: 0.03}
+    phases |= {Phase.OPTIMIZER: 0.01}
+    write_times(folder, *(seconds(rank, phases) for rank in (0, 1)))
+    assert answers(baseline, folder)[COST] == (
+        "dp2 ×2: an iteration takes 85.0 ms, baseline's work divided over 2 rank(s) would take "
+        "50.0 ms; 35.0 ms above that: +30.0 ms gradient sync and +5.0 ms the optimizer.",
+    )
+
+
+def test_scatter_larger_than_the_difference_names_no_cost(tmp_path: Path, baseline: Path) -> None:
+    folder = write(tmp_path, "dp2", times=(100.0, 300.0, 200.0, 250.0, 150.0) * 4)
+    write_times(folder, seconds(0, {Phase.FORWARD: 0.055}))
+    assert "so no cost can be named." in sentence(COST, baseline, folder)
+
+
+def test_arithmetic_faster_than_its_share_is_another_machine(
+    tmp_path: Path, baseline: Path
+) -> None:
+    folder = write(tmp_path, "tp2")
+    write_times(folder, seconds(0, {Phase.FORWARD: 0.01, Phase.PIPELINE: 0.2}))
+    assert "the machine was not the same for both runs" in sentence(COST, baseline, folder)
+
+
+def test_slower_arithmetic_is_not_explained_by_the_ledgers(tmp_path: Path, baseline: Path) -> None:
+    folder = write(tmp_path, "tp2")
+    write_times(folder, seconds(0, {Phase.FORWARD: 0.2, Phase.OPTIMIZER: 0.01}))
+    assert "is not in the ledgers" in sentence(COST, baseline, folder)
+
+
+def test_without_baseline_or_its_ledger_no_cost_is_named(tmp_path: Path, baseline: Path) -> None:
+    folder = write(tmp_path, "tp2")
+    write_times(folder, seconds(0, WORK))
+    assert "there is no baseline run" in sentence(COST, folder)
+    (baseline / "time.json").unlink()
+    assert "baseline ×1 left no usable time ledger" in sentence(COST, baseline, folder)
+
+
+def test_traffic_names_what_is_sent_and_what_is_not_attributed(tmp_path: Path) -> None:
+    folder = write(tmp_path, "dp2")
+    record = communication(folder)
+    write_calls(folder, record)
+    question = "What does each strategy send?"
+    text = sentence(question, folder)
+    assert "13.06 MiB in 2 all_reduce of dp_cp (gradients; loss and its token count)" in text
+    assert "it has 13,694,476 bytes for this rank, the ledger 13,694,476" in text
+    fewer = replace(record.ranks[0], calls=record.ranks[0].calls[:-1])
+    write_calls(folder, replace(record, ranks=(fewer, record.ranks[1])))
+    assert "Not attributed: 1 all_reduce" in sentence(question, folder)
+    assert "predicted and not made" in sentence(question, folder)
+
+
+def test_context_parallelism_is_held_against_tensor_parallelism(tmp_path: Path) -> None:
+    folders = [write(tmp_path, name) for name in ("cp2", "tp2")]
+    for folder in folders:
+        write_calls(folder, communication(folder))
+    text = sentence("How does context parallelism compare with tensor parallelism?", *folders)
+    assert "2 MiB instead of 2.256 MiB on the wire (×0.89, less), in 96 instead of 84" in text
+    assert "cannot be seen in this run" in text
+
+
+def test_pipeline_sentences_say_what_more_micro_batches_would_do(tmp_path: Path) -> None:
+    folder = write(tmp_path, "pp2")
+    phases = {Phase.FORWARD: 0.1, Phase.BACKWARD: 0.3, Phase.PIPELINE: 0.1}
+    write_times(folder, *(seconds(rank, phases) for rank in (0, 1)))
+    text = sentence("What does the pipeline wait for, and would more micro batches help?", folder)
+    assert "4 micro batch(es) make a bubble of (2−1)/4 = 25.0% of the work" in text
+    assert "measured, sending and waiting are 25.0% on rank 0 and 25.0% on rank 1" in text
+    assert "8 make (p−1)/m 12.5% and 112 ms a micro batch (−10.0%)" in text
+    (folder / "time.json").unlink()
+    write_calls(folder, communication(folder))
+    text = sentence("What does the pipeline wait for, and would more micro batches help?", folder)
+    assert "nothing to hold it against" in text
+
+
+def test_uneven_pipeline_memory_is_named_by_category(tmp_path: Path) -> None:
+    folder = write(tmp_path, "pp2")
+    weights = {MemoryCategory.WEIGHTS: 5 << 20}
+    write_memory(
+        folder,
+        held(0, weights, Phase.OPTIMIZER, peaks={Phase.FORWARD: 8 << 20}),
+        held(1, weights | {MemoryCategory.LOGITS: 24 << 20}),
+    )
+    text = sentence("Why is a pipeline's memory uneven?", folder)
+    assert "rank 1 peaks at 29 MiB (in backward, output_layer), rank 0 at 5 MiB" in text
+    assert "the 24 MiB between them are +24 MiB logits" in text
+    assert "the tied embedding's 3,219,456 elements are on the first stage" in text
+    assert "rank 0 2 micro batch(es), in closed form 2.5 MiB of activations, 3 MiB" in text
+
+
+def test_ledger_of_one_stage_compares_no_stages(tmp_path: Path) -> None:
+    folder = write(tmp_path, "pp2")
+    write_memory(folder, held(0, {MemoryCategory.WEIGHTS: 1}))
+    text = sentence("Why is a pipeline's memory uneven?", folder)
+    assert "no memory ledger of two ranks" in text
+
+
+def test_sequence_parallelism_saves_what_norms_keep(tmp_path: Path) -> None:
+    question = "What does sequence parallelism save?"
+    tp2, sp2 = write(tmp_path, "tp2"), write(tmp_path, "sp2")
+    write_memory(tp2, held(0, {}, kept={"decoder.final_layernorm": 2048, "loss": 9}))
+    write_memory(sp2, held(0, {}, kept={"decoder.final_layernorm": 1024, "loss": 99}))
+    text = sentence(question, tp2, sp2)
+    assert "1 KiB less, where the closed form has 1.125 MiB" in text
+    assert "The final norm alone: 2 KiB to 1 KiB." in text
+    assert "there is no tp2 run of this batch" in sentence(question, sp2)
+
+
+def test_sharded_optimizer_is_held_against_plain_data_parallelism(tmp_path: Path) -> None:
+    from tools.spec.strategy import Parallelism, Sharding
+
+    plain, sharded = write(tmp_path, "dp2"), write(tmp_path / "z", "dp2")
+    record = json.loads((sharded / RUN_FILE).read_text())
+    split = Parallelism(data=2, sharding=Sharding.ZERO1)
+    record |= {"strategy": "zero1", "run": "z", "argv": [*record["argv"], "--sharded"]}
+    record["parallelism"] |= {"sharding": split.sharding.value}
+    (sharded / RUN_FILE).write_text(json.dumps(record))
+    write_memory(plain, held(0, {MemoryCategory.OPTIMIZER_STATE: 2048}))
+    write_memory(sharded, held(0, {MemoryCategory.OPTIMIZER_STATE: 1024}))
+    text = sentence("What does sharding the optimizer save?", plain, sharded)
+    assert "optimizer state 2 KiB to 1 KiB; the peak 2 KiB to 1 KiB." in text
+
+
+def test_without_any_ledger_there_is_nothing_to_explain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, "tp2")
+    assert explain(report_of(folder)) == Explanation()
+    assert explanation_markdown(Explanation()) == ""
+    assert main(["explain", str(folder)]) == 0
+    assert " ".join(capsys.readouterr().out.split()) == NOTHING
+    assert main(["explain", "--runs", str(tmp_path / "none")]) == 1
+
+
+def test_tables_merge_equal_ranks_and_say_what_is_missing(tmp_path: Path) -> None:
+    folder = write(tmp_path, "dp2")
+    write_calls(folder, communication(folder))
+    found = {table.name: table for table in explain(report_of(folder)).tables}
+    assert [line[:4] for line in found["calls"].lines] == [
+        ("dp2 ×2", "0, 1", "dp_cp", "all_reduce"),
+        ("dp2 ×2", "0, 1", "world", "all_reduce"),
+    ]
+    assert found["calls"].lines[0][-3:] == ("13,694,472", "13,694,472", "0")
+    assert [line[2] for line in found["missing"].lines] == ["no usable memory.json", "no time.json"]
+    assert "unattributed" not in found
+
+
+def test_report_has_the_explanation_in_every_form(tmp_path: Path, baseline: Path) -> None:
+    folder = write(tmp_path, "dp2", model="gpt2-tiny<b>")
+    write_times(folder, seconds(0, WORK))
+    write_report(report_of(baseline, folder), tmp_path / "report")
+    page, markdown, data = (
+        (tmp_path / "report" / name).read_text()
+        for name in ("report.html", "report.md", "results.json")
+    )
+    assert "<b>" not in page
+    assert "Where each rank&#39;s iteration goes" in page
+    assert "### Where each rank's iteration goes" in markdown
+    findings = json.loads(data)["explanation"]["findings"]
+    assert findings["run-dp2"]["shares"][0]["phases"]["forward"] == pytest.approx(0.4)
+
+
+def test_amounts_keep_four_digits_and_a_true_minus() -> None:
+    assert [amount(v) for v in (0, 12, 2048, 1.5 * 2**20, -(2**30))] == [
+        *("0 bytes", "12 bytes", "2 KiB", "1.5 MiB", "−1 GiB")
+    ]
+    assert (signed("2 KiB"), signed("-2.1%")) == ("+2 KiB", "−2.1%")
+    assert (milliseconds(0.1234), milliseconds(-0.01)) == ("123 ms", "−10.0 ms")
+    assert [joined(p) for p in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == [
+        *("", "a", "a and b", "a, b and c")
+    ]

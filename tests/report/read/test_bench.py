@@ -1,0 +1,29 @@
+import subprocess
+import sys
+
+import pytest
+
+from tools.report.read.bench import bench_scrape
+from tools.spec.files import ROOT
+
+
+def test_bench_says_how_fast_and_in_how_much_memory():
+    result = bench_scrape(2_000)
+    assert result.iterations == 2_000
+    assert str(result).startswith("2,000 iterations, 1 MB: ")
+    assert "iterations/s" in str(result)
+
+
+@pytest.mark.slow
+def test_half_a_million_iterations_take_six_seconds_and_400_mb():
+    program = (
+        "from tools.report.read.bench import bench_scrape; r = bench_scrape();"
+        "print(r.seconds, r.peak_memory_mib, r.log_bytes)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, peak_mib, log_bytes = map(float, done.stdout.split())
+    assert log_bytes > 150e6
+    assert seconds < 6
+    assert peak_mib < 400

@@ -1,0 +1,129 @@
+"""Whatever is in a file, scraping it ends, soon, in bounded memory, without an exception."""
+
+import gzip
+import random
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.report.factory import iteration_line
+from tools.report.read.diagnosis import judge
+from tools.report.read.scrape import scrape_runs
+from tools.report.read.window import select_window
+from tools.report.render.dump import log_as_json
+
+GOLDEN = sorted((Path(__file__).parents[1] / "logs").glob("*.log"))
+TEN_MB = 10_000_000
+FRAGMENTS = (
+    *("iteration 5/10 |", " consumed samples: 5 |", "elapsed time per iteration (ms): 5.0 |"),
+    *("[Rank 0] (after 2 iterations) memory (MB) | allocated: ", "| max allocated: nan"),
+    *("Traceback (most recent call last):\n", '  File "x", line 3\n', "ValueError: no\n"),
+    *("number of parameters on (tensor, pipeline) model parallel rank (0, 0): 9", "\x1b[1m"),
+    *("\r", "\n", "|", ":", "....: (1.0, 2.0)", "--- arguments ---\n", "  a ... b\n", "\x00"),
+    *("validation loss at iteration 5 | lm loss value: 1.0 |", "9" * 50, "1e999", "inf", "\ud800"),
+    *(
+        "saving checkpoint at iteration 5",
+        "Root Cause (first observed failure)",
+        "rank : 1 (local_",
+    ),
+)
+
+
+def scrape_everything(path):
+    for log in scrape_runs(path):
+        status = judge(log)
+        select_window(log)
+        log_as_json(log, status)
+
+
+def write(tmp_path_factory, content: bytes) -> Path:
+    path = tmp_path_factory.mktemp("fuzz") / "a.log"
+    path.write_bytes(content)
+    return path
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary(max_size=2000))
+def test_random_bytes(tmp_path_factory, content):
+    scrape_everything(write(tmp_path_factory, content))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300))
+def test_broken_gzip(tmp_path_factory, content):
+    packed = gzip.compress(b"iteration 1/2 |" * 50)
+    scrape_everything(write(tmp_path_factory, packed[:20] + content + packed[40:]))
+    scrape_everything(write(tmp_path_factory, b"\x1f\x8b" + content))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=60))
+def test_pieces_of_logs_in_any_order(tmp_path_factory, pieces):
+    text = "".join(pieces).encode("utf-8", "surrogatepass")
+    scrape_everything(write(tmp_path_factory, text))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_mutated_real_logs(tmp_path_factory, path):
+    generator = random.Random(path.stem)
+    original = path.read_bytes()
+    for _ in range(15):
+        content = bytearray(original)
+        for _ in range(generator.randrange(1, 40)):
+            place = generator.randrange(len(content))
+            match generator.randrange(4):
+                case 0:
+                    content[place] = generator.randrange(256)
+                case 1:
+                    del content[place : place + generator.randrange(200)]
+                case 2:
+                    content[place:place] = original[place : place + generator.randrange(400)]
+                case _:
+                    content[place:place] = generator.randbytes(generator.randrange(20))
+        scrape_everything(write(tmp_path_factory, bytes(content)))
+
+
+HOSTILE = {
+    "no newline": b"x" * TEN_MB,
+    "bars": b"|" * TEN_MB,
+    "spaces": b" " * TEN_MB,
+    "dots": b"a ." + b"." * TEN_MB,
+    "words of the format": b"iteration " * (TEN_MB // 10),
+    "digits": b"iteration " + b"1" * TEN_MB,
+    "escapes": b"\x1b[" * (TEN_MB // 2),
+    "open escape": b"\x1b[" + b"0;" * (TEN_MB // 2),
+    "open title": b"\x1b]" + b"a" * TEN_MB,
+    "half memory lines": b"[Rank 0] (after 2 iterations) memory (MB) | " * (TEN_MB // 44),
+    "fields": b"iteration 1/2 | consumed samples: 1 |" + b" a b: 1.0 |" * (TEN_MB // 11),
+    "empty lines": b"\n" * (TEN_MB // 4),
+    "carriage returns": b"abcdefghi\r" * (TEN_MB // 40),
+    "errors": b"Traceback (most recent call last):\nValueError: x\n" * (TEN_MB // 200),
+    "argument": b"--- arguments ---\n" + b"a . " * (TEN_MB // 4),
+    "timers": b"name ...: (1.0, 2.0) " * (TEN_MB // 21),
+    "brackets": b"[" * TEN_MB,
+    "dotted error": b"Traceback (most recent call last):\n" + b"A.b" * (TEN_MB // 3),
+    "checkpoints": b"successfully loaded checkpoint from " * (TEN_MB // 36),
+    "gzip bomb": gzip.compress(b"0" * (4 * TEN_MB)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_line_is_read_soon_and_in_little_memory(tmp_path_factory, name):
+    path = write(tmp_path_factory, HOSTILE[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    scrape_everything(path)
+    assert time.process_time() - start < 5
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 150
+
+
+def test_iterations_in_one_line_of_ten_megabytes_are_all_found(tmp_path_factory):
+    count = TEN_MB // 330
+    text = "".join(iteration_line(n, total=count) for n in range(1, count + 1))
+    (log,) = scrape_runs(write(tmp_path_factory, text.encode()))
+    assert len(log.iterations) == count
+    assert all(found.lm_loss == 10.0 for found in log.iterations)

@@ -1,0 +1,171 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.report.factory import iteration_line, log_text, run_record, write_run
+from tools.records.run import Status
+from tools.report.analyse.configurations import configurations
+from tools.report.read.runs import find_run_folders, load_folder, load_log, load_runs
+
+ARGUMENTS = """------------------------ arguments ------------------------
+  add_bias_linear ................................. True
+  bf16 ............................................ True
+  context_parallel_size ........................... 1
+  data_parallel_size .............................. 1
+  global_batch_size ............................... 64
+  group_query_attention ........................... False
+  hidden_dropout .................................. 0.1
+  hidden_size ..................................... 1280
+  kv_channels ..................................... 80
+  max_position_embeddings ......................... 1024
+  micro_batch_size ................................ 64
+  num_attention_heads ............................. 16
+  num_layers ...................................... 36
+  num_query_groups ................................ 1
+  optimizer ....................................... adam
+  pipeline_model_parallel_size .................... 1
+  seed ............................................ 1234
+  seq_length ...................................... 1024
+  sequence_parallel ............................... True
+  swiglu .......................................... False
+  tensor_model_parallel_size ...................... 2
+  world_size ...................................... 2
+-------------------- end of arguments ---------------------
+"""
+
+
+def test_folder_tells_everything(tmp_path):
+    run = load_folder(write_run(tmp_path, run_record("a", "tp2"), log_text([9.0, 8.0])))
+    assert (run.name, run.status.status, run.notes) == ("a", Status.OK, ())
+    assert run.setup.strategy == "tp2"
+    assert run.setup.padded_vocabulary == 50432
+    assert run.setup.tokens_per_iteration == 512
+
+
+def test_folder_without_log_is_no_log(tmp_path):
+    run = load_folder(write_run(tmp_path, run_record("a"), None, None))
+    assert run.status.status is Status.NO_LOG
+    assert not run.counts
+
+
+def test_stale_folder_without_status_is_judged_by_its_log(tmp_path):
+    run = load_folder(write_run(tmp_path, run_record("a"), iteration_line(3), None))
+    assert run.status.status is Status.INCOMPLETE
+    assert "no status.json" in run.notes
+
+
+def test_folder_of_another_version_of_the_kit_still_counts_by_its_log(tmp_path):
+    folder = write_run(tmp_path, run_record("a"), ARGUMENTS + log_text([9.0, 8.0]))
+    (folder / "run.json").write_text(json.dumps({"schema": 0, "name": "old"}))
+    run = load_folder(folder)
+    assert run.record is None
+    assert run.counts
+    assert "not of this version of the kit" in run.notes[0]
+    assert "its schema is 0" in run.notes[0]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
+def test_damaged_run_json_is_a_note_not_an_error(tmp_path, content):
+    folder = write_run(tmp_path, run_record("a"), log_text([9.0, 8.0]))
+    (folder / "run.json").write_text(content, encoding="latin-1")
+    assert "run.json is not of this version" in load_folder(folder).notes[0]
+
+
+def test_interrupted_run_with_iterations_counts(tmp_path):
+    folder = write_run(tmp_path, run_record("a"), log_text([9.0, 8.0]), Status.INTERRUPTED)
+    assert load_folder(folder).counts
+
+
+def test_crashed_run_does_not_count(tmp_path):
+    folder = write_run(tmp_path, run_record("a"), log_text([9.0, 8.0]), Status.CRASHED)
+    assert not load_folder(folder).counts
+
+
+def test_foreign_log_is_understood_from_its_printed_arguments(tmp_path):
+    path = tmp_path / "foreign.log"
+    path.write_text(ARGUMENTS + log_text([9.0, 8.0, 8.0]).replace("size:     8", "size:    64"))
+    (run,) = load_log(path)
+    setup = run.setup
+    assert (setup.model, setup.strategy, setup.world_size) == ("gpt2-large", "sp2", 2)
+    assert (setup.dtype, setup.dropout, setup.seed) == ("bf16", 0.1, 1234)
+    assert setup.tokens_per_iteration == 64 * 1024
+    assert setup.shape is not None
+    assert setup.shape.query_groups == 16
+    assert setup.device == ""
+
+
+def test_unreadable_path_is_a_sentence_and_the_rest_still_loads(tmp_path):
+    good = tmp_path / "good.log"
+    good.write_text(log_text([1.0, 1.0]))
+    runs, problems = load_runs([tmp_path / "nowhere.log", good])
+    assert len(runs) == 1
+    assert "nowhere.log cannot be read: No such file" in problems[0]
+
+
+def test_only_run_folders_are_found(tmp_path):
+    write_run(tmp_path, run_record("b"), "x")
+    write_run(tmp_path, run_record("a"), None, None)
+    write_run(tmp_path, run_record(".start"), "x")
+    (tmp_path / "stray.txt").write_text("x")
+    assert [folder.name for folder in find_run_folders(tmp_path)] == ["a", "b"]
+    assert find_run_folders(tmp_path / "none") == []
+
+
+def test_curves_come_from_tensorboard_where_the_log_has_none(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = write_run(tmp_path, run_record("a"), "nothing here\n", None)
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        for step in range(1, 5):
+            writer.add_scalar("lm loss", 10.0 - step, step)
+            writer.add_scalar("iteration-time", 0.1 * step, step)
+    run = load_folder(folder)
+    assert [(i.iteration, i.lm_loss) for i in run.log.iterations] == [
+        (1, 9),
+        (2, 8),
+        (3, 7),
+        (4, 6),
+    ]
+    assert run.log.iterations[3].elapsed_ms == pytest.approx(400.0)
+    assert any("TensorBoard" in note for note in run.notes)
+
+
+def rows_of(tmp_path, *records_and_status, all_conditions=False):
+    folders = [
+        write_run(tmp_path, record, log_text([9.0] + [8.0] * 7), status)
+        for record, status in records_and_status
+    ]
+    return configurations(load_runs(folders)[0], all_conditions)
+
+
+def test_repeats_are_pooled_also_over_seeds_and_lengths(tmp_path):
+    again = run_record("b", seed=7, argv=(*run_record("b").argv, "--exit-interval", "50"))
+    (row,) = rows_of(tmp_path, (run_record("a"), Status.OK), (again, Status.OK))
+    assert [run.name for run in row.runs] == ["a", "b"]
+    assert row.estimate is not None
+    assert (row.estimate.runs, row.estimate.count) == (2, 14)
+
+
+def test_another_flag_is_another_configuration(tmp_path):
+    other = run_record("b", argv=(*run_record("b").argv, "--attention-backend", "flash"))
+    assert len(rows_of(tmp_path, (run_record("a"), Status.OK), (other, Status.OK))) == 2
+
+
+def test_old_failure_is_counted_and_a_new_one_is_a_row(tmp_path):
+    found = rows_of(
+        tmp_path,
+        (run_record("a"), Status.CRASHED),
+        (run_record("b"), Status.OK),
+        (run_record("c"), Status.OUT_OF_MEMORY),
+    )
+    assert [(row.newest.name, row.failed_before) for row in found] == [("b", 1), ("c", 0)]
+
+
+def test_older_versions_are_superseded_unless_asked_for(tmp_path):
+    old = replace(run_record("a"), kit_commit="old")
+    new = replace(run_record("b"), kit_commit="new")
+    (row,) = rows_of(tmp_path / "1", (old, Status.OK), (new, Status.OK))
+    assert (row.newest.name, row.superseded) == ("b", 1)
+    both = rows_of(tmp_path / "2", (old, Status.OK), (new, Status.OK), all_conditions=True)
+    assert len(both) == 2

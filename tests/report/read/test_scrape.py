@@ -1,0 +1,148 @@
+import pytest
+
+from tests.report.factory import iteration_line, log_text
+from tools.report.read.scrape import scrape_log, scrape_runs
+from tools.report.read.scraped import CheckpointEvent, Dialect, MemoryReading
+
+ARGUMENTS = """------------------------ arguments ------------------------
+  hidden_size ..................................... 64
+  log_interval .................................... 1
+-------------------- end of arguments ---------------------
+"""
+START = "[before the start of training step] datetime: 2025-09-07 23:53:58 \n"
+
+
+def scrape(tmp_path, text, name="a.log"):
+    path = tmp_path / name
+    path.write_text(text)
+    return scrape_log(path)
+
+
+def numbers(log):
+    return [found.iteration for found in log.iterations]
+
+
+def test_iterations_come_in_order_with_their_flags(tmp_path):
+    log = scrape(tmp_path, log_text([300, 200, 100, 101], micro=True))
+    assert numbers(log) == [1, 2, 3, 4]
+    assert [f.first_of_start for f in log.iterations] == [True, False, False, False]
+    assert [f.averaged for f in log.iterations] == [False, True, False, False]
+    assert log.dialect is Dialect.MICROSECONDS
+    assert log.exit_reason == "exiting program at iteration 4"
+
+
+def test_second_line_is_no_average_before_0_16(tmp_path):
+    log = scrape(tmp_path, log_text([300, 100, 100]))
+    assert log.dialect is Dialect.SECONDS
+    assert not any(found.averaged for found in log.iterations)
+
+
+def test_after_a_restart_the_later_line_counts(tmp_path):
+    before = "\n".join(iteration_line(n, 100.0 + n, micro=True) for n in range(1, 8))
+    after = "\n".join(iteration_line(n, 200.0 + n, micro=True) for n in range(6, 10))
+    log = scrape(tmp_path, f"{ARGUMENTS}{START}{before}\n{ARGUMENTS}{START}{after}\n")
+    assert numbers(log) == list(range(1, 10))
+    assert [f.elapsed_ms for f in log.iterations[4:7]] == [105.0, 206.0, 207.0]
+    assert log.restarts == (6,)
+    assert log.replaced_iterations == 2
+    assert [f.iteration for f in log.iterations if f.averaged] == [2, 7]
+    assert "restarted at iteration 6" in log.notes[0]
+
+
+def test_resume_without_repeated_iterations_is_a_restart_too(tmp_path):
+    text = "\n".join(
+        [iteration_line(1), iteration_line(2), ARGUMENTS + START, iteration_line(3, micro=False)]
+    )
+    log = scrape(tmp_path, text)
+    assert log.restarts == (3,)
+    assert log.iterations[2].first_of_start
+
+
+def test_restart_in_bare_lines_is_seen_by_numbers_going_back(tmp_path):
+    log = scrape(tmp_path, "\n".join(iteration_line(n) for n in (1, 2, 3, 4, 3, 4, 5)))
+    assert numbers(log) == [1, 2, 3, 4, 5]
+    assert log.restarts == (3,)
+
+
+def test_several_runs_in_one_file_stay_apart(tmp_path):
+    path = tmp_path / "two.log"
+    path.write_text(
+        ARGUMENTS
+        + START
+        + log_text([9, 9])
+        + ARGUMENTS.replace("64", "128")
+        + START
+        + log_text([5, 5, 5])
+    )
+    first, second = scrape_runs(path)
+    assert (first.part, first.parts, second.part) == (1, 2, 2)
+    assert (len(first.iterations), len(second.iterations)) == (2, 3)
+    assert (first.arguments["hidden_size"], second.arguments["hidden_size"]) == ("64", "128")
+
+
+def test_line_printed_twice_is_no_restart(tmp_path):
+    line = iteration_line(1)
+    log = scrape(tmp_path, "\n".join([line, line, iteration_line(2)]))
+    assert numbers(log) == [1, 2]
+    assert (log.restarts, log.replaced_iterations) == ((), 0)
+
+
+def test_line_after_evaluation_or_checkpoint_is_marked(tmp_path):
+    text = "\n".join(
+        [
+            *(iteration_line(n) for n in (1, 2, 3)),
+            " validation loss at iteration 3 | lm loss value: 9.5E+00 | lm loss PPL: 1.3E+04 | ",
+            *(iteration_line(n) for n in (4, 5)),
+            "  [2026-01-01 00:00:00.000000] successfully saved checkpoint from iteration       5"
+            " to ckpt [ t 1/2, gtp_remat 1/1, p 1/1 ]",
+            *(iteration_line(n) for n in (6, 7)),
+        ]
+    )
+    log = scrape(tmp_path, text)
+    assert [f.iteration for f in log.iterations if f.after_pause] == [4, 6]
+    assert log.validation[0].iteration == 3
+    assert log.validation[0].losses == {"lm loss": 9.5}
+    assert log.checkpoints == (CheckpointEvent("saved", 5),)
+
+
+def test_checkpoint_lines_of_every_version_are_read(tmp_path):
+    text = "\n".join(
+        (
+            "saving checkpoint at iteration       8 to /a b/ckpt in torch_dist format",
+            "[2026-01-01 00:00:00.000000] saving checkpoint at iteration       9 to ckpt",
+            "  successfully saved local checkpoint from iteration      10",
+            "  successfully loaded checkpoint from /a b/ckpt [ t 1/2, p 1/1 ] at iteration 11",
+            " loading checkpoint from nowhere",
+        )
+    )
+    assert scrape(tmp_path, text).checkpoints == (
+        CheckpointEvent("saving", 8),
+        CheckpointEvent("saving", 9),
+        CheckpointEvent("saved", 10),
+        CheckpointEvent("loaded", 11),
+    )
+
+
+def test_tee_prefixes_and_glued_memory_lines_do_not_hide_anything(tmp_path):
+    memory = (
+        "[Rank 1] (after 2 iterations) memory (MB) | allocated: 1.5 | max allocated: 2.5 |"
+        " reserved: 3.5 | max reserved: 4.5"
+    )
+    log = scrape(tmp_path, f"[default1]:{iteration_line(2)}{memory}{memory.replace('1]', '0]')}")
+    assert numbers(log) == [2]
+    assert log.memory == (
+        MemoryReading(1, 2, 1.5, 2.5, 3.5, 4.5),
+        MemoryReading(0, 2, 1.5, 2.5, 3.5, 4.5),
+    )
+
+
+def test_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        scrape_log(tmp_path / "nowhere.log")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "hello\n", "iteration\n", "|" * 100])
+def test_foreign_text_is_an_empty_log(tmp_path, text):
+    log = scrape(tmp_path, text)
+    assert log.iterations == ()
+    assert not log.is_megatron

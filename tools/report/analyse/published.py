@@ -1,0 +1,225 @@
+"""Published figures (`published.yaml`) beside what was measured: reproduced or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tools.report.read.runs import Run
+from tools.spec.files import ROOT, read_yaml
+
+FILE = ROOT / "examples" / "gpt3" / "published.yaml"
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A write-up."""
+
+    key: str
+    title: str
+    hardware: str
+    software: str
+    device: str | None = None
+    megatron_commit: str | None = None
+    driver: str | None = None
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    tolerance_basis: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a write-up says of one run."""
+
+    source: Source
+    backend: str
+    model: str
+    strategy: str
+    devices: int
+    micro_batch_size: int | None
+    global_batch_size: int | None
+    dtype: str | None
+    iteration_ms: tuple[float, ...]
+    device_memory_mib: tuple[float, ...]
+    caution: str
+
+    @property
+    def mean_iteration_ms(self) -> float | None:
+        """Mean of the published readings."""
+        return sum(self.iteration_ms) / len(self.iteration_ms) if self.iteration_ms else None
+
+    @property
+    def ms_per_sample(self) -> float | None:
+        """Published time a sample; what figures of different batch sizes are compared by."""
+        mean = self.mean_iteration_ms
+        return mean / self.global_batch_size if mean and self.global_batch_size else None
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a write-up got wrong."""
+
+    source: str
+    says: str
+    right: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """Everything in the file."""
+
+    figures: tuple[Figure, ...] = ()
+    corrections: tuple[Correction, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """One published quantity beside the measured one."""
+
+    figure: Figure
+    quantity: str
+    """`iteration time` or `device memory`."""
+    unit: str
+    published: tuple[float, ...]
+    measured: float | None
+    expected_low: float | None
+    expected_high: float | None
+    verdict: str = "not comparable"
+    """`reproduced`, `not reproduced` or `not comparable`."""
+    differs: tuple[str, ...] = ()
+    """What is different in the setup."""
+
+
+def load_published(path: Path = FILE) -> Published:
+    """Read the published figures; without the file there are none."""
+    if not path.is_file():
+        return Published()
+    data = read_yaml(path)
+    sources = {key: _source(key, entry) for key, entry in data["sources"].items()}
+    return Published(
+        tuple(_figure(entry, sources) for entry in data["figures"]),
+        tuple(Correction(**entry) for entry in data["corrections"]),
+    )
+
+
+def figure_for(run: Run, published: Published) -> Figure | None:
+    """The figure of the same model, strategy and ranks; else the main source's of that strategy."""
+    setup = run.setup
+    same = [
+        figure
+        for figure in published.figures
+        if (figure.strategy, figure.devices) == (setup.strategy, setup.world_size)
+        and figure.iteration_ms
+    ]
+    exact = [figure for figure in same if figure.model == setup.model]
+    main = [figure for figure in same if figure.source.key == "003"]
+    return next(iter(exact or main), None)
+
+
+def relative_to_baseline(figure: Figure, published: Published) -> float | None:
+    """The published time a sample over that of the same write-up's baseline."""
+    same = [f for f in published.figures if f.source == figure.source and f.model == figure.model]
+    baseline = next((f for f in same if f.strategy == "baseline"), None)
+    if baseline is None or not baseline.ms_per_sample or not figure.ms_per_sample:
+        return None
+    return figure.ms_per_sample / baseline.ms_per_sample
+
+
+def match_figure(
+    run: Run, figure: Figure, iteration_ms: float | None, memory_bytes: int | None
+) -> list[Match]:
+    """The figure's quantities beside the measured ones."""
+    memory = memory_bytes / _MIB if memory_bytes else None
+    times, readings = figure.iteration_ms, figure.device_memory_mib
+    matches = [
+        Match(figure, "iteration time", "ms", times, iteration_ms, *_range(figure, "iteration_ms")),
+        Match(
+            figure, "device memory", "MiB", readings, memory, *_range(figure, "device_memory_mib")
+        ),
+    ]
+    differs = _differences(run, figure)
+    # Beside another model's figure a quantity that was not measured says nothing.
+    shown = [m for m in matches if m.published and (m.measured or figure.model == run.setup.model)]
+    return [_judge(match, differs) for match in shown]
+
+
+def _range(figure: Figure, key: str) -> tuple[float | None, float | None]:
+    tolerance = figure.source.tolerance.get(key)
+    values = getattr(figure, key)
+    if tolerance is None or not values:
+        return None, None
+    return min(values) * (1 - tolerance), max(values) * (1 + tolerance)
+
+
+def _judge(match: Match, differs: list[tuple[bool, str]]) -> Match:
+    low, high, measured = match.expected_low, match.expected_high, match.measured
+    if measured is None or low is None or high is None or any(grave for grave, _ in differs):
+        verdict = "not comparable"
+    else:
+        verdict = "reproduced" if low <= measured <= high else "not reproduced"
+    return replace(match, verdict=verdict, differs=tuple(text for _, text in differs))
+
+
+def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
+    """What differs in the setup; True where it makes a verdict impossible."""
+    setup, source = run.setup, figure.source
+    batch = setup.batch
+    entry = run.record.entry if run.record else None
+    driver = run.record.host.driver if run.record else None
+    commit = (entry.megatron_commit or entry.megatron_version) if entry else None
+    if commit and source.megatron_commit and commit.startswith(source.megatron_commit):
+        commit = source.megatron_commit
+    wanted: tuple[tuple[bool, str, object, object], ...] = (
+        (True, "model", setup.model, figure.model),
+        (True, "device", setup.device, source.device or source.hardware),
+        (True, "backend", setup.backend, figure.backend),
+        (True, "micro batch", batch.micro_batch_size if batch else None, figure.micro_batch_size),
+        (
+            True,
+            "global batch",
+            batch.global_batch_size if batch else None,
+            figure.global_batch_size,
+        ),
+        (True, "precision", setup.dtype, figure.dtype),
+        (False, "Megatron", commit, source.megatron_commit),
+        (False, "driver", driver, source.driver),
+    )
+    if setup.model != figure.model:
+        wanted = wanted[:2]  # All else differs too, and need not be told.
+    return [
+        (grave, f"{name} {here if here not in (None, '') else 'unknown'} instead of {there}")
+        for grave, name, here, there in wanted
+        if there is not None and here != there
+    ]
+
+
+def _source(key: str, entry: Mapping[str, Any]) -> Source:
+    return Source(
+        key=key,
+        title=entry["title"],
+        hardware=entry["hardware"],
+        software=entry["software"],
+        device=entry.get("device"),
+        megatron_commit=entry.get("megatron_commit"),
+        driver=entry.get("driver"),
+        tolerance=entry["tolerance"],
+        tolerance_basis=entry["tolerance_basis"],
+    )
+
+
+def _figure(entry: Mapping[str, Any], sources: Mapping[str, Source]) -> Figure:
+    return Figure(
+        source=sources[entry["source"]],
+        backend=entry["backend"],
+        model=entry["model"],
+        strategy=entry["strategy"],
+        devices=entry["devices"],
+        micro_batch_size=entry.get("micro_batch_size"),
+        global_batch_size=entry.get("global_batch_size"),
+        dtype=entry.get("dtype"),
+        iteration_ms=tuple(entry.get("iteration_ms", ())),
+        device_memory_mib=tuple(entry.get("device_memory_mib", ())),
+        caution=entry.get("caution", ""),
+    )

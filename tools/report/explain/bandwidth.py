@@ -1,0 +1,100 @@
+"""Iteration time against the rate of the link between the ranks: measured, and what a formula adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.plan.shared_link import NODES, at_other_rate, link_seconds
+from tools.records.measurements import RankCommunication
+from tools.report.analyse.report_data import Entry
+from tools.report.read.runs import Run
+
+PREDICTED_BITS_PER_SECOND = (100e9, 400e9)
+"""Rates that CPU ranks do not reach and GPUs' networks have."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured configuration at one rate."""
+
+    bits_per_second: float
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class RateCurve:
+    """One strategy over all rates it ran at."""
+
+    name: str
+    points: tuple[Point, ...]
+    """Measured behind a shaped link, slowest first."""
+    unshaped: float | None
+    """Milliseconds without a limit, where the ranks' own processors are the limit."""
+    sent_seconds: float | None
+    """That the link is busy for one iteration at 1 bit/s; None without a communication ledger."""
+
+    def predicted(self, bits_per_second: float) -> float | None:
+        """Milliseconds at a rate, from the fastest measured point and the bytes alone."""
+        if self.sent_seconds is None:
+            return None
+        fastest = self.points[-1]
+        link = self.sent_seconds / fastest.bits_per_second
+        rate = fastest.bits_per_second
+        return 1e3 * at_other_rate(fastest.milliseconds / 1e3, link, rate, bits_per_second)
+
+
+def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
+    """Strategies of one model that ran behind a shaped link; the first model's, if several did."""
+    shaped = [entry for entry in entries if _rate(entry.run)]
+    if not shaped:
+        return []
+    setups = {_same(entry): entry for entry in shaped if entry.row.model == shaped[0].row.model}
+    return [
+        _curve(entry, [other for other in entries if _same(other) == same])
+        for same, entry in setups.items()
+        if entry.configuration.estimate
+    ]
+
+
+def busy_seconds_at_one_bit(run: Run) -> float | None:
+    """`link_seconds` of the busiest rank at 1 bit/s, from the run's own ledger."""
+    record, split = run.ledgers.communication, run.setup.parallelism
+    if record is None or split is None or split.world_size % NODES:
+        return None
+    return max(
+        (link_seconds(rank.calls, split, 1.0) for rank in _counted(record.ranks)), default=None
+    )
+
+
+def _counted(ranks: Sequence[RankCommunication]) -> list[RankCommunication]:
+    return [rank for rank in ranks if rank.steady_iterations]
+
+
+def _curve(entry: Entry, members: Sequence[Entry]) -> RateCurve:
+    timed = [(_rate(e.run), e.configuration.estimate) for e in members]
+    points = [Point(rate, found.median) for rate, found in timed if rate and found]
+    unshaped = [found.median for rate, found in timed if not rate and found]
+    backend = "" if entry.row.backend == "megatron" else f"{entry.row.backend} "
+    return RateCurve(
+        name=f"{backend}{entry.row.strategy} ×{entry.row.world_size}",
+        points=tuple(sorted(points, key=lambda point: point.bits_per_second)),
+        unshaped=unshaped[-1] if unshaped else None,
+        sent_seconds=busy_seconds_at_one_bit(entry.run),
+    )
+
+
+def _rate(run: Run) -> int | None:
+    return run.record.spec.link_bits_per_second if run.record else None
+
+
+def _same(entry: Entry) -> tuple[object, ...]:
+    setup = entry.run.setup
+    return (
+        setup.backend,
+        setup.model,
+        setup.strategy,
+        setup.world_size,
+        setup.batch,
+        setup.dropout,
+    )

@@ -1,0 +1,171 @@
+"""The tables of an explanation: strings in cells, equal ranks in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tools.records.measurements import Phase
+from tools.report.explain.explained import Subject
+from tools.report.explain.residual import Compared
+from tools.report.explain.time_shares import TimeShares
+from tools.text.units import DASH, amount, count, percent, signed
+
+_PHASES = (
+    *((Phase.FORWARD, "forward"), (Phase.BACKWARD, "backward")),
+    *((Phase.GRADIENT_SYNC, "gradient sync"), (Phase.OPTIMIZER, "optimizer")),
+    *((Phase.PIPELINE, "pipeline wait"), (Phase.DATA, "data"), (Phase.OTHER, "other")),
+)
+_EXACT = ("parameters", "weights", "gradients")
+
+Line = list[str]
+LinesOf = Callable[[Subject], Iterable[tuple[int, Line]]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table, rendered as it is."""
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+
+def tables(subjects: Sequence[Subject]) -> tuple[Table, ...]:
+    """Every table that has a line."""
+    found = (
+        Table(
+            "time-shares",
+            "Where each rank's iteration goes",
+            (
+                "Strategy",
+                "Rank",
+                "ms",
+                *(name for _, name in _PHASES),
+                "of it communication",
+                "fwd/bwd+sync/opt",
+            ),
+            _lines(subjects, _time_lines),
+        ),
+        Table(
+            "calls",
+            "Calls of an iteration, predicted and measured",
+            (
+                *("Strategy", "Rank", "Group", "Operation", "What", "Calls: measured", "predicted"),
+                *("On the wire: measured", "predicted", "residual"),
+            ),
+            _lines(subjects, _call_lines),
+        ),
+        Table(
+            "unattributed",
+            "Calls that only one side has",
+            ("Strategy", "Rank", "Group", "Operation", "Bytes each", "Calls made", "Calls missing"),
+            _lines(subjects, _unattributed_lines),
+        ),
+        Table(
+            "memory",
+            "Parameters and memory at the peak, predicted and measured",
+            ("Strategy", "Rank", "Component", "Measured", "Predicted", "Residual", "Of it", "Note"),
+            _lines(subjects, _memory_lines),
+        ),
+        Table(
+            "bubble",
+            "The pipeline's idle time over its working time",
+            ("Strategy", "Rank", "Measured", "(p−1)/(m·v)", "Residual", "Unequal stages"),
+            _lines(subjects, _bubble_lines),
+        ),
+        Table(
+            "missing",
+            "What is missing",
+            ("Strategy", "Rank", "Missing"),
+            tuple((s.label, "", note) for s in subjects for note in s.findings.notes),
+        ),
+    )
+    return tuple(table for table in found if table.lines)
+
+
+def _lines(subjects: Sequence[Subject], lines_of: LinesOf) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        (subject.label, ranks, *cells)
+        for subject in subjects
+        for ranks, cells in _merged(lines_of(subject))
+    )
+
+
+def _merged(lines: Iterable[tuple[int, Line]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Lines that are alike on several ranks, once."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, cells in lines:
+        ranks.setdefault(tuple(cells), []).append(rank)
+    for alike, found in ranks.items():
+        yield ", ".join(map(str, found)), alike
+
+
+def _time_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
+    for shares in subject.findings.shares:
+        yield shares.rank, _time_line(shares)
+
+
+def _time_line(shares: TimeShares) -> Line:
+    published = " / ".join(f"{100 * share:.0f}" for share in shares.as_published)
+    phases = [percent(shares.phases.get(phase)) for phase, _ in _PHASES]
+    milliseconds = f"{1000 * shares.iteration_seconds:.1f}"
+    return [milliseconds, *phases, percent(shares.exposed_communication), published]
+
+
+def _call_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
+    for comparison in subject.findings.calls:
+        for row in comparison.rows:
+            yield (
+                comparison.rank,
+                [
+                    row.group,
+                    row.operation,
+                    row.what or "in no closed form",
+                    count(row.measured_calls),
+                    count(row.predicted_calls),
+                    count(row.measured_wire_bytes),
+                    count(row.predicted_wire_bytes),
+                    _whole(row.residual_wire_bytes),
+                ],
+            )
+
+
+def _unattributed_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
+    for comparison in subject.findings.calls:
+        for item in comparison.unattributed:
+            made = count(item.calls) if item.calls > 0 else DASH
+            missing = count(-item.calls) if item.calls < 0 else DASH
+            cells = [item.group, item.operation, count(item.payload_bytes), made, missing]
+            yield comparison.rank, cells
+
+
+def _memory_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
+    for found in (*subject.findings.parameters, *subject.findings.memory):
+        if found.measured or found.predicted:
+            yield found.rank, _memory_line(found)
+
+
+def _memory_line(found: Compared) -> Line:
+    exact = found.component in _EXACT
+    show = count if exact else amount
+    residual = (
+        _whole(found.residual) if abs(found.residual) < 1e5 else signed(amount(found.residual))
+    )
+    share = (
+        f"{found.residual / found.predicted:+.1%}".replace("-", "−") if found.predicted else DASH
+    )
+    share = "exact" if found.exact else share
+    measured, predicted = show(int(found.measured)), show(int(found.predicted))
+    return [found.component, measured, predicted, residual, share, found.note]
+
+
+def _bubble_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
+    for found in subject.findings.bubble:
+        cells = [percent(found.measured), percent(found.predicted)]
+        yield found.rank, [*cells, f"{found.residual:+.1%}".replace("-", "−"), found.note]
+
+
+def _whole(value: float) -> str:
+    return "0" if not value else f"{value:+,.0f}".replace("-", "−")

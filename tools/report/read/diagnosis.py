@@ -1,0 +1,169 @@
+"""How a run ended, from its log: `diagnose` for a file, `judge` for a scraped log."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tools.records.run import Status, StatusRecord
+from tools.report.read.scrape import scrape_log
+from tools.report.read.scraped import LoggedError, ScrapedLog
+
+_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|can't allocate memory|Cannot allocate memory|Unable to allocate"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|MemoryError",
+    re.IGNORECASE,
+)
+_ALLOCATION = re.compile(r"ried to allocate ([\d.]{1,20} ?[A-Za-z]{1,6})")
+_CAPACITY = re.compile(
+    r"(GPU \d{1,4}) has a total capacity of ([\d.]{1,12} [A-Za-z]{1,6})"
+    r"(?: of which ([\d.]{1,12} [A-Za-z]{1,6}) is free)?"
+)
+_NAN = re.compile(r"found NaN|found Inf|Unexpected result (?:nan|-?inf|NaN)|is NaN", re.IGNORECASE)
+_SILENT = (4, 7, 8, 9)
+"""Signals that leave a rank no time for a word; SIGSEGV and SIGABRT may have one."""
+_STOPPED = (None, 1, -2, -15, 130, 143)
+"""Root causes that a stopped run has; torchrun also stops the others when one is killed."""
+_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE"} | {
+    **{9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+}
+
+
+def diagnose(log_path: Path, exit_code: int | None, interrupted: bool) -> StatusRecord:
+    """Say how a run ended.
+
+    Args:
+        log_path: Its log, which need not exist.
+        exit_code: Of the launcher; None where nobody knows (a foreign log, a stale run folder).
+        interrupted: Whether the launcher was told to stop.
+    """
+    try:
+        log = scrape_log(log_path)
+    except OSError as error:
+        reason = f"{log_path.name} cannot be read: {error.strerror or error}."
+        return StatusRecord(Status.NO_LOG, exit_code, reason)
+    return judge(log, exit_code, interrupted)
+
+
+def judge(log: ScrapedLog, exit_code: int | None = None, interrupted: bool = False) -> StatusRecord:
+    """Say how the run of a scraped log ended; arguments as in `diagnose`."""
+    if interrupted:
+        return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, "on request"))
+    if exit_code == 0 or (exit_code is None and _finished(log)):
+        return _judge_finished(log, exit_code)
+    if log.trace.interrupted_by and log.trace.root_cause_exit_code in _STOPPED:
+        # Noted only if nothing had failed before it: what a rank raises while it ends is no news.
+        how = f"by {log.trace.interrupted_by}"
+        return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, how))
+    error = first_error(log)
+    if error is not None:
+        return _judge_error(log, error, exit_code)
+    return _judge_silence(log, exit_code)
+
+
+def first_error(log: ScrapedLog) -> LoggedError | None:
+    """The first real error: no follow-up, and of torchrun's root-cause rank if that has any.
+
+    None where a signal killed a rank: what the others say is that they lost it.
+    """
+    code = log.trace.root_cause_exit_code
+    if code is not None and -code in _SILENT:
+        return None
+    errors = [error for error in log.trace.errors if not error.secondary]
+    followers = [error for error in log.trace.errors if error.kind != "ChildFailedError"]
+    candidates = errors or followers
+    of_root = [e for e in candidates if e.rank is not None and e.rank == log.trace.root_cause_rank]
+    return next(iter(of_root or candidates), None)
+
+
+def _finished(log: ScrapedLog) -> bool:
+    if log.exit_reason is not None:
+        return "SIGTERM" not in log.exit_reason
+    last = log.iterations[-1] if log.iterations else None
+    return last is not None and last.iteration == last.total_iterations
+
+
+def _judge_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
+    if not log.is_megatron:
+        return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
+    if not log.iterations:
+        return StatusRecord(
+            Status.INCOMPLETE, exit_code, "The run ended without a single iteration line."
+        )
+    if log.iterations[-1].has_nan:
+        number = _first_nan(log)
+        return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {number} to the end.")
+    return StatusRecord(Status.OK, exit_code, "")
+
+
+def _judge_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) -> StatusRecord:
+    rank = error.rank if error.rank is not None else log.trace.root_cause_rank
+    text = f"{error.kind}: {error.message}" if error.message else error.kind
+    if _MEMORY.search(text):
+        return StatusRecord(Status.OUT_OF_MEMORY, exit_code, _allocation(error, rank), rank)
+    status = Status.NAN if _NAN.search(text) else Status.CRASHED
+    place = f"rank {rank}: " if rank is not None else ""
+    return StatusRecord(status, exit_code, f"{place}{text}{_after(log)}", rank)
+
+
+def _judge_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
+    rank = log.trace.root_cause_rank
+    code = log.trace.root_cause_exit_code
+    code = code if code is not None else exit_code
+    if code:
+        text = _exit_text(code, rank) + _after(log)
+        return StatusRecord(Status.CRASHED, exit_code, text, rank)
+    if not log.is_megatron:
+        return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
+    return StatusRecord(
+        Status.INCOMPLETE, exit_code, f"The log stops{_after(log)} without saying why.", rank
+    )
+
+
+def _allocation(error: LoggedError, rank: int | None) -> str:
+    wanted = _ALLOCATION.search(error.message)
+    room = _CAPACITY.search(error.message)
+    who = f"Rank {rank}" if rank is not None else "A rank"
+    text = f"{who} ran out of memory"
+    if wanted:
+        text += f" when it tried to allocate {wanted[1]}"
+    if room:
+        text += f" ({room[1]} of {room[2]}" + (f", {room[3]} free)" if room[3] else ")")
+    return text + "." if wanted else f"{text}: {error.message or error.kind}"
+
+
+def _interruption(log: ScrapedLog, how: str) -> str:
+    return f"Stopped {how}{_after(log)}."
+
+
+def _after(log: ScrapedLog) -> str:
+    if not log.iterations:
+        return " before the first iteration"
+    last = log.iterations[-1]
+    return f" after iteration {last.iteration}"
+
+
+def _exit_text(code: int, rank: int | None) -> str:
+    signal = -code if code < 0 else code - 128 if code > 128 else 0
+    who = f"Rank {rank} was killed" if rank is not None else "Killed"
+    if signal == 9:
+        return f"{who} by SIGKILL, which the kernel sends when memory runs out; ended"
+    if signal == 7:
+        return f"{who} by SIGBUS: a file it had mapped became shorter, or its disk failed; ended"
+    if signal in _SIGNALS:
+        return f"{who} by {_SIGNALS[signal]}; ended"
+    return f"Exit code {code}, and the log names no error; ended"
+
+
+def _not_megatron(log: ScrapedLog) -> str:
+    name = Path(log.path).name
+    return f"{name} holds no line of Megatron's; name the log that training itself wrote."
+
+
+def _first_nan(log: ScrapedLog) -> int:
+    number = log.iterations[-1].iteration
+    for found in reversed(log.iterations):
+        if not found.has_nan:
+            break
+        number = found.iteration
+    return number

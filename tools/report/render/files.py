@@ -1,0 +1,138 @@
+"""The report folder: every file whole or not at all, and `latest` points at the newest."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.records.io import write_whole
+from tools.records.run import encode_run
+from tools.report.analyse.report_data import Entry, Report
+from tools.report.analyse.rows import COLUMNS
+from tools.report.explain.explanation import Explanation, explain
+from tools.report.explain.explanation_text import explanation_markdown
+from tools.report.explain.timelines import timeline_charts
+from tools.report.render.charts import draw_charts
+from tools.report.render.markdown import render_markdown
+from tools.report.render.page import render_page
+from tools.report.render.wording import sentences
+
+MAX_SAMPLES = 2000
+"""Samples a run that `results.json` keeps; longer runs are thinned evenly."""
+
+
+def write_report(report: Report, folder: Path) -> list[Path]:
+    """Write all files of a report.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    charts = [*draw_charts(report), *timeline_charts(report.entries)]
+    explanation = explain(report)
+    contents = {
+        "results.csv": csv_text(report),
+        "results.json": json_text(report, explanation),
+        "report.md": render_markdown(report, charts) + explanation_markdown(explanation),
+        "report.html": render_page(report, charts, explanation),
+    } | {f"{chart.name}.svg": chart.svg for chart in charts}
+    for stale in folder.glob("*.svg"):
+        if stale.name not in contents:
+            stale.unlink()
+    for name, text in contents.items():
+        write_whole(folder / name, text)
+    point_latest(folder)
+    return [folder / name for name in contents]
+
+
+def csv_text(report: Report) -> str:
+    """`results.csv`; unknown cells are empty."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for entry in report.entries:
+        writer.writerow({name: _cell(value) for name, value in asdict(entry.row).items()})
+    return buffer.getvalue()
+
+
+def json_text(report: Report, explanation: Explanation) -> str:
+    """`results.json`: every row with all that the page shows of it."""
+    document = {
+        "schema": 1,
+        "name": report.name,
+        "created_utc": report.created_utc,
+        "sentences": sentences(report),
+        "problems": report.problems,
+        "rows": [_entry_json(entry) for entry in report.entries],
+        "arguments": report.arguments,
+        "corrections": report.corrections,
+        "baseline": report.baseline,
+        "changes": report.changes,
+        "explanation": explanation,
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+def point_latest(folder: Path) -> None:
+    """Let `latest` beside the folder point at it; a real file of that name is left alone."""
+    link = folder.parent / "latest"
+    if folder.name == link.name or (link.exists() and not link.is_symlink()):
+        return
+    partial = folder.parent / ".latest.partial"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(folder.name)
+    partial.replace(link)
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    run, configuration = entry.run, entry.configuration
+    return asdict(entry.row) | {
+        "label": entry.label,
+        "runs": [one.name for one in configuration.runs],
+        "window": run.window.text,
+        "estimate": _estimate_json(entry),
+        "iteration_ms_samples": [thin(one.window.samples_ms) for one in configuration.runs],
+        "sample_iterations": [thin(one.window.iterations) for one in configuration.runs],
+        "loss_curve": [
+            [i.iteration, i.lm_loss] for i in thin(run.log.iterations) if i.lm_loss is not None
+        ],
+        "rates": entry.rates,
+        "parity_detail": entry.parity,
+        "speed": entry.speed,
+        "published_time_a_sample_over_baseline": entry.published_ratio,
+        "published": [msgspec.to_builtins(match) for match in entry.matches],
+        "memory": run.log.memory,
+        "ledgers": run.ledgers,
+        "device_samples": run.samples.series,
+        "timers": run.log.timers,
+        "validation": run.log.validation,
+        "parameters_by_rank": run.log.parameters,
+        "provenance": encode_run(run.record) if run.record else None,
+        "arguments": run.setup.arguments if run.record is None else None,
+    }
+
+
+def thin(values: tuple[Any, ...]) -> list[Any]:
+    """At most `MAX_SAMPLES` values, evenly spaced."""
+    return list(values[:: max(1, -(-len(values) // MAX_SAMPLES))])
+
+
+def _estimate_json(entry: Entry) -> dict[str, Any] | None:
+    found = entry.configuration.estimate
+    if found is None:
+        return None
+    fields = {name: getattr(found, name) for name in ("median", "low", "high", "count", "runs")}
+    return fields | {"spread": found.spread, "method": found.method.value}
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, str):
+        # A cell must not start what a spreadsheet takes for a formula, nor hold a line's end.
+        text = " ".join(value.split())
+        return f"'{text}" if text[:1] in ("=", "+", "@") else text
+    return value

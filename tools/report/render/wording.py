@@ -1,0 +1,166 @@
+"""Numbers and verdicts as people read them. Unknown is a dash, never a zero."""
+
+from __future__ import annotations
+
+from tools.report.analyse.report_data import Entry, Report
+from tools.report.analyse.statistics import Comparison, Verdict
+from tools.text.units import DASH, number
+
+
+def milliseconds(entry: Entry) -> str:
+    """`12.3`, with the interval behind it where there is one."""
+    row = entry.row
+    if row.iteration_ms_median is None:
+        return DASH
+    text = number(row.iteration_ms_median)
+    if row.iteration_ms_ci_low is None or row.iteration_ms_ci_high is None:
+        return text
+    return f"{text} [{number(row.iteration_ms_ci_low)}–{number(row.iteration_ms_ci_high)}]"
+
+
+def speed(entry: Entry) -> str:
+    """The verdict on speed against the reference, short."""
+    comparison = entry.speed
+    if comparison is None or comparison.per_token is None:
+        return DASH
+    return ratio(comparison.per_token)
+
+
+def ratio(found: Comparison) -> str:
+    """`×1.24 slower` with its interval left out."""
+    return f"×{found.ratio:.2f} {found.verdict}"
+
+
+def against_baseline(entry: Entry) -> str:
+    """Time a sample over baseline's, here and as published."""
+    token = entry.speed.per_token if entry.speed else None
+    here = f"×{token.ratio:.2f}" if token else DASH
+    there = f"×{entry.published_ratio:.2f}" if entry.published_ratio else DASH
+    return DASH if here == there == DASH else f"{here} | {there}"
+
+
+def published(entry: Entry) -> str:
+    """The published time of the strategy, marked if it is another model's."""
+    figure = entry.figure
+    if figure is None or figure.mean_iteration_ms is None:
+        return DASH
+    other = "" if figure.model == entry.row.model else "*"
+    return f"{number(figure.mean_iteration_ms)}{other}"
+
+
+def sentences(report: Report) -> list[str]:
+    """The verdicts of a report, one sentence each."""
+    if not report.entries:
+        return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
+    result = [_status_sentence(report)]
+    if any(e.row.device == "cpu" and e.configuration.estimate for e in report.entries):
+        result.append(
+            "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
+            "compute and communication is in them; losses, parameters and bytes are exact."
+        )
+    result += _window_sentences(report)
+    result += [text for entry in report.entries if (text := speed_sentence(entry, report))]
+    result += _parity_sentences(report)
+    result += _published_sentences(report)
+    findings = [change for change in report.changes if change.is_finding]
+    if report.baseline:
+        result.append(
+            f"Against {report.baseline}: "
+            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in findings) or "nothing changed")
+            + "."
+        )
+    return result
+
+
+def speed_sentence(entry: Entry, report: Report) -> str:
+    """What may be said of an entry's speed; empty where nothing is compared."""
+    comparison = entry.speed
+    if comparison is None or comparison.per_token is None:
+        return ""
+    reference = next(e for e in report.entries if e.row.run == comparison.reference)
+    found = comparison.per_token
+    unit = "an iteration" if comparison.per_iteration else "a token"
+    span = f", 95% {found.low:.3f} to {found.high:.3f}" if found.low and found.high else ""
+    joint = "of" if found.verdict is Verdict.NOISE else "than"
+    text = (
+        f"{entry.label} is {found.verdict} {joint} {reference.label}:"
+        f" ×{found.ratio:.3f} the time {unit}{span}"
+    )
+    if found.verdict is Verdict.UNKNOWN:
+        text = f"{entry.label} against {reference.label}: too few samples for a verdict"
+    elif found.verdict is Verdict.NOISE and found.noise:
+        text += f"; iterations themselves scatter by {found.noise:.1%}"
+    flaws = [d for d in comparison.differences if not d.part_of_strategy]
+    if comparison.per_iteration is None:
+        text += "; a speedup per iteration is refused, their iterations hold different work"
+    if flaws:
+        text += "; not the same: " + ", ".join(
+            f"{d.what} ({d.reference} | {d.other})" for d in flaws
+        )
+    return text + "."
+
+
+def _status_sentence(report: Report) -> str:
+    bad = [e for e in report.entries if e.row.status != "ok"]
+    runs = sum(len(entry.configuration.runs) for entry in report.entries)
+    rows = len(report.entries)
+    text = f"{runs} run{'s' * (runs != 1)} in {rows} configuration{'s' * (rows != 1)}"
+    if not bad:
+        return f"{text}, all ended well."
+    return (
+        f"{text}; "
+        + "; ".join(
+            f"{e.label} is {e.row.status}"
+            + (f" ({e.run.status.reason.rstrip('.')})" if e.run.status.reason else "")
+            for e in bad
+        )
+        + "."
+    )
+
+
+def _window_sentences(report: Report) -> list[str]:
+    counts = [e.configuration.estimate.count for e in report.entries if e.configuration.estimate]
+    if not counts:
+        return []
+    span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
+    return [
+        f"Medians rest on {span} samples a row; which lines were left out, and why, stands under"
+        " 'How it was measured' in report.html and report.md."
+    ]
+
+
+def _parity_sentences(report: Report) -> list[str]:
+    held = [e for e in report.entries if e.parity.verdict == "held"]
+    result = []
+    if held:
+        worst = max(e.parity.max_units or 0 for e in held)
+        fewest = min(e.parity.compared for e in held)
+        basis = (
+            "the spread of repeats and the rounding"
+            if any(e.parity.repeats for e in held)
+            else "the rounding alone"
+        )
+        result.append(
+            f"Loss parity held for {', '.join(e.label for e in held)}: over {fewest} iterations"
+            f" no loss is more than {worst:.0f} unit(s) of the last printed digit off"
+            f" (tolerance: {basis})."
+        )
+    result += [
+        f"Loss parity of {e.label} is {e.parity.verdict}: the largest difference is"
+        f" {e.parity.max_difference:.3g}."
+        for e in report.entries
+        if e.parity.verdict.startswith("broken")
+    ]
+    return result
+
+
+def _published_sentences(report: Report) -> list[str]:
+    return [
+        f"{entry.label}: published {match.quantity} "
+        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
+        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
+        f" {number(match.expected_low)} to {number(match.expected_high)})."
+        for entry in report.entries
+        for match in entry.matches
+        if match.verdict != "not comparable"
+    ]
