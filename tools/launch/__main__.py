@@ -1,6 +1,7 @@
 """The command line behind the Makefile.
 
-python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a make target
+python -m tools.launch make TARGET                            what every recipe of the Makefile calls
+python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a training target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch compare zero|backends|moe --model NAME  ZeRO's stages, the backends, or experts
@@ -11,7 +12,10 @@ python -m tools.launch demo | parity | list | image | reproduce | sweep | status
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.errors import LaunchError
+from tools.launch.make import calls_of
 from tools.launch.options import Options, options_from_environment
 from tools.launch.supervise.interruption import Interrupted, interruptible
 from tools.launch.target import Target
@@ -42,7 +47,25 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED_EXIT
 
 
+def _make(target: str, console: Console) -> int:
+    """Run what a make target is: the last command takes this process's place."""
+    *before, last = calls_of(target, os.environ)
+    for call in (*before, last):
+        for name, value in call.defaults:
+            os.environ.setdefault(name, value)
+    for call in before:
+        # Ctrl-C reaches the command too, which ends in its own way; a handler is not inherited by it.
+        signal.signal(signal.SIGINT, lambda *_: None)
+        if code := subprocess.call((sys.executable, "-m", call.module, *call.words)):
+            return code
+    if last.module != "tools.launch":
+        os.execv(sys.executable, (sys.executable, "-m", last.module, *last.words))
+    return _dispatch(_parser().parse_args(last.words), console)
+
+
 def _dispatch(command: argparse.Namespace, console: Console) -> int:
+    if command.command == "make":
+        return _make(command.target, console)
     # Each command imports what it needs: `list` must not wait for what `demo` loads.
     if command.command == "list":
         from tools.launch.listing import show_list
@@ -166,7 +189,9 @@ SUBMITTING = ("target", "run", "sweep", "status")
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.launch")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("target", help="run a make target").add_argument("name")
+    made = commands.add_parser("make", help="what a make target is, with make's variables")
+    made.add_argument("target")
+    commands.add_parser("target", help="run a training target").add_argument("name")
     run = commands.add_parser("run", help="run a strategy with the Megatron flags that make it up")
     run.add_argument("strategy")
     run.add_argument("model")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,15 +12,20 @@ from megatron_patches.fused.names import NAMES, parse_fusions
 from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
-from tools.launch.errors import LaunchError
+from tools.launch.errors import wrong_settings_refused
 from tools.launch.network import Rate, parse_rate
 from tools.launch.optimizers import OptimizerName
 from tools.launch.wandb_logging import Wandb, wandb_from_environment
+from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.run import Backend
+from tools.spec.settings import Setting
 
 HANG_TIMEOUT_SECONDS = 900.0
 """Longer than NCCL waits for a collective by itself (600 s), so that its own word is heard first."""
+
+
+_FUSIONS = f"a list with commas of {', '.join(NAMES)}"
 
 
 class RuntimeName(StrEnum):
@@ -79,95 +83,53 @@ class Options:
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
-    """Read the variables that `make help` names.
+    """Read the variables of training targets (`tools/spec/settings.py`).
 
     Raises:
         LaunchError: A value is not of its kind; the message names variable and value.
     """
-    read = _Reader(environment)
-    options = Options(
-        iterations=read("ITERS", _positive, "a whole number above 0"),
-        extra=read("EXTRA", _words, "flags with closed quotes") or (),
-        micro_batch_size=read("MICRO_BATCH", _positive, "a whole number above 0"),
-        global_batch_size=read("GLOBAL_BATCH", _positive, "a whole number above 0"),
-        seed=read("SEED", _positive, "a whole number above 0") or Options.seed,
-        dropout=read("DROPOUT", _probability, "a number from 0 up to, not including, 1"),
-        data=read("DATA", str, "a prefix"),
-        shared_start=read("SHARED_START", _truth, "0 or 1"),
-        dry_run=read("DRY_RUN", _truth, "0 or 1") or False,
-        megatron_lm=read("MEGATRON_LM", _folder, "a folder with pretrain_gpt.py"),
-        runs=read("RUNS", Path, "a folder") or Options.runs,
-        runtime=read("RUNTIME", RuntimeName, "docker or host"),
-        image=read("IMAGE", str, "an NGC tag"),
-        wandb=wandb_from_environment(environment) if read("WANDB", _truth, "0 or 1") else None,
-        ledger=read("LEDGER", _truth, "0 or 1") is not False,
-        backend=read("BACKEND", Backend, "megatron, native, deepspeed or bare") or Backend.MEGATRON,
-        optimizer=read("OPTIMIZER", OptimizerName, "adamw or muon") or OptimizerName.ADAMW,
-        network=read("NET", parse_rate, "a rate such as 1gbps or 200mbps"),
-        repeats=read("REPEATS", _positive, "a whole number above 0") or Options.repeats,
-        calibrate=read("CALIBRATE", _truth, "0 or 1") or False,
-        nodes=nodes_from_environment(environment),
-        host_network=read("HOST_NETWORK", _truth, "0 or 1") or False,
-        run_folder=read("RUN_FOLDER", Path, "a folder"),
-        slurm=slurm_from_environment(environment),
-        saving=_saving(read),
-        hang_timeout_seconds=read("HANG_TIMEOUT", _positive, "a whole number of seconds above 0")
-        or Options.hang_timeout_seconds,
-        fused=read("FUSED", parse_fusions, f"a list with commas of {', '.join(NAMES)}") or (),
-        share_gpu=read("SHARE_GPU", _truth, "0 or 1") or False,
-    )
-    return replace(options, given=tuple(read.given.items()))
+
+    def read[T](setting: Setting[T]) -> T | None:
+        if text := environment.get(setting.name, ""):
+            given[setting.name] = text
+        return setting.value(environment)
+
+    given: dict[str, str] = {}
+    with wrong_settings_refused():
+        options = Options(
+            iterations=read(settings.ITERS),
+            extra=read(settings.EXTRA) or (),
+            micro_batch_size=read(settings.MICRO_BATCH),
+            global_batch_size=read(settings.GLOBAL_BATCH),
+            seed=read(settings.SEED) or Options.seed,
+            dropout=read(settings.DROPOUT),
+            data=read(settings.DATA),
+            shared_start=read(settings.SHARED_START),
+            dry_run=read(settings.DRY_RUN) or False,
+            megatron_lm=read(settings.MEGATRON_LM),
+            runs=Path(read(settings.RUNS) or Options.runs),
+            runtime=read(settings.RUNTIME.read_as(RuntimeName)),
+            image=read(settings.IMAGE),
+            wandb=wandb_from_environment(environment) if read(settings.WANDB) else None,
+            ledger=read(settings.LEDGER) is not False,
+            backend=read(settings.BACKEND) or Backend.MEGATRON,
+            optimizer=read(settings.OPTIMIZER.read_as(OptimizerName)) or OptimizerName.ADAMW,
+            network=read(settings.NET.read_as(parse_rate)),
+            repeats=read(settings.REPEATS) or Options.repeats,
+            calibrate=read(settings.CALIBRATE) or False,
+            nodes=nodes_from_environment(environment),
+            host_network=read(settings.HOST_NETWORK) or False,
+            run_folder=read(settings.RUN_FOLDER),
+            slurm=slurm_from_environment(environment),
+            saving=_saving(
+                read(settings.SAVE_EVERY), read(settings.KEEP), read(settings.ASYNC_SAVE)
+            ),
+            hang_timeout_seconds=read(settings.HANG_TIMEOUT) or Options.hang_timeout_seconds,
+            fused=read(settings.FUSED.read_as(parse_fusions, _FUSIONS)) or (),
+            share_gpu=read(settings.SHARE_GPU) or False,
+        )
+    return replace(options, given=tuple(given.items()))
 
 
-def _saving(read: _Reader) -> Saving | None:
-    every = read("SAVE_EVERY", _positive, "a whole number of iterations above 0")
-    keep = read("KEEP", _positive, "a whole number above 0")
-    asynchronous = read("ASYNC_SAVE", _truth, "0 or 1")
+def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
     return Saving(every, keep or KEEP, asynchronous or False) if every else None
-
-
-class _Reader:
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
-        self.given: dict[str, str] = {}
-
-    def __call__[T](self, name: str, convert: Callable[[str], T], wanted: str) -> T | None:
-        text = self._environment.get(name, "")
-        if not text:
-            return None
-        self.given[name] = text
-        try:
-            return convert(text)
-        except ValueError:
-            raise LaunchError(f"{name}={text} is not {wanted}.") from None
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
-def _probability(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < 1:
-        raise ValueError(text)
-    return number
-
-
-def _truth(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(shlex.split(text))
-
-
-def _folder(text: str) -> Path:
-    folder = Path(text).expanduser().resolve()
-    if not (folder / "pretrain_gpt.py").is_file():
-        raise ValueError(text)
-    return folder

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.spec import settings
+
 PROJECT = "megatron-parallelism"
 
 
@@ -34,9 +36,9 @@ def wandb_from_environment(environment: Mapping[str, str]) -> Wandb:
     """WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE; online only where a key is in the environment."""
     mode = "online" if environment.get("WANDB_API_KEY") else "offline"
     return Wandb(
-        project=environment.get("WANDB_PROJECT") or PROJECT,
-        entity=environment.get("WANDB_ENTITY") or None,
-        mode=environment.get("WANDB_MODE") or mode,
+        project=settings.WANDB_PROJECT.value(environment) or PROJECT,
+        entity=settings.WANDB_ENTITY.value(environment),
+        mode=settings.WANDB_MODE.value(environment) or mode,
     )
 
 

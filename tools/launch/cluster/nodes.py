@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tools.launch.errors import LaunchError
+from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.spec import settings
+from tools.spec.settings import whole_below
 
 DEFAULT_PORT = 29500
 PORTS = range(1024, 65536)
@@ -47,35 +49,24 @@ class Nodes:
         return (*place, "--rdzv-backend", "c10d", *endpoint, *host)
 
 
+@wrong_settings_refused()
 def nodes_from_environment(environment: Mapping[str, str] = os.environ) -> Nodes | None:
     """NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and RENDEZVOUS; None for a run on one machine.
 
     Raises:
         LaunchError: One of them is missing or not of its kind.
     """
-    count = _number(environment, "NNODES", range(1, 100_000))
+    count = settings.NNODES.value(environment)
     if count is None or count == 1:
         return None
-    rank = _number(environment, "NODE_RANK", range(count))
-    address = environment.get("MASTER_ADDR", "")
+    numbered = f"a whole number from 0 to {count - 1}"
+    rank = settings.NODE_RANK.read_as(whole_below(count), numbered).value(environment)
+    address = settings.MASTER_ADDR.value(environment)
     if rank is None or not address:
         raise LaunchError(
             f"NNODES={count} needs NODE_RANK=, 0 to {count - 1}, different on each host, and "
             "MASTER_ADDR=, the address of the host with NODE_RANK=0; set both."
         )
-    rendezvous = environment.get("RENDEZVOUS") or Rendezvous.STATIC
-    if rendezvous not in set(Rendezvous):
-        raise LaunchError(f"RENDEZVOUS={rendezvous} is not static or c10d.")
-    port = _number(environment, "MASTER_PORT", PORTS) or DEFAULT_PORT
-    return Nodes(count, rank, address, port, Rendezvous(rendezvous))
-
-
-def _number(environment: Mapping[str, str], name: str, allowed: range) -> int | None:
-    text = environment.get(name, "")
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) not in allowed:
-        raise LaunchError(
-            f"{name}={text} is not a whole number from {allowed.start} to {allowed.stop - 1}."
-        )
-    return int(text)
+    rendezvous = settings.RENDEZVOUS.read_as(Rendezvous).value(environment) or Rendezvous.STATIC
+    port = settings.MASTER_PORT.value(environment) or DEFAULT_PORT
+    return Nodes(count, rank, address, port, rendezvous)

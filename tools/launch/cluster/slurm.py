@@ -12,20 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.launch.errors import LaunchError
+from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.records.run import Status
+from tools.spec import settings
 from tools.spec.files import ROOT
 
 SITE_FILE = "site.slurm"
 """Of the repository's root; taken if it is there. `SLURM_SITE=` names another."""
 
 RESOURCES = {
-    "SLURM_PARTITION": "partition",
-    "SLURM_ACCOUNT": "account",
-    "SLURM_QOS": "qos",
-    "SLURM_TIME": "time",
+    "partition": settings.SLURM_PARTITION,
+    "account": settings.SLURM_ACCOUNT,
+    "qos": settings.SLURM_QOS,
+    "time": settings.SLURM_TIME,
 }
-"""Variables of ours, and sbatch's options."""
+"""sbatch's options, and our variables."""
 
 ASK_SECONDS = 30.0
 
@@ -63,28 +64,26 @@ class Slurm:
     """For Pyxis: a squash file, or whatever else `--container-image` takes."""
 
 
+@wrong_settings_refused()
 def slurm_from_environment(environment: Mapping[str, str]) -> Slurm | None:
     """LAUNCHER=slurm with NODES=, SLURM_PARTITION= and its like; None if Slurm was not asked for.
 
     Raises:
         LaunchError: A value is not of its kind, or the site file cannot be read.
     """
-    launcher = environment.get("LAUNCHER") or "torchrun"
-    if launcher not in ("torchrun", "slurm"):
-        raise LaunchError(f"LAUNCHER={launcher} is not torchrun or slurm.")
-    if launcher == "torchrun":
+    if settings.LAUNCHER.value(environment) != "slurm":
         return None
-    site, setup = _read_site(environment.get("SLURM_SITE"))
+    site, setup = _read_site(settings.SLURM_SITE.value(environment))
     own = tuple(
-        f"--{option}={_checked(name, environment[name])}"
-        for name, option in RESOURCES.items()
-        if environment.get(name)
+        f"--{option}={_checked(setting.name, value)}"
+        for option, setting in RESOURCES.items()
+        if (value := setting.value(environment))
     )
     return Slurm(
-        nodes=_nodes(environment.get("NODES") or "1"),
-        directives=(*site, *own, *_lines(environment.get("SLURM_LINES", ""))),
+        nodes=settings.NODES.value(environment) or 1,
+        directives=(*site, *own, *_lines(settings.SLURM_LINES.value(environment) or "")),
         setup=setup,
-        image=environment.get("SLURM_IMAGE") or None,
+        image=settings.SLURM_IMAGE.value(environment),
     )
 
 
@@ -130,12 +129,6 @@ def job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
         asked = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,Reason")
         found |= _parse(_ask("sacct", *asked, "--jobs", ",".join(missing)) or "")
     return {job: found[job] for job in job_ids if job in found}
-
-
-def _nodes(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise LaunchError(f"NODES={text} is not a whole number above 0.")
-    return int(text)
 
 
 def _checked(name: str, value: str) -> str:

@@ -1,0 +1,53 @@
+import re
+
+import pytest
+
+from tools.launch.errors import LaunchError
+from tools.launch.make import COMMANDS, TOOLS, Call, calls_of, given_names
+from tools.spec.files import ROOT
+
+
+def test_names_are_read_from_makes_own_flags() -> None:
+    assert given_names(r"ks -- ITERS=5 EXTRA=--lr\ 1\ B=2 Q=a\"b") == ["ITERS", "EXTRA", "Q"]
+    assert given_names("") == given_names("k -j4") == []
+
+
+def test_a_target_is_a_command_with_its_variables_as_options() -> None:
+    plan = calls_of("plan", {"MODEL": "gpt2-large", "GPUS": "2", "CALIBRATION": "c.json"})
+    words = ("--model", "gpt2-large", "--gpus", "2", "--calibration", "c.json")
+    assert plan == [Call("tools.plan", words)]
+    assert calls_of("demo", {}) == [Call("tools.launch", ("demo",))]
+    train = "train-tp2-gpt2-tiny-2cpu"
+    assert calls_of(train, {}) == [Call("tools.launch", ("target", train))]
+
+
+def test_tracing_trains_few_iterations_and_then_draws_them() -> None:
+    train, trace = calls_of("trace-tp2-gpt2-tiny-2cpu", {"RUNS": "elsewhere"})
+    assert train.words == ("target", "train-tp2-gpt2-tiny-2cpu")
+    assert train.defaults == (("ITERS", "6"),)
+    assert trace.words == ("trace", "tp2-gpt2-tiny-2cpu", "--runs", "elsewhere")
+    assert len(calls_of("trace-tp2-gpt2-tiny-2cpu", {"DRY_RUN": "1"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "environment", "sentence"),
+    [
+        ("plan", {}, "Say what: make plan MODEL="),
+        ("resume", {}, "Say which run: make resume RUN="),
+        ("prepare-ds", {"INPUT": "a.jsonl"}, "Say its name: make prepare-ds INPUT="),
+        ("demo", {"MAKEFLAGS": "-- ITER=5"}, "There is no variable ITER; did you mean ITERS="),
+        ("schedules", {"PP": "two"}, "PP=two is not a whole number"),
+    ],
+)
+def test_what_is_missing_or_not_used_is_refused(
+    target: str, environment: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        calls_of(target, environment)
+
+
+def test_the_makefile_and_the_table_know_the_same_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    calls = re.search(r"^CALLS := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    assert calls is not None
+    assert set(calls[1].replace("\\", " ").split()) == COMMANDS | set(TOOLS)

@@ -1,0 +1,137 @@
+"""From a make target to the command that it is: variables are checked against the table and passed on.
+
+Every recipe of the Makefile calls `python -m tools.launch make TARGET`. What a variable is called as an
+option of a tool says `tools/spec/settings.py`; here stands which tool a target is.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.spec import settings
+from tools.spec.files import ROOT
+from tools.spec.settings import check_given, options_of
+
+TRACE = "trace-"
+TRACED_ITERATIONS = "6"
+"""Enough for one steady iteration after the first."""
+
+_VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
+
+
+@dataclass(frozen=True)
+class Call:
+    """`python -m MODULE WORDS`, with variables set that make was not given."""
+
+    module: str
+    words: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A module of the kit with a command line of its own."""
+
+    module: str
+    words: tuple[str, ...] = ()
+    needs: tuple[tuple[settings.Setting[str], str], ...] = ()
+    """Variables without which the target says nothing, each with the sentence that asks for it."""
+
+
+_MODEL_OF_PLAN = "Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200"
+_MODEL_OF_DRYRUN = "Say what: make dryrun MODEL=gpt3-175b TP=8 PP=16 DP=8"
+_WHICH_RUN = "Say which run: make resume RUN=runs/…"
+_WHICH_TEXT = "Say which text: make prepare-ds INPUT=file.jsonl NAME=name"
+_WHICH_NAME = "Say its name: make prepare-ds INPUT=file.jsonl NAME=name"
+
+TOOLS = {
+    "plan": Tool("tools.plan", needs=((settings.MODEL, _MODEL_OF_PLAN),)),
+    "dryrun": Tool("tools.plan", ("dryrun",), needs=((settings.MODEL, _MODEL_OF_DRYRUN),)),
+    "schedules": Tool("tools.plan", ("schedules",)),
+    "report": Tool("tools.report", ("build",)),
+    "explain": Tool("tools.report", ("explain",)),
+    "bench-scrape": Tool("tools.report", ("bench",)),
+    "bench-preprocess": Tool("tools.preprocess", ("bench",)),
+    "bench-ledger": Tool("tools.launch.bench_ledger"),
+    "compare-zero": Tool("tools.launch", ("compare", "zero")),
+    "compare-backends": Tool("tools.launch", ("compare", "backends")),
+    "compare-moe": Tool("tools.launch", ("compare", "moe", "--model", "moe-tiny")),
+    "resume": Tool("tools.launch", ("resume",), needs=((settings.RUN, _WHICH_RUN),)),
+    "prepare-ds": Tool(
+        "tools.launch",
+        ("module", "tools.preprocess", "--append-eod", "--tokenizer", "gpt2"),
+        needs=((settings.INPUT, _WHICH_TEXT), (settings.DATASET, _WHICH_NAME)),
+    ),
+    "prepare-ds-sample": Tool(
+        "tools.launch",
+        ("module", "tools.preprocess", "sample", "--output-prefix", "owt-ds/sample"),
+    ),
+    "prepare-ds-openwebtext-10k": Tool("tools.launch", ("module", "tools.launch.openwebtext")),
+}
+"""Targets that are a tool's command; any other is a command of `tools.launch` of the same name, or a
+training target."""
+
+COMMANDS = frozenset(
+    {"demo", "parity", "list", "image", "reproduce", "sweep", "status", "bench-gpu", "loss-curve"}
+)
+
+
+def calls_of(target: str, environment: Mapping[str, str]) -> list[Call]:
+    """The commands that a make target is, in order.
+
+    Args:
+        target: Its name.
+        environment: Variables as make exports them, its command line's among them.
+
+    Raises:
+        LaunchError: The target does not use a variable, a variable is not of its kind, or one that the
+            target needs is missing.
+    """
+    with wrong_settings_refused():
+        check_given(given_names(environment.get("MAKEFLAGS", "")), target)
+        if target.startswith(TRACE):
+            return _trace(target, environment)
+        call = _call_of(target, environment)
+    if target == "report" and any(ROOT.glob("runs/*/job.json")):
+        return [Call("tools.launch", ("status", "--quiet")), call]  # What Slurm ended since.
+    return [call]
+
+
+def given_names(makeflags: str) -> list[str]:
+    """Names of the variables on make's command line, from the environment's MAKEFLAGS."""
+    return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
+
+
+def _call_of(target: str, environment: Mapping[str, str]) -> Call:
+    tool = TOOLS.get(target)
+    if tool is None:
+        return Call("tools.launch", (target,) if target in COMMANDS else ("target", target))
+    for setting, sentence in tool.needs:
+        if setting.value(environment) is None:
+            raise LaunchError(sentence)
+    words = [*tool.words, *options_of(target, environment)]
+    if target == "plan" and settings.CALIBRATION.value(environment) is None:
+        words += _measured_here(environment)
+    return Call(tool.module, tuple(words))
+
+
+def _measured_here(environment: Mapping[str, str]) -> list[str]:
+    """What CALIBRATE=1 measured on this machine's own devices, if it did."""
+    gpu = settings.GPU.value(environment) or "h200"
+    path = Path("runs") / f"calibration-{platform.node()}-{gpu}.json"
+    return ["--calibration", str(path)] if (ROOT / path).is_file() else []
+
+
+def _trace(target: str, environment: Mapping[str, str]) -> list[Call]:
+    traced = target.removeprefix(TRACE)
+    train = Call(
+        "tools.launch", ("target", f"train-{traced}"), ((settings.ITERS.name, TRACED_ITERATIONS),)
+    )
+    if settings.DRY_RUN.value(environment):
+        return [train]
+    return [train, Call("tools.report", ("trace", traced, *options_of(target, environment)))]

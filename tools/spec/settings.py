@@ -1,0 +1,475 @@
+"""Every variable that a make target takes, once: name, kind, help, and which targets use it.
+
+From this table follow what launch reads from the environment, the options of planner, report and
+preprocessing, the variables that `make help` prints (`settings.mk`), and the refusal of a variable that
+a target does not use. `python -m tools.spec.settings` prints `settings.mk` anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tools.spec.run import Backend, Recompute
+
+
+class SettingError(ValueError):
+    """A variable that is not known, not used or not of its kind; one sentence that names it."""
+
+
+@dataclass(frozen=True)
+class Setting[T]:
+    """One variable."""
+
+    name: str
+    read: Callable[[str], T]
+    """Its value from text; raises ValueError for text that is not of its kind."""
+    wanted: str
+    """Its kind, as a refusal names it: `a whole number above 0`."""
+    help: str
+    targets: tuple[str, ...]
+    """Those that use it; `*` stands for the rest of a name."""
+    option: str = ""
+    """The option of the target's tool that takes it; empty where the tool reads the environment, or
+    `*` for positional words."""
+    default: T | None = None
+
+    def value(self, environment: Mapping[str, str]) -> T | None:
+        """What it is set to; its default where it is not set or empty.
+
+        Raises:
+            SettingError: The text is not of its kind.
+        """
+        text = environment.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.read(text)
+        except ValueError:
+            raise SettingError(f"{self.name}={text} is not {self.wanted}.") from None
+
+    def read_as[U](self, read: Callable[[str], U], wanted: str = "") -> Setting[U]:
+        """The same variable with a reader that this package cannot know, and no default."""
+        wanted = wanted or self.wanted
+        return Setting(self.name, read, wanted, self.help, self.targets, self.option)
+
+    def used_by(self, target: str) -> bool:
+        """Whether a target uses it."""
+        return any(fnmatchcase(target, pattern) for pattern in self.targets)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def share(text: str) -> float:
+    """A number from 0 up to, not including, 1."""
+    number = float(text)
+    if not 0 <= number < 1:
+        raise ValueError(text)
+    return number
+
+
+def switch(text: str) -> bool:
+    """0 or 1."""
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words as a shell splits them."""
+    return tuple(shlex.split(text))
+
+
+def checkout(text: str) -> Path:
+    """A folder with `pretrain_gpt.py`."""
+    folder = Path(text).expanduser().resolve()
+    if not (folder / "pretrain_gpt.py").is_file():
+        raise ValueError(text)
+    return folder
+
+
+def whole_below(limit: int, first: int = 0) -> Callable[[str], int]:
+    """A reader of whole numbers from `first` to `limit - 1`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) not in range(first, limit):
+            raise ValueError(text)
+        return int(text)
+
+    return read
+
+
+def dataset_prefix(text: str) -> str:
+    """A data set's name as the prefix of its files."""
+    return f"owt-ds/{text}"
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A reader of one of these words."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return read
+
+
+_NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
+_COMPARE = ("compare-zero", "compare-backends", "compare-moe")
+_BENCH = ("loss-curve", "bench-gpu", "bench-ledger")
+_ONE_RUN = ("train-*", "trace-*", "resume", "sweep", *_BENCH)
+_TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE)
+_DATA = ("prepare-ds", "prepare-ds-sample", "prepare-ds-openwebtext-10k")
+_NODES = ("train-*", "resume")
+_SLURM = ("train-*", "sweep", "doctor")
+
+# What is trained.
+ITERS = Setting("ITERS", positive, _NUMBER, "iterations (100; 25 for a tiny model)", _TRAIN)
+MICRO_BATCH = Setting(
+    "MICRO_BATCH",
+    positive,
+    _NUMBER,
+    "samples of a rank's forward pass",
+    (*_TRAIN, "dryrun"),
+    "--micro-batch",
+)
+GLOBAL_BATCH = Setting(
+    "GLOBAL_BATCH",
+    positive,
+    _NUMBER,
+    "samples of an iteration",
+    (*_TRAIN, "plan", "dryrun"),
+    "--global-batch",
+)
+SEED = Setting(
+    "SEED", positive, _NUMBER, "of weights, dropout and sample order (1234)", _TRAIN, default=1234
+)
+DROPOUT = Setting(
+    "DROPOUT", share, "a number from 0 up to, not including, 1", "both of Megatron's", _TRAIN
+)
+OPTIMIZER = Setting("OPTIMIZER", str, "adamw or muon", "adamw or muon", _TRAIN, default="adamw")
+DATA = Setting("DATA", str, "a prefix", "data set, such as owt-ds/mine_text_document", _TRAIN)
+EXTRA: Setting[tuple[str, ...]] = Setting(
+    "EXTRA",
+    words,
+    "flags with closed quotes",
+    'more flags of Megatron, "--lr 1e-4"',
+    _TRAIN,
+    default=(),
+)
+SHARED_START = Setting(
+    "SHARED_START", switch, _SWITCH, "start from the shared weights (1 on CPU ranks)", _TRAIN
+)
+BACKEND = Setting(
+    "BACKEND",
+    Backend,
+    "megatron, native, deepspeed or bare",
+    "megatron, native (plain PyTorch) or deepspeed",
+    _ONE_RUN,
+    default=Backend.MEGATRON,
+)
+FUSED = Setting("FUSED", str, _TEXT, "kernels without Transformer Engine: norm,adamw,…", _TRAIN)
+MEGATRON_LM = Setting(
+    "MEGATRON_LM",
+    checkout,
+    "a folder with pretrain_gpt.py",
+    "a Megatron-LM checkout in place of the wheel",
+    (*_TRAIN, "bench-preprocess", "list", "test-slow"),
+)
+
+# Where and how.
+DRY_RUN = Setting(
+    "DRY_RUN",
+    switch,
+    _SWITCH,
+    "1 prints the command and trains nothing",
+    (*_TRAIN, *_DATA, "image"),
+    default=False,
+)
+RUNS = Setting(
+    "RUNS", str, "a folder", "folder of run folders (runs)", (*_TRAIN, "status", "report"), "--runs"
+)
+EXPLAINED = Setting("RUNS", words, _TEXT, "the runs that are explained (all)", ("explain",), "*")
+RUNTIME = Setting("RUNTIME", str, "docker or host", "docker or host, on GPUs", (*_TRAIN, *_DATA))
+IMAGE = Setting(
+    "IMAGE", str, "an NGC tag", "one of docker/versions.env", (*_TRAIN, *_DATA, "image")
+)
+HOST_NETWORK = Setting(
+    "HOST_NETWORK", switch, _SWITCH, "1 gives containers this host's network", _TRAIN, default=False
+)
+SHARE_GPU = Setting(
+    "SHARE_GPU", switch, _SWITCH, "1 puts all ranks on one GPU", _TRAIN, default=False
+)
+NET = Setting(
+    "NET",
+    str,
+    "a rate such as 1gbps or 200mbps",
+    "shaped link between CPU ranks, 1gbps; needs root",
+    _TRAIN,
+)
+REPEATS = Setting("REPEATS", positive, _NUMBER, "the same run so often", _TRAIN, default=1)
+WANDB = Setting("WANDB", switch, _SWITCH, "1 logs to Weights & Biases", _TRAIN, default=False)
+WANDB_PROJECT = Setting("WANDB_PROJECT", str, _TEXT, "its project", _TRAIN)
+WANDB_ENTITY = Setting("WANDB_ENTITY", str, _TEXT, "its team", _TRAIN)
+WANDB_MODE = Setting("WANDB_MODE", str, _TEXT, "online or offline", _TRAIN)
+LEDGER = Setting("LEDGER", switch, _SWITCH, "0 counts nothing", _TRAIN, default=True)
+CALIBRATE = Setting(
+    "CALIBRATE",
+    switch,
+    _SWITCH,
+    "1 measures first (train-auto-…)",
+    ("train-auto-*",),
+    default=False,
+)
+HANG_TIMEOUT = Setting(
+    "HANG_TIMEOUT",
+    positive,
+    "a whole number of seconds above 0",
+    "seconds without a line (900)",
+    _TRAIN,
+)
+SAVE_EVERY = Setting(
+    "SAVE_EVERY",
+    positive,
+    "a whole number of iterations above 0",
+    "iterations between checkpoints",
+    _ONE_RUN,
+)
+KEEP = Setting("KEEP", positive, _NUMBER, "checkpoints that stay (2)", _ONE_RUN)
+ASYNC_SAVE = Setting(
+    "ASYNC_SAVE", switch, _SWITCH, "1 saves beside training, on GPUs", _ONE_RUN, default=False
+)
+RUN_FOLDER = Setting("RUN_FOLDER", Path, "a folder", "made before, for this run", ("train-*",))
+RUN = Setting("RUN", str, _TEXT, "the run folder to resume", ("resume",), "*")
+STRATEGY = Setting("STRATEGY", str, _TEXT, "another layout", ("resume",), "--strategy")
+
+# Several machines.
+NNODES = Setting(
+    "NNODES",
+    whole_below(100_000, 1),
+    "a whole number from 1 to 99999",
+    "machines, without Slurm",
+    _NODES,
+)
+NODE_RANK = Setting("NODE_RANK", str, _TEXT, "0 to NNODES-1, one a machine", _NODES)
+MASTER_ADDR = Setting("MASTER_ADDR", str, _TEXT, "address of the machine with NODE_RANK=0", _NODES)
+MASTER_PORT = Setting(
+    "MASTER_PORT",
+    whole_below(65536, 1024),
+    "a whole number from 1024 to 65535",
+    "its port (29500)",
+    _NODES,
+)
+RENDEZVOUS = Setting("RENDEZVOUS", str, "static or c10d", "torchrun's: static or c10d", _NODES)
+LAUNCHER = Setting(
+    "LAUNCHER", one_of("torchrun", "slurm"), "torchrun or slurm", "slurm submits a job", _SLURM
+)
+NODES = Setting("NODES", positive, _NUMBER, "machines", (*_SLURM, "plan"), "--nodes")
+SLURM_PARTITION = Setting("SLURM_PARTITION", str, _TEXT, "sbatch's", _SLURM)
+SLURM_ACCOUNT = Setting("SLURM_ACCOUNT", str, _TEXT, "sbatch's", _SLURM)
+SLURM_QOS = Setting("SLURM_QOS", str, _TEXT, "sbatch's", _SLURM)
+SLURM_TIME = Setting("SLURM_TIME", str, _TEXT, "sbatch's", _SLURM)
+SLURM_LINES = Setting("SLURM_LINES", str, _TEXT, 'more of its options, "--exclusive"', _SLURM)
+SLURM_IMAGE = Setting("SLURM_IMAGE", str, _TEXT, "the container's image, for Pyxis", _SLURM)
+SLURM_SITE = Setting("SLURM_SITE", str, _TEXT, "the site's lines (site.slurm)", _SLURM)
+
+# Several runs.
+MODELS = Setting("MODELS", str, _TEXT, "of a sweep", ("sweep",))
+STRATEGIES = Setting("STRATEGIES", str, _TEXT, "of a sweep", ("sweep",))
+BACKENDS = Setting("BACKENDS", str, _TEXT, "of a sweep", ("sweep",))
+DEVICES = Setting("DEVICES", str, _TEXT, 'of a sweep, "1cpu 2cpu"', ("sweep",))
+ONLY = Setting("ONLY", str, _TEXT, "settings of the bench", ("bench-gpu",))
+BUDGET = Setting("BUDGET", str, _TEXT, "seconds (510)", ("bench-gpu",))
+TARGET = Setting("TARGET", str, _TEXT, "the target that is trained", ("loss-curve", "bench-ledger"))
+
+# Before a run: planner, dry run, schedules.
+MODEL = Setting(
+    "MODEL", str, _TEXT, "a model of make list", ("plan", "dryrun", *_COMPARE), "--model"
+)
+GPUS = Setting("GPUS", int, "a whole number", "devices in all", ("plan",), "--gpus")
+GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", ("plan",), "--gpu")
+GPUS_PER_NODE = Setting(
+    "GPUS_PER_NODE", int, "a whole number", "devices a machine (8)", ("plan",), "--gpus-per-node"
+)
+INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", ("plan",), "--intra")
+INTER = Setting("INTER", str, _TEXT, "link between machines", ("plan",), "--inter")
+SEQ = Setting("SEQ", int, "a whole number", "sequence length", ("plan", "dryrun"), "--seq")
+DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", ("plan", "dryrun"), "--dtype")
+TOKENS = Setting("TOKENS", float, "a number", "tokens to train on", ("plan",), "--tokens")
+CALIBRATION = Setting(
+    "CALIBRATION", Path, "a file", "measured constants", ("plan",), "--calibration"
+)
+VERIFY = Setting(
+    "VERIFY", int, "a whole number", "dry-run so many of the best", ("plan",), "--verify", default=0
+)
+DP = Setting(
+    "DP", int, "a whole number", "data-parallel replicas", ("dryrun",), "--data", default=1
+)
+TP = Setting("TP", int, "a whole number", "TP degree", ("dryrun",), "--tensor", default=1)
+PP = Setting("PP", int, "a whole number", "pipeline stages", ("dryrun", "schedules"), "--pipeline")
+CP = Setting("CP", int, "a whole number", "CP degree", ("dryrun",), "--context", default=1)
+EP = Setting(
+    "EP", int, "a whole number", "EP degree, inside DP and CP", ("dryrun",), "--expert", default=1
+)
+VPP = Setting(
+    "VPP", int, "a whole number", "virtual stages a rank", ("dryrun", "schedules"), "--virtual"
+)
+SP = Setting("SP", switch, _SWITCH, "1 is sequence parallelism", ("dryrun",), "--sequence-parallel")
+ZERO1 = Setting(
+    "ZERO1", switch, _SWITCH, "1 shards optimizer states", ("dryrun",), "--distributed-optimizer"
+)
+RECOMPUTE = Setting(
+    "RECOMPUTE",
+    one_of(*Recompute),
+    "none, selective or full",
+    "none, selective or full",
+    ("dryrun",),
+    "--recompute",
+)
+RANKS = Setting("RANKS", str, _TEXT, "first,middle,last or numbers", ("dryrun",), "--ranks")
+MICROBATCHES = Setting(
+    "MICROBATCHES", int, "a whole number", "in an iteration", ("schedules",), "--microbatches"
+)
+SVG = Setting("SVG", Path, "a file", "write the picture here", ("plan", "schedules"), "--svg")
+JSON = Setting("JSON", switch, _SWITCH, "1 prints data", ("plan", "dryrun", "schedules"), "--json")
+
+# After a run, and data.
+LOGS = Setting("LOGS", words, _TEXT, "anybody's Megatron logs", ("report",), "*")
+NAME = Setting("NAME", str, _TEXT, "of the report or sweep", ("report", "sweep"), "--name")
+DATASET = Setting(
+    "NAME", dataset_prefix, _TEXT, "of the data set", ("prepare-ds",), "--output-prefix"
+)
+BASELINE = Setting("BASELINE", str, _TEXT, "an earlier report", ("report",), "--baseline")
+STRICT = Setting("STRICT", switch, _SWITCH, "1 fails on a finding", ("report",), "--strict")
+INPUT = Setting(
+    "INPUT", str, _TEXT, "your text: JSONL, also .gz .zst, parquet", ("prepare-ds",), "--input"
+)
+TOKENIZER = Setting(
+    "TOKENIZER", str, _TEXT, "gpt2, or a folder with tokenizer.json", ("prepare-ds",), "--tokenizer"
+)
+HF_ENDPOINT = Setting(
+    "HF_ENDPOINT", str, _TEXT, "a mirror of the hub", ("prepare-ds-openwebtext-10k", "doctor")
+)
+MEGATRON_URL = Setting("MEGATRON_URL", str, _TEXT, "a mirror of Megatron-LM", ("image",))
+
+SETTINGS: tuple[Setting[object], ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Setting)
+)
+"""All of them, in the order of `make help`."""
+
+_OTHERS_VARIABLES = (
+    *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
+    *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
+    *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
+    *("VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
+)
+"""What other programs read, and the Makefile's own."""
+
+
+def check_given(names: Iterable[str], target: str) -> None:
+    """Refuse variables that a target would ignore.
+
+    Args:
+        names: Variables given on make's command line.
+        target: The make target.
+
+    Raises:
+        SettingError: One that no target knows, with the near name, or that this one does not use.
+    """
+    known = {setting.name for setting in SETTINGS}
+    used = {setting.name for setting in SETTINGS if setting.used_by(target)}
+    for name in names:
+        others = any(fnmatchcase(name, pattern) for pattern in _OTHERS_VARIABLES)
+        if name in used or (others and name not in known):
+            continue
+        near = difflib.get_close_matches(name, sorted(used or known), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}=?" if near else "'make help' names those that it takes."
+        if name not in known:
+            raise SettingError(f"There is no variable {name}; {hint}")
+        raise SettingError(f"'make {target}' does not use {name}=; {hint}")
+
+
+def options_of(target: str, environment: Mapping[str, str]) -> list[str]:
+    """The options of a target's tool for the variables that are set; positional words come last.
+
+    Raises:
+        SettingError: A value is not of its kind.
+    """
+    options: list[str] = []
+    positional: list[str] = []
+    for setting in SETTINGS:
+        text = environment.get(setting.name, "")
+        if not text or not setting.option or not setting.used_by(target):
+            continue
+        value = setting.value(environment)
+        if setting.option == "*":
+            positional += value if isinstance(value, tuple) else [text]
+        elif isinstance(value, bool):
+            options += [setting.option] if value else []
+        else:
+            options += [setting.option, str(value)]
+    return [*options, *positional]
+
+
+def add_options(parser: ArgumentParser, target: str, **defaults: object) -> None:
+    """Give a tool's parser the options that the target's variables become.
+
+    Args:
+        parser: The tool's.
+        target: The make target that calls the tool.
+        defaults: By variable, where this tool's default is not the table's.
+    """
+    for setting in SETTINGS:
+        if not setting.option.startswith("--") or not setting.used_by(target):
+            continue
+        default = defaults.get(setting.name, setting.default)
+        if setting.read is switch:
+            parser.add_argument(setting.option, action="store_true", help=setting.help)
+        else:
+            reader = _argument(setting)
+            parser.add_argument(setting.option, type=reader, default=default, help=setting.help)
+
+
+def _argument[T](setting: Setting[T]) -> Callable[[str], T]:
+    def read(text: str) -> T:
+        try:
+            return setting.read(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text} is not {setting.wanted}") from None
+
+    return read
+
+
+def make_help() -> str:
+    """`settings.mk`: what `make help` prints of the variables."""
+    lines = [
+        "# Made by `python -m tools.spec.settings > tools/spec/settings.mk`; a test compares.",
+        "## Variables",
+    ]
+    for setting in SETTINGS:
+        targets = " ".join(_short(setting.targets))
+        lines.append(f"##   {setting.name:<16} {setting.help} [{targets}]")
+    return "\n".join(lines) + "\n"
+
+
+def _short(targets: tuple[str, ...]) -> tuple[str, ...]:
+    for group, name in ((_TRAIN, "training"), (_ONE_RUN, "train-* …")):
+        if set(group) <= set(targets):
+            return (name, *(target for target in targets if target not in group))
+    return targets
+
+
+if __name__ == "__main__":
+    print(make_help(), end="")
