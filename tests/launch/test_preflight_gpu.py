@@ -6,7 +6,7 @@ import pytest
 
 from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import GIB, FakeNvml
-from tools.launch import devices, preflight_gpu
+from tools.launch import devices, toolchain
 from tools.launch.compose import Launch
 from tools.launch.container.docker import Container
 from tools.launch.container.image import find_pair
@@ -145,8 +145,8 @@ def test_a_checkout_that_asks_nvcc_is_refused_where_there_is_none(
     (kernels / "__init__.py").touch()
     launch = composed("baseline")
     entry = replace(launch.entry, path=str(tmp_path / "mlm/pretrain_gpt.py"))
-    monkeypatch.setattr(preflight_gpu, "CUDA_FOLDER", tmp_path / "no-cuda")
-    monkeypatch.setattr(preflight_gpu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain, "CUDA_FOLDER", tmp_path / "no-cuda")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"asks nvcc for its version.*CUDA_HOME"):

@@ -1,7 +1,4 @@
-"""Whether torch is new enough for the GPU bench, and whether torch.compile can make kernels here.
-
-Triton builds the launchers of its kernels with a C compiler.
-"""
+"""Whether the installed torch and compilers can do what a run on GPUs of this machine needs."""
 
 from __future__ import annotations
 
@@ -13,7 +10,11 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+from tools.records.run import Entry
+
 OLDEST_TORCH = (2, 9)
+CUDA_FOLDER = Path("/usr/local/cuda")
+"""Where torch looks for the toolkit last."""
 
 
 def torch_problem() -> str | None:
@@ -29,7 +30,10 @@ def torch_problem() -> str | None:
 
 
 def compiler_problem() -> str | None:
-    """What torch.compile lacks on this machine, a sentence; None if nothing."""
+    """What torch.compile lacks on this machine, a sentence; None if nothing.
+
+    Triton builds the launchers of its kernels with a C compiler.
+    """
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs the package triton, which CUDA builds of torch bring along."
     named = os.environ.get("CC")
@@ -41,6 +45,23 @@ def compiler_problem() -> str | None:
             f"torch.compile needs Python's headers and there is no {header}; install python3-dev."
         )
     return None
+
+
+def nvcc_problem(entry: Entry) -> str | None:
+    """Why a checkout whose fused kernels ask nvcc cannot start, a sentence; None if it can."""
+    kernels = Path(entry.path).parent / "megatron/legacy/fused_kernels/__init__.py"
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if (
+        not kernels.is_file()
+        or named
+        or shutil.which("nvcc")
+        or (CUDA_FOLDER / "bin/nvcc").exists()
+    ):
+        return None
+    return (
+        f"Megatron {entry.megatron_version} asks nvcc for its version at start-up, and there is none; "
+        "install the CUDA toolkit and set CUDA_HOME, or unset MEGATRON_LM for the wheel."
+    )
 
 
 def _scheme() -> str:
