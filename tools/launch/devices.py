@@ -211,10 +211,10 @@ def _peer(handle: Any, peer: Any, ability: int) -> bool | None:
 
 
 def _nvlinks(handle: Any, peer: Any) -> int | None:
-    """Active links of the first GPU that lead to the second, or to the switch that joins them."""
-    joined = _peer(handle, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    if not joined:
-        return None if joined is None else 0
+    """Active links of the first GPU that lead to the second, or to the switch between them."""
+    connected = _peer(handle, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    if not connected:
+        return None if connected is None else 0
     other = pynvml.nvmlDeviceGetPciInfo(peer).busId
     return sum(_leads_to(handle, link, other) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
 

@@ -1,7 +1,7 @@
 """`python -m tools.launch.exchange`: what the devices here send each other, as JSON for `make doctor`.
 
 An all-reduce between all visible GPUs with NCCL, or between two CPU ranks with gloo; with NNODES= and
-its like one rank of each node. Beside the measured rate stands that of the link: NVLink's, the network
+its like one rank of each node. The rate of the link is given beside it: NVLink's, the network
 card's, or for CPU ranks what a plain TCP connection over loopback moves. Meanwhile the clocks of the
 GPUs are watched, with the reasons for throttling.
 """

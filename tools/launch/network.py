@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a shaped link, each a node of the run: `NET=1gbps make train-…`.
+"""Two network namespaces connected by a shaped link, each a node of the run: `NET=1gbps make train-…`.
 
 python -m tools.launch.network 1gbps 2 -- -m megatron_patches ENTRY FLAGS…
 
@@ -108,8 +108,8 @@ class Side:
 
 @contextmanager
 def link(rate: Rate, name: str) -> Iterator[tuple[Side, ...]]:
-    """Two namespaces, whose names begin with `name`, joined while the block runs."""
-    _sweep()
+    """Two namespaces, whose names begin with `name`, connected while the block runs."""
+    _remove_left_over()
     sides = tuple(
         Side(rank, f"{name}{end}", f"{name}{end}", f"10.77.0.{rank + 1}")
         for rank, end in enumerate("ab")
@@ -147,7 +147,7 @@ def run(rate: Rate, ranks: int, program: Sequence[str]) -> int:
                 print(f" > network: {side.namespace} sent {_sent_bytes(side)} bytes", flush=True)
 
 
-def _sweep() -> None:
+def _remove_left_over() -> None:
     """Remove namespaces of launchers that were killed before they could."""
     for line in _do("ip", "netns", "list").splitlines():
         match = re.match(r"kit(\d+)[ab]\b", line)

@@ -79,7 +79,7 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
             "whose number of devices they divide."
         )
     if launch.network is not None:
-        yield "NET= joins CPU ranks of one machine by a shaped link; leave it out with several nodes."
+        yield "NET= connects CPU ranks of one machine by a shaped link; leave it out with several nodes."
     container = launch.runtime.container
     if container is not None and not container.host_network:
         yield (

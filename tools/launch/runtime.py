@@ -28,7 +28,7 @@ class Runtime:
     name: RuntimeName = RuntimeName.HOST
     transformer_engine: bool = False
     apex: bool = False
-    """NVIDIA Apex's gradient accumulation, which Megatron's output layer wants even with TE."""
+    """NVIDIA Apex's gradient accumulation, which Megatron's output layer uses even with TE."""
     pair: ImagePair | None = None
     container: docker.Container | None = None
 

@@ -20,7 +20,7 @@ SETUP_BYTES = 10 * 10**9
 
 OPEN_FILES = 4096
 
-# What is meant for some machines alone stands before a ';' with the condition, and is not looked for.
+# A pin that only some machines need is followed by ';' and the condition, and is not looked for.
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)(?=[ \t]*(?:\\|#|$))", re.MULTILINE)
 LIST_PACKAGES = (
     "import importlib.metadata as m, json;"

@@ -55,7 +55,7 @@ class Container:
         """A `docker run` of `command` in the repository root.
 
         Variables go by name alone: docker takes the values from its own environment, so no value
-        stands in a command line, a log or `ps`.
+        appears in a command line, a log or `ps`.
         """
         names = sorted({*settings, *self.inherited, *ALWAYS})
         return (

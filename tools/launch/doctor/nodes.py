@@ -107,7 +107,7 @@ def exchange(srun: Sequence[str]) -> Mapping[str, Any]:
 
 
 def describe(between: Mapping[str, Any]) -> str:
-    """A sentence on the all-reduce between nodes, and one on the slowest pair where it stands out."""
+    """A sentence on the all-reduce between nodes, and one on the slowest pair where it is an outlier."""
     (row, *_) = check_rates({**between, "clocks": []})
     text = f"{row.status}: {len(between['nodes'])} nodes: {row.found}."
     pairs, nodes = between["pairs"], between["nodes"]
@@ -141,8 +141,9 @@ def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:
     found = []
     for line in text.splitlines():
         try:
-            told = json.loads(line)
-            found.append((str(told["host"]), [Finding(*row) for row in told["findings"]]))
+            answer = json.loads(line)
+            rows = [Finding(*row) for row in answer["findings"]]
+            found.append((str(answer["host"]), rows))
         except (ValueError, TypeError, KeyError):
             continue
     return sorted(found)
@@ -151,7 +152,7 @@ def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:
 def outliers(answers: Answers) -> list[Outlier]:
     """Where a node differs: measured values from the median, all else from what most nodes have.
 
-    Of two nodes that differ nobody knows which is right, and both are named.
+    Of two nodes that differ either may be right, so both are named.
     """
     found: list[Outlier] = []
     by_what: dict[str, dict[str, Finding]] = {}
