@@ -84,13 +84,13 @@ def _dispatch(command: argparse.Namespace, console: Console) -> int:
 
 
 def _demo(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.demo import demo
+    from tools.launch.experiment.commands import run_named
 
-    return demo(options, console)
+    return run_named("demo", options, console)
 
 
 def _parity(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.parity import parity
+    from tools.launch.experiment.commands import parity
 
     return parity(options, console)
 
@@ -108,9 +108,9 @@ def _module(command: argparse.Namespace, options: Options, _: Console) -> int:
 
 
 def _reproduce(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.reproduce import reproduce
+    from tools.launch.experiment.commands import run_named
 
-    return reproduce(options, console)
+    return run_named("published", options, console)
 
 
 def _compare(command: argparse.Namespace, options: Options, console: Console) -> int:

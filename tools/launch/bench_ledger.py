@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tools.launch.demo import ensure_sample
+from tools.launch.experiment.data import ensure_sample
 from tools.records.run import LOG_FILE
 from tools.report.read.runs import find_run_folders, load_folder
 from tools.report.read.scrape import scrape_log

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from megatron_patches.fused.names import FUSIONS
 from tools.launch.compose import DEFAULT_DATA, Launch
-from tools.launch.demo import ensure_sample
 from tools.launch.errors import LaunchError
+from tools.launch.experiment.data import ensure_sample
 from tools.launch.options import Options
 from tools.launch.series import run_series
 from tools.launch.target import parse_target

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
-from tools.launch.finished import finished_run
+from tools.launch.experiment.finished import finished_run
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint

@@ -27,9 +27,9 @@ from tools.launch.bench_gpu.plan import (
 from tools.launch.bench_gpu.settings import KNOWN, TARGET, Setting, chosen
 from tools.launch.compose import DEFAULT_DATA
 from tools.launch.container.versions import installed_versions
-from tools.launch.demo import ensure_sample
 from tools.launch.devices import driver_version, visible_gpus
 from tools.launch.errors import LaunchError
+from tools.launch.experiment.data import ensure_sample
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.run_folder import utc_now
 from tools.launch.supervise.interruption import Interrupted

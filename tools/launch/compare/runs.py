@@ -14,8 +14,8 @@ from tools.launch.compare import backends as compare_backends
 from tools.launch.compare import zero as compare_zero
 from tools.launch.compare.measured import Measured, measure
 from tools.launch.compose import Launch
-from tools.launch.demo import GLOBAL_BATCH, MICRO_BATCH, ensure_sample
 from tools.launch.devices import visible_gpus
+from tools.launch.experiment.data import ensure_sample
 from tools.launch.options import Options
 from tools.launch.series import build_report, run_series
 from tools.launch.target import Target
@@ -25,6 +25,7 @@ from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
 
 RANKS = 2
+MICRO_BATCH, GLOBAL_BATCH = 2, 8
 DEFAULT_MODEL = "gpt2-tiny"
 FILE = "comparison.md"
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from tools.launch.cluster.slurm import job_states
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.finished import attempts_of, folders_like, trained_alike
+from tools.launch.experiment.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
 from tools.launch.status import RunStatus, follow, read_job
 from tools.launch.submit import PendingRun, argv_of, image_asked, over_nodes, submit_array

@@ -8,10 +8,10 @@ import msgspec
 from rich.console import Console
 
 from tools.launch.compose import Launch
-from tools.launch.demo import ensure_sample
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
-from tools.launch.finished import finished_runs
+from tools.launch.experiment.data import ensure_sample
+from tools.launch.experiment.finished import finished_runs
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.sweep.cells import Cell, Plan, as_data, plan_cells

@@ -9,13 +9,16 @@ import pytest
 from rich.console import Console
 
 from tests.launch.fake_nvml import FakeNvml
-from tools.launch import reproduce as module
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.finished import finished_run
+from tools.launch.experiment import data as data_module
+from tools.launch.experiment import runner as runner_module
+from tools.launch.experiment.cells import compose_cell
+from tools.launch.experiment.commands import announce_published, run_named
+from tools.launch.experiment.definition import load_experiment
+from tools.launch.experiment.finished import finished_run
 from tools.launch.options import Options, RuntimeName
-from tools.launch.reproduce import announcement, compose_six, reproduce
 from tools.launch.run_folder import create_run_folder
 from tools.records import run as records
 from tools.records.io import write_record
@@ -31,8 +34,8 @@ class Machine:
         self.reported: list[list[str]] = []
         self.ends: dict[str, Status] = {}
         self.refused: set[str] = set()
-        monkeypatch.setattr(module, "execute", self._execute)
-        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=self._report))
+        monkeypatch.setattr(runner_module, "execute", self._execute)
+        monkeypatch.setattr(data_module, "subprocess", SimpleNamespace(run=self._report))
 
     def _execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
         self.trained.append(launch.spec.name)
@@ -65,9 +68,14 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
     )
 
 
+def compose_six(options: Options) -> list[Launch]:
+    published = load_experiment("published", options)
+    return [compose_cell(cell, published.settings(options)) for cell in published.cells]
+
+
 def said(options: Options) -> tuple[int, str]:
     text = io.StringIO()
-    code = reproduce(options, Console(file=text, width=400))
+    code = run_named("published", options, Console(file=text, width=400))
     return code, text.getvalue()
 
 
@@ -140,7 +148,8 @@ def test_damaged_run_folders_are_passed_over(machine: Machine, options: Options)
     assert folder is not None
     (folder / records.RUN_FILE).write_text("{")
     assert finished_run(launch, options.runs) is None
-    assert "1 of the 6" in announcement(compose_six(replace(options, iterations=100)), options.runs)
+    six = compose_six(replace(options, iterations=100))
+    assert "1 of the 6" in announce_published(six, options)
 
 
 def test_one_gpu_refuses_all_before_anything_is_written(
@@ -158,9 +167,11 @@ def test_one_gpu_refuses_all_before_anything_is_written(
 
 
 @pytest.mark.parametrize("iterations", [1, 16, 17])
-def test_too_few_iterations_for_fp16_are_refused(options: Options, iterations: int) -> None:
+def test_too_few_iterations_for_fp16_are_refused(
+    machine: Machine, options: Options, iterations: int
+) -> None:
     with pytest.raises(LaunchError, match=f"ITERS={iterations} ends within fp16's skipped"):
-        compose_six(replace(options, iterations=iterations))
+        said(replace(options, iterations=iterations))
 
 
 def test_a_dry_run_prints_six_commands(

@@ -23,8 +23,8 @@ def finished_run(launch: Launch, runs: Path) -> Path | None:
 def finished_runs(launch: Launch, runs: Path) -> list[Path]:
     """All of them, newest first.
 
-    A run that was resumed in its own folder counts if each attempt was made here and told the same: its
-    losses are an undisturbed run's, and its times leave out the first lines after each start.
+    A run that was resumed in its own folder counts if each attempt was made here and asked for the
+    same: its losses are an undisturbed run's, and its times leave out the first lines after a start.
     """
     folders = folders_like(launch, runs)
     if not folders:
@@ -34,13 +34,17 @@ def finished_runs(launch: Launch, runs: Path) -> list[Path]:
 
 
 def folders_like(launch: Launch, runs: Path) -> list[Path]:
-    """Run folders of this strategy, model and number of devices, newest first."""
-    pattern = f"2*-{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"
+    """Run folders of this model and number of devices, newest first, whatever their strategy's name.
+
+    A strategy has several names (`zero1` over two ranks is `dp2-zero1`); what was trained says the
+    specification in `run.json`.
+    """
+    pattern = f"2*-{launch.model.name}-{launch.devices}{launch.spec.device}"
     return sorted(runs.glob(pattern), reverse=True)
 
 
 def attempts_of(folder: Path) -> list[RunRecord]:
-    """What each attempt of a run was told and where, oldest first; one for a run never resumed.
+    """What each attempt of a run was asked for and where, oldest first; one for a run never resumed.
 
     Raises:
         OSError: A record is not there.
@@ -71,6 +75,7 @@ def _is_same(folder: Path, launch: Launch, here: Provenance) -> bool:
     first = attempts[0]
     return (
         status.status is records.Status.OK
+        and first.spec == launch.spec
         # A command names its run folder.
         and first.command == launch.command(from_root(folder))
         and first.environment == launch.environment

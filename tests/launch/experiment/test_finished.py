@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+
+from tools.launch.experiment.finished import finished_run
+from tools.launch.options import Options
+from tools.launch.run_folder import create_run_folder
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "found"),
+    [
+        ("zero1", "dp2-zero1", True),
+        ("dp2-zero1", "zero1", True),
+        ("vpp2", "vpp2x2", True),
+        ("dp2", "zero1", False),
+    ],
+)
+def test_a_run_is_found_by_what_was_trained_and_not_by_its_folders_name(
+    trained: str, asked: str, found: bool, sample_prefix: Path, tmp_path: Path
+) -> None:
+    options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
+    targets = [parse_target(f"train-{name}-gpt2-tiny-2cpu") for name in (trained, asked)]
+    made, wanted = (compose_target(t, flags_of_grammar(t), options) for t in targets)
+    folder = create_run_folder(made, options.runs)
+    write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
+    assert finished_run(wanted, options.runs) == (folder if found else None)

@@ -1,0 +1,112 @@
+"""From an experiment to launches: every cell composed and checked before the first one starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.experiment.data import ensure_data
+from tools.launch.experiment.definition import Cell, Experiment
+from tools.launch.options import Options
+from tools.launch.preflight import check, check_composition
+from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.spec.run import DeviceKind
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A cell that is not trained, and the rule that says so."""
+
+    cell: Cell
+    rule: str
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What will be trained, in this order, and what will not."""
+
+    launches: tuple[tuple[Cell, Launch], ...]
+    skipped: tuple[Skipped, ...] = ()
+
+
+def plan_cells(experiment: Experiment, options: Options, console: Console) -> Planned:
+    """Compose every cell under `options`, which have the experiment's settings; make missing data.
+
+    Raises:
+        LaunchError: A cell does not fit its devices, unless the experiment skips such cells.
+    """
+    runtimes: dict[DeviceKind, Runtime] = {}
+    launches: list[tuple[Cell, Launch]] = []
+    skipped: list[Skipped] = []
+    for cell in experiment.cells:
+        try:
+            launches.append((cell, compose_cell(cell, options, runtimes)))
+        except (LaunchError, ValueError) as error:
+            if not experiment.skips_illegal:
+                raise
+            skipped.append(_skip(cell, error))
+    ensure_data([launch for _, launch in launches], console)
+    return Planned(tuple(launches), tuple(skipped))
+
+
+def check_cells(planned: Planned, experiment: Experiment, options: Options) -> Planned:
+    """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself.
+
+    Raises:
+        LaunchError: A cell cannot, unless the experiment skips such cells: what is missing, each
+            thing once.
+    """
+    look = check if options.slurm is None else check_composition
+    launches: list[tuple[Cell, Launch]] = []
+    skipped: list[Skipped] = list(planned.skipped)
+    problems: dict[str, str] = {}
+    for cell, launch in planned.launches:
+        try:
+            look(launch, options.runs)
+        except LaunchError as error:
+            skipped.append(_skip(cell, error))
+            for line in str(error).splitlines():
+                # Cells lack the same thing in other words: the number of GPUs, the target instead.
+                problems.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
+        else:
+            launches.append((cell, launch))
+    if problems and not experiment.skips_illegal:
+        raise LaunchError("\n".join(filter(None, (*problems.values(), experiment.instead))))
+    order = {cell: place for place, cell in enumerate(experiment.cells)}
+    return Planned(tuple(launches), tuple(sorted(skipped, key=lambda one: order[one.cell])))
+
+
+def compose_cell(
+    cell: Cell, options: Options, runtimes: dict[DeviceKind, Runtime] | None = None
+) -> Launch:
+    """A cell's launch; `runtimes` keeps what was found of each kind of device.
+
+    Raises:
+        LaunchError: Strategy, backend and devices do not fit each other.
+    """
+    own = cell_options(cell, options)
+    target = cell.target
+    flags = flags_of_grammar(target)
+    found = {} if runtimes is None else runtimes
+    if cell.device not in found:
+        found[cell.device] = ON_HOST if own.slurm else choose_runtime(own, cell.device)
+    return compose_target(target, flags, own, found[cell.device])
+
+
+def cell_options(cell: Cell, options: Options) -> Options:
+    """The options under which this cell is trained."""
+    return replace(
+        options,
+        backend=cell.backend or options.backend,
+        optimizer=cell.optimizer or options.optimizer,
+        seed=options.seed + cell.seed_offset,
+        fused=options.fused if cell.fused else (),
+    )
+
+
+def _skip(cell: Cell, error: Exception) -> Skipped:
+    return Skipped(cell, " ".join(str(error).split()))

@@ -1,0 +1,196 @@
+"""An experiment from its file to its table: plan, check, train, report, exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.experiment.cells import Planned, check_cells, plan_cells
+from tools.launch.experiment.data import run_module
+from tools.launch.experiment.definition import Experiment, load_experiment
+from tools.launch.experiment.finished import finished_run
+from tools.launch.experiment.measured import Measured, measure
+from tools.launch.experiment.runner import CellResult, Runner
+from tools.launch.options import Options
+from tools.launch.preflight import LOG_BYTES
+from tools.launch.train import command_line
+from tools.report.analyse.published import load_published
+
+SKIPPED_ITERATIONS = 16
+"""fp16 lowers its loss scale first; until then no update is made and Adam's state is not there."""
+
+START_SECONDS = 60.0
+"""Of one published run, before its first iteration."""
+
+EVALUATION_SHARE = 10 / 50 / 3
+"""Ten forward passes, a third of an iteration each, every fifty iterations."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An experiment after its last run."""
+
+    experiment: Experiment
+    options: Options
+    """With the experiment's settings."""
+    results: Sequence[CellResult]
+    console: Console
+
+    @property
+    def all_well(self) -> bool:
+        """Every run that was wanted is there."""
+        return all(result.complete for result in self.results)
+
+    def build_report(self) -> int:
+        """`python -m tools.report build` of all runs; its exit code, 1 where there is no run."""
+        folders = [str(folder) for result in self.results for folder in result.folders]
+        if not folders:
+            return 1
+        return run_module("tools.report", "build", *folders, "--name", self.experiment.report)
+
+    def measured(self) -> list[Measured]:
+        """All runs, cell by cell."""
+        return measure([folder for result in self.results for folder in result.folders])
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """A line on the terminal."""
+        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def run_named(name: str, options: Options, console: Console, model: str | None = None) -> int:
+    """Run an experiment by the name of its file; its exit code.
+
+    Raises:
+        LaunchError: There is none of this name, or it cannot work here; nothing was trained.
+    """
+    return run_experiment(load_experiment(name, options, model), options, console)
+
+
+def parity(options: Options, console: Console) -> int:
+    """The demo's runs as a check: 0 if all ended well and every loss curve is that of baseline.
+
+    Raises:
+        LaunchError: It cannot work here.
+    """
+    demo = load_experiment("demo", options)
+    return run_experiment(replace(demo, report="parity", table="parity"), options, console)
+
+
+def run_experiment(experiment: Experiment, options: Options, console: Console) -> int:
+    """Plan, check, train what is not there, and make the experiment's table; the exit code.
+
+    Raises:
+        LaunchError: It cannot work here; nothing was trained.
+    """
+    options = experiment.settings(options)
+    planned = plan_cells(experiment, options, console)
+    output = OUTPUTS[experiment.table]
+    if output.before is not None:
+        output.before(planned, options)
+    if options.dry_run:
+        print("\n".join(command_line(launch) for _, launch in planned.launches))
+        return 0
+    planned = check_cells(planned, experiment, options)
+    if output.announce is not None:
+        text = output.announce([launch for _, launch in planned.launches], options)
+        console.print(text, highlight=False, markup=False)
+    runner = Runner(planned.launches, options, console, experiment.takes_finished)
+    runner.train()
+    return output.finish(Ended(experiment, options, runner.results(), console))
+
+
+def report_of(ended: Ended) -> int:
+    """The report of all runs; 0 if it was written and all ended well."""
+    return ended.build_report() or int(not ended.all_well)
+
+
+def parity_of(ended: Ended) -> int:
+    """The report, and a sentence for each strategy whose losses do not agree with baseline's."""
+    code = report_of(ended)
+    broken = disagreements(ended.measured())
+    for sentence in broken:
+        ended.say(sentence, "red")
+    if not broken:
+        ended.say("Parity: every strategy's losses agree with baseline's.")
+    return code or int(bool(broken))
+
+
+def disagreements(runs: Sequence[Measured]) -> list[str]:
+    """A sentence for every run whose parity is not `reference` or `held`."""
+    return [
+        f"Parity of {run.strategy}: {run.parity or 'not known'} (status {run.status})."
+        for run in runs
+        if run.parity not in ("reference", "held")
+    ]
+
+
+def refuse_few_iterations(_: Planned, options: Options) -> None:
+    """Refuse to reproduce what ends before Adam's state exists.
+
+    Raises:
+        LaunchError: Too few iterations to say anything about memory or time.
+    """
+    if options.iterations is not None and options.iterations <= SKIPPED_ITERATIONS + 1:
+        raise LaunchError(
+            f"ITERS={options.iterations} ends within fp16's skipped iterations ({SKIPPED_ITERATIONS} in "
+            f"the published runs), before Adam's state exists; use {2 * SKIPPED_ITERATIONS} or more."
+        )
+
+
+def announce_published(launches: Sequence[Launch], options: Options) -> str:
+    """What is about to happen: iterations, disk and minutes."""
+    left = [launch for launch in launches if finished_run(launch, options.runs) is None]
+    minutes = sum(map(_published_seconds, left)) / 60
+    return (
+        f"{len(left)} of the {len(launches)} published runs are to be made, {launches[0].iterations} "
+        f"iterations each ({SKIPPED_ITERATIONS} were skipped by fp16 in the published ones): about "
+        f"{minutes:.0f} minutes on the published hardware, and up to "
+        f"{len(left) * LOG_BYTES / 2**20:.0f} MiB in {options.runs}. No checkpoints are written."
+    )
+
+
+def published_of(ended: Ended) -> int:
+    """The report, which shows the published figures too, and how many of the runs are there."""
+    reported = ended.build_report()
+    total, well = len(ended.results), sum(result.complete for result in ended.results)
+    ended.say(
+        f"{well} of {total} runs ended well; repeat 'make reproduce' for the others."
+        if well < total
+        else "All six runs ended well."
+    )
+    return reported or int(well < total)
+
+
+def _published_seconds(launch: Launch) -> float:
+    """As the published machine would take; an unpublished strategy takes what baseline does."""
+    model = launch.model.name
+    figures = {
+        figure.strategy: figure for figure in load_published().figures if figure.model == model
+    }
+    figure = figures.get(launch.spec.name, figures["baseline"])
+    seconds = mean(figure.iteration_ms) / 1000
+    return START_SECONDS + launch.iterations * seconds * (1 + EVALUATION_SHARE)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an experiment does beside training."""
+
+    finish: Callable[[Ended], int]
+    """Make the tables; the exit code."""
+    before: Callable[[Planned, Options], None] | None = None
+    """Refuse what no table could be made of."""
+    announce: Callable[[Sequence[Launch], Options], str] | None = None
+
+
+OUTPUTS = {
+    "report": Output(report_of),
+    "parity": Output(parity_of),
+    "published": Output(published_of, refuse_few_iterations, announce_published),
+}
+"""By the name that an experiment's `table:` gives."""

@@ -1,0 +1,225 @@
+"""What an experiment is, and how `examples/experiments/NAME.yaml` says it.
+
+A file that holds a key or a setting that is not known is refused by that name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatch
+from typing import Any, Literal
+
+import msgspec
+
+from tools.launch.devices import visible_gpus
+from tools.launch.errors import LaunchError
+from tools.launch.optimizers import OptimizerName
+from tools.launch.options import Options, options_from_environment
+from tools.launch.target import Target
+from tools.spec.files import ROOT, read_yaml
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind
+from tools.spec.strategy import devices_of
+
+FOLDER = ROOT / "examples" / "experiments"
+
+Setting = str | int | float | bool
+"""A make variable's value, as YAML has it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to train."""
+
+    model: str
+    strategy: str
+    devices: int
+    device: DeviceKind
+    backend: Backend | None = None
+    """None is the caller's BACKEND=."""
+    optimizer: OptimizerName | None = None
+    """None is the caller's OPTIMIZER=."""
+    seed_offset: int = 0
+    """Added to SEED=."""
+    fused: bool = True
+    """Whether FUSED= applies."""
+
+    @property
+    def target(self) -> Target:
+        """The make target that trains it."""
+        return Target(self.strategy, self.model, self.devices, self.device)
+
+    @property
+    def name(self) -> str:
+        """In full, for people."""
+        backend = self.backend or Backend.MEGATRON
+        return f"{backend} {self.strategy} {self.model} {self.devices}{self.device}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Cells that are trained under common settings and compared."""
+
+    report: str
+    """Folder of its results in `reports/`."""
+    cells: tuple[Cell, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Options` where the caller's variables do not set them."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Options` whatever the caller's variables say."""
+    table: str = ""
+    """What is made of the runs: a name in `commands.OUTPUTS`."""
+    evaluation_batches: int | None = None
+    """Of one evaluation at the end; None leaves evaluation to the recipe."""
+    takes_finished: bool = False
+    """Whether a run that was made before is taken in place of another one."""
+    skips_illegal: bool = False
+    """Whether a cell that cannot work is left out; else it refuses the whole experiment."""
+    instead: str = ""
+    """What to run where this one is refused."""
+    left_out: tuple[str, ...] = ()
+    """A sentence for each package that is not installed and the cells that need it."""
+
+    def settings(self, options: Options) -> Options:
+        """The caller's options with this experiment's settings."""
+        unset = Options()
+        chosen = {
+            name: value
+            for name, value in self.defaults.items()
+            if getattr(options, name) == getattr(unset, name)
+        }
+        options = replace(options, **{**chosen, **self.fixed})
+        if self.evaluation_batches is None:
+            return options
+        iterations = str(options.iterations)
+        once = ("--eval-interval", iterations, "--eval-iters", str(self.evaluation_batches))
+        return replace(options, extra=(*once, *options.extra))
+
+
+class _Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    strategy: str
+    backend: Backend | None = None
+    optimizer: OptimizerName | None = None
+    seed_offset: int = 0
+    fused: bool = True
+    needs: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's keys; `examples/experiments/README.md` explains them."""
+
+    report: str
+    model: str
+    cells: list[str | _Cell]
+    device: Literal["cpu", "gpu", "any"] = "any"
+    devices: int = 2
+    batch: Literal["strategy", "model", "model_each_rank"] = "strategy"
+    defaults: dict[str, Setting] = {}
+    on_cpu: dict[str, Setting] = {}
+    on_gpu: dict[str, Setting] = {}
+    on_models: dict[str, dict[str, Setting]] = {}
+    fixed: dict[str, Setting] = {}
+    evaluation_batches: int | None = None
+    repeats: int = 1
+    repeats_change_seed: bool = False
+    takes_finished: bool = False
+    table: str = ""
+    instead: str = ""
+    packages: dict[str, str] = {}
+
+
+def load_experiment(name: str, options: Options, model: str | None = None) -> Experiment:
+    """Read an experiment, for a model of the caller's or its own, on the devices that are here.
+
+    Raises:
+        LaunchError: There is none of this name, or its file holds what is not known.
+    """
+    file = _read(name)
+    model = load_model(model or file.model).name
+    enough = len(visible_gpus()) >= file.devices if file.device == "any" else file.device == "gpu"
+    device = DeviceKind.GPU if enough else DeviceKind.CPU
+    entries = [_Cell(entry) if isinstance(entry, str) else entry for entry in file.cells]
+    lacking = {e.needs for e in entries if e.needs and importlib.util.find_spec(e.needs) is None}
+    cells = [
+        Cell(
+            model,
+            entry.strategy,
+            devices_of(entry.strategy, otherwise=file.devices),
+            device,
+            entry.backend,
+            entry.optimizer,
+            entry.seed_offset,
+            entry.fused,
+        )
+        for entry in entries
+        if entry.needs not in lacking
+    ]
+    if file.repeats_change_seed:
+        seeds = range(max(file.repeats, options.repeats))
+        cells = [replace(c, seed_offset=c.seed_offset + seed) for seed in seeds for c in cells]
+    return Experiment(
+        report=file.report.format(model=model),
+        cells=tuple(cells),
+        defaults=_defaults(file, name, model, device),
+        fixed=_fields(file.fixed, name) | ({"repeats": 1} if file.repeats_change_seed else {}),
+        table=file.table,
+        evaluation_batches=file.evaluation_batches,
+        takes_finished=file.takes_finished,
+        instead=file.instead,
+        left_out=tuple(file.packages[package] for package in sorted(lacking)),
+    )
+
+
+def _read(name: str) -> _File:
+    path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
+        raise LaunchError(f"There is no experiment '{name}'; there are {known}.")
+    try:
+        return msgspec.convert(read_yaml(path), type=_File)
+    except msgspec.ValidationError as error:
+        raise LaunchError(f"{path.relative_to(ROOT)} is no experiment: {error}.") from None
+
+
+def _defaults(file: _File, name: str, model: str, device: DeviceKind) -> dict[str, Any]:
+    """Of the batch, then of all, of the device, of the model: a later one counts."""
+    own = load_model(model).batch
+    batch: dict[str, Any] = {}
+    if file.batch != "strategy":
+        ranks = file.devices if file.batch == "model_each_rank" else 1
+        batch = {
+            "micro_batch_size": own.micro_batch_size,
+            "global_batch_size": own.global_batch_size * ranks,
+        }
+    of_device = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
+    return {
+        **batch,
+        **_fields(file.defaults, name),
+        **_fields(of_device, name),
+        **{
+            field: value
+            for pattern, variables in file.on_models.items()
+            if fnmatch(model, pattern)
+            for field, value in _fields(variables, name).items()
+        },
+    }
+
+
+def _fields(variables: Mapping[str, Setting], name: str) -> dict[str, Any]:
+    """Fields of `Options` that make variables set, but for values that are the field's default."""
+    texts = {
+        key: str(int(value)) if isinstance(value, bool) else str(value)
+        for key, value in variables.items()
+    }
+    read, unset = options_from_environment(texts), Options()
+    known = dict(read.given)
+    for key in texts:
+        if key not in known:
+            raise LaunchError(f"{name}.yaml sets {key}, which is no variable of a training target.")
+    return {
+        each.name: getattr(read, each.name)
+        for each in fields(Options)
+        if each.name != "given" and getattr(read, each.name) != getattr(unset, each.name)
+    }

@@ -1,0 +1,194 @@
+"""What every table takes from a run, and from the repeats of a cell: the one way to the report.
+
+Which iterations count, what an interval is and what is "within noise" is decided in the report
+(`window`, `statistics`), once for all tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.records.measurements import Phase, RankTime
+from tools.records.routing import Counts, choices
+from tools.records.run import RunRecord, Status
+from tools.report.analyse.parity import loss_curve
+from tools.report.analyse.published import load_published
+from tools.report.analyse.report_data import Entry, build_report
+from tools.report.analyse.rows import final_loss, peak_memory
+from tools.report.analyse.statistics import Comparison, Estimate, Verdict, compare, estimate
+from tools.report.explain.time_shares import mean, read_time_ledger, time_shares
+from tools.report.read.runs import Run, load_runs
+from tools.spec.flags import Flags
+from tools.spec.run import Transport
+
+__all__ = [
+    "Comparison",
+    "Estimate",
+    "Measured",
+    "Verdict",
+    "compare",
+    "measure",
+    "pooled",
+]
+
+ACCURACY = "next token accuracy"
+_SHARDED_BY = {
+    "zero1": "distributed optimizer of",
+    "zero2": "Megatron-FSDP optim_grads of",
+    "zero3": "Megatron-FSDP optim_grads_params of",
+    "fsdp2": "torch FSDP2, wrapped by",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run; None is "not known"."""
+
+    backend: str
+    strategy: str
+    status: str = Status.OK
+    parity: str = ""
+    """`reference`, `held`, `broken@<iteration>`, `not comparable` or empty, as in `results.csv`."""
+    optimizer: str = "AdamW"
+    """As people call it: Megatron's Muon decays matrices and updates norms at Muon's rate."""
+    seed: int = 0
+    samples_ms: tuple[float, ...] = ()
+    """Times of the iterations that count; none of a run that ended badly."""
+    wall_seconds: float | None = None
+    global_batch_size: int = 0
+    losses: Mapping[int, float] = field(default_factory=dict)
+    """Training loss by iteration, where a line is of one iteration alone."""
+    final_loss: float | None = None
+    validation_loss: float | None = None
+    accuracy: float | None = None
+    """Share of next tokens named right; Megatron does not print it."""
+    routing: Mapping[int, Counts] = field(default_factory=dict)
+    """What the routers chose in each iteration, over all ranks; empty without a ledger."""
+    peak_bytes: int | None = None
+    """Of the rank that holds most, by the memory ledger or the device's allocator."""
+    sent_bytes: int | None = None
+    """What the busiest rank puts on the wire in an iteration."""
+    nccl_bytes: int | None = None
+    """What the same calls would be with NCCL's rings."""
+    communication_seconds: float | None = None
+    """The mean rank waits for communication, in an iteration."""
+    pass_seconds: float | None = None
+    """Forward and backward of an iteration without the communication inside them; mean rank."""
+    overhead: float | None = None
+    """The iteration over those passes, less one; both from the same clock readings."""
+    shares: tuple[float, float, float] | None = None
+    """Forward, backward and optimizer, of their sum; mean over the ranks."""
+    implementation: str = ""
+    """Whose code sharded or trained, with its version and commit."""
+    machine: str = ""
+    dtype: str = ""
+    commit: str = ""
+    """The kit's."""
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Of iteration times, in milliseconds."""
+        return pooled([self])
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over all devices."""
+        found = self.estimate
+        return self.global_batch_size * 1000 / found.median if found else None
+
+    @property
+    def implied_gigabits(self) -> float | None:
+        """Bandwidth in Gbit/s that the bytes sent and the time spent on them imply."""
+        if not self.sent_bytes or not self.communication_seconds:
+            return None
+        return self.sent_bytes * 8 / self.communication_seconds / 1e9
+
+
+def pooled(runs: Sequence[Measured]) -> Estimate | None:
+    """The iteration time of repeats, in milliseconds; None where none has a time."""
+    return estimate([run.samples_ms for run in runs])
+
+
+def measure(folders: Sequence[Path]) -> list[Measured]:
+    """The runs of these folders, in their order; what cannot be read is left out."""
+    runs, problems = load_runs(folders)
+    report = build_report("experiment", runs, load_published(), problems, all_conditions=True)
+    entries = {run.name: entry for entry in report.entries for run in entry.configuration.runs}
+    return [_measured(run, entries.get(run.name)) for run in runs]
+
+
+def _measured(run: Run, entry: Entry | None) -> Measured:
+    times, _ = read_time_ledger(run.path)
+    ranks = times.ranks if times else ()
+    shares = [rank.as_published for rank in time_shares(times)] if times else []
+    passes = mean(map(_passes, ranks))
+    waits = [sum(rank.communication_seconds.values()) for rank in ranks]
+    scores = run.log.validation[-1].losses if run.log.validation else {}
+    record = run.record
+    return Measured(
+        backend=run.setup.backend or "",
+        strategy=run.setup.strategy or "",
+        status=run.status.status,
+        parity=entry.parity.verdict if entry else "",
+        optimizer=_optimizer(record) if record else "",
+        seed=record.spec.seed if record else 0,
+        samples_ms=run.window.samples_ms if run.counts else (),
+        wall_seconds=run.status.wall_seconds,
+        global_batch_size=run.setup.batch.global_batch_size if run.setup.batch else 0,
+        losses=loss_curve(run),
+        final_loss=final_loss(run),
+        validation_loss=scores.get("lm loss"),
+        accuracy=scores.get(ACCURACY),
+        routing=choices(run.ledgers.routing) if run.ledgers.routing else {},
+        peak_bytes=peak_memory(run)[0],
+        sent_bytes=max(run.ledgers.sent_bytes_by_rank.values(), default=None),
+        nccl_bytes=_nccl_bytes(run),
+        communication_seconds=mean(waits) if waits else None,
+        pass_seconds=passes or None,
+        overhead=mean(rank.iteration_seconds for rank in ranks) / passes - 1 if passes else None,
+        shares=_mean_shares(shares) if shares else None,
+        implementation=_implementation(record) if record else "",
+        machine=f"{record.host.cores} cores of {record.host.cpu}" if record else "",
+        dtype=run.setup.dtype,
+        commit=(record.kit_commit or "no commit")[:12] if record else "",
+    )
+
+
+def _implementation(record: RunRecord) -> str:
+    kit = f"this kit at {(record.kit_commit or 'no commit')[:12]}"
+    if record.spec.backend == "deepspeed":
+        version = record.software.get("deepspeed", "")
+        return f"DeepSpeed {version}, model of {kit}"
+    if record.spec.backend != "megatron":
+        return f"PyTorch {record.software.get('torch', '')}, {kit}"
+    commit = record.entry.megatron_commit
+    origin = f"commit {commit}" if commit else "the PyPI wheel"
+    megatron = f"Megatron-LM {record.entry.megatron_version} ({origin})"
+    part = _SHARDED_BY.get(record.spec.parallelism.sharding.value)
+    return f"{part} {megatron}" if part else megatron
+
+
+def _optimizer(record: RunRecord) -> str:
+    if Flags(record.argv).text("--optimizer") != "muon":
+        return "AdamW"
+    return "Megatron's Muon" if record.spec.backend == "megatron" else "Muon + AdamW"
+
+
+def _nccl_bytes(run: Run) -> int | None:
+    record = run.ledgers.communication
+    ranks = record.ranks if record else ()
+    return max((rank.wire_bytes_over(Transport.NCCL) for rank in ranks), default=None)
+
+
+def _passes(rank: RankTime) -> float:
+    return sum(
+        rank.phase_seconds.get(phase, 0.0) - rank.communication_seconds.get(phase, 0.0)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+
+
+def _mean_shares(shares: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    forward, backward, optimizer = (mean(column) for column in zip(*shares, strict=True))
+    return forward, backward, optimizer
