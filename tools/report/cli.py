@@ -68,7 +68,7 @@ def _build(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tools.report.explain.explain_command import explain_runs
+    from tools.report.explain.explanation import explain_runs
 
     return explain_runs(arguments.paths, arguments.runs, Console(highlight=False))
 
@@ -76,7 +76,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tools.report.explain.explain_command import trace_run
+    from tools.report.explain.timelines import trace_run
 
     return trace_run(arguments.wanted, arguments.runs, Console(highlight=False))
 

@@ -78,9 +78,20 @@ class Table[R]:
         )
 
 
-def markdown_table[R](table: Table[R]) -> str:
+@dataclass(frozen=True)
+class TextTable:
+    """A table whose cells are text already; `results.json` keeps it as it is."""
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+
+def markdown_table(table: Table[Any] | TextTable) -> str:
     """As Markdown; cells are escaped."""
-    return markdown_rows(table.header, table.cells)
+    lines = table.lines if isinstance(table, TextTable) else table.cells
+    return markdown_rows(table.header, lines)
 
 
 def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -126,6 +137,25 @@ def rich_table[R](table: Table[R]) -> RichTable:
     for row in table.rows:
         texts = [(column, column.cell(row)) for column in table.columns]
         shown.add_row(*(Text(text, style=c.style(text) if c.style else "") for c, text in texts))
+    return shown
+
+
+def rich_rows(table: TextTable) -> RichTable:
+    """For a terminal; long cells are folded."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(
+        title=Text(table.title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in table.header:
+        shown.add_column(name, overflow="fold")
+    for line in table.lines:
+        shown.add_row(*(Text(cell) for cell in line))
     return shown
 
 

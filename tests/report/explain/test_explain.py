@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.report.ledger_factory import (
@@ -17,10 +18,10 @@ from tests.report.ledger_factory import (
 from tools.records.measurements import MemoryCategory, Phase, TimeRecord
 from tools.records.run import RUN_FILE
 from tools.report.cli import main
-from tools.report.explain.explain_costs import costs_above
-from tools.report.explain.explanation import Explanation, explain
-from tools.report.explain.explanation_text import NOTHING, explanation_markdown
+from tools.report.explain.costs import costs_above
+from tools.report.explain.explanation import NOTHING, Explanation, explain, explanation_markdown
 from tools.report.render.files import write_report
+from tools.spec.strategy import Parallelism, Sharding
 from tools.text.units import amount, joined, milliseconds, signed
 
 WORK = {Phase.FORWARD: 0.04, Phase.BACKWARD: 0.05, Phase.OPTIMIZER: 0.01}
@@ -162,8 +163,6 @@ def test_sequence_parallelism_saves_what_norms_keep(tmp_path: Path) -> None:
 
 
 def test_sharded_optimizer_is_held_against_plain_data_parallelism(tmp_path: Path) -> None:
-    from tools.spec.strategy import Parallelism, Sharding
-
     plain, sharded = write(tmp_path, "dp2"), write(tmp_path / "z", "dp2")
     record = json.loads((sharded / RUN_FILE).read_text())
     split = Parallelism(data=2, sharding=Sharding.ZERO1)
@@ -224,3 +223,33 @@ def test_amounts_keep_four_digits_and_a_true_minus() -> None:
     assert [joined(p) for p in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == [
         *("", "a", "a and b", "a, b and c")
     ]
+
+
+def with_split(folder: Path, strategy: str, split: Parallelism) -> Path:
+    record = json.loads((folder / RUN_FILE).read_text())
+    record["parallelism"] = msgspec.to_builtins(split)
+    record |= {"strategy": strategy, "run": strategy}
+    (folder / RUN_FILE).write_text(json.dumps(record))
+    return folder
+
+
+def test_a_sharded_product_is_compared_with_the_same_product_unsharded(tmp_path: Path) -> None:
+    product = Parallelism(data=2, tensor=2)
+    whole = with_split(write(tmp_path / "a", "tp2"), "tp2dp2", product)
+    replicas = with_split(write(tmp_path / "b", "dp2"), "dp4", Parallelism(data=4))
+    sharded = with_split(
+        write(tmp_path / "c", "tp2"), "tp2dp2-zero1", replace(product, sharding=Sharding.ZERO1)
+    )
+    for folder, size in ((whole, 2048), (replicas, 9999), (sharded, 1024)):
+        write_memory(folder, held(0, {MemoryCategory.OPTIMIZER_STATE: size}))
+    text = sentence("What does sharding the optimizer save?", whole, replicas, sharded)
+    assert text.startswith("tp2dp2-zero1 ×4 against tp2dp2 ×4, rank 0")
+    assert "optimizer state 2 KiB to 1 KiB" in text
+
+
+def test_experts_under_tensor_parallelism_are_not_compared_with_themselves(tmp_path: Path) -> None:
+    split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
+    folder = with_split(write(tmp_path, "sp2"), "tp2ep2", split)
+    write_memory(folder, held(0, {}, kept={"decoder.final_layernorm": 1024}))
+    questions = [topic.question for topic in explain(report_of(folder)).topics]
+    assert "What does sequence parallelism save?" not in questions

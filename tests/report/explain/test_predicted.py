@@ -22,11 +22,15 @@ from tools.records.measurements import (
     Phase,
     RankCommunication,
 )
-from tools.report.explain.closed_form import NoClosedFormError, configuration_of_run
-from tools.report.explain.predicted import Findings, findings_of
-from tools.report.explain.predicted_bubble import Stages
-from tools.report.explain.predicted_calls import Unattributed, compare_calls
-from tools.report.explain.predicted_moments import Kernels, fullest_moment
+from tools.report.explain.closed_form import Kernels, NoClosedFormError, configuration_of_run
+from tools.report.explain.predicted import (
+    Findings,
+    Stages,
+    Unattributed,
+    compare_calls,
+    findings_of,
+)
+from tools.report.explain.predicted_memory import fullest_candidate
 from tools.spec.run import DeviceKind
 
 WORD = 50304 * 64
@@ -164,7 +168,7 @@ def test_on_a_gpu_the_allocators_figures_and_the_devices_own_stand_beside_the_pe
 def moment(tmp_path: Path, strategy: str, stage: int = 0, **kernels: bool) -> tuple[str, int]:
     _, configuration = load(write(tmp_path, strategy))
     kinds = {"fused_gradients": False, "fused_adam": False} | kernels
-    found = fullest_moment(configuration, stage, Kernels(**kinds))
+    found = fullest_candidate(configuration, stage, Kernels(**kinds))
     return found.name.split()[0] + " " + found.name.split()[1], found.temporaries
 
 

@@ -1,4 +1,4 @@
-"""Do the loss curves agree? Compared line by line, only between runs that must agree.
+"""Do the loss curves agree? Residual line by line, only between runs that must agree.
 
 The tolerance is what repeats of one configuration differ by, plus one unit of the last printed
 digit: each side is rounded by half a unit. Without repeats it is the rounding alone.

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tools.plan.megatron import LATEST, Megatron
-from tools.report.explain.predicted_moments import Kernels
 from tools.report.read.runs import Run
 from tools.spec.run import DeviceKind, Recompute, RunSpec, TokenDispatcher
 
 _BACKEND = "megatron"
 _OLD = ("0.14", "0.15")
 """Versions whose calls are those of f4fa7d6b."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a run computes with."""
+
+    fused_gradients: bool = True
+    """Weight gradients are accumulated by the kernel that makes them."""
+    fused_adam: bool = True
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A component of one rank; bytes or elements are whole numbers, shares are not."""
+
+    rank: int
+    component: str
+    measured: float
+    predicted: float
+    note: str = ""
+    """What the residual is, or why the two are not the same thing."""
+
+    @property
+    def residual(self) -> float:
+        """Measured minus predicted."""
+        return self.measured - self.predicted
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is left over."""
+        return self.measured == self.predicted
 
 
 class NoClosedFormError(ValueError):

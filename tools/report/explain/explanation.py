@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tools.report.analyse.report_data import Report
-from tools.report.explain.explain_costs import cost_sentences
-from tools.report.explain.explain_memory import (
+from rich.console import Console
+from rich.text import Text
+
+from tools.report.analyse.published import load_published
+from tools.report.analyse.report_data import Report, build_report
+from tools.report.explain.bubble import bubble_sentences
+from tools.report.explain.costs import cost_sentences
+from tools.report.explain.gpu_bench import bench_tables
+from tools.report.explain.memory import (
     pipeline_memory_sentences,
     sequence_parallel_sentences,
     sharding_sentences,
 )
-from tools.report.explain.explain_pipeline import bubble_sentences
-from tools.report.explain.explain_routing import routing_sentences, routing_tables
-from tools.report.explain.explain_tables import Table, tables
-from tools.report.explain.explain_traffic import context_sentences, traffic_sentences
-from tools.report.explain.explained import Subject, Topic, subjects_of
-from tools.report.explain.gpu_bench import bench_tables
 from tools.report.explain.predicted import Findings
+from tools.report.explain.routing import routing_sentences, routing_tables
+from tools.report.explain.subjects import Subject, Topic, subjects_of
+from tools.report.explain.tables import tables
+from tools.report.explain.traffic import context_sentences, traffic_sentences
+from tools.report.read.runs import find_run_folders, load_runs
+from tools.text.table import TextTable, markdown_table, markdown_text, rich_rows
 
 _QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
     ("Which cost separates each strategy from baseline?", cost_sentences),
@@ -37,7 +44,7 @@ class Explanation:
     """Sentences by question, and the tables they rest on; empty without a ledger."""
 
     topics: tuple[Topic, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[TextTable, ...] = ()
     findings: Mapping[str, Findings] = field(default_factory=dict)
     """The same as numbers, by run."""
 
@@ -59,3 +66,49 @@ def explain(report: Report) -> Explanation:
 def _has_ledger(subject: Subject) -> bool:
     ledgers = subject.run.ledgers
     return bool(ledgers.communication or ledgers.memory or subject.findings.times)
+
+
+NOTHING = (
+    "No run here left a ledger (comm.json, memory.json, time.json), so there is nothing to explain: "
+    "train with the ledger on, which is the default."
+)
+
+
+def explain_runs(paths: Sequence[Path], root: Path, console: Console) -> int:
+    """Explain the named runs, or all below `root`; 1 if there is none."""
+    runs, problems = load_runs(paths or find_run_folders(root))
+    for problem in problems:
+        console.print(problem, markup=False)
+    if not runs:
+        console.print(f"There is no run in {root}; make demo trains six.", markup=False)
+        return 1
+    report = build_report("explain", runs, load_published(), all_conditions=bool(paths))
+    print_explanation(explain(report), console)
+    return 0
+
+
+def print_explanation(explanation: Explanation, console: Console) -> None:
+    """Sentences first, then the tables they rest on."""
+    if not explanation.topics and not explanation.tables:
+        console.print(Text(NOTHING))
+        return
+    for topic in explanation.topics:
+        console.print(Text(topic.question, style="bold"))
+        for sentence in topic.sentences:
+            console.print(Text(f"• {sentence}"))
+        console.print()
+    for found in explanation.tables:
+        console.print(rich_rows(found))
+
+
+def explanation_markdown(explanation: Explanation) -> str:
+    """The same as a Markdown section; empty if there is nothing."""
+    if not explanation.topics and not explanation.tables:
+        return ""
+    parts = ["## Explained"]
+    for topic in explanation.topics:
+        parts.append(f"### {topic.question}")
+        parts.append("\n".join(f"- {markdown_text(sentence)}" for sentence in topic.sentences))
+    for found in explanation.tables:
+        parts += [f"### {found.title}", markdown_table(found)]
+    return "\n\n".join(parts) + "\n"

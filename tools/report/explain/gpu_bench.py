@@ -6,22 +6,21 @@ import statistics
 from collections.abc import Sequence
 
 from tools.records.gpu_bench import MARK_MS, GpuBench, Measured, SettingResult
-from tools.report.explain.explain_tables import Table
+from tools.text.table import TextTable
+from tools.text.units import DASH, GIB
 
-DASH = "–"
-_GIB = 2**30
 _HEADER = (
     *("Setting", "Precision", "Patches", "ms/iteration", "Runs' medians", "Of the mark"),
     *("Of the floor", "TFLOP/s", "Allocated, peak", "Device memory", "Last loss", "Note"),
 )
 
 
-def bench_tables(bench: GpuBench | None) -> tuple[Table, ...]:
+def bench_tables(bench: GpuBench | None) -> tuple[TextTable, ...]:
     """Settings beside mark and floor, and the split of an iteration; nothing without a bench."""
     if bench is None:
         return ()
     lines = tuple(_line(setting, bench) for setting in bench.settings)
-    times = Table("gpu-bench", _title(bench), _HEADER, lines)
+    times = TextTable("gpu-bench", _title(bench), _HEADER, lines)
     split = _split(bench.settings)
     return (times, split) if split else (times,)
 
@@ -73,10 +72,10 @@ def _line(setting: SettingResult, bench: GpuBench) -> tuple[str, ...]:
 
 def _size(found: Sequence[int | None]) -> str:
     known = [size for size in found if size is not None]
-    return f"{max(known) / _GIB:.2f} GiB" if known else DASH
+    return f"{max(known) / GIB:.2f} GiB" if known else DASH
 
 
-def _split(settings: Sequence[SettingResult]) -> Table | None:
+def _split(settings: Sequence[SettingResult]) -> TextTable | None:
     split = {s.name: run.groups_ms for s in settings if (run := _profiled(s)) is not None}
     if not split:
         return None
@@ -86,7 +85,7 @@ def _split(settings: Sequence[SettingResult]) -> Table | None:
         for group in groups
     )
     header = ("Kernels", *(f"{name}, ms" for name in split))
-    return Table(
+    return TextTable(
         "gpu-bench-kernels", "GPU bench: milliseconds an iteration by kernels", header, lines
     )
 

@@ -6,31 +6,140 @@ missing on either side is said in `notes`, never filled in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tools.plan.communication import communication_of_rank
+from tools.plan.megatron import Megatron
 from tools.plan.parameters import UnevenSplitError, rank_parameters
-from tools.records.measurements import TimeRecord
+from tools.plan.wire import Traffic
+from tools.records.measurements import Calls, Operation, Phase, RankCommunication, TimeRecord
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from tools.report.explain.closed_form import (
     NoClosedFormError,
+    Residual,
     configuration_of_run,
     kernels_of_run,
     known_ranks,
     megatron_of_run,
+    pipeline_rank,
 )
-from tools.report.explain.predicted_bubble import compare_bubble
-from tools.report.explain.predicted_calls import CallComparison, compare_calls
 from tools.report.explain.predicted_memory import compare_memory
-from tools.report.explain.residual import Compared
 from tools.report.explain.time_shares import (
     TimeShares,
+    busy_seconds,
+    mean,
     read_time_ledger,
     time_shares,
     with_pipeline_waits,
 )
 from tools.report.read.runs import Run
+from tools.spec.groups import Group
 from tools.spec.run import RunSpec
+
+_SILENT = (Operation.RECEIVE, Operation.BARRIER)
+"""They send nothing; a receive is its sender's call."""
+
+_ROUTED = (Group.EXPERT.value, Group.EXPERT_TENSOR.value)
+"""How many tokens these calls move is the router's choice; the closed form has the mean."""
+
+Kind = tuple[str, str, int]
+"""Group, operation, payload bytes; payload is 0 where it depends on the router."""
+
+
+@dataclass(frozen=True)
+class CallRow:
+    """All calls of one group and operation in an iteration."""
+
+    group: str
+    operation: str
+    what: str
+    """What the closed form says is moved; empty if it names no such call."""
+    measured_calls: int
+    predicted_calls: int
+    measured_wire_bytes: int
+    predicted_wire_bytes: int
+
+    @property
+    def residual_wire_bytes(self) -> int:
+        """Measured minus predicted."""
+        return self.measured_wire_bytes - self.predicted_wire_bytes
+
+
+@dataclass(frozen=True)
+class Unattributed:
+    """Calls on one side only."""
+
+    group: str
+    operation: str
+    payload_bytes: int
+    calls: int
+    """Positive: made, and in no closed form. Negative: predicted, and not made."""
+
+
+@dataclass(frozen=True)
+class CallComparison:
+    """One rank."""
+
+    rank: int
+    rows: tuple[CallRow, ...]
+    unattributed: tuple[Unattributed, ...]
+
+    @property
+    def measured_wire_bytes(self) -> int:
+        """Sent in an iteration."""
+        return sum(row.measured_wire_bytes for row in self.rows)
+
+    @property
+    def predicted_wire_bytes(self) -> int:
+        """Sent in an iteration, in closed form."""
+        return sum(row.predicted_wire_bytes for row in self.rows)
+
+
+def compare_calls(
+    configuration: RunSpec, rank: RankCommunication, megatron: Megatron
+) -> CallComparison:
+    """Hold a rank's steady iteration against the closed form, call by call."""
+    stage = pipeline_rank(configuration, rank.rank)
+    predicted = communication_of_rank(configuration, stage, megatron)
+    measured = [c for c in rank.calls if c.ranks > 1 and c.operation not in _SILENT]
+    return CallComparison(
+        rank.rank, tuple(_rows(measured, predicted)), tuple(_left_over(measured, predicted))
+    )
+
+
+def _rows(measured: Iterable[Calls], predicted: Iterable[Traffic]) -> list[CallRow]:
+    made, named = defaultdict(list), defaultdict(list)
+    for call in measured:
+        made[call.group, call.operation.value].append(call)
+    for item in predicted:
+        named[item.group.value, item.operation.value].append(item)
+    return [
+        CallRow(
+            group=group,
+            operation=operation,
+            what="; ".join(dict.fromkeys(i.what for i in named[group, operation])),
+            measured_calls=sum(call.calls for call in made[group, operation]),
+            predicted_calls=sum(item.calls for item in named[group, operation]),
+            measured_wire_bytes=sum(call.wire_bytes for call in made[group, operation]),
+            predicted_wire_bytes=sum(item.wire_bytes for item in named[group, operation]),
+        )
+        for group, operation in sorted({*made, *named})
+    ]
+
+
+def _left_over(measured: Iterable[Calls], predicted: Iterable[Traffic]) -> list[Unattributed]:
+    found: Counter[Kind] = Counter()
+    for call in measured:
+        found[_kind(call.group, call.operation.value, call.payload_bytes)] += call.calls
+    for item in predicted:
+        found[_kind(item.group.value, item.operation.value, item.payload_bytes)] -= item.calls
+    return [Unattributed(*kind, calls) for kind, calls in sorted(found.items()) if calls]
+
+
+def _kind(group: str, operation: str, payload_bytes: int) -> Kind:
+    return group, operation, 0 if group in _ROUTED else payload_bytes
 
 
 @dataclass(frozen=True)
@@ -39,10 +148,10 @@ class Findings:
 
     times: TimeRecord | None = None
     shares: tuple[TimeShares, ...] = ()
-    parameters: tuple[Compared, ...] = ()
+    parameters: tuple[Residual, ...] = ()
     calls: tuple[CallComparison, ...] = ()
-    memory: tuple[Compared, ...] = ()
-    bubble: tuple[Compared, ...] = ()
+    memory: tuple[Residual, ...] = ()
+    bubble: tuple[Residual, ...] = ()
     configuration: RunSpec | None = None
     """None where no closed form applies; `notes` says why."""
     notes: tuple[str, ...] = ()
@@ -87,7 +196,7 @@ def _missing(run: Run) -> Iterator[str]:
         yield f"no usable {MEMORY_FILE}"
 
 
-def _parameters(run: Run, configuration: RunSpec) -> Iterator[Compared]:
+def _parameters(run: Run, configuration: RunSpec) -> Iterator[Residual]:
     """Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all."""
     split = configuration.parallelism
     for count in run.log.parameters:
@@ -96,7 +205,7 @@ def _parameters(run: Run, configuration: RunSpec) -> Iterator[Compared]:
         predicted = rank_parameters(configuration.shape, split, count.pipeline_rank).total
         ranks_a_stage = split.world_size // split.pipeline
         rank = count.pipeline_rank * ranks_a_stage + count.tensor_rank
-        yield Compared(rank, "parameters", count.parameters, predicted)
+        yield Residual(rank, "parameters", count.parameters, predicted)
 
 
 def _calls(run: Run, configuration: RunSpec) -> Iterator[CallComparison]:
@@ -109,7 +218,7 @@ def _calls(run: Run, configuration: RunSpec) -> Iterator[CallComparison]:
             yield compare_calls(configuration, rank, megatron_of_run(run))
 
 
-def _memory(run: Run, configuration: RunSpec) -> Iterator[Compared]:
+def _memory(run: Run, configuration: RunSpec) -> Iterator[Residual]:
     record = run.ledgers.memory
     if record is None:
         return
@@ -117,3 +226,73 @@ def _memory(run: Run, configuration: RunSpec) -> Iterator[Compared]:
     for rank in record.ranks:
         if rank.rank in wanted:
             yield from compare_memory(configuration, rank, kernels_of_run(run))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds that each pipeline stage works on one micro batch, measured, and the split."""
+
+    seconds: tuple[float, ...]
+    microbatches: int
+    virtual: int
+
+    def iteration_seconds(self, microbatches: int) -> float:
+        """1F1B over these stages: m·max(T) + (ΣT − max T)/v (arXiv:2104.04473 §2.2)."""
+        slowest = max(self.seconds)
+        return microbatches * slowest + (sum(self.seconds) - slowest) / self.virtual
+
+    def idle_over_work(self, stage: int) -> float:
+        """Idle over working time of a stage if messages take none."""
+        work = self.microbatches * self.seconds[stage]
+        return (self.iteration_seconds(self.microbatches) - work) / work if work else 0.0
+
+
+def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> float:
+    """(p−1)/(m·v): idle over working time with equal stages."""
+    split = configuration.parallelism
+    count = microbatches or configuration.microbatches
+    return (split.pipeline - 1) / (count * split.virtual_stages)
+
+
+def measured_stages(configuration: RunSpec, times: TimeRecord) -> Stages | None:
+    """Working seconds of every stage, the mean of its ranks; None if a stage has no ledger."""
+    stages = range(configuration.parallelism.pipeline)
+    by_stage: list[list[float]] = [[] for _ in stages]
+    for rank in times.ranks:
+        stage = pipeline_rank(configuration, rank.rank)
+        if stage in stages and rank.iteration_seconds:
+            by_stage[stage].append(busy_seconds(rank) / configuration.microbatches)
+    if not all(by_stage):
+        return None
+    virtual = configuration.parallelism.virtual_stages
+    return Stages(tuple(map(mean, by_stage)), configuration.microbatches, virtual)
+
+
+def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Residual, ...]:
+    """Idle over working time of every rank of a pipeline; nothing without one."""
+    if configuration.parallelism.pipeline == 1:
+        return ()
+    stages = measured_stages(configuration, times)
+    ranks = [rank for rank in times.ranks if busy_seconds(rank) > 0]
+    return tuple(
+        Residual(
+            rank.rank,
+            "idle over work",
+            rank.phase_seconds.get(Phase.PIPELINE, 0.0) / busy_seconds(rank),
+            ideal_bubble(configuration),
+            _bubble_note(configuration, stages, rank.rank),
+        )
+        for rank in ranks
+    )
+
+
+def _bubble_note(configuration: RunSpec, stages: Stages | None, rank: int) -> str:
+    if stages is None:
+        return "another stage has no time ledger"
+    stage = pipeline_rank(configuration, rank)
+    each = _each(stages.seconds)
+    return f"stages work {each} a micro batch, which makes {stages.idle_over_work(stage):.1%}"
+
+
+def _each(seconds: Sequence[float]) -> str:
+    return " and ".join(f"{1000 * value:.1f} ms" for value in seconds)

@@ -3,52 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from tools.plan.memory import memory_of_rank
+from tools.plan.activations import logits_bytes
+from tools.plan.memory import held_parameters, memory_of_rank
+from tools.plan.parameters import rank_parameters
 from tools.records.measurements import DeviceMemory, MemoryCategory, RankMemory
-from tools.report.explain.closed_form import pipeline_rank
-from tools.report.explain.predicted_moments import Kernels, fullest_moment
-from tools.report.explain.residual import Compared
+from tools.report.explain.closed_form import Kernels, Residual, pipeline_rank
 from tools.spec.run import RunSpec
 from tools.text.units import amount
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PeakCandidate:
+    """A point of the iteration that may be the peak."""
+
+    name: str
+    activations: int
+    temporaries: int
+    """Logits included."""
+
+    @property
+    def total(self) -> int:
+        """Bytes beside weights, gradients and optimizer state."""
+        return self.activations + self.temporaries
+
+
+def fullest_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> PeakCandidate:
+    """The moment that holds most."""
+    return max(_candidates(configuration, stage, kernels), key=lambda candidate: candidate.total)
+
+
+def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[PeakCandidate]:
+    model = memory_of_rank(configuration, stage)
+    split = configuration.parallelism
+    last = stage == split.pipeline - 1
+    yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
+    held = rank_parameters(configuration.shape, split, stage)
+    table = max(held.word_embedding, held.output_layer)
+    gradient = configuration.element_bytes * table
+    if last and not kernels.fused_gradients:
+        yield PeakCandidate(
+            "the output layer's backward: the logits' gradient and its weight's, not yet added",
+            model.activations,
+            logits_bytes(configuration) + gradient,
+        )
+        if split.pipeline == 1 and configuration.trained_shape.tied_embeddings:
+            yield PeakCandidate(
+                "the embedding's backward: its gradient, the tied output layer's, and their sum",
+                0,
+                3 * gradient,
+            )
+    if not kernels.fused_adam:
+        largest = min(table, held_parameters(configuration, stage)[0])
+        yield PeakCandidate(
+            "Adam's step on the largest tensor: a square root and a quotient",
+            0,
+            2 * _FP32_BYTES * largest,
+        )
+
 
 _ADAM_STEP_BYTES = 4
 
 
 def compare_memory(
     configuration: RunSpec, rank: RankMemory, kernels: Kernels
-) -> Iterator[Compared]:
+) -> Iterator[Residual]:
     """Components in the order they are allocated, then their sum."""
     stage = pipeline_rank(configuration, rank.rank)
     model = memory_of_rank(configuration, stage)
-    moment = fullest_moment(configuration, stage, kernels)
+    candidate = fullest_candidate(configuration, stage, kernels)
     held = {category: rank.categories.get(category, 0) for category in MemoryCategory}
     temporaries = held[MemoryCategory.LOGITS] + held[MemoryCategory.TEMPORARY]
     optimizer = model.main_parameters + model.optimizer_state
-    peak = model.state + moment.total + model.communication
-    where = f"predicted at {moment.name}; measured in {rank.peak_phase.value}"
+    peak = model.state + candidate.total + model.communication
+    where = f"predicted at {candidate.name}; measured in {rank.peak_phase.value}"
     for component, measured, predicted, note in (
         ("weights", held[MemoryCategory.WEIGHTS], model.weights, ""),
         ("gradients", held[MemoryCategory.GRADIENTS], model.gradients, ""),
         _optimizer(held[MemoryCategory.OPTIMIZER_STATE], optimizer),
-        ("activations", held[MemoryCategory.ACTIVATIONS], moment.activations, ""),
-        ("logits and temporaries", temporaries, moment.temporaries, ""),
+        ("activations", held[MemoryCategory.ACTIVATIONS], candidate.activations, ""),
+        ("logits and temporaries", temporaries, candidate.temporaries, ""),
         _buffers(held[MemoryCategory.COMMUNICATION], model.communication),
         ("peak of live tensors", rank.peak_bytes, peak, where),
     ):
-        yield Compared(rank.rank, component, measured, predicted, note)
+        yield Residual(rank.rank, component, measured, predicted, note)
     if rank.device is not None:
         yield from _on_device(rank.rank, rank.device, peak, model.allocator)
 
 
-def _on_device(rank: int, device: DeviceMemory, peak: int, allocator: int) -> Iterator[Compared]:
+def _on_device(rank: int, device: DeviceMemory, peak: int, allocator: int) -> Iterator[Residual]:
     rounding = "live blocks, rounded up; the most since the start"
-    yield Compared(rank, "allocated", device.allocated_peak_bytes, peak, rounding)
+    yield Residual(rank, "allocated", device.allocated_peak_bytes, peak, rounding)
     parts = (
         f"reserved {amount(device.reserved_peak_bytes)}, of it the allocator's slack "
         f"{amount(device.slack_bytes)}; the rest is context, libraries and other processes"
     )
-    yield Compared(rank, "the device's own reading", device.used_bytes, peak + allocator, parts)
+    yield Residual(rank, "the device's own reading", device.used_bytes, peak + allocator, parts)
 
 
 def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:

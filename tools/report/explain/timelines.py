@@ -1,16 +1,219 @@
-"""Traced iterations of a report's runs as charts, and `trace` on the command line."""
+"""One traced iteration as a picture: a lane a rank, micro batches numbered, idle in grey.
+
+Under a pipeline's measured schedule stands the ideal one, on the same axis: equal stages that take the
+measured mean of a pass, and messages that take no time. In a report's charts, and as `trace` on the
+command line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from tools.plan.schedules import Durations, Pass, Step, Timeline, simulate
+from tools.records.measurements import Phase
 from tools.records.run import TRACE_FILE
 from tools.report.analyse.report_data import Entry
-from tools.report.canvas import Chart
-from tools.report.explain.pipeline_picture import Scene, draw_iteration
-from tools.report.explain.trace import Piece, read_trace
+from tools.report.canvas import INK, Chart, draw
+from tools.report.explain.time_shares import mean
+from tools.report.explain.trace import Piece, idle_share, passes, read_trace, schedule_of
 from tools.report.read.runs import Run, find_run_folders, load_folder
+from tools.spec.strategy import Parallelism
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORWARD, BACKWARD, IDLE = ("#4c86c6", "#9cc0e7"), ("#3e9c6b", "#98d3b2"), "#c9c9c9"
+"""Dark and light by virtual stage, as in the planner's schedules."""
+_PHASES = {Phase.GRADIENT_SYNC: "#d9822b", Phase.OPTIMIZER: "#8c6bb1"}
+_CALL = "#b2182b"
+MAX_RANKS = 16
+_WIDTH_INCHES = 9.0
+_LANE, _CALLS = 0.62, 0.16
+"""Heights of a rank's lane and of the thin one for its calls, in units of one rank."""
+_NARROWEST_LABEL = 0.012
+"""Of the axis' length; narrower passes carry no number."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One iteration to draw."""
+
+    name: str
+    title: str
+    pieces: tuple[Piece, ...]
+    split: Parallelism
+    microbatches: int
+    on_gpu: bool = False
+    """Then the trace, taken on the host, shows when kernels were launched."""
+
+
+def draw_iteration(scene: Scene) -> Chart:
+    """The picture, with what it shows in words."""
+    return draw(scene.name, scene.title, caption(scene), partial(_paint, scene=scene))
+
+
+def caption(scene: Scene) -> str:
+    """What is to be seen, with its numbers."""
+    idle = idle_share(scene.pieces)
+    text = (
+        "One iteration on one time axis: numbers are micro batches, the thin lane is communication "
+        "from its call to its result."
+    )
+    if scene.on_gpu:
+        return f"{text} The host's clock: kernels were launched then, and ran later."
+    if scene.split.pipeline == 1 or not idle:
+        return text
+    measured = ", ".join(f"rank {rank} {share:.0%}" for rank, share in idle.items())
+    ideal = ideal_timeline(scene)
+    share = mean(idle_share(_ideal_pieces(ideal)).values())
+    return (
+        f"{text} Idle between the first forward and the last backward: {measured}; with equal stages "
+        f"and free messages {ideal.schedule} would be idle {share:.0%}."
+    )
+
+
+def ideal_timeline(scene: Scene) -> Timeline:
+    """The same schedule with equal stages of the measured mean duration."""
+    virtual = scene.split.virtual_stages
+    worked = passes(scene.pieces)
+    means = {
+        direction: mean(p.milliseconds for p in worked if p.step and p.step.direction is direction)
+        for direction in Pass
+    }
+    durations = Durations(virtual * means[Pass.FORWARD], virtual * means[Pass.BACKWARD])
+    return simulate(
+        schedule_of(scene.split),
+        scene.split.pipeline,
+        scene.microbatches,
+        virtual=virtual,
+        durations=durations,
+    )
+
+
+def _ideal_pieces(timeline: Timeline) -> tuple[Piece, ...]:
+    names = {Pass.FORWARD: "forward-compute", Pass.BACKWARD: "backward-compute"}
+    return tuple(
+        Piece(e.worker, names[e.step.direction], "", e.start, e.end, e.step)
+        for e in timeline.events
+    )
+
+
+def _paint(figure: Figure, scene: Scene) -> None:
+    ranks = sorted({piece.rank for piece in scene.pieces})[:MAX_RANKS]
+    shown = [piece for piece in scene.pieces if piece.rank in ranks]
+    origin = min(piece.start_ms for piece in shown)
+    length = max(piece.end_ms for piece in shown) - origin
+    has_ideal = scene.split.pipeline > 1
+    if has_ideal:  # Longer than what was traced if passes are missing from the trace.
+        length = max(length, ideal_timeline(scene).length)
+    rows = [len(ranks), scene.split.pipeline] if has_ideal else [len(ranks)]
+    figure.set_size_inches(_WIDTH_INCHES, 0.75 + sum(0.32 + 0.42 * count for count in rows))
+    panels = figure.subplots(
+        len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows}
+    )[:, 0]
+    names = [f"rank {rank}" for rank in ranks]
+    _panel(panels[0], shown, origin, length, names)
+    panels[0].set_title("measured", fontsize=9)
+    if has_ideal:
+        ideal = ideal_timeline(scene)
+        stages = [f"stage {stage}" for stage in range(scene.split.pipeline)]
+        _panel(panels[1], _ideal_pieces(ideal), 0.0, length, stages)
+        panels[1].set_title(f"ideal {ideal.schedule}, equal stages, free messages", fontsize=9)
+    panels[-1].set_xlabel("ms")
+    _legend(figure, shown)
+
+
+def _panel(
+    axes: Axes, pieces: Sequence[Piece], origin: float, length: float, names: Sequence[str]
+) -> None:
+    places = {rank: place for place, rank in enumerate(sorted({p.rank for p in pieces}))}
+    _idle(axes, pieces, origin, len(places))
+    for piece in pieces:
+        colour = _colour(piece)
+        if colour is None:
+            continue
+        place, left, width = places[piece.rank], piece.start_ms - origin, piece.milliseconds
+        edge = {"linewidth": 0.4, "edgecolor": "white"} if piece.step else {"linewidth": 0}
+        axes.broken_barh([(left, width)], (place - _LANE / 2, _LANE), facecolor=colour, **edge)
+        if piece.step and width > _NARROWEST_LABEL * length:
+            _number(axes, left + width / 2, place, piece.step)
+    for rank, place in places.items():
+        calls = _joined([p for p in pieces if p.is_call and p.rank == rank], length / 1000)
+        bars = [(start - origin, end - start) for start, end in calls]
+        axes.broken_barh(bars, (place + _LANE / 2 + 0.02, _CALLS), facecolor=_CALL, linewidth=0)
+    axes.set_yticks(range(len(places)), list(names))
+    axes.set_ylim(len(places) - 0.45, -0.45)
+    axes.set_xlim(0, length)
+    axes.spines[["left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _idle(axes: Axes, pieces: Sequence[Piece], origin: float, ranks: int) -> None:
+    worked = passes(pieces)
+    if not worked:
+        return
+    start = min(piece.start_ms for piece in worked) - origin
+    end = max(piece.end_ms for piece in worked) - origin
+    for place in range(ranks):
+        axes.broken_barh(
+            [(start, end - start)], (place - _LANE / 2, _LANE), facecolor=IDLE, linewidth=0
+        )
+
+
+def _joined(calls: Sequence[Piece], gap: float) -> list[tuple[float, float]]:
+    """Spans of calls; those closer than `gap` are drawn as one, a run has hundreds of them."""
+    spans: list[tuple[float, float]] = []
+    for call in sorted(calls, key=lambda piece: piece.start_ms):
+        if spans and call.start_ms - spans[-1][1] < gap:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], call.end_ms))
+        else:
+            spans.append((call.start_ms, call.end_ms))
+    return spans
+
+
+def _number(axes: Axes, x: float, y: float, step: Step) -> None:
+    number = axes.text(
+        x,
+        y,
+        str(step.microbatch + 1),
+        ha="center",
+        va="center",
+        fontsize=8,
+        color="white" if step.chunk % 2 == 0 else "black",
+        clip_on=True,
+    )
+    number.set_in_layout(False)
+
+
+def _colour(piece: Piece) -> str | None:
+    """None for what is not drawn: waiting is the grey behind, and outer spans hold inner ones."""
+    if piece.step:
+        shades = FORWARD if piece.step.direction is Pass.FORWARD else BACKWARD
+        return shades[piece.step.chunk % 2]
+    return next((colour for phase, colour in _PHASES.items() if piece.category == phase), None)
+
+
+def _legend(figure: Figure, pieces: Sequence[Piece]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {"forward": FORWARD[0], "backward": BACKWARD[0]}
+    if any(piece.step and piece.step.chunk for piece in pieces):
+        kinds |= {"forward, 2nd part": FORWARD[1], "backward, 2nd part": BACKWARD[1]}
+    kinds |= {phase.value.replace("_", " "): colour for phase, colour in _PHASES.items()}
+    kinds |= {"communication": _CALL, "idle": IDLE}
+    handles = [Patch(color=colour, label=label) for label, colour in kinds.items()]
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=8, fontsize=8, handlelength=1,
+        columnspacing=1, labelcolor=INK,
+    )  # fmt: skip
+
 
 PICTURE = "timeline.svg"
 MAX_PICTURES = 8
@@ -70,6 +273,24 @@ def write_timeline(run: Run) -> tuple[Path, str]:
     path = run.path / PICTURE
     path.write_text(chart.svg)
     return path, chart.text
+
+
+def trace_run(wanted: str | None, root: Path, console: Console) -> int:
+    """Draw the traced iteration of a run and say where picture and trace are; 1 if it has none."""
+    try:
+        run = find_run(wanted, root)
+        picture, text = write_timeline(run)
+    except NoTraceError as error:
+        console.print(str(error), markup=False)
+        return 1
+    console.print(text, markup=False)
+    console.print(f"Picture: {picture}", markup=False, soft_wrap=True)
+    console.print(
+        f"Trace:   {run.path / TRACE_FILE} (open in ui.perfetto.dev or chrome://tracing)",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
 
 
 def find_run(wanted: str | None, root: Path) -> Run:

@@ -9,8 +9,7 @@ from tools.report.analyse.parity import loss_curve
 from tools.report.analyse.report_data import Entry, Report
 from tools.report.analyse.rows import memory_by_rank
 from tools.report.canvas import Chart, draw
-from tools.report.explain.bandwidth import rate_curves
-from tools.report.explain.chart_bandwidth import draw_bandwidth
+from tools.report.explain.bandwidth import draw_bandwidth, rate_curves
 from tools.report.explain.chart_routing import draw_routing
 from tools.report.explain.routing import iterations_of
 from tools.report.render.chart_devices import draw_devices

@@ -14,8 +14,7 @@ from tools.records.io import write_whole
 from tools.records.run import encode_run
 from tools.report.analyse.report_data import Entry, Report
 from tools.report.analyse.rows import COLUMNS
-from tools.report.explain.explanation import Explanation, explain
-from tools.report.explain.explanation_text import explanation_markdown
+from tools.report.explain.explanation import Explanation, explain, explanation_markdown
 from tools.report.explain.timelines import timeline_charts
 from tools.report.render.charts import draw_charts
 from tools.report.render.markdown import render_markdown

@@ -54,14 +54,14 @@ def subjects_of(report: Report) -> tuple[Subject, ...]:
 
 
 def find(
-    subjects: Sequence[Subject], like: Subject, strategy: str, *, same_batch: bool = False
+    subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
 ) -> Subject | None:
-    """The subject of a strategy in the cohort of another, and of its batch if asked."""
+    """The subject that is split so in the cohort of another, and of its batch if asked."""
     return next(
         (
             other
             for other in subjects
-            if other.run.setup.strategy == strategy
+            if other.split == split
             and other.cohort == like.cohort
             and (not same_batch or other.run.setup.batch == like.run.setup.batch)
         ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from tools.records.measurements import Phase
-from tools.report.explain.explained import Subject
-from tools.report.explain.residual import Compared
+from tools.report.explain.closed_form import Residual
+from tools.report.explain.subjects import Subject
 from tools.report.explain.time_shares import TimeShares
+from tools.text.table import TextTable
 from tools.text.units import DASH, amount, count, percent, signed
 
 _PHASES = (
@@ -22,20 +22,10 @@ Line = list[str]
 LinesOf = Callable[[Subject], Iterable[tuple[int, Line]]]
 
 
-@dataclass(frozen=True)
-class Table:
-    """One table, rendered as it is."""
-
-    name: str
-    title: str
-    header: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-
-
-def tables(subjects: Sequence[Subject]) -> tuple[Table, ...]:
+def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
     """Every table that has a line."""
     found = (
-        Table(
+        TextTable(
             "time-shares",
             "Where each rank's iteration goes",
             (
@@ -48,7 +38,7 @@ def tables(subjects: Sequence[Subject]) -> tuple[Table, ...]:
             ),
             _lines(subjects, _time_lines),
         ),
-        Table(
+        TextTable(
             "calls",
             "Calls of an iteration, predicted and measured",
             (
@@ -57,25 +47,25 @@ def tables(subjects: Sequence[Subject]) -> tuple[Table, ...]:
             ),
             _lines(subjects, _call_lines),
         ),
-        Table(
+        TextTable(
             "unattributed",
             "Calls that only one side has",
             ("Strategy", "Rank", "Group", "Operation", "Bytes each", "Calls made", "Calls missing"),
             _lines(subjects, _unattributed_lines),
         ),
-        Table(
+        TextTable(
             "memory",
             "Parameters and memory at the peak, predicted and measured",
             ("Strategy", "Rank", "Component", "Measured", "Predicted", "Residual", "Of it", "Note"),
             _lines(subjects, _memory_lines),
         ),
-        Table(
+        TextTable(
             "bubble",
             "The pipeline's idle time over its working time",
             ("Strategy", "Rank", "Measured", "(p−1)/(m·v)", "Residual", "Unequal stages"),
             _lines(subjects, _bubble_lines),
         ),
-        Table(
+        TextTable(
             "missing",
             "What is missing",
             ("Strategy", "Rank", "Missing"),
@@ -147,7 +137,7 @@ def _memory_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
             yield found.rank, _memory_line(found)
 
 
-def _memory_line(found: Compared) -> Line:
+def _memory_line(found: Residual) -> Line:
     exact = found.component in _EXACT
     show = count if exact else amount
     residual = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.report.explain.explained import Subject
-from tools.report.explain.predicted_bubble import Stages, ideal_bubble, measured_stages
+from tools.report.explain.predicted import Stages, ideal_bubble, measured_stages
+from tools.report.explain.subjects import Subject
 from tools.text.units import joined, milliseconds, signed
 
 _FACTORS = (2, 4)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tools.records.measurements import Phase
-from tools.report.explain.explained import Subject, find
-from tools.report.explain.predicted_calls import CallComparison, CallRow
+from tools.report.explain.predicted import CallComparison, CallRow
+from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
 from tools.text.units import amount, count, joined
 
@@ -27,13 +28,15 @@ def context_sentences(subjects: Sequence[Subject]) -> list[str]:
     """Context parallelism beside tensor parallelism of the same ranks and batch."""
     found = []
     for subject in subjects:
-        degree = subject.split.context
-        if degree == 1:
+        split = subject.split
+        if split.context == 1:
             continue
+        tensor = replace(split, context=1, tensor=split.tensor * split.context)
         others = [
             other
-            for name in (f"tp{degree}", f"sp{degree}")
-            if (other := find(subjects, subject, name, same_batch=True))
+            for sequence in (False, True)
+            if (wanted := replace(tensor, sequence_parallel=sequence))
+            and (other := find(subjects, subject, wanted, same_batch=True))
         ]
         found += [_against(subject, other) for other in others]
         if others:

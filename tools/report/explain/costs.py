@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
-from tools.report.explain.explained import Subject, find
+from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
+from tools.spec.strategy import Parallelism
 from tools.text.units import joined, milliseconds, signed
 
 _ARITHMETIC = "forward and backward without communication"
@@ -31,9 +32,9 @@ def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
     """A sentence for every configuration that is not a baseline."""
     found = []
     for subject in subjects:
-        if subject.run.setup.strategy == "baseline":
+        if subject.split == Parallelism():
             continue
-        baseline = find(subjects, subject, "baseline")
+        baseline = find(subjects, subject, Parallelism())
         found.append(_sentence(subject, baseline))
     return found
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from tools.plan.activations import head_bytes, layer_activation_bytes, layers_in_flight
 from tools.plan.memory import activation_bytes
 from tools.plan.parameters import rank_parameters
 from tools.records.measurements import MemoryCategory, Phase, RankMemory
 from tools.report.explain.closed_form import pipeline_rank
-from tools.report.explain.explained import Subject, find
-from tools.spec.strategy import Sharding
+from tools.report.explain.subjects import Subject, find
+from tools.spec.strategy import Sharding, strategy_name
 from tools.text.units import amount, count, joined, signed
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
@@ -32,11 +33,12 @@ def sequence_parallel_sentences(subjects: Sequence[Subject]) -> list[str]:
     """What SP keeps less than the TP it is added to."""
     found = []
     for subject in subjects:
-        if not subject.split.sequence_parallel:
+        # Megatron trains no experts under TP without SP, so there is nothing to compare those with.
+        if not subject.split.sequence_parallel or subject.split.expert > 1:
             continue
-        strategy = subject.run.setup.strategy.replace("sp", "tp", 1)
-        plain = find(subjects, subject, strategy, same_batch=True)
-        found.append(_saving(subject, plain, strategy))
+        without = replace(subject.split, sequence_parallel=False)
+        plain = find(subjects, subject, without, same_batch=True)
+        found.append(_saving(subject, plain, strategy_name(without)))
     return found
 
 
@@ -44,8 +46,10 @@ def sharding_sentences(subjects: Sequence[Subject]) -> list[str]:
     """What sharding the optimizer saves against plain data parallelism."""
     found = []
     for subject in subjects:
-        plain = find(subjects, subject, f"dp{subject.split.world_size}", same_batch=True)
-        if subject.split.sharding is not Sharding.NONE and plain is not None:
+        if subject.split.sharding is Sharding.NONE:
+            continue
+        whole = replace(subject.split, sharding=Sharding.NONE)
+        if plain := find(subjects, subject, whole, same_batch=True):
             found.append(_sharded(subject, plain))
     return found
 
