@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
-from tools.plan.communication import communication_of_rank
-from tools.plan.parameters import rank_parameters
+from tools.plan.collectives.rank import communication_of_rank
+from tools.plan.tensors import rank_parameters
 from tools.records.measurements import (
     ROUTED_GROUPS,
     MemoryCategory,
@@ -116,7 +116,7 @@ def test_each_expert_rank_holds_half_of_the_experts(baseline: Run, ep2: Run) -> 
     assert baseline.parameters == {(0, 0): 3_811_904}
     assert ep2.parameters == {(0, 0): 3_549_760}
     for rank in read_memory(ep2.folder).ranks:
-        held = rank_parameters(configuration(ep2).shape, ep2.record.spec.parallelism)
+        held = rank_parameters(configuration(ep2))
         assert held.experts == 4 * 4 * 2 * 64 * 128
         assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held.total
         assert rank.categories[MemoryCategory.GRADIENTS] == 4 * held.total
@@ -217,7 +217,7 @@ def test_calls_and_memory_on_four_ranks_are_the_closed_form(
         assert measured[key][0] == calls
         assert measured[key][1] == pytest.approx(payload, abs=calls)
     for memory in read_memory(run.folder).ranks:
-        held = rank_parameters(form.shape, form.parallelism, pipeline_rank(form, memory.rank))
+        held = rank_parameters(form, pipeline_rank(form, memory.rank))
         assert memory.categories[MemoryCategory.WEIGHTS] == 4 * held.total
 
 
@@ -253,6 +253,6 @@ def test_experts_in_their_own_split_are_whole_on_every_rank(baseline: Run, train
     assert run.losses == pytest.approx(baseline.losses, abs=1.1e-5)
     assert run.record.spec.parallelism.expert_tensor == 1
     form = configuration(run)
-    assert set(run.parameters.values()) == {rank_parameters(form.shape, form.parallelism).total}
+    assert set(run.parameters.values()) == {rank_parameters(form).total}
     for rank in read_communication(run.folder).ranks:
         assert sent(rank) == predicted(run, rank.rank)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run
-from tools.plan.communication import communication_of_rank
-from tools.plan.parameters import rank_parameters
+from tools.plan.collectives.rank import communication_of_rank
+from tools.plan.tensors import rank_parameters
 from tools.records.measurements import (
     MemoryCategory,
     Operation,
@@ -101,9 +101,7 @@ def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
 ) -> None:
     run = runs[name]
     for rank in read_memory(run.folder).ranks:
-        held = rank_parameters(
-            configuration(run).shape, run.record.spec.parallelism, pipeline_rank(run, rank.rank)
-        ).total
+        held = rank_parameters(configuration(run), pipeline_rank(run, rank.rank)).total
         assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held
         gradients = rank.categories[MemoryCategory.GRADIENTS]
         state = rank.categories[MemoryCategory.OPTIMIZER_STATE]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples.conftest import Run, Trainer
 from tools.launch.network import parse_rate
-from tools.plan.shared_link import link_seconds
+from tools.plan.time.cluster import link_seconds
 from tools.records.measurements import read_communication
 from tools.records.run import Status
 

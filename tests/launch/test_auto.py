@@ -15,9 +15,9 @@ from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import start_target
-from tools.plan.cluster import Calibration
 from tools.plan.request import load_calibration
 from tools.plan.search import search
+from tools.plan.time.cluster import Calibration
 from tools.records import run as records
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.run import DeviceKind
@@ -98,7 +98,7 @@ def test_what_was_planned_is_what_is_trained() -> None:
     plan = search(request_here(TINY, CPU, calibration, Options()))
     assert plan.winner is not None
     options = as_options(plan.winner, TINY, Options(extra=("--lr", "1e-3")))
-    batch = plan.winner.configuration.batch
+    batch = plan.winner.spec.batch
     assert options.micro_batch_size == batch.micro_batch_size
     assert options.global_batch_size == batch.global_batch_size == 8
     assert options.extra[-2:] == ("--lr", "1e-3")

@@ -17,7 +17,7 @@ from tools.native.model import (
 )
 from tools.native.optimizer import muon_parameters
 from tools.native.settings import Settings, parse_settings
-from tools.plan.parameters import active_parameters, parameters_total
+from tools.plan.tensors import active_parameters, parameters_total
 from tools.spec.model import load_model
 
 TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from tools.plan.cluster import Cluster
 from tools.plan.dryrun.process import DryRunner
 from tools.plan.search import Request
+from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model

@@ -35,7 +35,7 @@ class Case:
     """A model, a legal configuration of it, and one rank."""
 
     model: Model
-    configuration: RunSpec
+    spec: RunSpec
     rank: int
 
 
@@ -45,12 +45,12 @@ def small_model(kind: str = "gpt", layers: int = 4) -> Model:
 
 
 def run_case(runner: DryRunner, case: Case) -> Comparison:
-    check(case.model, case.configuration)
+    check(case.spec)
     flags, world = (
-        flags_of(case.model, case.configuration),
-        case.configuration.parallelism.world_size,
+        flags_of(case.model, case.spec),
+        case.spec.parallelism.world_size,
     )
-    return compare(case.configuration, runner.run(Job(flags, world, case.rank)))
+    return compare(case.spec, runner.run(Job(flags, world, case.rank)))
 
 
 @st.composite
@@ -65,12 +65,12 @@ def cases(draw: st.DrawFn) -> Case:
     batch = Batch(micro, micro * microbatches * split.data)
     # Expert parallelism refuses fp16 at the published commit.
     halves = ["fp32", "bf16"] if kind == "moe" else ["fp32", "bf16", "fp16"]
-    configuration = replace(
+    spec = replace(
         spec_of_model(model, split, batch),
         dtype=draw(st.sampled_from(halves)),
         recompute=draw(st.sampled_from([Recompute.NONE, Recompute.FULL])),
     )
-    return Case(model, configuration, draw(st.integers(0, split.world_size - 1)))
+    return Case(model, spec, draw(st.integers(0, split.world_size - 1)))
 
 
 def _split(draw: st.DrawFn, kind: str, pipeline: int, virtual: int) -> Parallelism:

@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.plan.communication import communication_of_rank
-from tools.plan.megatron import Megatron
-from tools.plan.parameters import parameters_of_rank
-from tools.plan.tensors import buffer_of
-from tools.plan.traffic_data import bucket_elements
-from tools.plan.wire import Traffic, by_group
+from tools.plan.collectives.call import CollectiveCall, Megatron, by_group
+from tools.plan.collectives.data import bucket_elements
+from tools.plan.collectives.rank import communication_of_rank
+from tools.plan.tensors import buffer_of, rank_parameters
 from tools.records.measurements import Operation, wire_bytes
 from tools.spec.groups import Group
 from tools.spec.model import ModelShape, load_model
@@ -53,7 +51,7 @@ def name(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", MEASURED, ids=name)
 def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None:
-    configuration = RunSpec(
+    spec = RunSpec(
         MODELS[case["model"]],
         parse_strategy(case["strategy"], case["devices"]),
         Batch(2, 8),
@@ -64,7 +62,7 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
     )
     predicted: dict[str, list[int]] = {}
     megatron = Megatron(case["megatron"])
-    for item in communication_of_rank(configuration, case["pipeline_rank"], megatron):
+    for item in communication_of_rank(spec, case["pipeline_rank"], megatron):
         entry = predicted.setdefault(f"{item.group} {item.operation}", [0, 0])
         entry[0] += item.calls
         entry[1] += item.total_payload_bytes
@@ -73,8 +71,8 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
 
 def published(strategy: str) -> dict[Group, int]:
     parallelism = parse_strategy(strategy, 2)
-    configuration = spec_of_model(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
-    traffic = communication_of_rank(configuration, 0)
+    spec = spec_of_model(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
+    traffic = communication_of_rank(spec, 0)
     return by_group(item for item in traffic if item.payload_bytes > 1_000_000)
 
 
@@ -116,15 +114,15 @@ def test_gradients_of_every_parameter_are_sent_once(
     data: int, tensor: int, pipeline: int, sharding: Sharding
 ) -> None:
     split = Parallelism(data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
-    configuration = RunSpec(GPT, split, Batch(2, 2 * data), dtype="bf16")
+    spec = RunSpec(GPT, split, Batch(2, 2 * data), dtype="bf16")
     for rank in range(pipeline):
-        sent = sum(gradient_payloads(communication_of_rank(configuration, rank)))
-        expected = 4 * parameters_of_rank(GPT, split, 0, rank) if data > 1 else 0
+        sent = sum(gradient_payloads(communication_of_rank(spec, rank)))
+        expected = 4 * rank_parameters(spec, rank).total if data > 1 else 0
         padding = 4 * 64 * 100 if sharding is Sharding.ZERO1 else 0
         assert expected <= sent <= expected + padding
 
 
-def gradient_payloads(traffic: tuple[Traffic, ...]) -> list[int]:
+def gradient_payloads(traffic: tuple[CollectiveCall, ...]) -> list[int]:
     return [
         item.total_payload_bytes
         for item in traffic
@@ -176,14 +174,14 @@ def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> 
     }
 
 
-def weights_and_gradients(strategy: str, ranks: int, device: DeviceKind) -> list[Traffic]:
+def weights_and_gradients(strategy: str, ranks: int, device: DeviceKind) -> list[CollectiveCall]:
     tiny = load_model("gpt2-tiny")
-    configuration = replace(
+    spec = replace(
         spec_of_model(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
         dtype="fp32",
         device=device,
     )
-    traffic = communication_of_rank(configuration)
+    traffic = communication_of_rank(spec)
     return [item for item in traffic if item.what in ("weights", "gradients")]
 
 
@@ -197,9 +195,9 @@ MOE = MODELS["moe"]
 EP2 = Parallelism(data=2, expert=2)
 
 
-def calls_of(configuration: RunSpec, group: Group) -> dict[tuple[str, int], int]:
+def calls_of(spec: RunSpec, group: Group) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
-    for item in communication_of_rank(configuration):
+    for item in communication_of_rank(spec):
         if item.group is group:
             key = (item.operation.value, item.payload_bytes)
             found[key] = found.get(key, 0) + item.calls

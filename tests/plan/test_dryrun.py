@@ -28,18 +28,16 @@ def configured(model: Model, split: Parallelism, batch: Batch, **changes: object
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def of_ranks(
-    runner: DryRunner, model: Model, configuration: RunSpec, ranks: str
-) -> list[Comparison]:
-    named = ranks_named(ranks, configuration)
-    return [run_case(runner, Case(model, configuration, rank)) for rank in named]
+def of_ranks(runner: DryRunner, model: Model, spec: RunSpec, ranks: str) -> list[Comparison]:
+    named = ranks_named(ranks, spec)
+    return [run_case(runner, Case(model, spec, rank)) for rank in named]
 
 
 def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> None:
     model = load_model("gpt3-175b")
     split = Parallelism(data=8, tensor=8, pipeline=16, sequence_parallel=True)
-    configuration = configured(model, split, Batch(1, 16))
-    first, last = of_ranks(dry_runner, model, configuration, "first,last")
+    spec = configured(model, split, Batch(1, 16))
+    first, last = of_ranks(dry_runner, model, spec, "first,last")
     assert (first.report.rank, last.report.rank) == (0, 1023)
     assert (first.report.parameters, last.report.parameters) == (1_463_270_400, 1_438_129_152)
     assert first.agrees
@@ -57,10 +55,10 @@ def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> Non
 @pytest.mark.timeout(900)
 def test_every_stage_of_175b_takes_a_minute_and_four_gibibytes() -> None:
     model = load_model("gpt3-175b")
-    configuration = configured(model, Parallelism(data=8, tensor=8, pipeline=16), Batch(1, 256))
+    spec = configured(model, Parallelism(data=8, tensor=8, pipeline=16), Batch(1, 256))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with DryRunner() as runner:
-        comparisons = of_ranks(runner, model, configuration, "first,middle,last")
+        comparisons = of_ranks(runner, model, spec, "first,middle,last")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Processor time: on an idle core it is the wall time.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
@@ -72,8 +70,8 @@ def test_every_stage_of_175b_takes_a_minute_and_four_gibibytes() -> None:
 @pytest.mark.slow
 def test_published_pipeline_stages_have_their_published_parameters(dry_runner: DryRunner) -> None:
     model = load_model("gpt2-large")
-    configuration = configured(model, Parallelism(pipeline=2), Batch(64, 64))
-    comparisons = of_ranks(dry_runner, model, configuration, "first,last")
+    spec = configured(model, Parallelism(pipeline=2), Batch(64, 64))
+    comparisons = of_ranks(dry_runner, model, spec, "first,last")
     assert [c.report.parameters for c in comparisons] == [419_893_760, 418_585_600]
     assert all(comparison.agrees for comparison in comparisons)
 
@@ -81,8 +79,8 @@ def test_published_pipeline_stages_have_their_published_parameters(dry_runner: D
 def test_state_is_the_closed_form_to_the_byte_and_activations_are_its_kind(
     dry_runner: DryRunner,
 ) -> None:
-    configuration = configured(TINY, Parallelism(tensor=2), Batch(2, 8))
-    (comparison,) = of_ranks(dry_runner, TINY, configuration, "0")
+    spec = configured(TINY, Parallelism(tensor=2), Batch(2, 8))
+    (comparison,) = of_ranks(dry_runner, TINY, spec, "0")
     held = comparison.report.memory
     weights = 4 * 1_718_784
     assert held.categories[MemoryCategory.WEIGHTS] == weights
@@ -99,8 +97,8 @@ def test_a_bf16_iteration_holds_main_parameters_and_the_distributed_optimizer_a_
     dry_runner: DryRunner,
 ) -> None:
     split = Parallelism(data=4, sharding=Sharding.ZERO1)
-    configuration = configured(TINY, split, Batch(2, 8), dtype="bf16")
-    (comparison,) = of_ranks(dry_runner, TINY, configuration, "3")
+    spec = configured(TINY, split, Batch(2, 8), dtype="bf16")
+    (comparison,) = of_ranks(dry_runner, TINY, spec, "3")
     assert comparison.agrees
     optimizer = comparison.report.memory.categories[MemoryCategory.OPTIMIZER_STATE]
     # Four bytes of main parameter and eight of Adam for a quarter of 3,423,616 parameters.
@@ -118,9 +116,9 @@ def test_sequence_parallelism_trades_all_reduces_for_gathers_and_scatters(
 
 def test_what_megatron_refuses_is_told_in_its_own_words(dry_runner: DryRunner) -> None:
     model = replace(TINY, flags=(*TINY.flags, "--moe-router-topk", "many"))
-    configuration = configured(model, Parallelism(), Batch(1, 1))
+    spec = configured(model, Parallelism(), Batch(1, 1))
     with pytest.raises(DryRunError, match="The dry run of rank 0 failed: SystemExit"):
-        run_case(dry_runner, Case(model, configuration, 0))
+        run_case(dry_runner, Case(model, spec, 0))
 
 
 @pytest.mark.parametrize(
@@ -135,9 +133,9 @@ def test_what_megatron_refuses_is_told_in_its_own_words(dry_runner: DryRunner) -
 def test_what_cannot_be_faked_is_one_sentence(
     split: Parallelism, changes: dict[str, object], message: str
 ) -> None:
-    configuration = configured(TINY, split, Batch(1, 12), **changes)
+    spec = configured(TINY, split, Batch(1, 12), **changes)
     with pytest.raises(DryRunError, match=message) as refusal:
-        check(TINY, configuration)
+        check(spec)
     assert "\n" not in str(refusal.value)
 
 
@@ -164,8 +162,8 @@ def test_bad_requests_are_refused_before_a_process_starts(
 
 def test_ranks_are_those_of_the_pipeline_s_stages() -> None:
     split = Parallelism(data=8, tensor=8, pipeline=16)
-    configuration = configured(load_model("gpt3-175b"), split, Batch(1, 256))
-    assert ranks_named("first,middle,last,7,0", configuration) == (0, 512, 1023, 7)
+    spec = configured(load_model("gpt3-175b"), split, Batch(1, 256))
+    assert ranks_named("first,middle,last,7,0", spec) == (0, 512, 1023, 7)
 
 
 def test_flags_keep_the_model_s_precision_that_cpu_runs_drop() -> None:
@@ -183,8 +181,8 @@ def test_uneven_tokens_go_to_the_first_experts() -> None:
 def test_an_expert_gets_an_equal_share_over_ep_and_tp(dry_runner: DryRunner) -> None:
     model = small_model("moe")
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
-    configuration = configured(model, split, Batch(1, 4), dtype="bf16")
-    (comparison,) = of_ranks(dry_runner, model, configuration, "last")
+    spec = configured(model, split, Batch(1, 4), dtype="bf16")
+    (comparison,) = of_ranks(dry_runner, model, spec, "last")
     assert comparison.differences == ()
 
 
@@ -201,16 +199,16 @@ def test_experts_in_their_own_split_or_with_sharded_state_make_the_calls_named(
     dry_runner: DryRunner, split: Parallelism
 ) -> None:
     model = small_model("moe")
-    configuration = configured(model, split, Batch(1, 4), dtype="bf16")
-    (comparison,) = of_ranks(dry_runner, model, configuration, "last")
+    spec = configured(model, split, Batch(1, 4), dtype="bf16")
+    (comparison,) = of_ranks(dry_runner, model, spec, "last")
     assert comparison.differences == ()
 
 
 def test_tables_and_data_say_that_all_calls_are_equal(dry_runner: DryRunner) -> None:
-    configuration = configured(TINY, Parallelism(pipeline=2), Batch(1, 2))
-    (comparison,) = of_ranks(dry_runner, TINY, configuration, "last")
+    spec = configured(TINY, Parallelism(pipeline=2), Batch(1, 2))
+    (comparison,) = of_ranks(dry_runner, TINY, spec, "last")
     assert verdict(comparison).startswith("Parameters and all ")
-    (rank,) = as_data(TINY, configuration, [comparison])["ranks"]
+    (rank,) = as_data(TINY, spec, [comparison])["ranks"]
     assert sum(call["wire_bytes"] for call in rank["calls"]) == rank["wire_bytes"]
     wrong = replace(comparison, differences=(CallDifference("tp", "all_reduce", 8, 1, 2),))
     assert "tp all_reduce of 8 bytes: 1 calls in the dry run, 2 in the closed form" in verdict(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.plan.flops import mfu, model_flops, token_flops
+from tools.plan.time.flops import mfu, model_flops, token_flops
 from tools.spec.model import ModelShape, load_model
 
 TINY = ModelShape(

@@ -1,9 +1,11 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tools.plan.legality import violations
-from tools.spec.model import load_model
+from tools.plan.constraints import violations
+from tools.spec.model import ModelShape, load_model
+from tools.spec.run import RunSpec
 from tools.spec.strategy import NAMED, Batch, Parallelism, Sharding, batch_for, parse_strategy
 
 LARGE = load_model("gpt2-large")
@@ -13,15 +15,25 @@ MOE = replace(
 )
 
 
+def refusals(
+    shape: ModelShape,
+    parallelism: Parallelism,
+    batch: Batch,
+    release: tuple[int, int] | None = None,
+    **choices: Any,
+) -> tuple[str, ...]:
+    return violations(RunSpec(shape, parallelism, batch, **choices), release)
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_the_six_published_runs_are_legal(name: str) -> None:
     parallelism = parse_strategy(name, 1 if name == "baseline" else 2)
     batch = batch_for(LARGE.batch, parallelism)
-    assert violations(LARGE.shape, parallelism, batch, dtype="fp16") == ()
+    assert refusals(LARGE.shape, parallelism, batch, dtype="fp16") == ()
 
 
 def test_heads_that_tp_does_not_divide_name_the_degrees_that_do() -> None:
-    found = violations(XL.shape, Parallelism(tensor=2), Batch(16, 16), model="gpt2-xl")
+    found = refusals(XL.shape, Parallelism(tensor=2), Batch(16, 16), model="gpt2-xl")
     assert found == (
         "gpt2-xl has 25 attention heads, which TP 2 does not divide; use a TP of 1, 5 or 25.",
     )
@@ -46,7 +58,7 @@ def test_heads_that_tp_does_not_divide_name_the_degrees_that_do() -> None:
 def test_each_rule_says_what_and_what_instead(
     parallelism: Parallelism, batch: Batch, words: str
 ) -> None:
-    (found,) = violations(LARGE.shape, parallelism, batch)
+    (found,) = refusals(LARGE.shape, parallelism, batch)
     assert words in found
     assert found.endswith(".")
     assert ";" in found
@@ -54,64 +66,64 @@ def test_each_rule_says_what_and_what_instead(
 
 def test_all_to_all_context_parallelism_needs_enough_heads() -> None:
     split, batch = Parallelism(context=32), Batch(1, 1)
-    assert violations(LARGE.shape, split, batch) == ()
-    (found,) = violations(LARGE.shape, split, batch, cp_comm_type="a2a")
+    assert refusals(LARGE.shape, split, batch) == ()
+    (found,) = refusals(LARGE.shape, split, batch, cp_comm_type="a2a")
     assert "16 key/value heads a TP rank, which all-to-all CP 32 does not divide" in found
 
 
 def test_an_unknown_context_communication_is_refused() -> None:
-    (found,) = violations(LARGE.shape, Parallelism(context=2), Batch(1, 1), cp_comm_type="ring")
+    (found,) = refusals(LARGE.shape, Parallelism(context=2), Batch(1, 1), cp_comm_type="ring")
     assert "use p2p, all_gather or a2a" in found
 
 
 def test_query_groups_are_split_like_heads() -> None:
     grouped = replace(LARGE.shape, query_groups=2)
-    (found,) = violations(grouped, Parallelism(tensor=4), Batch(1, 1))
+    (found,) = refusals(grouped, Parallelism(tensor=4), Batch(1, 1))
     assert "2 query groups, which TP 4 does not divide; use a TP of 1 or 2" in found
 
 
 def test_a_sequence_longer_than_the_position_table_is_refused() -> None:
-    (found,) = violations(replace(LARGE.shape, seq_length=2048), Parallelism(), Batch(1, 1))
+    (found,) = refusals(replace(LARGE.shape, seq_length=2048), Parallelism(), Batch(1, 1))
     assert "exceeds the model's 1024 learned positions" in found
 
 
 def test_experts_need_sequence_parallelism_under_tp_and_divide_by_ep() -> None:
-    (found,) = violations(MOE, Parallelism(tensor=2), Batch(1, 1))
+    (found,) = refusals(MOE, Parallelism(tensor=2), Batch(1, 1))
     assert "need --sequence-parallel" in found
-    (found,) = violations(MOE, Parallelism(data=3, expert=3), Batch(1, 3))
+    (found,) = refusals(MOE, Parallelism(data=3, expert=3), Batch(1, 3))
     assert "8 experts, which EP 3 does not divide; use an EP of 1, 2, 4 or 8" in found
-    (found,) = violations(MOE, Parallelism(data=2, expert=4), Batch(1, 2))
+    (found,) = refusals(MOE, Parallelism(data=2, expert=4), Batch(1, 2))
     assert "use an EP of 1 or 2" in found
 
 
 def test_experts_with_biases_are_refused() -> None:
-    (found,) = violations(replace(MOE, bias=True), Parallelism(), Batch(1, 1))
+    (found,) = refusals(replace(MOE, bias=True), Parallelism(), Batch(1, 1))
     assert "--disable-bias-linear" in found
 
 
 def test_fp16_is_refused_where_upstream_refuses_it() -> None:
-    (found,) = violations(MOE, Parallelism(data=2, expert=2), Batch(1, 2), dtype="fp16")
+    (found,) = refusals(MOE, Parallelism(data=2, expert=2), Batch(1, 2), dtype="fp16")
     assert "EP refuses fp16" in found
     fsdp2 = Parallelism(data=2, sharding=Sharding.FSDP2)
-    (found,) = violations(LARGE.shape, fsdp2, Batch(1, 2), dtype="fp16")
+    (found,) = refusals(LARGE.shape, fsdp2, Batch(1, 2), dtype="fp16")
     assert "FSDP2 refuses fp16; use --bf16" in found
 
 
 def test_experts_in_fp16_are_refused_up_to_015() -> None:
     moe, split, batch = MOE, Parallelism(data=2, expert=2), Batch(1, 2)
     for release in (None, (0, 15)):
-        (found,) = violations(moe, split, batch, dtype="fp16", release=release)
+        (found,) = refusals(moe, split, batch, dtype="fp16", release=release)
         assert (
             found
             == "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
         )
-    assert violations(moe, split, batch, dtype="fp16", release=(0, 16)) == ()
-    assert violations(moe, Parallelism(data=2), batch, dtype="fp16", release=(0, 15)) == ()
+    assert refusals(moe, split, batch, dtype="fp16", release=(0, 16)) == ()
+    assert refusals(moe, Parallelism(data=2), batch, dtype="fp16", release=(0, 15)) == ()
 
 
 @pytest.mark.parametrize("chosen", [0, 9])
 def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> None:
-    (found,) = violations(replace(MOE, experts_per_token=chosen), Parallelism(), Batch(1, 1))
+    (found,) = refusals(replace(MOE, experts_per_token=chosen), Parallelism(), Batch(1, 1))
     assert f"to {chosen} of 8 experts; use a --moe-router-topk of 1 to 8." in found
 
 
@@ -127,5 +139,5 @@ def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> No
     ],
 )
 def test_experts_may_be_split_otherwise_than_the_rest(split: Parallelism, words: str) -> None:
-    found = violations(MOE, split, Batch(1, split.data))
+    found = refusals(MOE, split, Batch(1, split.data))
     assert (words in found[0]) if words else not found

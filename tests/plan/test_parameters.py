@@ -4,15 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.plan.parameters import (
+from tools.plan.tensors import (
+    Parameters,
     UnevenSplitError,
     active_parameters,
-    parameters_of_rank,
     parameters_total,
     rank_parameters,
 )
 from tools.spec.model import ModelShape, load_model
-from tools.spec.strategy import Parallelism, Sharding, parse_strategy
+from tools.spec.run import RunSpec
+from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy
 
 TINY = ModelShape(
     layers=4,
@@ -45,15 +46,23 @@ def test_published_models_have_the_parameters_megatron_prints(name: str, expecte
     assert parameters_total(load_model(name).shape) == expected
 
 
+def held_by(shape: ModelShape, parallelism: Parallelism, stage: int = 0) -> Parameters:
+    return rank_parameters(RunSpec(shape, parallelism, Batch(1, 1)), stage)
+
+
+def count(shape: ModelShape, parallelism: Parallelism, stage: int = 0) -> int:
+    return held_by(shape, parallelism, stage).total
+
+
 def test_two_tensor_ranks_pad_the_vocabulary_further_and_keep_norms_whole() -> None:
     shape = load_model("gpt2-large").shape
-    assert parameters_of_rank(shape, parse_strategy("tp2", 2), 1) == 387_921_920
+    assert count(shape, parse_strategy("tp2", 2)) == 387_921_920
 
 
 def test_the_last_of_two_stages_holds_a_second_copy_of_the_tied_embedding() -> None:
     shape, pipeline = load_model("gpt2-large").shape, parse_strategy("pp2", 2)
-    assert parameters_of_rank(shape, pipeline, 0, 0) == 419_893_760
-    assert parameters_of_rank(shape, pipeline, 0, 1) == 418_585_600
+    assert count(shape, pipeline, 0) == 419_893_760
+    assert count(shape, pipeline, 1) == 418_585_600
 
 
 def test_a_mixture_of_experts_counts_router_and_every_expert() -> None:
@@ -106,7 +115,7 @@ def test_untying_adds_one_vocabulary_matrix() -> None:
 
 def test_fsdp2_unties_the_output_layer() -> None:
     plain, sharded = Parallelism(data=2), Parallelism(data=2, sharding=Sharding.FSDP2)
-    difference = parameters_of_rank(TINY, sharded) - parameters_of_rank(TINY, plain)
+    difference = count(TINY, sharded) - count(TINY, plain)
     assert difference == 104 * 8
 
 
@@ -116,17 +125,15 @@ def test_rotary_positions_have_no_table() -> None:
 
 
 def test_expert_ranks_hold_their_share_of_experts_and_the_whole_router() -> None:
-    half = rank_parameters(BLUEBERRY, Parallelism(data=2, expert=2))
-    whole = rank_parameters(BLUEBERRY, Parallelism(data=2))
+    half = held_by(BLUEBERRY, Parallelism(data=2, expert=2))
+    whole = held_by(BLUEBERRY, Parallelism(data=2))
     assert half.experts * 2 == whole.experts == 56_623_104
     assert half.shared == whole.shared
 
 
 def test_experts_that_are_not_split_are_whole_on_every_tensor_rank() -> None:
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
-    as_others, whole = (
-        rank_parameters(BLUEBERRY, replace(split, expert_tensor=ranks)) for ranks in (0, 1)
-    )
+    as_others, whole = (held_by(BLUEBERRY, replace(split, expert_tensor=ranks)) for ranks in (0, 1))
     assert whole.experts == 2 * as_others.experts == 28_311_552
     assert whole.shared == as_others.shared
 
@@ -151,7 +158,7 @@ def test_the_ranks_that_hold_one_copy_of_the_experts_hold_each_expert_once(
         expert_tensor=expert_tensor,
         sequence_parallel=tensor > 1,
     )
-    stages = [rank_parameters(shape, split, stage) for stage in range(pipeline)]
+    stages = [held_by(shape, split, stage) for stage in range(pipeline)]
     ranks = split.tensor_of_experts * expert
     matrices = 3 if gated else 2
     all_experts = 6 * 8 * matrices * 384 * 1536
@@ -170,19 +177,17 @@ def test_the_ranks_that_hold_one_copy_of_the_experts_hold_each_expert_once(
 )
 def test_uneven_splits_are_refused(parallelism: Parallelism, words: str) -> None:
     with pytest.raises(UnevenSplitError, match=words):
-        parameters_of_rank(TINY, parallelism)
+        count(TINY, parallelism)
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(IndexError, match="PP 2 has no rank 2"):
-        parameters_of_rank(TINY, Parallelism(pipeline=2), 0, 2)
-    with pytest.raises(IndexError, match="TP 2 has no rank 2"):
-        parameters_of_rank(TINY, Parallelism(tensor=2), 2, 0)
+        held_by(TINY, Parallelism(pipeline=2), 2)
 
 
 def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, stage: int) -> int:
     """Elements that every TP rank of a dense model holds whole: norms, row biases, positions."""
-    parameters = rank_parameters(shape, parallelism, stage)
+    parameters = held_by(shape, parallelism, stage)
     layers = shape.layers // parallelism.pipeline
     row_biases = 2 * shape.hidden if shape.bias else 0
     return parameters.norms + parameters.position_embedding + layers * row_biases
@@ -195,7 +200,7 @@ def test_stages_add_up_to_the_model_and_the_copied_embedding(
     shape = replace(TINY, tied_embeddings=tied, gated=gated)
     split = Parallelism(tensor=tensor, pipeline=pipeline)
     held = sum(
-        tensor * rank_parameters(shape, split, stage).total
+        tensor * held_by(shape, split, stage).total
         - (tensor - 1) * replicated_over_tensor(shape, split, stage)
         for stage in range(pipeline)
     )

@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.plan.schedule_figures import closed_form_activations, closed_form_bubble, figures
-from tools.plan.schedules import Durations, Pass, Schedule, Timeline, simulate
+from tools.plan.schedules.simulate import (
+    Durations,
+    Pass,
+    Schedule,
+    Timeline,
+    closed_form_activations,
+    closed_form_bubble,
+    figures,
+    simulate,
+)
 
 STAGES = st.integers(1, 6)
 

@@ -6,15 +6,22 @@ from time import process_time
 import pytest
 
 from tools.plan.candidates import divisors, variants, virtual_stages
-from tools.plan.legality import violations_of
+from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
-from tools.plan.named import named_candidates
-from tools.plan.naming import make_command, strategy_name
-from tools.plan.scaling import devices_needed, scaling, training_days
-from tools.plan.search import Request, evaluate, frontier, search
+from tools.plan.search import (
+    Request,
+    devices_needed,
+    evaluate,
+    frontier,
+    scaling,
+    search,
+    single_axis_candidates,
+    training_days,
+)
+from tools.plan.show import make_command
 from tools.spec.model import ModelShape
 from tools.spec.run import Recompute, RunSpec
-from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy
+from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 
 MakeRequest = Callable[..., Request]
 
@@ -37,15 +44,15 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
                 if sharding and data * context == 1:
                     continue
                 for recompute in (Recompute.NONE, Recompute.FULL):
-                    configuration = replace(
+                    spec = replace(
                         request.template,
                         parallelism=replace(plain, virtual_stages=virtual, sharding=sharding),
                         batch=Batch(size, batch),
                         recompute=recompute,
                         cp_comm_type=kind,
                     )
-                    if not violations_of(configuration):
-                        yield configuration
+                    if not violations(spec):
+                        yield spec
 
 
 @pytest.mark.parametrize(("devices", "batch", "gpu"), [(2, 6, "h200"), (4, 8, "rtx4090")])
@@ -64,7 +71,7 @@ def test_the_search_finds_what_trying_everything_finds(
     assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
     times = [candidate.seconds.total for candidate in plan.ranked]
     assert times == sorted(times)
-    assert all(not violations_of(candidate.configuration) for candidate in plan.ranked)
+    assert all(not violations(candidate.spec) for candidate in plan.ranked)
 
 
 def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
@@ -74,16 +81,16 @@ def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None
 
 
 def test_the_named_strategies_come_in_the_published_order(make_request: MakeRequest) -> None:
-    named = named_candidates(make_request("gpt2-large", 2, "h200", 64))
+    named = single_axis_candidates(make_request("gpt2-large", 2, "h200", 64))
     assert [candidate.strategy for candidate in named] == ["dp2", "cp2", "sp2", "tp2", "pp2"]
     times = {candidate.strategy: candidate.seconds.total for candidate in named}
     assert times["tp2"] == pytest.approx(times["sp2"], rel=0.02)
 
 
 def test_illegal_named_strategies_are_left_out(make_request: MakeRequest) -> None:
-    named = named_candidates(make_request("gpt2-xl", 2, "h200", 32))
+    named = single_axis_candidates(make_request("gpt2-xl", 2, "h200", 32))
     assert {candidate.strategy for candidate in named} == {"dp2", "cp2", "pp2"}
-    assert named_candidates(make_request("gpt2-large", 2, "h200", 60)) == []
+    assert single_axis_candidates(make_request("gpt2-large", 2, "h200", 60)) == []
 
 
 def test_175b_on_1024_devices_is_searched_within_three_seconds(make_request: MakeRequest) -> None:
@@ -93,7 +100,7 @@ def test_175b_on_1024_devices_is_searched_within_three_seconds(make_request: Mak
     assert process_time() - start < 3
     assert plan.legal > 100_000
     assert plan.winner is not None
-    split = plan.winner.configuration.parallelism
+    split = plan.winner.spec.parallelism
     assert split.tensor > 1
     assert split.pipeline > 1
     assert split.data > 1
@@ -106,9 +113,9 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
     )
     template = replace(request.template, shape=shape, dtype="bf16")
     plan = search(replace(request, template=template))
-    degrees = {c.configuration.parallelism.expert for c in plan.examined}
+    degrees = {c.spec.parallelism.expert for c in plan.examined}
     assert degrees == {1, 2, 4}
-    assert all(not violations_of(c.configuration) for c in plan.ranked)
+    assert all(not violations(c.spec) for c in plan.ranked)
 
 
 def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:

@@ -2,8 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tools.plan.cluster import crossing_groups
-from tools.plan.shared_link import at_other_rate, link_seconds
+from tools.plan.time.cluster import at_other_rate, crossing_groups, link_seconds
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
 

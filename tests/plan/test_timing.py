@@ -4,18 +4,17 @@ from pathlib import Path
 import pytest
 
 from tools import plan
-from tools.plan.cluster import Calibration, Cluster, route
-from tools.plan.compute import NoPeakError
-from tools.plan.microbatch import after_hiding
 from tools.plan.residuals import (
     ITERATION_TIMES,
     Residual,
     a100_residuals,
-    h200_configuration,
     h200_residuals,
+    h200_spec,
     residual_tables,
 )
-from tools.plan.timing import IterationSeconds, iteration_seconds
+from tools.plan.time.cluster import Calibration, Cluster, route
+from tools.plan.time.compute import NoPeakError
+from tools.plan.time.iteration import IterationSeconds, after_hiding, iteration_seconds
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
@@ -32,8 +31,8 @@ def cluster(gpu: str, devices: int, **changes: float) -> Cluster:
 
 
 def h200(strategy: str) -> IterationSeconds:
-    configuration = h200_configuration(strategy)
-    return iteration_seconds(configuration, cluster("h200", configuration.parallelism.world_size))
+    spec = h200_spec(strategy)
+    return iteration_seconds(spec, cluster("h200", spec.parallelism.world_size))
 
 
 @pytest.mark.parametrize("residual", h200_residuals(), ids=lambda r: r.case)
@@ -87,9 +86,9 @@ def test_the_distributed_optimizer_divides_the_optimizers_time() -> None:
 
 
 def test_a_dtype_the_device_lacks_is_refused() -> None:
-    configuration = RunSpec(LARGE.shape, Parallelism(), Batch(1, 1), dtype="fp8")
+    spec = RunSpec(LARGE.shape, Parallelism(), Batch(1, 1), dtype="fp8")
     with pytest.raises(NoPeakError, match=r"A100 SXM 80 GB has no fp8 rate; use another --dtype"):
-        iteration_seconds(configuration, cluster("a100", 1))
+        iteration_seconds(spec, cluster("a100", 1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.report.factory import log_text, run_record, write_run
-from tools.plan.communication import communication_of_rank
+from tools.plan.collectives.rank import communication_of_rank
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.measurements import (

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.plan.parameters import parameters_total
+from tools.plan.tensors import parameters_total
 from tools.spec.flags import Flags
 from tools.spec.model import (
     UnknownModelError,

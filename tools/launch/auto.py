@@ -13,14 +13,12 @@ from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import AUTO, train
-from tools.plan.cluster import Calibration, Cluster
-from tools.plan.memory import CPU_PROCESS_BYTES, DEVICE_BASE_BYTES
-from tools.plan.naming import extra_flags
 from tools.plan.request import load_calibration
 from tools.plan.search import Candidate, Plan, Request, search
+from tools.plan.time.cluster import Calibration, Cluster
 from tools.spec.hardware import Device, device_by_key, find_device, link_by_key
 from tools.spec.model import load_model
-from tools.spec.run import DeviceKind, spec_of_model
+from tools.spec.run import DeviceKind, cp_comm_flags, recompute_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 
 CPU_KEY = "cpu"
@@ -39,7 +37,7 @@ def train_auto(name: str, options: Options, console: Console) -> int:
     if chosen is None:
         raise LaunchError(f"There is no plan for '{name}'; see the sentences above.")
     strategy = replace(target, strategy=chosen.strategy)
-    flags = strategy_flags(chosen.configuration.parallelism)
+    flags = strategy_flags(chosen.spec.parallelism)
     return train(strategy, flags, as_options(chosen, target, options), console)
 
 
@@ -85,15 +83,15 @@ def explain(plan: Plan, console: Console) -> None:
 
 def as_options(chosen: Candidate, target: Target, options: Options) -> Options:
     """The options that make the launcher train exactly what was planned."""
-    batch, configuration = chosen.configuration.batch, chosen.configuration
+    batch, spec = chosen.spec.batch, chosen.spec
     if target.device is DeviceKind.CPU:
         # CPU ranks gather keys and values whatever --cp-comm-type says.
-        configuration = replace(configuration, cp_comm_type="p2p")
+        spec = replace(spec, cp_comm_type="p2p")
     return replace(
         options,
         micro_batch_size=options.micro_batch_size or batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
-        extra=(*extra_flags(configuration), *options.extra),
+        extra=(*recompute_flags(spec.recompute), *cp_comm_flags(spec), *options.extra),
     )
 
 
@@ -101,8 +99,7 @@ def _device(target: Target) -> Device:
     if target.device is DeviceKind.CPU:
         nominal = device_by_key(CPU_KEY)
         share = psutil.virtual_memory().available // target.devices
-        # The planner reckons with a GPU's context, which a CPU rank does not have.
-        return replace(nominal, memory_bytes=share + DEVICE_BASE_BYTES - CPU_PROCESS_BYTES)
+        return replace(nominal, memory_bytes=share)
     names = [gpu.name for gpu in visible_gpus()]
     if len(names) < target.devices:
         raise LaunchError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from tools.launch import microbenchmark
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures, Workload
-from tools.plan.cluster import Calibration
+from tools.plan.time.cluster import Calibration
 from tools.spec.hardware import Device, Link
 from tools.spec.run import DeviceKind
 

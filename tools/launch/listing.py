@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.launch.devices import Gpu, visible_gpus
-from tools.plan.legality import violations
-from tools.plan.memory import estimate_peak_bytes
-from tools.plan.parameters import active_parameters, parameters_of_rank, parameters_total
+from tools.plan.constraints import violations
+from tools.plan.memory import fullest_rank
+from tools.plan.tensors import active_parameters, parameters_total, rank_parameters
 from tools.spec.model import ALIASES, Model, load_model, model_names
+from tools.spec.run import DeviceKind, spec_of_model
 from tools.spec.strategy import (
     NAMED,
     OF_EXPERTS,
@@ -92,11 +93,10 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     devices = devices_of(strategy)
     parallelism = parse_strategy(strategy, devices)
     batch = batch_for(model.batch, parallelism)
-    dtype = "fp32" if on_cpu else model.dtype
-    if violations(model.shape, parallelism, batch, model=model.name, dtype=dtype):
-        return False
-    peak = estimate_peak_bytes(model, parallelism, batch, dtype, on_cpu=on_cpu)
-    return peak * devices <= available_bytes
+    spec = spec_of_model(model, parallelism, batch)
+    if on_cpu:
+        spec = replace(spec, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
+    return not violations(spec) and fullest_rank(spec)[1].total * devices <= available_bytes
 
 
 def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table:
@@ -153,8 +153,8 @@ def _experts(models: Sequence[Model]) -> Table:
 
 
 def _fullest(model: Model, split: Parallelism) -> int:
-    stages = range(split.pipeline)
-    return max(parameters_of_rank(model.shape, split, 0, stage) for stage in stages)
+    spec = spec_of_model(model, split, model.batch)
+    return max(rank_parameters(spec, stage).total for stage in range(split.pipeline))
 
 
 def _strategies() -> Table:

@@ -21,9 +21,9 @@ from tools.launch.network import network_problems
 from tools.launch.no_te import attention_problems, fused_problems, sharing_problems
 from tools.launch.optimizers import optimizer_problems
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
-from tools.plan.legality import violations
-from tools.plan.memory import estimate_peak_bytes
-from tools.plan.parameters import UnevenSplitError, parameters_total
+from tools.plan.constraints import violations
+from tools.plan.memory import fullest_rank
+from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.preprocess.dataset import Dataset, idx_path, largest_token, open_dataset
 from tools.preprocess.errors import DatasetError
 from tools.spec.files import ROOT
@@ -114,15 +114,7 @@ def data_path(launch: Launch) -> Path:
 
 
 def _composition_problems(launch: Launch) -> Iterator[str]:
-    yield from violations(
-        launch.model.shape,
-        launch.spec.parallelism,
-        launch.spec.batch,
-        model=launch.model.name,
-        # EXTRA=--fp16 is Megatron's on CPU ranks too, which else compute in fp32.
-        dtype="fp16" if "--fp16" in launch.flags else launch.spec.dtype,
-        release=release(launch.entry.megatron_version),
-    )
+    yield from violations(launch.spec, release(launch.entry.megatron_version))
     yield from expert_problems(launch)
     yield from backend_problems(launch)
     if launch.saving is not None:
@@ -207,12 +199,7 @@ def _vocabulary_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
 
 def _memory_problems(launch: Launch) -> Iterator[str]:
     try:
-        needed = (
-            estimate_peak_bytes(
-                launch.model, launch.spec.parallelism, launch.spec.batch, launch.spec.dtype
-            )
-            * launch.local_devices
-        )
+        needed = fullest_rank(launch.spec)[1].total * launch.local_devices
     except UnevenSplitError as error:
         yield str(error)
         return

@@ -12,7 +12,7 @@ from tools.launch.checks.finding import PASS
 from tools.launch.compose import Launch
 from tools.launch.devices import all_gpus, gpu_use, visible_gpus
 from tools.launch.toolchain import nvcc_problem
-from tools.plan.legality import divisors
+from tools.plan.constraints import divisors
 from tools.plan.memory import memory_of_rank
 from tools.spec.strategy import Batch
 

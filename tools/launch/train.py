@@ -23,7 +23,7 @@ from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.submit import submit
 from tools.launch.target import Target, parse_target, script_of
-from tools.plan.parameters import parameters_total
+from tools.plan.tensors import parameters_total
 from tools.records.run import Status, StatusRecord
 from tools.spec.files import ROOT
 from tools.spec.model import Model, load_model

@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; 2 and one sentence on stderr for what cannot be."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["schedules"]:
-        from tools.plan.schedules_command import main as schedules
+        from tools.plan.schedules.command import main as schedules
 
         return schedules(words[1:])
     if words[:1] == ["dryrun"]:
@@ -56,20 +56,20 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace, plan: Plan) -> None:
     from tools.plan.dryrun.verify import print_verified, verified_as_data, verify
-    from tools.plan.scaling import scaling, training_days
+    from tools.plan.search import scaling, training_days
 
     days = training_days(plan, options.tokens) if options.tokens else None
     scaled = scaling(plan) if options.tokens else None
     verified = verify(plan, options.verify) if options.verify else []
     if options.json:
-        from tools.plan.as_data import plan_as_data
+        from tools.plan.show import plan_as_data
 
         data = plan_as_data(plan, days, scaled)
         print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
         return
     from rich.console import Console
 
-    from tools.plan.as_text import print_plan
+    from tools.plan.show import print_plan
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     print_plan(plan, console, days, scaled)
@@ -80,7 +80,7 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
 def _refusal(plan: Plan) -> str:
     """Why nothing fits, and on how many devices it would."""
     from tools.plan.advice import no_fit_sentence
-    from tools.plan.scaling import devices_needed
+    from tools.plan.search import devices_needed
 
     sentence = no_fit_sentence(plan)
     if plan.lightest is None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from enum import StrEnum
 
 from tools.plan.candidates import base, micro_batches, recomputes, splits, variants
-from tools.plan.cluster import Cluster, route
 from tools.plan.memory import fullest_rank
-from tools.plan.parameters import parameters_total
 from tools.plan.search import Candidate, Plan, Request, evaluate
-from tools.plan.timing import TIME_COMPONENTS
+from tools.plan.tensors import parameters_total
+from tools.plan.time.cluster import Cluster, route
+from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism, Sharding
 
@@ -65,7 +65,7 @@ def best_of_each_kind(request: Request) -> dict[Kind, Candidate]:
     """The fastest of every pure family; where none fits, the one that needs the least memory."""
     best: dict[Kind, Candidate] = {}
     for candidate in _pure_candidates(request):
-        kind = kind_of(candidate.configuration.parallelism)
+        kind = kind_of(candidate.spec.parallelism)
         if kind not in best or _preference(candidate) < _preference(best[kind]):
             best[kind] = candidate
     return best
@@ -145,7 +145,7 @@ def binding(plan: Plan) -> str:
         group = _OVERHEADS[largest]
         if group is None:
             return words
-        way = route(plan.request.cluster, winner.configuration.parallelism, group)
+        way = route(plan.request.cluster, winner.spec.parallelism, group)
         return f"{way.link} ({words})"
     if winner.memory.total > 0.9 * plan.request.cluster.device.memory_bytes:
         return "memory"
@@ -188,8 +188,8 @@ def _pure_candidates(request: Request) -> Iterator[Candidate]:
             continue
         for size in micro_batches(split, request.global_batch):
             for recompute in recomputes(template):
-                for configuration in variants(base(template, split, size, recompute)):
-                    yield evaluate(request, configuration, fullest_rank(configuration))
+                for spec in variants(base(template, split, size, recompute)):
+                    yield evaluate(request, spec, fullest_rank(spec))
 
 
 def _preference(candidate: Candidate) -> tuple[bool, float]:
@@ -221,7 +221,7 @@ def _single_sentence(request: Request, alone: Candidate | None, winner: Candidat
 def _kind_sentence(plan: Plan, kinds: dict[Kind, Candidate]) -> str:
     winner = plan.winner
     assert winner is not None
-    chosen = kind_of(winner.configuration.parallelism)
+    chosen = kind_of(winner.spec.parallelism)
     others = ", ".join(
         f"{kind} {_outcome(candidate, plan.request.cluster)}"
         for kind, candidate in kinds.items()

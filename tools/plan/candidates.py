@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.plan.legality import CP_COMM_TYPES
+from tools.plan.constraints import CP_COMM_TYPES
 from tools.spec.model import ModelShape
 from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -81,7 +81,7 @@ def shardings(split: Parallelism) -> list[Sharding]:
     return [Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
 
 
-def frugal(plain: RunSpec) -> RunSpec:
+def min_memory_variant(plain: RunSpec) -> RunSpec:
     """The variant that needs the least memory: plain schedule, everything sharded that can be."""
     sharding = shardings(plain.parallelism)[-1]
     return replace(plain, parallelism=replace(plain.parallelism, sharding=sharding))

@@ -1,23 +1,143 @@
-"""What one rank holds at its fullest, by component, and what that figure assumes."""
+"""Bytes that forward keeps for backward, from arXiv:2205.05198 (its equations 1 to 4), by tensor.
+
+Written per tensor instead of per coefficient so that other widths, dtypes, gated MLPs, grouped
+queries and dropout-free training follow; at h→4h, two bytes and dropout the sum is the paper's
+sbh(34 + 5as/h), sbh(10 + 24/t + 5as/(ht)) under TP and (sbh/t)(34 + 5as/h) under TP with SP.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from tools.plan.activations import (
-    backward_temporary_bytes,
-    embedding_bytes,
-    head_bytes,
-    layer_activation_bytes,
-    layers_in_flight,
-    logit_elements,
-    logits_bytes,
-    residual_bytes,
-)
-from tools.plan.parameters import Parameters, layer_parameters, rank_parameters
-from tools.spec.model import Model
-from tools.spec.run import RunSpec, spec_of_model
-from tools.spec.strategy import Batch, Parallelism, Sharding
+from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
+from tools.spec.run import DeviceKind, Recompute, RunSpec
+from tools.spec.strategy import Parallelism, Sharding
+
+_FP32_BYTES = 4
+
+
+def layer_activation_bytes(spec: RunSpec) -> int:
+    """Bytes that one transformer layer keeps of one micro batch, on one rank."""
+    if spec.recompute is Recompute.FULL:
+        return residual_bytes(spec)
+    return whole_layer_bytes(spec)
+
+
+def whole_layer_bytes(spec: RunSpec) -> int:
+    """The same without recomputation of whole layers."""
+    mlp = _expert_bytes if spec.shape.experts else _mlp_bytes
+    return (
+        _outside_tensor_parallel_bytes(spec)
+        + _attention_bytes(spec)
+        + _scores_bytes(spec)
+        + mlp(spec)
+    )
+
+
+def residual_bytes(spec: RunSpec) -> int:
+    """One hidden state of one micro batch on one rank: a layer's input, a pipeline message."""
+    elements = spec.tokens * spec.shape.hidden
+    return spec.element_bytes * elements // spec.sequence_shards
+
+
+def embedding_bytes(spec: RunSpec) -> int:
+    """Kept by the embedding: its dropout's mask, one byte an element."""
+    if not spec.dropout:
+        return 0
+    elements = spec.tokens * spec.shape.hidden
+    return elements // spec.sequence_shards
+
+
+def head_bytes(spec: RunSpec) -> int:
+    """Kept by the final norm and the output layer: the input of each."""
+    return 2 * residual_bytes(spec)
+
+
+def logit_elements(spec: RunSpec) -> int:
+    """Logits of one micro batch on one rank of the last stage; the vocabulary is split over TP."""
+    tensor = spec.parallelism.tensor
+    return spec.tokens * spec.shape.padded_vocabulary(tensor) // tensor
+
+
+def logits_bytes(spec: RunSpec) -> int:
+    """Live at the loss: the logits, and their fp32 copy that becomes softmax and then gradient.
+
+    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied.
+    """
+    copies = 0 if spec.dtype == "fp32" else spec.element_bytes
+    return (copies + _FP32_BYTES) * logit_elements(spec)
+
+
+def backward_temporary_bytes(spec: RunSpec) -> int:
+    """Gradients alive while one layer's MLP is differentiated: those of its two wide tensors."""
+    shape, tensor = spec.shape, spec.parallelism.tensor
+    ffn = shape.experts_per_token * shape.expert_ffn_hidden if shape.experts else shape.ffn_hidden
+    width = ffn * (3 if shape.gated else 2) // tensor
+    recomputed = 0
+    if spec.recompute is Recompute.FULL:
+        recomputed = whole_layer_bytes(spec)
+    return spec.element_bytes * spec.tokens * width + recomputed
+
+
+def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
+    """Layers' worth of micro batches that a rank holds at its fullest.
+
+    1F1B: (L/p)·min(p − rank, m). Interleaved: arXiv:2104.04473 §2.2 and `get_pp_rank_microbatches`,
+    2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
+    rank 0.
+    """
+    parallelism, microbatches = spec.parallelism, spec.microbatches
+    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    if virtual == 1:
+        return spec.layers_a_stage * min(pipeline - pipeline_rank, microbatches)
+    warmup = 2 * (pipeline - pipeline_rank - 1) + (virtual - 1) * pipeline
+    chunks = min(warmup + 1, microbatches * virtual)
+    return chunks * (spec.layers_a_stage // virtual)
+
+
+def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
+    """Inputs and outputs of two norms, masks of two dropouts: what SP splits and TP does not."""
+    elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
+    masks = 2 if spec.dropout else 0
+    return (4 * spec.element_bytes + masks) * elements
+
+
+def _attention_bytes(spec: RunSpec) -> int:
+    shape = spec.shape
+    heads = 2 * shape.heads + 2 * shape.query_groups  # Q, K, V and the output
+    width = heads * shape.head_width // spec.parallelism.tensor
+    return spec.element_bytes * spec.tokens * width
+
+
+def _scores_bytes(spec: RunSpec) -> int:
+    """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
+    heads = spec.shape.heads // spec.parallelism.tensor
+    statistics = _FP32_BYTES * heads * spec.tokens
+    if spec.fused_attention:
+        return statistics
+    if spec.recompute is Recompute.SELECTIVE:
+        return 0
+    element = spec.element_bytes
+    bytes_a_score = 2 * element + 1 if spec.dropout else element
+    return bytes_a_score * heads * spec.tokens * spec.shape.seq_length
+
+
+def _mlp_bytes(spec: RunSpec) -> int:
+    shape = spec.shape
+    width = shape.ffn_hidden * (3 if shape.gated else 2) // spec.parallelism.tensor
+    return spec.element_bytes * spec.tokens * width
+
+
+def _expert_bytes(spec: RunSpec) -> int:
+    """Routed tokens: permuted input, both wide tensors and the output, and the router's scores."""
+    shape, split = spec.shape, spec.parallelism.tensor_of_experts
+    own = spec.tokens // spec.sequence_shards
+    routed = own * split * shape.experts_per_token
+    wide = shape.expert_ffn_hidden * (3 if shape.gated else 2) // split
+    ends = 2 * shape.hidden // split
+    router = 2 * _FP32_BYTES * spec.tokens * shape.experts // spec.sequence_shards
+    return spec.element_bytes * routed * (wide + ends) + router
+
 
 MIB = 2**20
 
@@ -101,79 +221,55 @@ ASSUMPTIONS = (
 )
 
 
-def memory_of_rank(
-    configuration: RunSpec, pipeline_rank: int = 0, *, on_cpu: bool = False
-) -> RankMemory:
+def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> RankMemory:
     """Peak of one pipeline rank (all its TP, CP and DP ranks are alike).
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
-    parallelism = configuration.parallelism
-    parameters = rank_parameters(configuration.shape, parallelism, pipeline_rank)
-    precision = PRECISIONS[configuration.dtype]
+    parallelism = spec.parallelism
+    parameters = rank_parameters(spec, pipeline_rank)
+    precision = PRECISIONS[spec.dtype]
     weights, gradients, optimizer = _shards(parallelism)
     last = pipeline_rank == parallelism.pipeline - 1
-    allocator = CPU_PROCESS_BYTES if on_cpu else _allocator_bytes(configuration, parameters, last)
     return RankMemory(
         weights=precision.weights * _held(parameters, parallelism, weights),
         gradients=precision.gradients * _held(parameters, parallelism, gradients),
         main_parameters=_main_parameter_bytes(precision, parallelism)
         * _held(parameters, parallelism, optimizer),
         optimizer_state=precision.adam * _held(parameters, parallelism, optimizer),
-        activations=activation_bytes(configuration, pipeline_rank),
-        temporaries=_temporary_bytes(configuration, last),
-        communication=_communication_bytes(configuration),
-        allocator=allocator,
+        activations=activation_bytes(spec, pipeline_rank),
+        temporaries=_temporary_bytes(spec, last),
+        communication=_communication_bytes(spec),
+        allocator=_allocator_bytes(spec, parameters, last),
     )
 
 
-def activation_bytes(configuration: RunSpec, pipeline_rank: int = 0) -> int:
+def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Kept for backward at the fullest moment of a pipeline rank."""
-    layers = layers_in_flight(configuration, pipeline_rank)
-    kept = layers * layer_activation_bytes(configuration)
-    flights = max(1, layers // configuration.layers_a_stage)
+    layers = layers_in_flight(spec, pipeline_rank)
+    kept = layers * layer_activation_bytes(spec)
+    flights = max(1, layers // spec.layers_a_stage)
     if pipeline_rank == 0:
-        kept += flights * embedding_bytes(configuration)
-    if pipeline_rank == configuration.parallelism.pipeline - 1:
-        kept += head_bytes(configuration)
+        kept += flights * embedding_bytes(spec)
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        kept += head_bytes(spec)
     return kept
 
 
-def fullest_rank(configuration: RunSpec) -> tuple[int, RankMemory]:
+def fullest_rank(spec: RunSpec) -> tuple[int, RankMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits."""
-    ranks = {0, configuration.parallelism.pipeline - 1}
-    by_rank = {rank: memory_of_rank(configuration, rank) for rank in ranks}
+    ranks = {0, spec.parallelism.pipeline - 1}
+    by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks}
     return max(by_rank.items(), key=lambda item: item[1].total)
 
 
-def held_parameters(configuration: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
+def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
     """Parameters whose optimizer state a rank holds, and those whose gradients it holds."""
-    parallelism = configuration.parallelism
-    parameters = rank_parameters(configuration.shape, parallelism, pipeline_rank)
+    parallelism = spec.parallelism
+    parameters = rank_parameters(spec, pipeline_rank)
     _, gradients, optimizer = _shards(parallelism)
     return _held(parameters, parallelism, optimizer), _held(parameters, parallelism, gradients)
-
-
-def estimate_peak_bytes(
-    model: Model,
-    parallelism: Parallelism,
-    batch: Batch,
-    dtype: str | None = None,
-    *,
-    on_cpu: bool = True,
-) -> int:
-    """Peak of the fullest rank in bytes, for a preflight.
-
-    On a CPU: unfused attention, the process itself included, no allocator slack.
-    """
-    configuration = replace(
-        spec_of_model(model, parallelism, batch),
-        dtype=dtype or ("fp32" if on_cpu else model.dtype),
-        fused_attention=not on_cpu,
-    )
-    ranks = range(parallelism.pipeline)
-    return max(memory_of_rank(configuration, rank, on_cpu=on_cpu).total for rank in ranks)
 
 
 def _shards(parallelism: Parallelism) -> tuple[bool, bool, bool]:
@@ -200,26 +296,28 @@ def _held(parameters: Parameters, parallelism: Parallelism, sharded: bool) -> in
     return shared + -(-parameters.experts // parallelism.copies_of_experts)
 
 
-def _temporary_bytes(configuration: RunSpec, last: bool) -> int:
-    loss = logits_bytes(configuration) if last else 0
-    return max(loss, backward_temporary_bytes(configuration))
+def _temporary_bytes(spec: RunSpec, last: bool) -> int:
+    loss = logits_bytes(spec) if last else 0
+    return max(loss, backward_temporary_bytes(spec))
 
 
-def _communication_bytes(configuration: RunSpec) -> int:
-    parallelism, precision = configuration.parallelism, PRECISIONS[configuration.dtype]
-    pipeline = 2 * residual_bytes(configuration) if parallelism.pipeline > 1 else 0
+def _communication_bytes(spec: RunSpec) -> int:
+    parallelism, precision = spec.parallelism, PRECISIONS[spec.dtype]
+    pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if parallelism.sharding in {Sharding.NONE, Sharding.ZERO1}:
         return pipeline
     split = (parallelism.tensor, parallelism.expert, parallelism.expert_tensor)
-    layer = layer_parameters(configuration.shape, 1, *split).total
+    layer = layer_parameters(spec.shape, 1, *split).total
     if parallelism.sharding is Sharding.ZERO2:
         return pipeline + precision.gradients * layer
     return pipeline + 2 * layer * (precision.weights + precision.gradients)
 
 
-def _allocator_bytes(configuration: RunSpec, parameters: Parameters, last: bool) -> int:
-    precision, parallelism = PRECISIONS[configuration.dtype], configuration.parallelism
+def _allocator_bytes(spec: RunSpec, parameters: Parameters, last: bool) -> int:
+    if spec.device is DeviceKind.CPU:
+        return CPU_PROCESS_BYTES
+    precision, parallelism = PRECISIONS[spec.dtype], spec.parallelism
     optimizer_sharded = _shards(parallelism)[2]
     copies = precision.gradient_copies * _held(parameters, parallelism, optimizer_sharded)
-    logits = LOGIT_SLACK_BYTES * logit_elements(configuration) if last else 0
+    logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
     return DEVICE_BASE_BYTES + copies + logits

@@ -98,7 +98,7 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
 
 def _family(candidate: Candidate) -> str:
     """The decision tree's family, with hybrids told apart by tensor and pipeline parallelism."""
-    parallelism = candidate.configuration.parallelism
+    parallelism = candidate.spec.parallelism
     kind = kind_of(parallelism)
     if kind is not Kind.HYBRID:
         return _KIND_FAMILIES[kind]
@@ -132,7 +132,7 @@ def _shown(plan: Plan) -> list[Candidate]:
     megabytes, and hide the picture."""
     alike: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in plan.examined:
-        key = (candidate.strategy, str(candidate.configuration.recompute))
+        key = (candidate.strategy, str(candidate.spec.recompute))
         alike.setdefault(key, []).append(candidate)
     return [shown for group in alike.values() for shown in frontier(group)]
 
@@ -164,9 +164,9 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
     """The winner's memory by component: its first, second and last pipeline ranks."""
     winner = plan.winner
     assert winner is not None
-    pipeline = winner.configuration.parallelism.pipeline
+    pipeline = winner.spec.parallelism.pipeline
     ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
-    bars = [memory_of_rank(winner.configuration, rank) for rank in ranks]
+    bars = [memory_of_rank(winner.spec, rank) for rank in ranks]
     positions = range(len(ranks))
     bottoms = [0.0] * len(bars)
     for name in COMPONENTS:

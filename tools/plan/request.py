@@ -7,9 +7,9 @@ from argparse import Namespace
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tools.plan.cluster import Calibration, Cluster
 from tools.plan.memory import PRECISIONS
 from tools.plan.search import Request
+from tools.plan.time.cluster import Calibration, Cluster
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import RunSpec, spec_of_model
@@ -73,19 +73,19 @@ def load_calibration(path: Path | None) -> Calibration:
     return Calibration(**{"source": str(path), **values})
 
 
-def with_sequence(configuration: RunSpec, seq_length: int | None) -> RunSpec:
+def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:
     """The configuration with another sequence length, and as many learned positions as it needs.
 
     Raises:
         RequestError: The length is below 1.
     """
     if seq_length is None:
-        return configuration
-    shape = configuration.shape
+        return spec
+    shape = spec.shape
     if seq_length < 1:
         raise RequestError(f"The sequence length is {seq_length}; use 1 or more.")
     positions = max(shape.positions, seq_length) if shape.positions else 0
-    return replace(configuration, shape=replace(shape, seq_length=seq_length, positions=positions))
+    return replace(spec, shape=replace(shape, seq_length=seq_length, positions=positions))
 
 
 def _devices_and_node(options: Namespace) -> tuple[int, int]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tools.plan.cluster import Cluster
 from tools.plan.memory import MIB, memory_of_rank
-from tools.plan.timing import iteration_seconds
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.iteration import iteration_seconds
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, load_model
 from tools.spec.run import Recompute, RunSpec, spec_of_model
@@ -90,7 +90,7 @@ def memory_residuals() -> list[Residual]:
         Residual(
             strategy if strategy != "pp2" else f"pp2, stage {rank}",
             measured,
-            memory_of_rank(h200_configuration(strategy), rank).total / MIB,
+            memory_of_rank(h200_spec(strategy), rank).total / MIB,
         )
         for strategy, rank, measured in MEMORY_READINGS
     ]
@@ -109,17 +109,17 @@ def a100_residuals() -> list[Residual]:
     found = []
     for case in PAPER_CASES:
         devices = case.tensor * case.pipeline
-        full, selective = paper_configurations(case)
-        for configuration, measured, words in (
+        full, selective = paper_specs(case)
+        for spec, measured, words in (
             (full, case.full_seconds, "full recomputation"),
             (selective, case.selective_seconds, "SP, selective"),
         ):
-            predicted = iteration_seconds(configuration, usual_cluster("a100", devices)).total
+            predicted = iteration_seconds(spec, usual_cluster("a100", devices)).total
             found.append(Residual(f"{case.name} on {devices}, {words}", measured, predicted))
     return found
 
 
-def h200_configuration(strategy: str) -> RunSpec:
+def h200_spec(strategy: str) -> RunSpec:
     """A published gpt2-large run."""
     model = load_model("gpt2-large")
     parallelism = parse_strategy(strategy, 1 if strategy == "baseline" else 2)
@@ -128,12 +128,12 @@ def h200_configuration(strategy: str) -> RunSpec:
 
 def h200_seconds(strategy: str) -> float:
     """Its predicted iteration."""
-    configuration = h200_configuration(strategy)
-    devices = configuration.parallelism.world_size
-    return iteration_seconds(configuration, usual_cluster("h200", devices)).total
+    spec = h200_spec(strategy)
+    devices = spec.parallelism.world_size
+    return iteration_seconds(spec, usual_cluster("h200", devices)).total
 
 
-def paper_configurations(case: PaperCase) -> tuple[RunSpec, RunSpec]:
+def paper_specs(case: PaperCase) -> tuple[RunSpec, RunSpec]:
     """A paper's case with full and with selective recomputation; attention was not fused then."""
     shape = ModelShape(
         layers=case.layers,

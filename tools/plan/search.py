@@ -16,21 +16,21 @@ from tools.plan.candidates import (
     base,
     comm_types,
     divisors,
-    frugal,
     micro_batches,
+    min_memory_variant,
     recomputes,
     shardings,
     splits,
     variants,
 )
-from tools.plan.cluster import Cluster
-from tools.plan.flops import mfu, model_flops
+from tools.plan.constraints import violations
 from tools.plan.memory import RankMemory, fullest_rank
-from tools.plan.naming import strategy_name
-from tools.plan.timing import IterationSeconds, iteration_seconds, pipeline_seconds
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.flops import mfu, model_flops
+from tools.plan.time.iteration import IterationSeconds, iteration_seconds, pipeline_seconds
 from tools.spec.model import Model
 from tools.spec.run import Recompute, RunSpec
-from tools.spec.strategy import Parallelism
+from tools.spec.strategy import Parallelism, batch_for, parse_strategy, strategy_name
 
 KEPT = 10
 MEMORY_RESERVE = 0.03
@@ -57,7 +57,7 @@ class Request:
 class Candidate:
     """One evaluated configuration."""
 
-    configuration: RunSpec
+    spec: RunSpec
     memory: RankMemory
     """Of the fullest rank."""
     memory_rank: int
@@ -69,7 +69,7 @@ class Candidate:
     @property
     def strategy(self) -> str:
         """Name in the kit's grammar."""
-        return strategy_name(self.configuration.parallelism)
+        return strategy_name(self.spec.parallelism)
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,17 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
         NoPeakError: The device has no matrix rate in the requested dtype.
     """
     capacity = request.capacity
-    best: dict[str, Candidate] = {}
+    best: dict[Parallelism, Candidate] = {}
     examined: list[Candidate] = []
     found = _bounds(request)
     while found.queue:
         bound, _, plain = heapq.heappop(found.queue)
         if len(best) >= kept and bound > slack * _slowest_kept(best, kept):
             break
-        for configuration in variants(plain):
-            rank, memory = fullest_rank(configuration)
+        for spec in variants(plain):
+            rank, memory = fullest_rank(spec)
             if memory.total <= capacity:
-                candidate = evaluate(request, configuration, (rank, memory))
+                candidate = evaluate(request, spec, (rank, memory))
                 examined.append(candidate)
                 _keep_if_better(best, candidate)
     ranked = sorted(best.values(), key=_order)[:kept]
@@ -121,17 +121,17 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
 
 
 def evaluate(
-    request: Request, configuration: RunSpec, fullest: tuple[int, RankMemory] | None = None
+    request: Request, spec: RunSpec, fullest: tuple[int, RankMemory] | None = None
 ) -> Candidate:
     """Memory, time and rates of one configuration."""
-    rank, memory = fullest or fullest_rank(configuration)
-    seconds = iteration_seconds(configuration, request.cluster)
-    cluster, shape = request.cluster, configuration.shape
-    samples = configuration.batch.global_batch_size
-    peak = cluster.device.peak_flops(configuration.dtype) or 0.0
-    devices = configuration.parallelism.world_size
+    rank, memory = fullest or fullest_rank(spec)
+    seconds = iteration_seconds(spec, request.cluster)
+    cluster, shape = request.cluster, spec.shape
+    samples = spec.batch.global_batch_size
+    peak = cluster.device.peak_flops(spec.dtype) or 0.0
+    devices = spec.parallelism.world_size
     return Candidate(
-        configuration=configuration,
+        spec=spec,
         memory=memory,
         memory_rank=rank,
         seconds=seconds,
@@ -175,7 +175,7 @@ def _bounds(request: Request) -> _Bases:
         if not sizes:
             continue
         found.legal += _count(template, split, sizes)
-        lightest = frugal(base(template, split, sizes[0], Recompute.FULL))
+        lightest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
         bytes_needed = fullest_rank(lightest)[1].total
         if found.lightest is None or bytes_needed < found.lightest[0]:
             found.lightest = (bytes_needed, lightest)
@@ -190,7 +190,7 @@ def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: lis
     for recompute in recomputes(template):
         for size in sizes:
             plain = base(template, split, size, recompute)
-            if fullest_rank(frugal(plain))[1].total > request.capacity:
+            if fullest_rank(min_memory_variant(plain))[1].total > request.capacity:
                 break
             for comm_type in comm_types(template.shape, split):
                 chosen = plain if comm_type == "p2p" else replace(plain, cp_comm_type=comm_type)
@@ -213,16 +213,90 @@ def _order(candidate: Candidate) -> tuple[float, int, str]:
     return candidate.seconds.total, candidate.memory.total, candidate.strategy
 
 
-def _folded(parallelism: Parallelism) -> str:
+def _keep_if_better(best: dict[Parallelism, Candidate], candidate: Candidate) -> None:
     """Strategies that differ in the number of virtual stages count as one."""
-    return strategy_name(parallelism).replace("vpp", "pp")
-
-
-def _keep_if_better(best: dict[str, Candidate], candidate: Candidate) -> None:
-    key = _folded(candidate.configuration.parallelism)
+    key = replace(candidate.spec.parallelism, virtual_stages=1)
     if key not in best or _order(candidate) < _order(best[key]):
         best[key] = candidate
 
 
-def _slowest_kept(best: dict[str, Candidate], kept: int) -> float:
+def _slowest_kept(best: dict[Parallelism, Candidate], kept: int) -> float:
     return heapq.nsmallest(kept, (c.seconds.total for c in best.values()))[-1]
+
+
+WORDS = ("dp", "tp", "sp", "cp", "pp")
+
+
+def single_axis_candidates(request: Request) -> list[Candidate]:
+    """Those that are legal on this many devices with this global batch, fastest first.
+
+    The kit scales a model's batch with its devices; where that is not the requested global batch
+    there is nothing to compare, and the list is empty.
+    """
+    devices = request.cluster.devices
+    names = ["baseline"] if devices == 1 else [f"{word}{devices}" for word in WORDS]
+    found = []
+    for name in names:
+        parallelism = parse_strategy(name, devices)
+        batch = batch_for(request.model.batch, parallelism)
+        spec = replace(request.template, parallelism=parallelism, batch=batch)
+        if batch.global_batch_size == request.global_batch and not violations(spec):
+            found.append(evaluate(request, spec))
+    return sorted(found, key=lambda candidate: candidate.seconds.total)
+
+
+_LARGEST = 65536
+SECONDS_A_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A plan against the smallest number of devices that fits."""
+
+    devices: int
+    """Of the smallest."""
+    strategy: str
+    efficiency: float
+    """Tokens a second and device, relative to the smallest; same global batch."""
+
+
+def training_days(plan: Plan, tokens: float) -> float | None:
+    """Days to train on `tokens` tokens with the plan's winner, without interruptions."""
+    if plan.winner is None:
+        return None
+    return tokens / plan.winner.tokens_per_second / SECONDS_A_DAY
+
+
+def scaling(plan: Plan) -> Scaling | None:
+    """Efficiency against the smallest fitting power of two up to the plan's own size."""
+    if plan.winner is None:
+        return None
+    own = plan.request.cluster.devices
+    devices = 1
+    while devices < own:
+        smaller = search(_resized(plan.request, devices), kept=1)
+        if smaller.winner is not None:
+            rate = smaller.winner.tokens_per_second / devices
+            relative = plan.winner.tokens_per_second / own / rate
+            return Scaling(devices, smaller.winner.strategy, relative)
+        devices *= 2
+    return Scaling(own, plan.winner.strategy, 1.0)
+
+
+def devices_needed(request: Request) -> int | None:
+    """The smallest doubling of the request's devices on which the model fits; None up to 65536."""
+    devices = request.cluster.devices * 2
+    while devices <= _LARGEST:
+        grown = _resized(request, devices, request.global_batch * devices)
+        if search(grown, kept=1).winner is not None:
+            return devices
+        devices *= 2
+    return None
+
+
+def _resized(request: Request, devices: int, global_batch: int | None = None) -> Request:
+    batch = global_batch or request.global_batch
+    template = request.template
+    sized = replace(template, batch=replace(template.batch, global_batch_size=batch))
+    cluster = replace(request.cluster, devices=devices)
+    return replace(request, cluster=cluster, global_batch=batch, template=sized)

@@ -2,7 +2,7 @@
 
 from tools.launch.sweep.cells import Cell
 from tools.launch.sweep.results import Measured
-from tools.plan.parameters import parameters_total
+from tools.plan.tensors import parameters_total
 from tools.report.analyse.statistics import estimate
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind

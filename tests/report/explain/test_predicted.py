@@ -14,7 +14,7 @@ from tests.report.ledger_factory import (
     write_memory,
     write_times,
 )
-from tools.plan.megatron import LATEST
+from tools.plan.collectives.call import LATEST
 from tools.records.measurements import (
     CommunicationRecord,
     DeviceMemory,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from tests.report.ledger_factory import write_trace
-from tools.plan.schedules import Pass, Schedule
+from tools.plan.schedules.simulate import Pass, Schedule
 from tools.report.explain.trace import Piece, idle_share, passes, read_trace, schedule_of
 from tools.spec.strategy import Parallelism
 

@@ -35,7 +35,7 @@ from tools.launch.run_folder import utc_now
 from tools.launch.supervise.interruption import Interrupted
 from tools.launch.target import parse_target
 from tools.launch.toolchain import compiler_problem, torch_problem
-from tools.plan.flops import model_flops
+from tools.plan.time.flops import model_flops
 from tools.preprocess.dataset import idx_path
 from tools.records.gpu_bench import (
     FOLDER,

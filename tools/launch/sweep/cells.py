@@ -14,7 +14,7 @@ from tools.launch.runtime import ON_HOST
 from tools.launch.sweep.request import Request
 from tools.launch.target import Target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.plan.parameters import parameters_total
+from tools.plan.tensors import parameters_total
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.launch.compose import Launch
 from tools.launch.sweep.cells import Cell
-from tools.plan.parameters import parameters_total
+from tools.plan.tensors import parameters_total
 from tools.report.analyse.statistics import Comparison, Estimate, compare, estimate
 from tools.report.read.runs import load_folder
 from tools.spec.run import Backend, DeviceKind

@@ -22,28 +22,28 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         model = load_model(options.model)
-        configuration = configuration_from(options, model)
-        ranks = ranks_named(options.ranks, configuration)
-        check(model, configuration)
+        spec = spec_from(options, model)
+        ranks = ranks_named(options.ranks, spec)
+        check(spec)
         with DryRunner(verbose=options.verbose) as runner:
-            comparisons = dry_run(runner, model, configuration, ranks)
+            comparisons = dry_run(runner, model, spec, ranks)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    _show(options, model, configuration, comparisons)
+    _show(options, model, spec, comparisons)
     return 0 if all(comparison.agrees for comparison in comparisons) else 1
 
 
 def dry_run(
-    runner: DryRunner, model: Model, configuration: RunSpec, ranks: tuple[int, ...]
+    runner: DryRunner, model: Model, spec: RunSpec, ranks: tuple[int, ...]
 ) -> list[Comparison]:
     """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
-    flags, world = flags_of(model, configuration), configuration.parallelism.world_size
+    flags, world = flags_of(model, spec), spec.parallelism.world_size
     reports = [runner.run(Job(flags, world, rank)) for rank in ranks]
-    return [compare(configuration, report) for report in reports]
+    return [compare(spec, report) for report in reports]
 
 
-def configuration_from(options: argparse.Namespace, model: Model) -> RunSpec:
+def spec_from(options: argparse.Namespace, model: Model) -> RunSpec:
     """The configuration that the options name.
 
     Raises:
@@ -75,15 +75,15 @@ def configuration_from(options: argparse.Namespace, model: Model) -> RunSpec:
 def _show(
     options: argparse.Namespace,
     model: Model,
-    configuration: RunSpec,
+    spec: RunSpec,
     comparisons: list[Comparison],
 ) -> None:
     from tools.plan.dryrun.show import as_data, print_comparisons
 
     if options.json:
-        print(json.dumps(as_data(model, configuration, comparisons), indent=2))
+        print(json.dumps(as_data(model, spec, comparisons), indent=2))
     else:
-        print_comparisons(model, configuration, comparisons)
+        print_comparisons(model, spec, comparisons)
 
 
 def _parser() -> argparse.ArgumentParser:

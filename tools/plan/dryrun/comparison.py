@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tools.plan.activations import layers_in_flight
-from tools.plan.communication import communication_of_rank
+from tools.plan.collectives.call import total_wire_bytes
+from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.dryrun.job import RankReport, as_dry_run, pipeline_rank
-from tools.plan.memory import memory_of_rank
-from tools.plan.parameters import rank_parameters
-from tools.plan.wire import total_wire_bytes
+from tools.plan.memory import layers_in_flight, memory_of_rank
+from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Operation
 from tools.spec.run import RunSpec
 
@@ -56,20 +55,20 @@ class Comparison:
         return same and self.parameters == self.report.parameters and not self.differences
 
 
-def compare(configuration: RunSpec, report: RankReport) -> Comparison:
+def compare(spec: RunSpec, report: RankReport) -> Comparison:
     """Put the closed forms beside a rank's dry run."""
-    stage = pipeline_rank(configuration, report.rank)
-    as_run = as_dry_run(configuration)
+    stage = pipeline_rank(spec, report.rank)
+    as_run = as_dry_run(spec)
     traffic = communication_of_rank(as_run, stage)
     expected: Counter[_Key] = Counter()
     for item in traffic:
         expected[item.group, item.operation, item.payload_bytes] += item.calls
     layers = layers_in_flight(as_run, stage)
-    chunk = configuration.layers_a_stage // configuration.parallelism.virtual_stages
+    chunk = spec.layers_a_stage // spec.parallelism.virtual_stages
     return Comparison(
         report=report,
         pipeline_rank=stage,
-        parameters=rank_parameters(as_run.shape, as_run.parallelism, stage).total,
+        parameters=rank_parameters(as_run, stage).total,
         wire_bytes=total_wire_bytes(traffic),
         in_flight=layers // chunk,
         memory=_memory(as_run, report, stage),
@@ -94,9 +93,9 @@ def _differences(found: Counter[_Key], expected: Counter[_Key]) -> list[CallDiff
     ]
 
 
-def _memory(configuration: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
+def _memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
     held = report.memory.categories
-    closed = memory_of_rank(configuration, stage)
+    closed = memory_of_rank(spec, stage)
     short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)
     return {
         "weights": (held[MemoryCategory.WEIGHTS], closed.weights),

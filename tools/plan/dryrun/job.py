@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from tools.plan.legality import violations_of
-from tools.plan.naming import extra_flags
+from tools.plan.constraints import violations
 from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import merge_flags
 from tools.spec.model import Model
-from tools.spec.run import RunSpec
-from tools.spec.strategy import Sharding, strategy_flags
+from tools.spec.run import RunSpec, flags_of_spec
+from tools.spec.strategy import Sharding
 
 _HALF = ("--fp16", "--bf16")
 _FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
@@ -66,29 +65,29 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def as_dry_run(configuration: RunSpec) -> RunSpec:
+def as_dry_run(spec: RunSpec) -> RunSpec:
     """The configuration that runs where Transformer Engine is not.
 
     Megatron's own attention keeps its scores; under context parallelism the kit's gathers K and V,
     which sends the ring's bytes in other calls.
     """
-    return replace(configuration, fused_attention=False, cp_comm_type="all_gather")
+    return replace(spec, fused_attention=False, cp_comm_type="all_gather")
 
 
-def check(model: Model, configuration: RunSpec) -> None:
+def check(spec: RunSpec) -> None:
     """Refuse what a dry run cannot show.
 
     Raises:
         DryRunError: One sentence for each reason.
     """
-    parallelism = configuration.parallelism
-    problems = list(violations_of(as_dry_run(configuration), model.name))
+    parallelism = spec.parallelism
+    problems = list(violations(as_dry_run(spec)))
     if parallelism.sharding in _FSDP:
         problems.append(
             f"{parallelism.sharding} keeps its weights in DTensors that the dry run cannot fake; use "
             "zero1 or no sharding here, and 'make plan' for its closed form."
         )
-    if configuration.cp_comm_type == "a2a" and parallelism.context > 1:
+    if spec.cp_comm_type == "a2a" and parallelism.context > 1:
         problems.append(
             "All-to-all context parallelism needs Transformer Engine; dry-run p2p or all_gather, "
             "and take 'make plan' for its closed form."
@@ -97,39 +96,33 @@ def check(model: Model, configuration: RunSpec) -> None:
         raise DryRunError("\n".join(problems))
 
 
-def flags_of(model: Model, configuration: RunSpec) -> tuple[str, ...]:
+def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
     """Megatron's arguments for a configuration, as `make train-…` would give them to CPU ranks.
 
     Precision is the configuration's own, because it decides bytes.
     """
-    shape, batch = configuration.shape, configuration.batch
+    shape = spec.shape
     training = read_args_file(ROOT / "examples" / model.family / "training.args")
     on_host = read_args_file(ROOT / "tools" / "launch" / "runtimes" / "cpu.args")
-    dropout = str(configuration.dropout)
     return merge_flags(
         tuple(flag for flag in (*training, *model.flags) if flag not in _HALF),
-        () if configuration.dtype == "fp32" else (f"--{configuration.dtype}",),
-        strategy_flags(configuration.parallelism),
-        extra_flags(as_dry_run(replace(configuration, cp_comm_type="p2p"))),
+        flags_of_spec(replace(spec, cp_comm_type="p2p")),
         on_host,
-        ("--micro-batch-size", str(batch.micro_batch_size)),
-        ("--global-batch-size", str(batch.global_batch_size)),
         ("--seq-length", str(shape.seq_length)),
         ("--max-position-embeddings", str(max(shape.positions, shape.seq_length))),
-        ("--attention-dropout", dropout, "--hidden-dropout", dropout),
         ("--vocab-size", str(shape.vocabulary)),
         ("--make-vocab-size-divisible-by", str(shape.vocabulary_multiple)),
         _WITHOUT_DEVICES,
     )
 
 
-def ranks_named(text: str, configuration: RunSpec) -> tuple[int, ...]:
+def ranks_named(text: str, spec: RunSpec) -> tuple[int, ...]:
     """Global ranks from `first,middle,last` (of the pipeline's stages) or numbers.
 
     Raises:
         DryRunError: A word that is neither, or a rank outside the world.
     """
-    world, pipeline = configuration.parallelism.world_size, configuration.parallelism.pipeline
+    world, pipeline = spec.parallelism.world_size, spec.parallelism.pipeline
     named = {"first": 0, "middle": pipeline // 2 * (world // pipeline), "last": world - 1}
     ranks = []
     for word in text.split(","):
@@ -142,7 +135,7 @@ def ranks_named(text: str, configuration: RunSpec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-def pipeline_rank(configuration: RunSpec, rank: int) -> int:
+def pipeline_rank(spec: RunSpec, rank: int) -> int:
     """The pipeline stage of a global rank: PP is the outermost dimension of Megatron's order."""
-    parallelism = configuration.parallelism
+    parallelism = spec.parallelism
     return rank // (parallelism.world_size // parallelism.pipeline)

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.plan.dryrun.comparison import Comparison
-from tools.plan.naming import strategy_name
 from tools.records.measurements import Calls
 from tools.spec.model import Model
 from tools.spec.run import RunSpec
+from tools.spec.strategy import strategy_name
 
 _GIB, _GB = 2**30, 1e9
 
@@ -26,31 +26,31 @@ NOTES = (
 )
 
 
-def as_data(model: Model, configuration: RunSpec, comparisons: list[Comparison]) -> dict[str, Any]:
+def as_data(model: Model, spec: RunSpec, comparisons: list[Comparison]) -> dict[str, Any]:
     """Everything, for `--json`; bytes and seconds."""
     return {
         "model": model.name,
-        "strategy": strategy_name(configuration.parallelism),
-        "parallelism": asdict(configuration.parallelism),
-        "micro_batch_size": configuration.batch.micro_batch_size,
-        "global_batch_size": configuration.batch.global_batch_size,
-        "microbatches": configuration.microbatches,
-        "dtype": configuration.dtype,
-        "seq_length": configuration.shape.seq_length,
+        "strategy": strategy_name(spec.parallelism),
+        "parallelism": asdict(spec.parallelism),
+        "micro_batch_size": spec.batch.micro_batch_size,
+        "global_batch_size": spec.batch.global_batch_size,
+        "microbatches": spec.microbatches,
+        "dtype": spec.dtype,
+        "seq_length": spec.shape.seq_length,
         "ranks": [_rank_as_data(comparison) for comparison in comparisons],
         "notes": list(NOTES),
     }
 
 
-def print_comparisons(model: Model, configuration: RunSpec, comparisons: list[Comparison]) -> None:
+def print_comparisons(model: Model, spec: RunSpec, comparisons: list[Comparison]) -> None:
     """A table of figures, then of each rank's calls."""
     console = Console(width=None if sys.stdout.isatty() else 140)
-    parallelism, batch = configuration.parallelism, configuration.batch
+    parallelism, batch = spec.parallelism, spec.batch
     console.print(
         f"{model.name} as {strategy_name(parallelism)} on {parallelism.world_size} ranks: micro batch "
         f"{batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{configuration.microbatches} micro batches, sequence {configuration.shape.seq_length}, "
-        f"{configuration.dtype}.",
+        f"{spec.microbatches} micro batches, sequence {spec.shape.seq_length}, "
+        f"{spec.dtype}.",
         highlight=False,
     )
     for comparison in comparisons:

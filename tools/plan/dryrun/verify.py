@@ -88,11 +88,11 @@ def verified_as_data(verified: list[Verified]) -> list[dict[str, object]]:
 
 
 def _verified(runner: DryRunner, plan: Plan, candidate: Candidate) -> Verified:
-    model, configuration = plan.request.model, candidate.configuration
+    model, spec = plan.request.model, candidate.spec
     try:
-        check(model, configuration)
-        ranks = ranks_named("first,last", configuration)
-        return Verified(candidate, tuple(dry_run(runner, model, configuration, ranks)))
+        check(spec)
+        ranks = ranks_named("first,last", spec)
+        return Verified(candidate, tuple(dry_run(runner, model, spec, ranks)))
     except DryRunError as error:
         return Verified(candidate, (), str(error))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.plan.flops import model_flops, token_flops
+from tools.plan.time.flops import model_flops, token_flops
 from tools.report.read.runs import Run
 from tools.report.read.setup import flags_of_printed
 from tools.spec.flags import Flags

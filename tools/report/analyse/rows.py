@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from tools.plan.parameters import parameters_total
+from tools.plan.tensors import parameters_total
 from tools.report.analyse.comparability import adam_state
 from tools.report.analyse.configurations import Configuration
 from tools.report.analyse.no_te import bare_notes

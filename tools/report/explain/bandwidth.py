@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tools.plan.shared_link import NODES, at_other_rate, link_seconds
+from tools.plan.time.cluster import NODES, at_other_rate, link_seconds
 from tools.records.measurements import RankCommunication
 from tools.report.analyse.report_data import Entry
 from tools.report.canvas import WIDTH_INCHES, colour, grid

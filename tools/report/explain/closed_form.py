@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.plan.megatron import LATEST, Megatron
+from tools.plan.collectives.call import LATEST, Megatron
 from tools.report.read.runs import Run
 from tools.spec.run import DeviceKind, Recompute, RunSpec, TokenDispatcher
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from tools.plan.activations import head_bytes, layer_activation_bytes, layers_in_flight
-from tools.plan.memory import activation_bytes
-from tools.plan.parameters import rank_parameters
+from tools.plan.memory import activation_bytes, head_bytes, layer_activation_bytes, layers_in_flight
+from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Phase, RankMemory
 from tools.report.explain.closed_form import pipeline_rank
 from tools.report.explain.subjects import Subject, find
@@ -83,8 +82,8 @@ def _difference(subject: Subject, first: RankMemory, last: RankMemory) -> str:
 def _tied(subject: Subject, stage: int) -> str:
     configuration = subject.findings.configuration
     assert configuration is not None
-    one = rank_parameters(configuration.shape, configuration.parallelism, 0)
-    other = rank_parameters(configuration.shape, configuration.parallelism, stage)
+    one = rank_parameters(configuration, 0)
+    other = rank_parameters(configuration, stage)
     held = f"rank by rank {count(one.total)} and {count(other.total)} parameters"
     if not (one.word_embedding and other.output_layer):
         return f"{subject.label}: first and last stage hold {held}."

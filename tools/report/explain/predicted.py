@@ -10,10 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.plan.communication import communication_of_rank
-from tools.plan.megatron import Megatron
-from tools.plan.parameters import UnevenSplitError, rank_parameters
-from tools.plan.wire import Traffic
+from tools.plan.collectives.call import CollectiveCall, Megatron
+from tools.plan.collectives.rank import communication_of_rank
+from tools.plan.tensors import UnevenSplitError, rank_parameters
 from tools.records.measurements import Calls, Operation, Phase, RankCommunication, TimeRecord
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from tools.report.explain.closed_form import (
@@ -109,7 +108,7 @@ def compare_calls(
     )
 
 
-def _rows(measured: Iterable[Calls], predicted: Iterable[Traffic]) -> list[CallRow]:
+def _rows(measured: Iterable[Calls], predicted: Iterable[CollectiveCall]) -> list[CallRow]:
     made, named = defaultdict(list), defaultdict(list)
     for call in measured:
         made[call.group, call.operation.value].append(call)
@@ -129,7 +128,7 @@ def _rows(measured: Iterable[Calls], predicted: Iterable[Traffic]) -> list[CallR
     ]
 
 
-def _left_over(measured: Iterable[Calls], predicted: Iterable[Traffic]) -> list[Unattributed]:
+def _left_over(measured: Iterable[Calls], predicted: Iterable[CollectiveCall]) -> list[Unattributed]:
     found: Counter[Kind] = Counter()
     for call in measured:
         found[_kind(call.group, call.operation.value, call.payload_bytes)] += call.calls
@@ -202,7 +201,7 @@ def _parameters(run: Run, configuration: RunSpec) -> Iterator[Residual]:
     for count in run.log.parameters:
         if count.pipeline_rank >= split.pipeline or count.tensor_rank >= split.tensor:
             continue
-        predicted = rank_parameters(configuration.shape, split, count.pipeline_rank).total
+        predicted = rank_parameters(configuration, count.pipeline_rank).total
         ranks_a_stage = split.world_size // split.pipeline
         rank = count.pipeline_rank * ranks_a_stage + count.tensor_rank
         yield Residual(rank, "parameters", count.parameters, predicted)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.plan.activations import logits_bytes
-from tools.plan.memory import held_parameters, memory_of_rank
-from tools.plan.parameters import rank_parameters
+from tools.plan.memory import held_parameters, logits_bytes, memory_of_rank
+from tools.plan.tensors import rank_parameters
 from tools.records.measurements import DeviceMemory, MemoryCategory, RankMemory
 from tools.report.explain.closed_form import Kernels, Residual, pipeline_rank
 from tools.spec.run import RunSpec
@@ -41,7 +40,7 @@ def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterato
     split = configuration.parallelism
     last = stage == split.pipeline - 1
     yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
-    held = rank_parameters(configuration.shape, split, stage)
+    held = rank_parameters(configuration, stage)
     table = max(held.word_embedding, held.output_layer)
     gradient = configuration.element_bytes * table
     if last and not kernels.fused_gradients:

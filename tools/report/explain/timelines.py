@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from tools.plan.schedules import Durations, Pass, Step, Timeline, simulate
+from tools.plan.schedules.simulate import Durations, Pass, Step, Timeline, simulate
 from tools.records.measurements import Phase
 from tools.records.run import TRACE_FILE
 from tools.report.analyse.report_data import Entry

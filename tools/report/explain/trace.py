@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.plan.schedules import Pass, Schedule, Step, simulate
+from tools.plan.schedules.simulate import Pass, Schedule, Step, simulate
 from tools.records.run import TRACE_FILE
 from tools.spec.strategy import Parallelism
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.plan.schedule_figures import figures
-from tools.plan.schedules import Event, Pass, Timeline
+from tools.plan.schedules.simulate import Event, Pass, Timeline, figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tools.records.measurements import Operation, Phase, wire_bytes
 from tools.spec.groups import Group
@@ -14,7 +15,7 @@ from tools.spec.run import Transport
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class CollectiveCall:
     """Equal calls of one rank in one iteration."""
 
     group: Group
@@ -47,7 +48,7 @@ class Traffic:
         return self.calls * self.payload_bytes
 
 
-def by_group(traffic: Iterable[Traffic]) -> dict[Group, int]:
+def by_group(traffic: Iterable[CollectiveCall]) -> dict[Group, int]:
     """Wire bytes by group."""
     totals: dict[Group, int] = {}
     for item in traffic:
@@ -55,6 +56,17 @@ def by_group(traffic: Iterable[Traffic]) -> dict[Group, int]:
     return totals
 
 
-def total_wire_bytes(traffic: Iterable[Traffic]) -> int:
+def total_wire_bytes(traffic: Iterable[CollectiveCall]) -> int:
     """Wire bytes over all groups."""
     return sum(item.wire_bytes for item in traffic)
+
+
+class Megatron(StrEnum):
+    """A version of Megatron-LM, by what it is checked out as."""
+
+    F4FA7D6B = "f4fa7d6b"
+    """Main of 2025-09-01, 0.15.0rc2: the published runs."""
+    V0_19 = "core_v0.19.0"
+
+
+LATEST = Megatron.V0_19

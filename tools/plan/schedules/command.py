@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.plan.schedule_figures import (
+from tools.plan.schedules.simulate import (
+    Durations,
+    Schedule,
+    Timeline,
     closed_form_activations,
     closed_form_bubble,
     figures,
+    simulate,
 )
-from tools.plan.schedules import Durations, Schedule, Timeline, simulate
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +43,7 @@ def main(arguments: list[str]) -> int:
     else:
         _print(timelines)
     if options.svg:
-        from tools.plan.schedule_picture import draw_schedules
+        from tools.plan.schedules.picture import draw_schedules
 
         draw_schedules(timelines, options.svg)
     return 0

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.plan.activations import logit_elements
-from tools.plan.cluster import Cluster
-from tools.plan.memory import PRECISIONS, held_parameters
+from tools.plan.memory import PRECISIONS, held_parameters, logit_elements
+from tools.plan.time.cluster import Cluster
 from tools.spec.run import Recompute, RunSpec
 
 _FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
@@ -79,14 +78,14 @@ def rates(cluster: Cluster, dtype: str) -> Rates:
     )
 
 
-def layer_seconds(configuration: RunSpec, rate: Rates) -> LayerSeconds:
+def layer_seconds(spec: RunSpec, rate: Rates) -> LayerSeconds:
     """Times of one transformer layer."""
-    scores = _attention_flops(configuration) / rate.attention_flops
-    forward, backward = _elementwise_bytes(configuration)
-    context_forward, context_backward = _context_bytes(configuration)
-    scores_forward, scores_backward = _scores_bytes(configuration)
+    scores = _attention_flops(spec) / rate.attention_flops
+    forward, backward = _elementwise_bytes(spec)
+    context_forward, context_backward = _context_bytes(spec)
+    scores_forward, scores_backward = _scores_bytes(spec)
     return LayerSeconds(
-        forward_matmul=_matmul_seconds(configuration, rate),
+        forward_matmul=_matmul_seconds(spec, rate),
         forward_attention=scores + scores_forward / rate.bytes_per_second,
         forward_memory=(forward + context_forward) / rate.bytes_per_second,
         backward_attention=2 * scores + scores_backward / rate.bytes_per_second,
@@ -94,36 +93,36 @@ def layer_seconds(configuration: RunSpec, rate: Rates) -> LayerSeconds:
     )
 
 
-def forward_passes(configuration: RunSpec) -> tuple[int, int, int]:
+def forward_passes(spec: RunSpec) -> tuple[int, int, int]:
     """Times that matrix products, attention and elementwise kernels run forward for a backward."""
-    if configuration.recompute is Recompute.FULL:
+    if spec.recompute is Recompute.FULL:
         return 2, 2, 2
-    selective = configuration.recompute is Recompute.SELECTIVE
-    return 1, 2 if selective and not configuration.fused_attention else 1, 1
+    selective = spec.recompute is Recompute.SELECTIVE
+    return 1, 2 if selective and not spec.fused_attention else 1, 1
 
 
-def embedding_seconds(configuration: RunSpec, rate: Rates) -> float:
+def embedding_seconds(spec: RunSpec, rate: Rates) -> float:
     """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
-    elements = configuration.tokens * configuration.shape.hidden
-    return 10 * configuration.element_bytes * elements / rate.bytes_per_second
+    elements = spec.tokens * spec.shape.hidden
+    return 10 * spec.element_bytes * elements / rate.bytes_per_second
 
 
-def head_seconds(configuration: RunSpec, rate: Rates) -> tuple[float, float]:
+def head_seconds(spec: RunSpec, rate: Rates) -> tuple[float, float]:
     """Output layer and loss of one micro batch: matrix products, and memory traffic."""
-    shape, tokens = configuration.shape, configuration.tokens
-    vocabulary = shape.padded_vocabulary(configuration.parallelism.tensor)
-    width = vocabulary // configuration.parallelism.tensor
-    matmul = 3 * _product_seconds(tokens, shape.hidden, width, configuration, rate)
+    shape, tokens = spec.shape, spec.tokens
+    vocabulary = shape.padded_vocabulary(spec.parallelism.tensor)
+    width = vocabulary // spec.parallelism.tensor
+    matmul = 3 * _product_seconds(tokens, shape.hidden, width, spec, rate)
     passes = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
-    if configuration.dtype != "fp32":
-        passes += 2 * configuration.element_bytes
-    return matmul, passes * logit_elements(configuration) / rate.bytes_per_second
+    if spec.dtype != "fp32":
+        passes += 2 * spec.element_bytes
+    return matmul, passes * logit_elements(spec) / rate.bytes_per_second
 
 
-def optimizer_seconds(configuration: RunSpec, rate: Rates, pipeline_rank: int) -> float:
+def optimizer_seconds(spec: RunSpec, rate: Rates, pipeline_rank: int) -> float:
     """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic."""
-    precision = PRECISIONS[configuration.dtype]
-    held, gradients = held_parameters(configuration, pipeline_rank)
+    precision = PRECISIONS[spec.dtype]
+    held, gradients = held_parameters(spec, pipeline_rank)
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
     a_parameter = _ADAM_BYTES + _NORM_AND_CLIP_BYTES + copies + weights
@@ -131,73 +130,71 @@ def optimizer_seconds(configuration: RunSpec, rate: Rates, pipeline_rank: int) -
     return touched / rate.bytes_per_second
 
 
-def _matmul_seconds(configuration: RunSpec, rate: Rates) -> float:
+def _matmul_seconds(spec: RunSpec, rate: Rates) -> float:
     """Forward products of one layer: QKV, projection, and the MLP or the routed experts."""
-    shape, tensor = configuration.shape, configuration.parallelism.tensor
-    tokens, hidden = configuration.tokens, shape.hidden
+    shape, tensor = spec.shape, spec.parallelism.tensor
+    tokens, hidden = spec.tokens, shape.hidden
     qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
     attention = shape.heads * shape.head_width // tensor
-    seconds = _product_seconds(tokens, hidden, qkv, configuration, rate)
-    seconds += _product_seconds(tokens, attention, hidden, configuration, rate)
+    seconds = _product_seconds(tokens, hidden, qkv, spec, rate)
+    seconds += _product_seconds(tokens, attention, hidden, spec, rate)
     ffn, copies = shape.ffn_hidden // tensor, 1
     if shape.experts:
-        copies = shape.experts // configuration.parallelism.expert
-        split = configuration.parallelism.tensor_of_experts
+        copies = shape.experts // spec.parallelism.expert
+        split = spec.parallelism.tensor_of_experts
         ffn = shape.expert_ffn_hidden // split
         routed = tokens * split // tensor * shape.experts_per_token
         tokens = max(1, routed // copies)
     first = ffn * (2 if shape.gated else 1)
-    mlp = _product_seconds(tokens, hidden, first, configuration, rate)
-    mlp += _product_seconds(tokens, ffn, hidden, configuration, rate)
+    mlp = _product_seconds(tokens, hidden, first, spec, rate)
+    mlp += _product_seconds(tokens, ffn, hidden, spec, rate)
     return seconds + copies * mlp
 
 
-def _product_seconds(
-    rows: int, inner: int, columns: int, configuration: RunSpec, rate: Rates
-) -> float:
+def _product_seconds(rows: int, inner: int, columns: int, spec: RunSpec, rate: Rates) -> float:
     operands = rows * inner + inner * columns + rows * columns
-    moved = configuration.element_bytes * operands
+    moved = spec.element_bytes * operands
     return 2 * rows * inner * columns / rate.flops + moved / rate.bytes_per_second
 
 
-def _attention_flops(configuration: RunSpec) -> float:
+def _attention_flops(spec: RunSpec) -> float:
     """Scores and their product with V, forward; only fused attention skips what is masked."""
-    shape = configuration.shape
-    width = shape.heads * shape.head_width // configuration.parallelism.tensor
-    square = 4.0 * configuration.tokens * shape.seq_length * width
-    return square / 2 if configuration.fused_attention else square
+    shape = spec.shape
+    width = shape.heads * shape.head_width // spec.parallelism.tensor
+    square = 4.0 * spec.tokens * shape.seq_length * width
+    return square / 2 if spec.fused_attention else square
 
 
-def _scores_bytes(configuration: RunSpec) -> tuple[int, int]:
+def _scores_bytes(spec: RunSpec) -> tuple[int, int]:
     """Unfused attention writes its scores and reads them back, four times over."""
-    if configuration.fused_attention:
+    if spec.fused_attention:
         return 0, 0
-    shape, element = configuration.shape, configuration.element_bytes
-    heads = shape.heads // configuration.parallelism.tensor
-    scores = heads * configuration.tokens * shape.seq_length
-    dropout = 2 * element + 1 if configuration.dropout else 0
+    shape, element = spec.shape, spec.element_bytes
+    heads = shape.heads // spec.parallelism.tensor
+    scores = heads * spec.tokens * shape.seq_length
+    dropout = 2 * element + 1 if spec.dropout else 0
     return (4 * element + dropout) * scores, (6 * element + dropout) * scores
 
 
-def _elementwise_bytes(configuration: RunSpec) -> tuple[int, int]:
+def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:
     """Memory traffic of norms, dropouts, residuals, activations and bias gradients."""
-    shape, element = configuration.shape, configuration.element_bytes
-    hidden = configuration.tokens * shape.hidden // configuration.sequence_shards
-    masks = 2 if configuration.dropout else 0
-    tensor = configuration.parallelism.tensor
+    shape, element = spec.shape, spec.element_bytes
+    hidden = spec.tokens * shape.hidden // spec.sequence_shards
+    masks = 2 if spec.dropout else 0
+    tensor = spec.parallelism.tensor
     ffn = shape.experts_per_token * shape.expert_ffn_hidden if shape.experts else shape.ffn_hidden
     first = ffn * (2 if shape.gated else 1)
     qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width
     biases = qkv + first if shape.bias else 0
-    forward_wide = element * configuration.tokens * (first + ffn) // tensor
-    backward_wide = element * configuration.tokens * (2 * first + ffn + biases) // tensor
+    forward_wide = element * spec.tokens * (first + ffn) // tensor
+    backward_wide = element * spec.tokens * (2 * first + ffn + biases) // tensor
     norm_and_residual = 10 * element + masks
     backward_hidden = 12 * element + masks + (2 * element if shape.bias else 0)
     forward = norm_and_residual * hidden + forward_wide
     return forward, backward_hidden * hidden + backward_wide
 
 
-def _context_bytes(configuration: RunSpec) -> tuple[int, int]:
+def _context_bytes(spec: RunSpec) -> tuple[int, int]:
     """Memory traffic that context parallelism adds to attention, forward and backward.
 
     Ring: K and V are packed, the first step's result is read and written; of each further step's,
@@ -205,16 +202,16 @@ def _context_bytes(configuration: RunSpec) -> tuple[int, int]:
     written. Gathered: K and V are put in order as many times as they are gathered. All-to-all:
     every tensor is reordered before and after its exchange.
     """
-    parallelism, shape = configuration.parallelism, configuration.shape
+    parallelism, shape = spec.parallelism, spec.shape
     ranks = parallelism.context
     if ranks == 1:
         return 0, 0
-    element = configuration.element_bytes * configuration.tokens
+    element = spec.element_bytes * spec.tokens
     queries = element * shape.heads * shape.head_width // parallelism.tensor
     keys = 2 * element * shape.query_groups * shape.head_width // parallelism.tensor
-    if configuration.cp_comm_type == "all_gather":
+    if spec.cp_comm_type == "all_gather":
         return 2 * ranks * keys, 4 * ranks * keys
-    if configuration.cp_comm_type == "a2a":
+    if spec.cp_comm_type == "a2a":
         return 4 * (2 * queries + keys), 4 * (2 * queries + keys)
     merging = 2 * 4 + 3 * 3 * (ranks - 1)
     return 2 * keys + merging * queries // 4, merging * (queries + keys) // 4

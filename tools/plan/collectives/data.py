@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
+from tools.plan.collectives.call import CollectiveCall
 from tools.plan.memory import PRECISIONS
-from tools.plan.parameters import layer_parameters, rank_parameters
-from tools.plan.tensors import Buffer, chunk_buffers
-from tools.plan.wire import Traffic
+from tools.plan.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.model import ModelShape
@@ -20,34 +19,34 @@ _FSDP = "distributed/fsdp/src/megatron_fsdp; torch.distributed.fsdp.fully_shard"
 _BUCKET_ALIGNMENT = 128
 
 
-def gradient_traffic(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
+def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Gradient and weight calls of one pipeline rank in one iteration."""
-    sharding = configuration.parallelism.sharding
+    sharding = spec.parallelism.sharding
     if sharding is Sharding.NONE:
-        yield from _all_reduced(configuration, pipeline_rank)
+        yield from _all_reduced(spec, pipeline_rank)
     elif sharding is Sharding.ZERO1:
-        yield from _distributed_optimizer(configuration, pipeline_rank)
+        yield from _distributed_optimizer(spec, pipeline_rank)
     else:
-        yield from _fully_sharded(configuration, pipeline_rank)
+        yield from _fully_sharded(spec, pipeline_rank)
 
 
-def data_parallel_ranks(configuration: RunSpec) -> tuple[int, int]:
+def data_parallel_ranks(spec: RunSpec) -> tuple[int, int]:
     """Ranks that share the gradients of ordinary weights, and of experts."""
-    parallelism = configuration.parallelism
+    parallelism = spec.parallelism
     ranks = parallelism.data * parallelism.context
     return ranks, parallelism.copies_of_experts
 
 
-def _all_reduced(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
+def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """DDP: one all-reduce of each model chunk's whole buffer (buckets only split it in overlap)."""
-    gradient = PRECISIONS[configuration.dtype].gradients
-    ranks, expert_ranks = data_parallel_ranks(configuration)
-    for chunk in chunk_buffers(configuration, pipeline_rank):
+    gradient = PRECISIONS[spec.dtype].gradients
+    ranks, expert_ranks = data_parallel_ranks(spec)
+    for chunk in chunk_buffers(spec, pipeline_rank):
         for group, size, buffer, what in (
             (Group.DATA_CONTEXT, ranks, chunk.untied + chunk.tied, "gradients"),
             (Group.EXPERT_DATA, expert_ranks, chunk.experts, "gradients of experts"),
         ):
-            yield Traffic(
+            yield CollectiveCall(
                 group,
                 size,
                 Operation.ALL_REDUCE,
@@ -59,7 +58,7 @@ def _all_reduced(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic
             )
 
 
-def _distributed_optimizer(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
+def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Reduce-scatter of gradients, all-gather of updated weights, over padded buckets.
 
     A tied embedding on several stages has a bucket of its own; only in a rank's first virtual stage
@@ -69,8 +68,8 @@ def _distributed_optimizer(configuration: RunSpec, pipeline_rank: int) -> Iterat
     With expert parallelism two optimizers are chained and each gathers the weights of both
     (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).
     """
-    precision, gathers = PRECISIONS[configuration.dtype], _chained_optimizers(configuration)
-    for group, size, elements in _bucket_groups(configuration, pipeline_rank):
+    precision, gathers = PRECISIONS[spec.dtype], _chained_optimizers(spec)
+    for group, size, elements in _bucket_groups(spec, pipeline_rank):
         for operation, phase, what, calls, width, function in (
             (
                 Operation.REDUCE_SCATTER,
@@ -90,17 +89,19 @@ def _distributed_optimizer(configuration: RunSpec, pipeline_rank: int) -> Iterat
             ),
         ):
             source = f"{_BUCKETS}.{function}"
-            yield Traffic(group, size, operation, phase, what, calls, width * elements, source)
+            yield CollectiveCall(
+                group, size, operation, phase, what, calls, width * elements, source
+            )
 
 
-def _chained_optimizers(configuration: RunSpec) -> int:
-    return 2 if configuration.parallelism.expert > 1 else 1
+def _chained_optimizers(spec: RunSpec) -> int:
+    return 2 if spec.parallelism.expert > 1 else 1
 
 
-def _bucket_groups(configuration: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int, int]]:
+def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int, int]]:
     """Buckets that one call moves: their group, its ranks, their elements."""
-    ranks, expert_ranks = data_parallel_ranks(configuration)
-    for stage, chunk in enumerate(chunk_buffers(configuration, pipeline_rank)):
+    ranks, expert_ranks = data_parallel_ranks(spec)
+    for stage, chunk in enumerate(chunk_buffers(spec, pipeline_rank)):
         shared = [bucket_elements(buffer, ranks) for buffer in (chunk.untied, chunk.tied)]
         for elements in shared if stage == 0 else [sum(shared)]:
             yield Group.DATA_CONTEXT, ranks, elements
@@ -112,7 +113,7 @@ def bucket_elements(buffer: Buffer, ranks: int) -> int:
     return _padded(buffer.aligned_elements, lcm(ranks, _BUCKET_ALIGNMENT))
 
 
-def _fully_sharded(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traffic]:
+def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models with their padding.
 
     Every micro batch reduce-scatters its gradients. ZeRO-3 and FSDP2 gather each layer before its
@@ -120,12 +121,12 @@ def _fully_sharded(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traff
     has in no layer, and everything under ZeRO-2, which has one bucket, is gathered once, after the
     update.
     """
-    shape, parallelism = configuration.trained_shape, configuration.parallelism
-    layers, passes = configuration.layers_a_stage, configuration.microbatches
-    rank = rank_parameters(configuration.shape, parallelism, pipeline_rank)
+    shape, parallelism = spec.trained_shape, spec.parallelism
+    layers, passes = spec.layers_a_stage, spec.microbatches
+    rank = rank_parameters(spec, pipeline_rank)
     split = (parallelism.tensor, parallelism.expert, parallelism.expert_tensor)
     layer = layer_parameters(shape, 1, *split)
-    ranks, expert_ranks = data_parallel_ranks(configuration)
+    ranks, expert_ranks = data_parallel_ranks(spec)
     experts = layer.experts if parallelism.expert > 1 else 0
     shared = layer.total - experts
     outside = rank.total - layers * layer.total
@@ -134,14 +135,14 @@ def _fully_sharded(configuration: RunSpec, pipeline_rank: int) -> Iterator[Traff
         if parallelism.sharding is Sharding.ZERO2:
             layers, outside = 0, _padded(rank.total, ranks * rows)
         shared, outside = _padded(shared, ranks * rows), _padded(outside, ranks * shape.hidden)
-    yield from _unit(configuration, Group.DATA_CONTEXT, ranks, shared, layers * passes)
-    yield from _unit(configuration, Group.EXPERT_DATA, expert_ranks, experts, layers * passes)
+    yield from _unit(spec, Group.DATA_CONTEXT, ranks, shared, layers * passes)
+    yield from _unit(spec, Group.EXPERT_DATA, expert_ranks, experts, layers * passes)
     if parallelism.sharding is Sharding.FSDP2:
         embedding = rank.word_embedding + rank.position_embedding
         for unit in (embedding, outside - embedding):
-            yield from _unit(configuration, Group.DATA_CONTEXT, ranks, unit, passes)
+            yield from _unit(spec, Group.DATA_CONTEXT, ranks, unit, passes)
     else:
-        yield from _unit(configuration, Group.DATA_CONTEXT, ranks, outside, passes, layered=False)
+        yield from _unit(spec, Group.DATA_CONTEXT, ranks, outside, passes, layered=False)
 
 
 def _widest_row(shape: ModelShape, tensor: int) -> int:
@@ -154,20 +155,22 @@ def _padded(elements: int, multiple: int) -> int:
 
 
 def _unit(
-    configuration: RunSpec,
+    spec: RunSpec,
     group: Group,
     ranks: int,
     elements: int,
     passes: int,
     *,
     layered: bool = True,
-) -> Iterator[Traffic]:
+) -> Iterator[CollectiveCall]:
     """Weights in and gradients out of one unit, `passes` times in an iteration."""
-    precision = PRECISIONS[configuration.dtype]
-    keeps = configuration.parallelism.sharding is Sharding.ZERO2 or not layered
-    gathers = passes // configuration.microbatches if keeps else 2 * passes
+    precision = PRECISIONS[spec.dtype]
+    keeps = spec.parallelism.sharding is Sharding.ZERO2 or not layered
+    gathers = passes // spec.microbatches if keeps else 2 * passes
     phase = Phase.OPTIMIZER if keeps else Phase.FORWARD
     weights, gradients = precision.weights * elements, precision.gradients * elements
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
-    yield Traffic(group, ranks, gather, phase, "weights", gathers, weights, _FSDP)
-    yield Traffic(group, ranks, scatter, Phase.BACKWARD, "gradients", passes, gradients, _FSDP)
+    yield CollectiveCall(group, ranks, gather, phase, "weights", gathers, weights, _FSDP)
+    yield CollectiveCall(
+        group, ranks, scatter, Phase.BACKWARD, "gradients", passes, gradients, _FSDP
+    )

@@ -1,4 +1,4 @@
-"""Which combinations Megatron refuses, each in one sentence that names a way out.
+"""Which combinations Megatron refuses, each in one sentence that names a fix.
 
 The rules are those of `megatron/training/arguments.py: validate_args`, `TransformerConfig`, the
 pipeline schedules and the FSDP adapters, read at f4fa7d6b and at core_v0.19.0; where the two differ
@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from tools.spec.model import ModelShape
 from tools.spec.run import RunSpec
-from tools.spec.strategy import Batch, Parallelism, Sharding
+from tools.spec.strategy import Sharding
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 """Context-parallel attention that the planner knows (`--cp-comm-type`)."""
@@ -23,31 +22,21 @@ _EXPERTS_IN_FP16 = (0, 16)
 _FSDP = (Sharding.ZERO2, Sharding.ZERO3)
 
 
-def violations(
-    shape: ModelShape,
-    parallelism: Parallelism,
-    batch: Batch,
-    *,
-    model: str = "the model",
-    dtype: str | None = None,
-    cp_comm_type: str = "p2p",
-    release: tuple[int, int] | None = None,
-) -> tuple[str, ...]:
-    """Every reason why Megatron refuses this combination; empty if it would train.
+def violations(spec: RunSpec, release: tuple[int, int] | None = None) -> tuple[str, ...]:
+    """Every reason why Megatron refuses a run; empty if it would train.
 
-    `dtype` (`fp16`, `bf16`, `fp32`) adds the rules that depend on it; `release`, Megatron's major and
-    minor version, leaves out those that others have.
+    `release`, Megatron's major and minor version, leaves out the rules that only others have.
     """
-    if smallest := _degree_below_one(parallelism, batch):
+    if smallest := _degree_below_one(spec):
         return (smallest,)
     return (
-        *_tensor_rules(shape, parallelism, model),
-        *_pipeline_rules(shape, parallelism, model),
-        *_context_rules(shape, parallelism, model, cp_comm_type),
-        *_batch_rules(parallelism, batch),
-        *_expert_rules(shape, parallelism, model),
-        *_half_precision_expert_rules(shape, parallelism, dtype, release),
-        *_sharding_rules(parallelism, dtype),
+        *_tensor_rules(spec),
+        *_pipeline_rules(spec),
+        *_context_rules(spec),
+        *_batch_rules(spec),
+        *_expert_rules(spec),
+        *_half_precision_expert_rules(spec, release),
+        *_sharding_rules(spec),
     )
 
 
@@ -56,19 +45,8 @@ def divisors(number: int, limit: int = 64) -> list[int]:
     return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
 
 
-def violations_of(spec: RunSpec, model: str = "the model") -> tuple[str, ...]:
-    """Every reason why Megatron refuses a run; see `violations`."""
-    return violations(
-        spec.shape,
-        spec.parallelism,
-        spec.batch,
-        model=model,
-        dtype=spec.dtype,
-        cp_comm_type=spec.cp_comm_type,
-    )
-
-
-def _degree_below_one(parallelism: Parallelism, batch: Batch) -> str | None:
+def _degree_below_one(spec: RunSpec) -> str | None:
+    parallelism, batch = spec.parallelism, spec.batch
     sizes = {
         "DP": parallelism.data,
         "TP": parallelism.tensor,
@@ -84,7 +62,8 @@ def _degree_below_one(parallelism: Parallelism, batch: Batch) -> str | None:
     return f"{wrong}; use 1 or more." if wrong else None
 
 
-def _tensor_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
+def _tensor_rules(spec: RunSpec) -> Iterator[str]:
+    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
     tensor = parallelism.tensor
     splits = {"attention heads": shape.heads, "MLP columns": shape.ffn_hidden}
     if shape.query_groups != shape.heads:
@@ -105,7 +84,8 @@ def _tensor_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> It
         )
 
 
-def _pipeline_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
+def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
+    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
     if virtual > 1 and pipeline == 1:
         yield (
@@ -121,10 +101,9 @@ def _pipeline_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> 
         )
 
 
-def _context_rules(
-    shape: ModelShape, parallelism: Parallelism, model: str, cp_comm_type: str
-) -> Iterator[str]:
-    context = parallelism.context
+def _context_rules(spec: RunSpec) -> Iterator[str]:
+    shape, model = spec.shape, _called(spec)
+    context, cp_comm_type = spec.parallelism.context, spec.cp_comm_type
     if shape.positions and shape.seq_length > shape.positions:
         yield (
             f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "
@@ -142,7 +121,7 @@ def _context_rules(
             f"'{cp_comm_type}' is no context-parallel communication the kit knows; use "
             f"{_choices(CP_COMM_TYPES)}."
         )
-    groups = shape.query_groups // parallelism.tensor
+    groups = shape.query_groups // spec.parallelism.tensor
     if cp_comm_type == "a2a" and groups % context:
         yield (
             f"{model} keeps {groups} key/value heads a TP rank, which all-to-all CP {context} does "
@@ -150,7 +129,8 @@ def _context_rules(
         )
 
 
-def _batch_rules(parallelism: Parallelism, batch: Batch) -> Iterator[str]:
+def _batch_rules(spec: RunSpec) -> Iterator[str]:
+    parallelism, batch = spec.parallelism, spec.batch
     step = batch.micro_batch_size * parallelism.data
     if batch.global_batch_size % step:
         yield (
@@ -170,8 +150,8 @@ def _batch_rules(parallelism: Parallelism, batch: Batch) -> Iterator[str]:
         )
 
 
-def _expert_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
-    expert = parallelism.expert
+def _expert_rules(spec: RunSpec) -> Iterator[str]:
+    shape, expert, model = spec.shape, spec.parallelism.expert, _called(spec)
     if not shape.experts:
         if expert > 1:
             yield (
@@ -191,10 +171,11 @@ def _expert_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> It
         )
     if shape.bias:
         yield "Experts have no biases (f4fa7d6b refuses them); add --disable-bias-linear."
-    yield from _expert_layout_rules(shape, parallelism, model)
+    yield from _expert_layout_rules(spec)
 
 
-def _expert_layout_rules(shape: ModelShape, parallelism: Parallelism, model: str) -> Iterator[str]:
+def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
+    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
     tensor, split = parallelism.tensor, parallelism.tensor_of_experts
     if parallelism.tensor > 1 and not parallelism.sequence_parallel:
         yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
@@ -214,19 +195,15 @@ def _expert_layout_rules(shape: ModelShape, parallelism: Parallelism, model: str
         )
 
 
-def _half_precision_expert_rules(
-    shape: ModelShape,
-    parallelism: Parallelism,
-    dtype: str | None,
-    release: tuple[int, int] | None,
-) -> Iterator[str]:
+def _half_precision_expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
     if release is not None and release >= _EXPERTS_IN_FP16:
         return
-    if shape.experts and parallelism.expert > 1 and dtype == "fp16":
+    if spec.shape.experts and spec.parallelism.expert > 1 and spec.dtype == "fp16":
         yield "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
 
 
-def _sharding_rules(parallelism: Parallelism, dtype: str | None) -> Iterator[str]:
+def _sharding_rules(spec: RunSpec) -> Iterator[str]:
+    parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
     if sharding in _FSDP and pipeline > 1:
         yield (
@@ -239,8 +216,12 @@ def _sharding_rules(parallelism: Parallelism, dtype: str | None) -> Iterator[str
         yield f"torch FSDP2 refuses PP {pipeline}; use zero1 with pipeline stages, or PP 1."
     if parallelism.expert > 1:
         yield f"torch FSDP2 refuses EP {parallelism.expert}; use zero1 with experts, or EP 1."
-    if dtype == "fp16":
+    if spec.dtype == "fp16":
         yield "torch FSDP2 refuses fp16; use --bf16."
+
+
+def _called(spec: RunSpec) -> str:
+    return spec.model or "the model"
 
 
 def _next_multiple(number: int, step: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.wire import Traffic
+from tools.plan.collectives.call import CollectiveCall
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import Recompute, RunSpec, TokenDispatcher, Transport
@@ -21,85 +21,85 @@ _GATHERING = "transformer/moe/token_dispatcher.py: MoEAllGatherTokenDispatcher"
 _INT64 = 8
 
 
-def expert_traffic(configuration: RunSpec) -> Iterator[Traffic]:
+def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Calls over EP, and over the TP ranks that share each expert."""
-    if not configuration.shape.experts:
+    if not spec.shape.experts:
         return
-    if configuration.shape.load_balancing:
-        yield _balance(configuration)
-    if configuration.token_dispatcher == TokenDispatcher.ALL_GATHER:
-        yield from _gathered(configuration)
+    if spec.shape.load_balancing:
+        yield _balance(spec)
+    if spec.token_dispatcher == TokenDispatcher.ALL_GATHER:
+        yield from _gathered(spec)
         return
-    if _expert_ranks(configuration) > 1:
-        yield _token_counts(configuration)
-    if configuration.parallelism.expert > 1:
-        yield from _exchanges(configuration)
-    if configuration.parallelism.tensor_of_experts > 1:
-        yield from _expert_tensor_parallel(configuration)
+    if _expert_ranks(spec) > 1:
+        yield _token_counts(spec)
+    if spec.parallelism.expert > 1:
+        yield from _exchanges(spec)
+    if spec.parallelism.tensor_of_experts > 1:
+        yield from _expert_tensor_parallel(spec)
 
 
-def routed_tokens(configuration: RunSpec) -> int:
+def routed_tokens(spec: RunSpec) -> int:
     """Copies of its own tokens that a rank routes in one micro batch."""
-    tokens = configuration.tokens // configuration.sequence_shards
-    return tokens * configuration.shape.experts_per_token
+    tokens = spec.tokens // spec.sequence_shards
+    return tokens * spec.shape.experts_per_token
 
 
-def _expert_ranks(configuration: RunSpec) -> int:
+def _expert_ranks(spec: RunSpec) -> int:
     """ETP×EP: the ranks that hold one copy of a layer's experts."""
-    return configuration.parallelism.expert * configuration.parallelism.tensor_of_experts
+    return spec.parallelism.expert * spec.parallelism.tensor_of_experts
 
 
-def _passes(configuration: RunSpec) -> tuple[int, int]:
+def _passes(spec: RunSpec) -> tuple[int, int]:
     """Layer passes in forward (recomputation included) and in backward."""
-    backward = configuration.layers_a_stage * configuration.microbatches
-    return backward * (2 if configuration.recompute is Recompute.FULL else 1), backward
+    backward = spec.layers_a_stage * spec.microbatches
+    return backward * (2 if spec.recompute is Recompute.FULL else 1), backward
 
 
-def _token_counts(configuration: RunSpec) -> Traffic:
+def _token_counts(spec: RunSpec) -> CollectiveCall:
     """Every rank tells the others how many tokens it has for each expert."""
-    ranks = _expert_ranks(configuration)
-    return Traffic(
+    ranks = _expert_ranks(spec)
+    return CollectiveCall(
         Group.TENSOR_EXPERT,
         ranks,
         Operation.ALL_GATHER,
         Phase.FORWARD,
         "tokens for each expert",
-        _passes(configuration)[0],
-        ranks * configuration.shape.experts * _INT64,
+        _passes(spec)[0],
+        ranks * spec.shape.experts * _INT64,
         f"{_DISPATCHER}.preprocess",
     )
 
 
-def _balance(configuration: RunSpec) -> Traffic:
+def _balance(spec: RunSpec) -> CollectiveCall:
     """The auxiliary loss is that of whole samples: tokens of each expert, over the ranks of one.
 
     It is computed where gradients are: once a layer, in the recomputation if there is one.
     """
-    parallelism = configuration.parallelism
-    return Traffic(
+    parallelism = spec.parallelism
+    return CollectiveCall(
         Group.TENSOR_CONTEXT,
         parallelism.tensor * parallelism.context,
         Operation.ALL_REDUCE,
         Phase.FORWARD,
         "tokens for each expert, for the auxiliary loss",
-        _passes(configuration)[1],
-        configuration.shape.experts * _INT64,
+        _passes(spec)[1],
+        spec.shape.experts * _INT64,
         "transformer/moe/router.py: TopKRouter._apply_aux_loss",
     )
 
 
-def _exchanges(configuration: RunSpec) -> Iterator[Traffic]:
+def _exchanges(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Tokens out and back, their probabilities out; backward returns each one's gradient."""
-    ranks = configuration.parallelism.expert
-    routed = routed_tokens(configuration)
-    tokens = routed * configuration.shape.hidden * configuration.element_bytes
-    forwards, backwards = _passes(configuration)
+    ranks = spec.parallelism.expert
+    routed = routed_tokens(spec)
+    tokens = routed * spec.shape.hidden * spec.element_bytes
+    forwards, backwards = _passes(spec)
     for what, payload, times in (
         ("tokens to their experts and back", tokens, 2),
-        ("routing probabilities", routed * configuration.element_bytes, 1),
+        ("routing probabilities", routed * spec.element_bytes, 1),
     ):
         for phase, calls in ((Phase.FORWARD, forwards), (Phase.BACKWARD, backwards)):
-            yield Traffic(
+            yield CollectiveCall(
                 Group.EXPERT,
                 ranks,
                 Operation.ALL_TO_ALL,
@@ -111,15 +111,15 @@ def _exchanges(configuration: RunSpec) -> Iterator[Traffic]:
             )
 
 
-def _gathered(configuration: RunSpec) -> Iterator[Traffic]:
+def _gathered(spec: RunSpec) -> Iterator[CollectiveCall]:
     """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
-    ranks = _expert_ranks(configuration)
+    ranks = _expert_ranks(spec)
     if ranks == 1:
         return
-    shape, element = configuration.shape, configuration.element_bytes
-    tokens = ranks * (configuration.tokens // configuration.sequence_shards)
+    shape, element = spec.shape, spec.element_bytes
+    tokens = ranks * (spec.tokens // spec.sequence_shards)
     states, choices = tokens * shape.hidden * element, tokens * shape.experts
-    forwards, backwards = _passes(configuration)
+    forwards, backwards = _passes(spec)
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     for operation, phase, what, payload, calls in (
         (gather, Phase.FORWARD, "which token goes where", choices, forwards),
@@ -130,24 +130,24 @@ def _gathered(configuration: RunSpec) -> Iterator[Traffic]:
         (scatter, Phase.BACKWARD, "gradients of the tokens", states, backwards),
         (scatter, Phase.BACKWARD, "gradients of the probabilities", choices * element, backwards),
     ):
-        yield Traffic(
+        yield CollectiveCall(
             Group.TENSOR_EXPERT, ranks, operation, phase, what, calls, payload, _GATHERING
         )
 
 
-def _expert_tensor_parallel(configuration: RunSpec) -> Iterator[Traffic]:
+def _expert_tensor_parallel(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Each expert is split as well: its inputs are gathered, its outputs scattered.
 
     gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes
     (`megatron_patches/cpu/variable_size_collectives.py`).
     """
-    ranks = configuration.parallelism.tensor_of_experts
-    forwards, backwards = _passes(configuration)
-    routed = ranks * routed_tokens(configuration)
-    element = configuration.element_bytes
-    tokens = routed * configuration.shape.hidden * element
+    ranks = spec.parallelism.tensor_of_experts
+    forwards, backwards = _passes(spec)
+    routed = ranks * routed_tokens(spec)
+    element = spec.element_bytes
+    tokens = routed * spec.shape.hidden * element
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
-    if configuration.transport is Transport.GLOO:
+    if spec.transport is Transport.GLOO:
         gather = scatter = Operation.ALL_TO_ALL
     for operation, phase, what, payload, calls in (
         (gather, Phase.FORWARD, "inputs of experts", tokens, forwards),
@@ -157,6 +157,6 @@ def _expert_tensor_parallel(configuration: RunSpec) -> Iterator[Traffic]:
         (scatter, Phase.BACKWARD, "gradients of the probabilities", routed * element, backwards),
         (scatter, Phase.BACKWARD, "gradients of the inputs", tokens, backwards),
     ):
-        yield Traffic(
+        yield CollectiveCall(
             Group.EXPERT_TENSOR, ranks, operation, phase, what, calls, payload, _DISPATCHER
         )

@@ -1,0 +1,47 @@
+"""Every call that one rank makes in one training iteration, from closed forms.
+
+Read from Megatron-LM f4fa7d6b and core_v0.19.0; each entry names its upstream function. Groups of
+one rank are left out: Megatron calls them, nothing moves. Barriers and calls outside a training
+iteration (evaluation, checkpoints, start-up) are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tools.plan.collectives.call import LATEST, CollectiveCall, Megatron
+from tools.plan.collectives.context import context_collectives
+from tools.plan.collectives.control import control_collectives
+from tools.plan.collectives.data import gradient_collectives
+from tools.plan.collectives.experts import expert_collectives
+from tools.plan.collectives.pipeline import pipeline_collectives
+from tools.plan.collectives.tensor import tensor_collectives
+from tools.spec.run import RunSpec
+
+
+def communication_of_rank(
+    spec: RunSpec, pipeline_rank: int = 0, megatron: Megatron = LATEST
+) -> tuple[CollectiveCall, ...]:
+    """Calls of one pipeline rank in a steady iteration; its TP, CP and DP ranks are alike.
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits.
+    """
+    calls = _all_collectives(spec, pipeline_rank, megatron)
+    return tuple(
+        replace(item, transport=spec.transport)
+        for item in calls
+        if item.ranks > 1 and item.calls and item.payload_bytes
+    )
+
+
+def _all_collectives(
+    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+) -> Iterator[CollectiveCall]:
+    yield from tensor_collectives(spec, pipeline_rank, megatron)
+    yield from context_collectives(spec)
+    yield from expert_collectives(spec)
+    yield from pipeline_collectives(spec, pipeline_rank)
+    yield from gradient_collectives(spec, pipeline_rank)
+    yield from control_collectives(spec, pipeline_rank, megatron)

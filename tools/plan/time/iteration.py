@@ -1,0 +1,332 @@
+"""Seconds that one micro batch takes on one pipeline rank, forward and backward.
+
+Built from a layer, an embedding and a head, each of which depends on few choices and is computed
+once: a search over pipeline and data parallelism only adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from tools.plan.collectives.call import LATEST, CollectiveCall
+from tools.plan.collectives.context import context_collectives
+from tools.plan.collectives.control import control_collectives
+from tools.plan.collectives.data import gradient_collectives
+from tools.plan.collectives.experts import expert_collectives
+from tools.plan.collectives.pipeline import pipeline_collectives
+from tools.plan.collectives.tensor import (
+    batch_collectives,
+    embedding_collectives,
+    head_collectives,
+    layer_collectives,
+    replicated_gradients,
+)
+from tools.plan.time.cluster import Cluster, route
+from tools.plan.time.compute import (
+    LayerSeconds,
+    embedding_seconds,
+    forward_passes,
+    head_seconds,
+    layer_seconds,
+    optimizer_seconds,
+    rates,
+)
+from tools.records.measurements import Phase
+from tools.spec.groups import Group
+from tools.spec.run import RunSpec
+from tools.spec.strategy import Batch, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Part of one micro batch on one rank; communication is what arithmetic does not hide."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        arithmetic = self.matmul + self.attention + self.memory_bound
+        return arithmetic + self.tensor_parallel + self.context_parallel + self.expert_parallel
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory_bound + other.memory_bound,
+            self.tensor_parallel + other.tensor_parallel,
+            self.context_parallel + other.context_parallel,
+            self.expert_parallel + other.expert_parallel,
+        )
+
+    def __mul__(self, times: int) -> Seconds:
+        return Seconds(
+            self.matmul * times,
+            self.attention * times,
+            self.memory_bound * times,
+            self.tensor_parallel * times,
+            self.context_parallel * times,
+            self.expert_parallel * times,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the stages of a model are made of."""
+
+    layer: Seconds
+    embedding: Seconds
+    head: Seconds
+
+    def stage(self, layers: int, *, first: bool, last: bool) -> Seconds:
+        """One micro batch on a rank with `layers` layers."""
+        seconds = self.layer * layers
+        if first:
+            seconds += self.embedding
+        return seconds + self.head if last else seconds
+
+
+def parts(spec: RunSpec, cluster: Cluster) -> Parts:
+    """Layer, embedding and head of a configuration; raises `NoPeakError` as `rates` does."""
+    return _parts(_one_layer(spec), cluster)
+
+
+def transfer_seconds(cluster: Cluster, spec: RunSpec, item: CollectiveCall) -> float:
+    """Time of traffic alone on its links; nothing in a group of one rank."""
+    if item.ranks == 1:
+        return 0.0
+    way = route(cluster, spec.parallelism, item.group)
+    sent = item.wire_bytes_over(spec.transport)
+    return sent / way.bytes_per_second + item.calls * way.latency_seconds
+
+
+def after_hiding(seconds: float, behind: float, contention: float) -> float:
+    """What is left of communication that runs beside `behind` seconds of arithmetic."""
+    hidden = min(seconds, behind)
+    return seconds - hidden + contention * hidden
+
+
+def _one_layer(spec: RunSpec) -> RunSpec:
+    """The same micro batch with one layer a stage, and no more data parallelism than EP needs."""
+    own, shape = spec.parallelism, spec.shape
+    data = max(1, own.expert // own.context)
+    parallelism = replace(
+        own, data=data, pipeline=shape.layers, virtual_stages=1, sharding=Sharding.NONE
+    )
+    samples = spec.batch.micro_batch_size
+    return replace(spec, parallelism=parallelism, batch=Batch(samples, samples * data))
+
+
+@lru_cache(maxsize=65536)
+def _parts(spec: RunSpec, cluster: Cluster) -> Parts:
+    rate = rates(cluster, spec.dtype)
+    head_matmul, head_memory = head_seconds(spec, rate)
+    batch = _tensor_seconds(spec, cluster, batch_collectives(spec, False, True, LATEST), 0.0)
+    embedding = _tensor_seconds(spec, cluster, embedding_collectives(spec), 0.0)
+    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
+    return Parts(
+        layer=_layer(spec, cluster, layer_seconds(spec, rate)),
+        embedding=Seconds(
+            memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding + batch
+        ),
+        head=Seconds(head_matmul, 0.0, head_memory, head + batch),
+    )
+
+
+def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> Seconds:
+    """One layer, never faster than the host launches its kernels; where it does not run ahead of
+    the device, its time adds."""
+    matmuls, attentions, passes = forward_passes(spec)
+    matmul = (2 + matmuls) * layer.forward_matmul
+    attention = layer.forward_attention * attentions + layer.backward_attention
+    memory = layer.forward_memory * passes + layer.backward_memory
+    # Forward is about a third of a layer's kernels; recomputing launches them again.
+    launching = cluster.calibration.layer_launch_seconds * (2 + passes) / 3
+    hidden = matmul + attention + memory if cluster.calibration.launch_beside_work else 0.0
+    calls, beside = layer_collectives(spec), layer.weight_gradient_matmul
+    return Seconds(
+        matmul=matmul,
+        attention=attention,
+        memory_bound=memory + max(0.0, launching - hidden),
+        tensor_parallel=_tensor_seconds(spec, cluster, calls, beside),
+        context_parallel=_context_seconds(spec, cluster, layer),
+        expert_parallel=sum(_each(spec, cluster, expert_collectives(spec))),
+    )
+
+
+def _tensor_seconds(
+    spec: RunSpec, cluster: Cluster, traffic: Iterable[CollectiveCall], beside: float
+) -> float:
+    """Forward's calls are waited for; backward's run beside the weights' gradients."""
+    calls = list(traffic)
+    hideable = sum(_each(spec, cluster, (item for item in calls if item.hideable)))
+    visible = sum(_each(spec, cluster, (item for item in calls if not item.hideable)))
+    return visible + after_hiding(hideable, beside, cluster.calibration.contention)
+
+
+def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
+    """The ring's messages run beside attention on what has arrived; other algorithms wait."""
+    calls = list(context_collectives(spec))
+    seconds = sum(_each(spec, cluster, calls))
+    if not (calls and calls[0].hideable):
+        return seconds
+    context = spec.parallelism.context
+    attention = layer.forward_attention + layer.backward_attention
+    beside = attention * (context - 1) / context
+    return after_hiding(seconds, beside, cluster.calibration.contention)
+
+
+def _each(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> list[float]:
+    return [transfer_seconds(cluster, spec, item) for item in calls]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSeconds:
+    """Where an iteration's time goes; communication is what is not hidden behind arithmetic."""
+
+    matmul: float
+    attention: float
+    memory_bound: float
+    """Norms, dropouts, activations, the loss, and waiting for the host to launch kernels."""
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    pipeline_messages: float
+    bubble: float
+    """Waiting for other stages; with stages of unequal work also the wait for the slowest."""
+    gradient_sync: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of an iteration."""
+        inside = self.matmul + self.attention + self.memory_bound
+        layers = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        between = self.pipeline_messages + self.bubble
+        return inside + layers + between + self.gradient_sync + self.optimizer
+
+
+TIME_COMPONENTS = tuple(field.name for field in fields(IterationSeconds))
+
+ASSUMPTIONS = (
+    "Gradients are reduced after the last backward, as without --overlap-grad-reduce; ZeRO-2, "
+    "ZeRO-3 and FSDP2 overlap theirs.",
+    "Backward's tensor-parallel calls hide behind the weights' gradients, the context ring behind "
+    "attention (CUDA_DEVICE_MAX_CONNECTIONS=1).",
+    "Data loading, logging, evaluation and checkpoints take no time.",
+)
+
+_UNFUSED_PASSES = 5
+_OVERLAPPED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+
+
+def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
+    """Time of one iteration.
+
+    1F1B over stages that take T_i a micro batch lasts m·max(T) + (ΣT − max T)/v: all but the
+    slowest stage's work is passed through once at start and end (arXiv:2104.04473 §2.2, with v
+    virtual stages).
+
+    Raises:
+        NoPeakError: The device has no matrix rate in the configuration's dtype.
+    """
+    parallelism, count = spec.parallelism, spec.microbatches
+    slowest, through = pipeline_seconds(spec, cluster)
+    sync, optimizer = synchronisation_seconds(spec, cluster)
+    beside = _overlapped_sync_seconds(spec, cluster, count * slowest.total)
+    return IterationSeconds(
+        matmul=count * slowest.matmul,
+        attention=count * slowest.attention,
+        memory_bound=count * slowest.memory_bound,
+        tensor_parallel=count * slowest.tensor_parallel,
+        context_parallel=count * slowest.context_parallel,
+        expert_parallel=count * slowest.expert_parallel,
+        pipeline_messages=_message_seconds(spec, cluster),
+        bubble=(through - slowest.total) / parallelism.virtual_stages,
+        gradient_sync=sync + beside,
+        optimizer=optimizer,
+    )
+
+
+def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[Seconds, float]:
+    """One micro batch on the slowest stage, and its whole way through all stages."""
+    pieces, pipeline = parts(spec, cluster), spec.parallelism.pipeline
+    layers = spec.layers_a_stage
+    first = pieces.stage(layers, first=True, last=pipeline == 1)
+    if pipeline == 1:
+        return first, first.total
+    last = pieces.stage(layers, first=False, last=True)
+    middle = pieces.layer.total * layers
+    through = first.total + last.total + (pipeline - 2) * middle
+    return max(first, last, key=lambda stage: stage.total), through
+
+
+def synchronisation_seconds(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
+    """Gradient synchronisation and optimizer of the rank where they take longest."""
+    parallelism = replace(spec.parallelism, virtual_stages=1)
+    samples = spec.microbatches * parallelism.data
+    plain = replace(spec, parallelism=parallelism, batch=Batch(1, samples))
+    if parallelism.sharding not in _OVERLAPPED:
+        plain = replace(plain, batch=Batch(1, parallelism.data))
+    return _synchronisation_seconds(plain, cluster)
+
+
+@lru_cache(maxsize=65536)
+def _synchronisation_seconds(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
+    ends = {0, spec.parallelism.pipeline - 1}
+    return max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
+
+
+def _message_seconds(spec: RunSpec, cluster: Cluster) -> float:
+    """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
+    parallelism = spec.parallelism
+    if parallelism.pipeline == 1:
+        return 0.0
+    seconds = sum(
+        transfer_seconds(cluster, spec, item)
+        for item in pipeline_collectives(spec, 0)
+        if item.group is Group.PIPELINE
+    )
+    return seconds * (cluster.calibration.contention if parallelism.virtual_stages > 1 else 1)
+
+
+def _after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> tuple[float, float]:
+    """Gradient synchronisation that follows backward, and the optimizer with its reductions."""
+    sync = [item for item in pipeline_collectives(spec, rank) if item.group is Group.EMBEDDING]
+    sync += replicated_gradients(spec, rank)
+    if spec.parallelism.sharding not in _OVERLAPPED:
+        sync += gradient_collectives(spec, rank)
+    small = control_collectives(spec, rank, LATEST)
+    rate = rates(cluster, spec.dtype)
+    return (
+        _sum(spec, cluster, sync),
+        _sum(spec, cluster, list(small)) + optimizer_seconds(spec, rate, rank),
+    )
+
+
+def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) -> float:
+    """ZeRO-2, ZeRO-3 and FSDP2 move layers beside arithmetic; what is moved once is waited for.
+
+    They add unfused gradients: each micro batch writes them, copies them to a bucket and adds it.
+    """
+    if spec.parallelism.sharding not in _OVERLAPPED:
+        return 0.0
+    traffic = list(gradient_collectives(spec, 0))
+    beside = [item for item in traffic if item.phase is not Phase.OPTIMIZER]
+    waited = [item for item in traffic if item.phase is Phase.OPTIMIZER]
+    gradients = sum(item.total_payload_bytes for item in beside if item.phase is Phase.BACKWARD)
+    rate = rates(cluster, spec.dtype).bytes_per_second
+    hidden = _sum(spec, cluster, beside)
+    visible = _sum(spec, cluster, waited) + _UNFUSED_PASSES * gradients / rate
+    return visible + after_hiding(hidden, compute, cluster.calibration.contention)
+
+
+def _sum(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
+    return sum(transfer_seconds(cluster, spec, item) for item in calls if item.payload_bytes)
