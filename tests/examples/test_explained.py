@@ -3,13 +3,13 @@
 import pytest
 
 from tests.examples.conftest import Run
-from tools.report.analyse.published import Published
 from tools.report.analyse.report_data import build_report
 from tools.report.explain.explanation import Explanation, explain
 from tools.report.explain.predicted import Findings, findings_of
 from tools.report.explain.timelines import scene_of
 from tools.report.explain.trace import idle_share, passes
 from tools.report.read.runs import load_folder
+from tools.spec.published import Published
 
 NAMES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
 

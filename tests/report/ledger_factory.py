@@ -25,10 +25,10 @@ from tools.records.measurements import (
     algorithm,
 )
 from tools.records.run import RunRecord
-from tools.report.analyse.published import Published
 from tools.report.analyse.report_data import Report, build_report
 from tools.report.explain.closed_form import configuration_of_run, pipeline_rank
 from tools.report.read.runs import Run, load_folder
+from tools.spec.published import Published
 from tools.spec.run import RunSpec, Transport
 
 ALL_CATEGORIES = dict.fromkeys(MemoryCategory, 0)

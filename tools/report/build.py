@@ -11,12 +11,12 @@ import msgspec
 from rich.console import Console
 
 from tools.records.gpu_bench import read_bench
-from tools.report.analyse.published import load_published
 from tools.report.analyse.regressions import BaselineError, compare_with_baseline, read_baseline
 from tools.report.analyse.report_data import Report, build_report
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import write_report
 from tools.report.render.terminal import print_report
+from tools.spec.published import load_published
 
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
 

@@ -5,9 +5,9 @@ from tests.report.factory import log_text, run_record, write_run
 from tools.report.analyse.comparability import compare_speed
 from tools.report.analyse.configurations import configurations
 from tools.report.analyse.no_te import SHARED
-from tools.report.analyse.published import load_published
 from tools.report.analyse.report_data import build_report
 from tools.report.read.runs import Run, load_folder
+from tools.spec.published import load_published
 
 
 def loaded(folder: Path, name: str, fused: str = "", **changes: object) -> Run:

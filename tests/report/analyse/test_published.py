@@ -2,13 +2,9 @@ import pytest
 
 from tests.report.factory import changed, log_text, run_record, write_run
 from tools.records.run import Entry, Host
-from tools.report.analyse.published import (
-    figure_for,
-    load_published,
-    match_figure,
-    relative_to_baseline,
-)
+from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.read.runs import load_folder
+from tools.spec.published import load_published
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import NAMED, Batch
 

@@ -11,13 +11,13 @@ from rich.console import Console
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.records.run import Host, Status
-from tools.report.analyse.published import load_published
 from tools.report.analyse.report_data import build_report
 from tools.report.analyse.rows import COLUMNS
 from tools.report.build import BuildOptions, build
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.terminal import print_report
 from tools.spec.files import ROOT
+from tools.spec.published import load_published
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import NAMED, Batch
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.records.measurements import Phase, RankTime
-from tools.report.analyse.published import load_published
 from tools.report.analyse.report_data import Entry, build_report
 from tools.report.analyse.statistics import Estimate
 from tools.report.explain.time_shares import mean, read_time_ledger, time_shares
 from tools.report.read.runs import load_runs
+from tools.spec.published import load_published
 from tools.spec.run import Transport
 
 DASH = "–"

@@ -13,8 +13,8 @@ import yaml
 from tools.launch.compare.moe_measured import MoeRun
 from tools.launch.compare.zero import number
 from tools.records.routing import first_other_choice
-from tools.report.analyse.published import FILE, load_published
 from tools.report.analyse.statistics import Estimate, Verdict, compare, estimate
+from tools.spec.published import FILE, load_published
 from tools.text.table import markdown_rows
 from tools.text.units import DASH
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.launch.compare.measured import DASH, Measured
-from tools.report.analyse.published import FILE
 from tools.spec.files import read_yaml
+from tools.spec.published import FILE
 from tools.text.table import markdown_rows
 
 STRATEGIES = ("dp2", "pp2", "zero1", "zero2", "zero3")

@@ -19,7 +19,7 @@ from tools.launch.experiment.runner import CellResult, Runner
 from tools.launch.options import Options
 from tools.launch.preflight import LOG_BYTES
 from tools.launch.train import command_line
-from tools.report.analyse.published import load_published
+from tools.spec.published import load_published
 
 SKIPPED_ITERATIONS = 16
 """fp16 lowers its loss scale first; until then no update is made and Adam's state is not there."""

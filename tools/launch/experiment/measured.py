@@ -14,13 +14,13 @@ from tools.records.measurements import Phase, RankTime
 from tools.records.routing import Counts, choices
 from tools.records.run import RunRecord, Status
 from tools.report.analyse.parity import loss_curve
-from tools.report.analyse.published import load_published
 from tools.report.analyse.report_data import Entry, build_report
 from tools.report.analyse.rows import final_loss, peak_memory
 from tools.report.analyse.statistics import Comparison, Estimate, Verdict, compare, estimate
 from tools.report.explain.time_shares import mean, read_time_ledger, time_shares
 from tools.report.read.runs import Run, load_runs
 from tools.spec.flags import Flags
+from tools.spec.published import load_published
 from tools.spec.run import Transport
 
 __all__ = [

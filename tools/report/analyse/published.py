@@ -2,76 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from tools.report.read.runs import Run
-from tools.spec.files import ROOT, read_yaml
+from tools.spec.published import MAIN_SOURCE, Figure, Published
 
-FILE = ROOT / "examples" / "gpt3" / "published.yaml"
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Source:
-    """A write-up."""
-
-    key: str
-    title: str
-    hardware: str
-    software: str
-    device: str | None = None
-    megatron_commit: str | None = None
-    driver: str | None = None
-    tolerance: Mapping[str, float] = field(default_factory=dict)
-    tolerance_basis: str = ""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """What a write-up says of one run."""
-
-    source: Source
-    backend: str
-    model: str
-    strategy: str
-    devices: int
-    micro_batch_size: int | None
-    global_batch_size: int | None
-    dtype: str | None
-    iteration_ms: tuple[float, ...]
-    device_memory_mib: tuple[float, ...]
-    caution: str
-
-    @property
-    def mean_iteration_ms(self) -> float | None:
-        """Mean of the published readings."""
-        return sum(self.iteration_ms) / len(self.iteration_ms) if self.iteration_ms else None
-
-    @property
-    def ms_per_sample(self) -> float | None:
-        """Published time a sample; what figures of different batch sizes are compared by."""
-        mean = self.mean_iteration_ms
-        return mean / self.global_batch_size if mean and self.global_batch_size else None
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What a write-up got wrong."""
-
-    source: str
-    says: str
-    right: str
-
-
-@dataclass(frozen=True)
-class Published:
-    """Everything in the file."""
-
-    figures: tuple[Figure, ...] = ()
-    corrections: tuple[Correction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,18 +28,6 @@ class Match:
     """What is different in the setup."""
 
 
-def load_published(path: Path = FILE) -> Published:
-    """Read the published figures; without the file there are none."""
-    if not path.is_file():
-        return Published()
-    data = read_yaml(path)
-    sources = {key: _source(key, entry) for key, entry in data["sources"].items()}
-    return Published(
-        tuple(_figure(entry, sources) for entry in data["figures"]),
-        tuple(Correction(**entry) for entry in data["corrections"]),
-    )
-
-
 def figure_for(run: Run, published: Published) -> Figure | None:
     """The figure of the same model, strategy and ranks; else the main source's of that strategy."""
     setup = run.setup
@@ -114,7 +38,7 @@ def figure_for(run: Run, published: Published) -> Figure | None:
         and figure.iteration_ms
     ]
     exact = [figure for figure in same if figure.model == setup.model]
-    main = [figure for figure in same if figure.source.key == "003"]
+    main = [figure for figure in same if figure.source.key == MAIN_SOURCE]
     return next(iter(exact or main), None)
 
 
@@ -193,33 +117,3 @@ def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
         for grave, name, here, there in wanted
         if there is not None and here != there
     ]
-
-
-def _source(key: str, entry: Mapping[str, Any]) -> Source:
-    return Source(
-        key=key,
-        title=entry["title"],
-        hardware=entry["hardware"],
-        software=entry["software"],
-        device=entry.get("device"),
-        megatron_commit=entry.get("megatron_commit"),
-        driver=entry.get("driver"),
-        tolerance=entry["tolerance"],
-        tolerance_basis=entry["tolerance_basis"],
-    )
-
-
-def _figure(entry: Mapping[str, Any], sources: Mapping[str, Source]) -> Figure:
-    return Figure(
-        source=sources[entry["source"]],
-        backend=entry["backend"],
-        model=entry["model"],
-        strategy=entry["strategy"],
-        devices=entry["devices"],
-        micro_batch_size=entry.get("micro_batch_size"),
-        global_batch_size=entry.get("global_batch_size"),
-        dtype=entry.get("dtype"),
-        iteration_ms=tuple(entry.get("iteration_ms", ())),
-        device_memory_mib=tuple(entry.get("device_memory_mib", ())),
-        caution=entry.get("caution", ""),
-    )

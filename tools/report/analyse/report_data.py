@@ -11,19 +11,12 @@ from tools.report.analyse.comparability import SpeedComparison, compare_speed
 from tools.report.analyse.configurations import Configuration, configurations, essential
 from tools.report.analyse.labels import labels
 from tools.report.analyse.parity import Parity, parity_of
-from tools.report.analyse.published import (
-    Correction,
-    Figure,
-    Match,
-    Published,
-    figure_for,
-    match_figure,
-    relative_to_baseline,
-)
+from tools.report.analyse.published import Match, figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import Rates, rates_of
 from tools.report.analyse.regressions import Change
 from tools.report.analyse.rows import Row, row_of
 from tools.report.read.runs import Run
+from tools.spec.published import Correction, Figure, Published
 
 
 @dataclass(frozen=True)

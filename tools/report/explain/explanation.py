@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tools.report.analyse.published import load_published
 from tools.report.analyse.report_data import Report, build_report
 from tools.report.explain.bubble import bubble_sentences
 from tools.report.explain.costs import cost_sentences
@@ -25,6 +24,7 @@ from tools.report.explain.subjects import Subject, Topic, subjects_of
 from tools.report.explain.tables import tables
 from tools.report.explain.traffic import context_sentences, traffic_sentences
 from tools.report.read.runs import find_run_folders, load_runs
+from tools.spec.published import load_published
 from tools.text.table import TextTable, markdown_table, markdown_text, rich_rows
 
 _QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (

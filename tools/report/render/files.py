@@ -12,6 +12,7 @@ import msgspec
 
 from tools.records.io import write_whole
 from tools.records.run import encode_run
+from tools.report.analyse.published import Match
 from tools.report.analyse.report_data import Entry, Report
 from tools.report.analyse.rows import COLUMNS
 from tools.report.explain.explanation import Explanation, explain, explanation_markdown
@@ -104,7 +105,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "parity_detail": entry.parity,
         "speed": entry.speed,
         "published_time_a_sample_over_baseline": entry.published_ratio,
-        "published": [msgspec.to_builtins(match) for match in entry.matches],
+        "published": [_match_json(match) for match in entry.matches],
         "memory": run.log.memory,
         "ledgers": run.ledgers,
         "device_samples": run.samples.series,
@@ -114,6 +115,18 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "provenance": encode_run(run.record) if run.record else None,
         "arguments": run.setup.arguments if run.record is None else None,
     }
+
+
+def _match_json(match: Match) -> dict[str, Any]:
+    # Of the figure what names it and is compared, not the rest of its write-up's table.
+    fields = asdict(match)
+    return fields | {"figure": {name: fields["figure"][name] for name in _OF_FIGURE}}
+
+
+_OF_FIGURE = (
+    *("source", "backend", "model", "strategy", "devices", "micro_batch_size"),
+    *("global_batch_size", "dtype", "iteration_ms", "device_memory_mib", "caution"),
+)
 
 
 def thin(values: tuple[Any, ...]) -> list[Any]:
