@@ -16,3 +16,9 @@ def sample_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = (sys.executable, "-m", "tools.preprocess", "sample", "--output-prefix", str(prefix))
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return prefix.with_name("sample_text_document")
+
+
+@pytest.fixture(scope="session")
+def starting_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that all strategies start from, written once; runs folders link it as `.start`."""
+    return tmp_path_factory.mktemp("start")

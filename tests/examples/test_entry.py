@@ -19,12 +19,11 @@ NO_CHECKOUT = pytest.mark.skipif(
 )
 
 
-def test_what_the_entry_does_not_cover_it_refuses_by_name(train: Trainer) -> None:
-    run = train("train-baseline-gpt2-tiny-1cpu", extra=("--check-for-spiky-loss",))
-    assert run.status.status is Status.CRASHED
-    text = (run.folder / "log.txt").read_text()
+def test_what_the_entry_does_not_cover_it_refuses_by_name(refused: Run) -> None:
+    assert refused.status.status is Status.CRASHED
+    text = (refused.folder / "log.txt").read_text()
     assert "--check-for-spiky-loss is not covered by this entry; set MEGATRON_LM" in text
-    assert run.log.iterations == ()
+    assert refused.log.iterations == ()
 
 
 def test_every_refusal_names_an_option_that_megatron_knows() -> None:

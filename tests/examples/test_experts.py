@@ -38,16 +38,6 @@ ON_FOUR = ("ep2dp2", "tp2ep2", "pp2ep2")
 
 
 @pytest.fixture(scope="session")
-def baseline(train: Trainer) -> Run:
-    return train("train-baseline-moe-tiny-1cpu")
-
-
-@pytest.fixture(scope="session")
-def ep2(train: Trainer) -> Run:
-    return train("train-ep2-moe-tiny-2cpu")
-
-
-@pytest.fixture(scope="session")
 def split(train: Trainer) -> Callable[[str], Run]:
     """Runs of the other strategies, each made once."""
 
@@ -104,16 +94,16 @@ def routed_in_closed_form(run: Run) -> dict[tuple[str, str, str], list[int]]:
     return found
 
 
-def test_two_expert_ranks_print_one_ranks_losses(baseline: Run, ep2: Run) -> None:
-    for run in (baseline, ep2):
+def test_two_expert_ranks_print_one_ranks_losses(experts: Run, ep2: Run) -> None:
+    for run in (experts, ep2):
         assert run.status.status is Status.OK
         assert len(run.losses) == ITERATIONS
-    assert ep2.losses == pytest.approx(baseline.losses, abs=1.1e-5)
-    assert ep2.record.start_checkpoint == baseline.record.start_checkpoint
+    assert ep2.losses == pytest.approx(experts.losses, abs=1.1e-5)
+    assert ep2.record.start_checkpoint == experts.record.start_checkpoint
 
 
-def test_each_expert_rank_holds_half_of_the_experts(baseline: Run, ep2: Run) -> None:
-    assert baseline.parameters == {(0, 0): 3_811_904}
+def test_each_expert_rank_holds_half_of_the_experts(experts: Run, ep2: Run) -> None:
+    assert experts.parameters == {(0, 0): 3_811_904}
     assert ep2.parameters == {(0, 0): 3_549_760}
     for rank in read_memory(ep2.folder).ranks:
         held = rank_parameters(configuration(ep2))
@@ -158,8 +148,8 @@ def mean_copies(rows: tuple[LayerRouting, ...], experts: range) -> float:
     return sum(row.tokens_per_expert[e] for row in counted for e in experts) / len(STEADY)
 
 
-def test_routing_says_what_megatron_prints(baseline: Run, ep2: Run) -> None:
-    for run in (baseline, ep2):
+def test_routing_says_what_megatron_prints(experts: Run, ep2: Run) -> None:
+    for run in (experts, ep2):
         lines = {line.iteration: line for line in run.log.iterations if not line.averaged}
         for found in iterations_of(read_routing(run.folder)):
             if found.iteration not in lines:
@@ -171,8 +161,8 @@ def test_routing_says_what_megatron_prints(baseline: Run, ep2: Run) -> None:
             assert found.z_loss == pytest.approx(printed["z_loss"], rel=1e-6)
 
 
-def test_both_runs_route_every_token_alike(baseline: Run, ep2: Run) -> None:
-    one, two = (iterations_of(read_routing(run.folder)) for run in (baseline, ep2))
+def test_both_runs_route_every_token_alike(experts: Run, ep2: Run) -> None:
+    one, two = (iterations_of(read_routing(run.folder)) for run in (experts, ep2))
     assert [found.iteration for found in one] == list(range(1, ITERATIONS + 1))
     for first, second in zip(one, two, strict=True):
         assert first.tokens == second.tokens
@@ -189,12 +179,12 @@ def test_the_work_of_the_ranks_is_all_the_work(ep2: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_every_other_split_prints_one_ranks_losses(
-    baseline: Run, split: Callable[[str], Run], name: str
+    experts: Run, split: Callable[[str], Run], name: str
 ) -> None:
     run = split(name)
     assert run.status.status is Status.OK
-    assert run.losses == pytest.approx(baseline.losses, abs=1.1e-5)
-    one, many = (iterations_of(read_routing(r.folder)) for r in (baseline, run))
+    assert run.losses == pytest.approx(experts.losses, abs=1.1e-5)
+    one, many = (iterations_of(read_routing(r.folder)) for r in (experts, run))
     # Sums of other order may turn a close choice: no more than a few of all tokens.
     for first, second in zip(one, many, strict=True):
         for layer, tokens in first.tokens.items():
@@ -223,10 +213,10 @@ def test_calls_and_memory_on_four_ranks_are_the_closed_form(
 
 @pytest.mark.slow
 def test_all_gather_prints_the_same_losses_and_makes_the_calls_of_its_closed_form(
-    baseline: Run, train: Trainer
+    experts: Run, train: Trainer
 ) -> None:
     gathered = train("train-ep2-moe-tiny-2cpu", extra=("--moe-token-dispatcher-type", "allgather"))
-    assert gathered.losses == pytest.approx(baseline.losses, abs=1.1e-5)
+    assert gathered.losses == pytest.approx(experts.losses, abs=1.1e-5)
     for rank in read_communication(gathered.folder).ranks:
         assert sent(rank) == predicted(gathered, rank.rank)
         assert {row.group for row in rank.calls} & set(ROUTED_GROUPS) == {"tp_ep"}
@@ -247,10 +237,10 @@ def test_what_capacity_drops_is_counted(train: Trainer, padding: tuple[str, ...]
 
 
 @pytest.mark.slow
-def test_experts_in_their_own_split_are_whole_on_every_rank(baseline: Run, train: Trainer) -> None:
+def test_experts_in_their_own_split_are_whole_on_every_rank(experts: Run, train: Trainer) -> None:
     whole = ("--expert-tensor-parallel-size", "1")
     run = train("train-tp2ep2-moe-tiny-4cpu", extra=whole)
-    assert run.losses == pytest.approx(baseline.losses, abs=1.1e-5)
+    assert run.losses == pytest.approx(experts.losses, abs=1.1e-5)
     assert run.record.spec.parallelism.expert_tensor == 1
     form = configuration(run)
     assert set(run.parameters.values()) == {rank_parameters(form).total}

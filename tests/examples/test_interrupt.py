@@ -3,39 +3,82 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.examples.conftest import Run, Trainer
+from tests.examples.conftest import Run
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import Status
 from tools.spec.files import ROOT
 
-MOMENTS = {signal.SIGINT: "iteration        3/", signal.SIGTERM: "initializing torch distributed"}
+MOMENTS = {signal.SIGTERM: "initializing torch distributed", signal.SIGINT: "iteration        3/"}
+"""What is asked, and the line after which; the earlier one first."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run after it was asked to stop."""
+
+    folder: Path
+    exit_code: int
+    seconds: float
+    """From the request to the launcher's end."""
+    ranks: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def stopped(
+    six: dict[str, Run],
+    sample_prefix: Path,
+    starting_weights: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[signal.Signals, Stopped]]:
+    """Two runs that start at the same time, and are asked one after the other."""
+    runs = {number: tmp_path_factory.mktemp("runs") for number in MOMENTS}
+    launchers = {}
+    for number, folder in runs.items():
+        (folder / ".start").symlink_to(starting_weights)
+        settings = {"ITERS": "400", "DATA": str(sample_prefix), "RUNS": str(folder)}
+        launchers[number] = subprocess.Popen(
+            (sys.executable, "-m", "tools.launch", "target", "train-dp2-gpt2-tiny-2cpu"),
+            cwd=ROOT,
+            env={**os.environ, **settings},
+            stdout=subprocess.DEVNULL,
+        )
+    try:
+        yield {
+            number: stop(launchers[number], wait_for_log(runs[number], line), number)
+            for number, line in MOMENTS.items()
+        }
+    finally:
+        for launcher in launchers.values():
+            launcher.terminate()
+            launcher.wait()
+
+
+def stop(launcher: subprocess.Popen[bytes], folder: Path, number: signal.Signals) -> Stopped:
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    asked = time.monotonic()
+    launcher.send_signal(number)
+    exit_code = launcher.wait(timeout=30)
+    return Stopped(folder, exit_code, time.monotonic() - asked, ranks)
 
 
 @pytest.mark.parametrize("number", MOMENTS)
 def test_a_run_told_to_stop_ends_all_ranks_within_ten_seconds(
-    number: signal.Signals, six: dict[str, Run], train: Trainer, tmp_path: Path
+    number: signal.Signals, stopped: dict[signal.Signals, Stopped]
 ) -> None:
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    (runs / ".start").symlink_to(train.options.runs / ".start")
-    environment = {**os.environ, "ITERS": "400", "DATA": str(train.options.data), "RUNS": str(runs)}
-    command = (sys.executable, "-m", "tools.launch", "target", "train-dp2-gpt2-tiny-2cpu")
-    launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    folder = wait_for_log(runs, MOMENTS[number])
-    ranks = psutil.Process(launcher.pid).children(recursive=True)
-    asked = time.monotonic()
-    launcher.send_signal(number)
-    assert launcher.wait(timeout=10) == 130
-    assert time.monotonic() - asked < 10
-    assert len(ranks) >= 3
-    assert not any(alive(rank) for rank in ranks)
-    assert records.read_status(folder).status is Status.INTERRUPTED
+    run = stopped[number]
+    assert run.exit_code == 130
+    assert run.seconds < 10
+    assert len(run.ranks) >= 3
+    assert not any(alive(rank) for rank in run.ranks)
+    assert records.read_status(run.folder).status is Status.INTERRUPTED
 
 
 def wait_for_log(runs: Path, text: str) -> Path:

@@ -10,14 +10,6 @@ from tools.records.run import Status
 from tools.spec.run import Backend
 
 
-@pytest.fixture(scope="module")
-def native(train: Trainer) -> dict[str, Run]:
-    names = ("baseline-gpt2-tiny-1cpu", "tp2-gpt2-tiny-2cpu")
-    return {
-        name.partition("-")[0]: train(f"train-{name}", backend=Backend.NATIVE) for name in names
-    }
-
-
 @pytest.mark.parametrize("name", ["baseline", "tp2"])
 def test_native_prints_megatrons_losses_and_gradient_norms(
     six: dict[str, Run], native: dict[str, Run], name: str

@@ -9,51 +9,40 @@ from tools.records.routing import read_routing
 from tools.records.run import Status
 from tools.spec.run import Backend
 
-EVALUATED = ("--eval-interval", str(ITERATIONS), "--eval-iters", "2")
 
-
-@pytest.fixture(scope="module")
-def megatron(train: Trainer) -> Run:
-    return train("train-baseline-moe-tiny-1cpu", extra=EVALUATED)
-
-
-@pytest.fixture(scope="module")
-def native(train: Trainer, megatron: Run) -> Run:
-    return train("train-baseline-moe-tiny-1cpu", extra=EVALUATED, backend=Backend.NATIVE)
-
-
-@pytest.fixture(scope="module")
-def spread(train: Trainer, megatron: Run) -> Run:
-    return train("train-ep2-moe-tiny-2cpu", extra=EVALUATED, backend=Backend.NATIVE)
-
-
-def test_native_prints_megatrons_losses_and_gradient_norms(megatron: Run, native: Run) -> None:
-    assert native.status.status is Status.OK
-    assert len(native.losses) == ITERATIONS
-    assert native.losses == pytest.approx(megatron.losses, rel=1e-6)
-    for ours, theirs in zip(native.log.iterations, megatron.log.iterations, strict=True):
+def test_native_prints_megatrons_losses_and_gradient_norms(
+    experts: Run, native_experts: Run
+) -> None:
+    assert native_experts.status.status is Status.OK
+    assert len(native_experts.losses) == ITERATIONS
+    assert native_experts.losses == pytest.approx(experts.losses, rel=1e-6)
+    for ours, theirs in zip(native_experts.log.iterations, experts.log.iterations, strict=True):
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1.1e-3)
         assert ours.other_losses == pytest.approx(theirs.other_losses, rel=1e-5)
 
 
 def test_native_validates_as_megatron_does_and_adds_the_accuracy(
-    megatron: Run, native: Run
+    experts: Run, native_experts: Run
 ) -> None:
-    (ours,), (theirs,) = native.log.validation, megatron.log.validation
+    (ours,), (theirs,) = native_experts.log.validation, experts.log.validation
     assert ours.losses["lm loss"] == pytest.approx(theirs.losses["lm loss"], rel=1e-6)
     assert 0 < ours.losses["next token accuracy"] < 1
 
 
-def test_experts_over_two_ranks_are_the_same_model(native: Run, spread: Run) -> None:
-    assert spread.losses == pytest.approx(native.losses, rel=1e-6)
-    assert spread.log.validation[0].losses == pytest.approx(native.log.validation[0].losses)
+def test_experts_over_two_ranks_are_the_same_model(
+    native_experts: Run, spread_experts: Run
+) -> None:
+    assert spread_experts.losses == pytest.approx(native_experts.losses, rel=1e-6)
+    assert spread_experts.log.validation[0].losses == pytest.approx(
+        native_experts.log.validation[0].losses
+    )
     # Half of 4 layers' 8 experts of two matrices of 64 × 128 are elsewhere.
-    (whole,), (half,) = native.parameters.values(), spread.parameters.values()
+    (whole,), (half,) = native_experts.parameters.values(), spread_experts.parameters.values()
     assert whole - half == 4 * 4 * 2 * 64 * 128
 
 
-def test_tokens_travel_by_all_to_all_and_the_ledger_sees_it(spread: Run) -> None:
-    record = read_communication(spread.folder)
+def test_tokens_travel_by_all_to_all_and_the_ledger_sees_it(spread_experts: Run) -> None:
+    record = read_communication(spread_experts.folder)
     exchanges = [
         call
         for call in record.ranks[0].calls
@@ -62,9 +51,11 @@ def test_tokens_travel_by_all_to_all_and_the_ledger_sees_it(spread: Run) -> None
     assert sum(call.calls for call in exchanges) > 0
 
 
-def test_routing_is_recorded_and_nothing_is_dropped(native: Run, spread: Run) -> None:
+def test_routing_is_recorded_and_nothing_is_dropped(
+    native_experts: Run, spread_experts: Run
+) -> None:
     tokens_of_layer = []
-    for run in (native, spread):
+    for run in (native_experts, spread_experts):
         rows = [
             row for rank in read_routing(run.folder).ranks for row in rank.layers
             if (row.iteration, row.layer) == (1, 1)
@@ -79,9 +70,9 @@ def test_routing_is_recorded_and_nothing_is_dropped(native: Run, spread: Run) ->
 
 
 @pytest.mark.slow
-def test_data_parallel_experts_print_the_same_losses(train: Trainer, native: Run) -> None:
+def test_data_parallel_experts_print_the_same_losses(train: Trainer, native_experts: Run) -> None:
     run = train("train-dp2-moe-tiny-2cpu", backend=Backend.NATIVE)
-    assert run.losses == pytest.approx(native.losses, rel=1e-6)
+    assert run.losses == pytest.approx(native_experts.losses, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -11,11 +11,6 @@ WHOLE_BYTES = 4 * 3_423_616
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
-@pytest.fixture(scope="module")
-def zero3(train: Trainer) -> Run:
-    return train("train-zero3-gpt2-tiny-2cpu")
-
-
 def test_zero3_prints_baselines_losses(six: dict[str, Run], zero3: Run) -> None:
     assert zero3.status.status is Status.OK
     assert len(zero3.losses) == ITERATIONS

@@ -104,8 +104,11 @@ class Victim:
 class Kit:
     """Starts and resumes runs in one runs folder, as `make` would."""
 
-    def __init__(self, runs: Path, data: Path) -> None:
-        self.runs = runs
+    def __init__(self, runs: Path, data: Path, starting_weights: Path) -> None:
+        self.runs, self.undisturbed = runs / "disturbed", runs / "undisturbed"
+        for folder in (self.runs, self.undisturbed):
+            folder.mkdir()
+            (folder / ".start").symlink_to(starting_weights)
         self.environment = {
             **os.environ,
             "ITERS": str(ITERATIONS),
@@ -113,7 +116,7 @@ class Kit:
             "GLOBAL_BATCH": "4",
             "DROPOUT": "0.1",
             "DATA": str(data),
-            "RUNS": str(runs),
+            "RUNS": str(self.runs),
             "LEDGER": "0",
         }
         self._whole: dict[str, Curve] = {}
@@ -151,10 +154,14 @@ class Kit:
         return Ended(made.pop() if made else folder, launcher.returncode, took, output)
 
     def whole_curve(self, strategy: str, ranks: int = 2, **variables: str) -> Curve:
-        """Losses of the same run if nothing happens to it and nothing is saved."""
+        """Losses of the same run if nothing happens to it and nothing is saved.
+
+        It has a runs folder of its own, so that it can train beside another of the same strategy.
+        """
         key = json.dumps([strategy, ranks, variables])
         if key not in self._whole:
-            ended = self.train(strategy, ranks, **{"SAVE_EVERY": "", **variables})
+            settings = {"SAVE_EVERY": "", "RUNS": str(self.undisturbed), **variables}
+            ended = self.train(strategy, ranks, **settings)
             assert ended.exit_code == 0, ended.output
             self._whole[key] = loss_curve(ended.run)
         return self._whole[key]
@@ -171,8 +178,10 @@ class Kit:
 
 
 @pytest.fixture(scope="session")
-def kit(tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path) -> Kit:
-    return Kit(tmp_path_factory.mktemp("faults"), sample_prefix)
+def kit(
+    tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path, starting_weights: Path
+) -> Kit:
+    return Kit(tmp_path_factory.mktemp("faults"), sample_prefix, starting_weights)
 
 
 def same_losses(resumed: Run, whole: Curve) -> None:

@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -39,14 +40,16 @@ def judged_rightly(ended: Ended, who: str) -> None:
 def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undisturbed_one(
     kit: Kit,
 ) -> None:
-    ended = struck(kit, "dp2", "rank 1", "iteration        6/", 0.0)
-    judged_rightly(ended, "rank 1")
-    assert ended.run.log.iterations
-    resumed = kit.resume(ended.folder)
-    assert (resumed.exit_code, resumed.folder) == (0, ended.folder), resumed.output
-    assert resumed.status.status is Status.OK
-    assert resumed.run.restarts == (5,)
-    same_losses(resumed.run, kit.whole_curve("dp2"))
+    with ThreadPoolExecutor(1) as pool:
+        undisturbed = pool.submit(kit.whole_curve, "dp2")  # Trains meanwhile.
+        ended = struck(kit, "dp2", "rank 1", "iteration        6/", 0.0)
+        judged_rightly(ended, "rank 1")
+        assert ended.run.log.iterations
+        resumed = kit.resume(ended.folder)
+        assert (resumed.exit_code, resumed.folder) == (0, ended.folder), resumed.output
+        assert resumed.status.status is Status.OK
+        assert resumed.run.restarts == (5,)
+        same_losses(resumed.run, undisturbed.result())
     assert (ended.folder / "attempts" / "1" / "status.json").is_file()
 
 

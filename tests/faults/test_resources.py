@@ -25,7 +25,7 @@ MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 @pytest.fixture
-def small_disk(kit: Kit, tmp_path: Path) -> Iterator[Kit]:
+def small_disk(kit: Kit, tmp_path: Path, starting_weights: Path) -> Iterator[Kit]:
     """The kit with its runs on a disk of 400 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
@@ -34,7 +34,7 @@ def small_disk(kit: Kit, tmp_path: Path) -> Iterator[Kit]:
     mount = ("mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(disk))
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this machine mounts no tmpfs")
-    there = Kit(disk, Path(kit.environment["DATA"]))
+    there = Kit(disk, Path(kit.environment["DATA"]), starting_weights)
     there.environment["KEEP"] = "1"
     try:
         yield there
