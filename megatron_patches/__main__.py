@@ -1,6 +1,6 @@
 """`python -m megatron_patches ENTRY ARGS…`: patch Megatron as this machine needs, run ENTRY with ARGS.
 
-`KIT_DEVICE` says what the ranks run on (`cpu` or `gpu`). An entry in a Megatron-LM checkout runs that
+`KIT_DEVICE` names what the ranks run on (`cpu` or `gpu`). An entry in a Megatron-LM checkout runs that
 checkout's Megatron; any other runs the installed wheel's.
 """
 

@@ -76,7 +76,7 @@ def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="ledger",
-    reason="Megatron does not say what it sends, holds and waits for",
+    reason="Megatron does not report what it sends, holds and waits for",
     needed=lambda context: _recorder is not None,
     replacements=(
         Replacement("megatron.core.timers:Timers.__call__", _watch_timers),

@@ -92,7 +92,7 @@ _hooks = _RouterHooks()
 _ROUTER = "megatron.core.transformer.moe.router"
 PATCH = Patch(
     name="routing",
-    reason="Megatron does not say how many tokens each expert gets",
+    reason="Megatron does not report how many tokens each expert gets",
     needed=lambda context: FOLDER_VARIABLE in os.environ,
     replacements=(
         Replacement(f"{_ROUTER}:TopKRouter.routing", _hooks.routing),

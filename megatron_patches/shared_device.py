@@ -13,22 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_patches.registry import Patch, Replacement
+from tools.ledger.process_groups import METHODS
 
-# Methods by what their first argument is; the others are inputs. Names changed over torch 2.8 to 2.15.
-_FILLED_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
-_FILLED = (
-    *("allgather", "_allgather_base", "all_gather_single", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
-    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    *("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter"),
-    *("recv", "recv_anysource"),
-)
-_SENT = ("send",)
-_LATER = ("send", "recv", "recv_anysource")
+_MESSAGES = ("send", "recv", "recv_anysource")
 """Two ranks that both send first would wait for each other for ever, so these return before the wait."""
 
 
@@ -62,7 +51,7 @@ def stage(name: str, original: Callable[..., Any], device: str) -> Callable[...,
         staged = [_staged(name, place, value, device, pairs) for place, value in enumerate(args)]
         named = {key: _copied(value, device, []) for key, value in kwargs.items()}
         work = Staged(original(group, *staged, **named), pairs)
-        if name not in _LATER:
+        if name not in _MESSAGES:
             work.wait()
         return work
 
@@ -72,8 +61,8 @@ def stage(name: str, original: Callable[..., Any], device: str) -> Callable[...,
 def _staged(
     name: str, place: int, value: Any, device: str, pairs: list[tuple[Tensor, Tensor]]
 ) -> Any:
-    """The first argument is filled, unless it is what is sent; only what is filled is copied back."""
-    filled = place == 0 and name not in _SENT
+    """A call fills its first argument, but for a send; only what is filled is copied back."""
+    filled = place == 0 and name != "send"
     return _copied(value, device, pairs if filled else [])
 
 
@@ -111,9 +100,8 @@ def _to_existing(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return set_device
 
 
-_METHODS = tuple(
-    name for name in (*_FILLED_IN_PLACE, *_FILLED, *_SENT) if hasattr(ProcessGroup, name)
-)
+_METHODS = tuple(name for name in METHODS if name != "barrier")
+"""Every method that moves tensors."""
 
 PATCH = Patch(
     name="shared_device",

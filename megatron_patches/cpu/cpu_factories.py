@@ -60,7 +60,7 @@ def _on_cpu(original: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = to_cpu(kwargs["device"])
-        # Rotary embeddings under context parallelism pin an index; pinning asks for a driver.
+        # Rotary embeddings under context parallelism pin an index; pinning needs a driver.
         kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
 

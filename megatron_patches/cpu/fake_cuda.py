@@ -168,7 +168,7 @@ PATCH = Patch(
     replacements=(
         *(Replacement(f"torch.cuda:{name}", make) for name, make in _REPLACEMENTS.items()),
         *(Replacement(f"torch.cuda:{name}", _returning(None)) for name in _NO_OPERATIONS),
-        # torch's own optimizers and collectives ask here, and would believe torch.cuda above.
+        # torch's own optimizers and collectives look here, and must not find a GPU.
         Replacement("torch.accelerator:is_available", _returning(False)),
         Replacement("torch.accelerator:current_accelerator", _returning(None)),
     ),

@@ -1,8 +1,8 @@
-"""Collectives whose parts differ in size, on CPU ranks: what a router decides, gloo takes in few forms.
+"""Collectives whose parts differ in size, because a router decides it, on CPU ranks.
 
 The tensor-parallel ranks that share an expert each bring as many tokens as were routed to it. NCCL
-gathers and reduce-scatters such parts; gloo wants equal ones. An all-to-all takes any, and over a group
-sends the same bytes: every rank's part to every other. The all-to-all in turn wants its split sizes as
+gathers and reduce-scatters such parts; gloo needs equal ones. An all-to-all takes any, and over a group
+sends the same bytes: every rank's part to every other. The all-to-all in turn needs its split sizes as
 numbers: Megatron makes NumPy arrays of them where it copies them from a GPU, so tensors that are on the
 host already stay tensors.
 """
@@ -73,7 +73,7 @@ def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 SPLITS = Patch(
     name="expert_splits",
-    reason="split sizes of the expert all-to-all stay tensors on the host, and gloo wants numbers",
+    reason="split sizes of the expert all-to-all stay tensors on the host, and gloo needs numbers",
     needed=lambda context: context.on_cpu,
     replacements=(
         Replacement(

@@ -3,7 +3,7 @@
 Megatron's `gradient_accumulation_fusion` calls Apex's extension `fused_weight_gradient_mlp_cuda`. Its
 two functions are a matrix product with beta 1 into `main_grad`, which torch.addmm does: in one type for
 16-bit buffers, and from 16-bit factors into an fp32 buffer by `out_dtype` on CUDA. torch 2.9 has
-`out_dtype` too, but wants the buffer in the factors' type (aten/src/ATen/native/cuda/Blas.cpp).
+`out_dtype` too, but needs the buffer in the factors' type (aten/src/ATen/native/cuda/Blas.cpp).
 """
 
 from __future__ import annotations

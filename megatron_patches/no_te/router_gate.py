@@ -26,7 +26,7 @@ def gate(tokens: torch.Tensor, weight: torch.Tensor, *bias_and_dtype: Any) -> to
 
 PATCH = Patch(
     name="router_gate",
-    reason="the router's gate asks for a name that only Transformer Engine's import defines",
+    reason="the router's gate calls a name that only Transformer Engine's import defines",
     needed=lambda context: not context.has_transformer_engine,
     replacements=(
         Replacement(

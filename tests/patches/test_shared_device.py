@@ -111,10 +111,19 @@ def test_tensors_of_the_host_pass_untouched() -> None:
     assert given[0][0][0] is tensor
 
 
-def test_every_method_that_moves_tensors_is_staged_but_for_none() -> None:
-    from tools.ledger.process_groups import METHODS
-
-    assert set(METHODS) - {"barrier"} <= set(shared_device._METHODS)
+def test_every_call_that_moves_tensors_is_staged() -> None:
+    moving = {
+        "allreduce",
+        "broadcast",
+        "send",
+        "recv",
+        "alltoall_base",
+        "reduce",
+        "gather",
+        "scatter",
+    }
+    assert moving <= set(shared_device._METHODS)
+    assert "barrier" not in shared_device._METHODS
 
 
 def test_torchs_own_functions_stage_whatever_way_they_are_called(tmp_path: Path) -> None:

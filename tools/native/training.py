@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def build_engine(settings: Settings, ranks: Ranks) -> Engine:
-    """The model with its starting weights, under the engine that was asked for."""
+    """The model with its starting weights, under the engine of `--engine`."""
     model = GPT(settings)
     if settings.start_weights:
         load_start(model, settings.start_weights)

@@ -82,7 +82,7 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def _at(value: Tensor, places: Sequence[int], stacked: Sequence[int]) -> Tensor:
     """One layer's, one expert's part; the whole where the model has another number of them.
 
-    Indexing past the last layer would say nothing of the model; comparing shapes does.
+    Comparing the whole shape then names the model; an index past the last layer would not.
     """
     for place, count in zip(places, stacked, strict=False):
         if value.shape[0] != count:
