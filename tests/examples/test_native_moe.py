@@ -3,11 +3,10 @@
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
-from tools.launch.optimizers import OptimizerName
 from tools.records.measurements import Operation, read_communication
 from tools.records.routing import read_routing
 from tools.records.run import Status
-from tools.spec.run import Backend
+from tools.spec.run import Backend, OptimizerName
 
 
 def test_native_prints_megatrons_losses_and_gradient_norms(

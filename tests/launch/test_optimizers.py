@@ -3,14 +3,15 @@ from dataclasses import replace
 
 import pytest
 
+from tools.launch.backends import optimizer_problems
 from tools.launch.compose import Launch
-from tools.launch.optimizers import OptimizerName, optimizer_flags, optimizer_problems
+from tools.launch.flags import optimizer_flags
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.native.settings import parse_settings
 from tools.spec.flags import Flags
-from tools.spec.run import Backend
+from tools.spec.run import Backend, OptimizerName
 
 
 def launch(

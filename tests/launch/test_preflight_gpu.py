@@ -11,13 +11,12 @@ from tools.launch.compose import Launch
 from tools.launch.container.docker import Container
 from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options
+from tools.launch.options import Options, Wandb
 from tools.launch.preflight import check
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, peak_bytes
 from tools.launch.runtime import Runtime, docker_runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.launch.wandb_logging import Wandb
 from tools.spec.strategy import NAMED
 
 EQUIPPED = Runtime(transformer_engine=True, apex=True)

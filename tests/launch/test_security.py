@@ -16,12 +16,13 @@ from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import FakeNvml
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, RuntimeName
+from tools.launch.options import Options
 from tools.launch.preflight import nodes_problems
 from tools.launch.start import check_owner
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.spec.files import ROOT
+from tools.spec.run import RuntimeName
 
 SECRET = "s3cret-1f0e"
 SECRETS = {

@@ -1,10 +1,9 @@
 import pytest
 
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, Wandb, options_from_environment
 from tools.launch.start import _writing_launch
 from tools.launch.target import parse_target
 from tools.launch.train import command_line, compose_target, flags_of_grammar
-from tools.launch.wandb_logging import Wandb
 from tools.spec.flags import Flags
 
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tools.launch.compose import UNTIED, Launch, start_checkpoint_path
+from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.native.settings import refused_value, unknown_flags
 from tools.spec.files import from_root
-from tools.spec.flags import drop_flags, merge_flags
+from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Sharding, strategy_flags
 
@@ -22,6 +23,11 @@ NO_DEEPSPEED = (
     "BACKEND=deepspeed needs the package deepspeed, which is optional; "
     "'make setup-deepspeed' installs it."
 )
+
+FIRST_MUON_RELEASE = (0, 17)
+"""Of Megatron with Muon in the published coefficients, which it calls `simple`."""
+
+MUON_PACKAGE = "emerging_optimizers"
 
 _ONLY_MEGATRON = (
     *("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format", UNTIED),
@@ -119,4 +125,27 @@ def _layout_problems(launch: Launch) -> Iterator[str]:
         yield (
             f"BACKEND={launch.spec.backend} has {known}, and no {launch.spec.name}; use one of these, "
             "or BACKEND=megatron."
+        )
+
+
+def optimizer_problems(launch: Launch) -> Iterator[str]:
+    """Why the optimizer cannot be had here, each in one sentence."""
+    if Flags(launch.flags).text("--optimizer") != "muon":
+        return
+    sharding = launch.spec.parallelism.sharding
+    if sharding is not Sharding.NONE:
+        yield f"Muon needs whole matrices, which {sharding} shards; use dp2, or OPTIMIZER=adamw."
+    if launch.spec.backend in ("deepspeed", "bare"):
+        yield f"BACKEND={launch.spec.backend} has AdamW alone; use BACKEND=native for Muon."
+    if launch.spec.backend != "megatron":
+        return
+    if release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
+        yield (
+            f"Megatron {launch.entry.megatron_version} has no Muon with the published coefficients, "
+            "0.17 has; use BACKEND=native, or OPTIMIZER=adamw."
+        )
+    elif launch.runtime.container is None and importlib.util.find_spec(MUON_PACKAGE) is None:
+        yield (
+            f"Megatron's Muon needs the package {MUON_PACKAGE}, which is in no package index: "
+            "install it from its sources (NVIDIA-NeMo/Emerging-Optimizers), or use BACKEND=native."
         )

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.launch import wandb_logging
 from tools.launch.checkpoint.saving import Saving, saving_flags, saving_folder
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.container import docker
@@ -20,6 +19,7 @@ from tools.launch.flags import (
     environment_for,
     expert_flags,
     model_flags,
+    optimizer_flags,
     runtime_flags,
     start_flags,
     tokenizer_flags,
@@ -27,7 +27,6 @@ from tools.launch.flags import (
 from tools.launch.megatron_entry import find_entry
 from tools.launch.network import Rate
 from tools.launch.network import command as shaped
-from tools.launch.optimizers import optimizer_flags
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import Entry
@@ -114,7 +113,7 @@ class Launch:
         if self.saving is not None:
             written += ["--save", saving_folder(run_folder)]
         loaded = self.goes_on_from.flags if self.goes_on_from else ()
-        folders = wandb_logging.folder_flags(self.flags, run_folder)
+        folders = _wandb_folders(self.flags, run_folder)
         return (*self.flags, *loaded, *written, *folders)
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
@@ -261,3 +260,13 @@ def _batch(model: Model, parallelism: Parallelism, options: Options) -> Batch:
         options.micro_batch_size or own.micro_batch_size,
         options.global_batch_size or own.global_batch_size,
     )
+
+
+def _wandb_folders(flags: Sequence[str], run_folder: str) -> tuple[str, ...]:
+    """The run's name and place for a run that is logged to W&B, else nothing.
+
+    The client makes its own `wandb` folder in the place it is given.
+    """
+    if "--wandb-project" not in flags:
+        return ()
+    return ("--wandb-exp-name", Path(run_folder).name, "--wandb-save-dir", run_folder)

@@ -12,7 +12,7 @@ from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import Entry
 from tools.spec.files import from_root, read_args_file
 from tools.spec.model import Model, training_flags
-from tools.spec.run import DeviceKind
+from tools.spec.run import DeviceKind, OptimizerName
 from tools.spec.strategy import Parallelism, Sharding
 
 RUNTIMES = Path(__file__).parent / "runtimes"
@@ -112,3 +112,21 @@ def bare_environment(options: Options) -> dict[str, str]:
     """What tells the patches of `FUSED=` and `SHARE_GPU=`."""
     fused = {"KIT_FUSED": ",".join(options.fused)} if options.fused else {}
     return fused | ({"KIT_SHARE_GPU": "1"} if options.share_gpu else {})
+
+
+def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:
+    """Muon as published with Blueberry: rate 0.01, and 0.001 for the AdamW beside it.
+
+    Megatron calls its AdamW `adam`, which is its default.
+    """
+    if name is OptimizerName.ADAMW:
+        return ()
+    renamed = release(megatron_version) >= (0, 18)
+    return (
+        *("--optimizer", "muon", "--muon-momentum", "0.95"),
+        "--muon-nesterov" if renamed else "--muon-use-nesterov",
+        *("--muon-scale-mode", "shape_scaling", "--muon-coefficient-type", "simple"),
+        *("--muon-num-ns-steps", "5", "--muon-no-split-qkv"),
+        *("--lr", "0.01", "--min-lr", "0.001"),
+        *("--decoupled-lr", "0.001", "--decoupled-min-lr", "0.0001"),
+    )

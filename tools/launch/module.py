@@ -11,9 +11,10 @@ from pathlib import Path
 from tools.launch.container import docker
 from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, RuntimeName
+from tools.launch.options import Options
 from tools.launch.runtime import default_runtime, docker_runtime, inside_image
 from tools.spec.files import ROOT
+from tools.spec.run import RuntimeName
 
 
 def run_module(words: Sequence[str], options: Options) -> int:

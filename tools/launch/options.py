@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 
 from megatron_patches.fused.names import NAMES, parse_fusions
@@ -14,11 +13,9 @@ from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import wrong_settings_refused
 from tools.launch.network import Rate, parse_rate
-from tools.launch.optimizers import OptimizerName
-from tools.launch.wandb_logging import Wandb, wandb_from_environment
 from tools.spec import settings
 from tools.spec.files import ROOT
-from tools.spec.run import Backend
+from tools.spec.run import Backend, OptimizerName, RuntimeName
 from tools.spec.settings import Setting
 
 HANG_TIMEOUT_SECONDS = 900.0
@@ -28,11 +25,28 @@ HANG_TIMEOUT_SECONDS = 900.0
 _FUSIONS = f"a list with commas of {', '.join(NAMES)}"
 
 
-class RuntimeName(StrEnum):
-    """Where GPU ranks find torch and Megatron: in NVIDIA's container, or on this machine."""
+WANDB_PROJECT = "megatron-parallelism"
 
-    DOCKER = "docker"
-    HOST = "host"
+
+@dataclass(frozen=True)
+class Wandb:
+    """A run that is logged to W&B as well."""
+
+    project: str = WANDB_PROJECT
+    entity: str | None = None
+    mode: str = "offline"
+    """`online` or `offline`; `wandb sync` uploads an offline run later."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Megatron's flags but for those that name the run (`folder_flags`)."""
+        entity = ("--wandb-entity", self.entity) if self.entity else ()
+        return ("--wandb-project", self.project, *entity)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the ranks; the client reads the mode from here."""
+        return {"WANDB_MODE": self.mode}
 
 
 @dataclass(frozen=True)
@@ -108,12 +122,12 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
             dry_run=read(settings.DRY_RUN) or False,
             megatron_lm=read(settings.MEGATRON_LM),
             runs=Path(read(settings.RUNS) or Options.runs),
-            runtime=read(settings.RUNTIME.read_as(RuntimeName)),
+            runtime=read(settings.RUNTIME),
             image=read(settings.IMAGE),
             wandb=wandb_from_environment(environment) if read(settings.WANDB) else None,
             ledger=read(settings.LEDGER) is not False,
             backend=read(settings.BACKEND) or Backend.MEGATRON,
-            optimizer=read(settings.OPTIMIZER.read_as(OptimizerName)) or OptimizerName.ADAMW,
+            optimizer=read(settings.OPTIMIZER) or OptimizerName.ADAMW,
             network=read(settings.NET.read_as(parse_rate)),
             repeats=read(settings.REPEATS) or Options.repeats,
             calibrate=read(settings.CALIBRATE) or False,
@@ -133,3 +147,13 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
 
 def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
     return Saving(every, keep or KEEP, asynchronous or False) if every else None
+
+
+def wandb_from_environment(environment: Mapping[str, str]) -> Wandb:
+    """WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE; online only where a key is in the environment."""
+    mode = "online" if environment.get("WANDB_API_KEY") else "offline"
+    return Wandb(
+        project=settings.WANDB_PROJECT.value(environment) or WANDB_PROJECT,
+        entity=settings.WANDB_ENTITY.value(environment),
+        mode=settings.WANDB_MODE.value(environment) or mode,
+    )

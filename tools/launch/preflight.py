@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tools.launch.backends import backend_problems
+from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.checks.finding import PASS
@@ -19,7 +19,6 @@ from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems
 from tools.launch.no_te import attention_problems, fused_problems, sharing_problems
-from tools.launch.optimizers import optimizer_problems
 from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank

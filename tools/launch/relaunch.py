@@ -12,12 +12,12 @@ from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import GoesOnFrom, Launch, entry_of, model_for, with_mounts
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate
-from tools.launch.options import Options, RuntimeName
+from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, Entry, RunRecord
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.model import load_model
-from tools.spec.run import Backend, spec_of_flags
+from tools.spec.run import Backend, RuntimeName, spec_of_flags
 from tools.spec.strategy import (
     Batch,
     Parallelism,

@@ -15,8 +15,8 @@ from tools.launch.container import docker
 from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, RuntimeName
-from tools.spec.run import DeviceKind
+from tools.launch.options import Options
+from tools.spec.run import DeviceKind, RuntimeName
 
 IMPORT_SECONDS = 120.0
 

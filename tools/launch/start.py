@@ -19,13 +19,12 @@ from rich.console import Console
 from tools.launch.compose import UNTIED, Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
-from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Options
 from tools.launch.progress import RunProgress
 from tools.records.run import LOG_FILE
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
-from tools.spec.run import Backend
+from tools.spec.run import Backend, OptimizerName
 from tools.spec.strategy import Batch
 
 

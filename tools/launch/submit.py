@@ -19,14 +19,14 @@ from tools.launch.compose import RUN_PLACEHOLDER, Launch
 from tools.launch.container import docker
 from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, RuntimeName
+from tools.launch.options import Options
 from tools.launch.preflight import check_composition, data_path
 from tools.launch.run_folder import create_run_folder, utc_now
 from tools.launch.target import Target
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.spec.files import ROOT, from_root
-from tools.spec.run import DeviceKind
+from tools.spec.run import DeviceKind, RuntimeName
 
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0

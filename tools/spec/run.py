@@ -31,6 +31,20 @@ class Backend(StrEnum):
     BARE = "bare"
 
 
+class RuntimeName(StrEnum):
+    """Where GPU ranks find torch and Megatron: in NVIDIA's container, or on this machine."""
+
+    DOCKER = "docker"
+    HOST = "host"
+
+
+class OptimizerName(StrEnum):
+    """What updates the weights; Muon leaves embeddings and norms to AdamW."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
 class DeviceKind(StrEnum):
     """What the ranks run on; also the suffix of a target's device count (`2cpu`)."""
 

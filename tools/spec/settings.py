@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tools.spec.run import Backend, Recompute
+from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
 
 
 class SettingError(ValueError):
@@ -159,7 +159,14 @@ SEED = Setting(
 DROPOUT = Setting(
     "DROPOUT", share, "a number from 0 up to, not including, 1", "both of Megatron's", _TRAIN
 )
-OPTIMIZER = Setting("OPTIMIZER", str, "adamw or muon", "adamw or muon", _TRAIN, default="adamw")
+OPTIMIZER = Setting(
+    "OPTIMIZER",
+    OptimizerName,
+    "adamw or muon",
+    "adamw or muon",
+    _TRAIN,
+    default=OptimizerName.ADAMW,
+)
 DATA = Setting("DATA", str, "a prefix", "data set, such as owt-ds/mine_text_document", _TRAIN)
 EXTRA: Setting[tuple[str, ...]] = Setting(
     "EXTRA",
@@ -202,7 +209,9 @@ RUNS = Setting(
     "RUNS", str, "a folder", "folder of run folders (runs)", (*_TRAIN, "status", "report"), "--runs"
 )
 EXPLAINED = Setting("RUNS", words, _TEXT, "the runs that are explained (all)", ("explain",), "*")
-RUNTIME = Setting("RUNTIME", str, "docker or host", "docker or host, on GPUs", (*_TRAIN, *_DATA))
+RUNTIME = Setting(
+    "RUNTIME", RuntimeName, "docker or host", "docker or host, on GPUs", (*_TRAIN, *_DATA)
+)
 IMAGE = Setting(
     "IMAGE", str, "an NGC tag", "one of docker/versions.env", (*_TRAIN, *_DATA, "image")
 )

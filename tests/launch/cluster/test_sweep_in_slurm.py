@@ -14,7 +14,7 @@ from tests.launch.cluster.conftest import program, run_folders
 from tools.launch.cluster.slurm import Slurm
 from tools.launch.compose import GoesOnFrom
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, RuntimeName, options_from_environment
+from tools.launch.options import Options, options_from_environment
 from tools.launch.run_folder import create_run_folder
 from tools.launch.sweep import run as module
 from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells
@@ -25,7 +25,7 @@ from tools.launch.train import compose_target, flags_of_grammar
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord, read_run
 from tools.spec.flags import drop_flags
-from tools.spec.run import DeviceKind
+from tools.spec.run import DeviceKind, RuntimeName
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
 

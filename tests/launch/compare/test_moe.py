@@ -8,9 +8,8 @@ from tools.launch.compare import moe as module
 from tools.launch.compare.moe import KINDS, equal_terms
 from tools.launch.compare.moe_measured import MoeRun
 from tools.launch.compare.moe_table import Parity, parity, render
-from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Options
-from tools.spec.run import Backend, DeviceKind
+from tools.spec.run import Backend, DeviceKind, OptimizerName
 
 
 def run(backend: str, milliseconds: float = 100, seed: int = 1, **changes: object) -> MoeRun:

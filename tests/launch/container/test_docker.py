@@ -11,12 +11,12 @@ from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.container.docker import Container, bind, caller, check_container, container_name
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, RuntimeName, options_from_environment
+from tools.launch.options import Options, options_from_environment
 from tools.launch.runtime import choose_runtime, default_runtime
 from tools.launch.target import parse_target
 from tools.launch.train import command_line, compose_target, flags_of_grammar
 from tools.spec.files import ROOT
-from tools.spec.run import DeviceKind
+from tools.spec.run import DeviceKind, RuntimeName
 
 DOCKER = Options(runtime=RuntimeName.DOCKER)
 

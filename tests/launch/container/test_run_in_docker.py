@@ -13,13 +13,13 @@ from tests.launch.fake_nvml import DRIVER, FakeNvml
 from tools.launch import sampler
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
-from tools.launch.options import Options, RuntimeName
+from tools.launch.options import Options, Wandb
 from tools.launch.supervise.ranks import Ranks
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.launch.wandb_logging import Wandb
 from tools.records import run as records
 from tools.records.run import DeviceLink, Status
+from tools.spec.run import RuntimeName
 
 LINE = (
     " [2025-09-08 01:07:45] iteration {i:8d}/  500000 | consumed samples: {n:12d} | elapsed time per "

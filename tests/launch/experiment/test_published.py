@@ -18,11 +18,12 @@ from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.commands import announce_published, run_named
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.finished import finished_run
-from tools.launch.options import Options, RuntimeName
+from tools.launch.options import Options
 from tools.launch.run_folder import create_run_folder
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
+from tools.spec.run import RuntimeName
 from tools.spec.strategy import NAMED
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from tools.launch.checkpoint.saving import Saving
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, Wandb, options_from_environment
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import create_run_folder
 from tools.launch.supervise.interruption import Interrupted
@@ -19,7 +19,6 @@ from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells, variabl
 from tools.launch.sweep.request import Request, request_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.launch.wandb_logging import Wandb
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from tools.launch.backends import MUON_PACKAGE
 from tools.launch.compare.moe_measured import measure_run
 from tools.launch.compare.moe_table import parities, render
 from tools.launch.compose import DEFAULT_DATA, UNIQUE_SAMPLE, Launch
 from tools.launch.devices import visible_gpus
-from tools.launch.optimizers import PACKAGE, OptimizerName
 from tools.launch.options import Options
 from tools.launch.series import build_report, run_module, run_series
 from tools.launch.target import Target
@@ -27,7 +27,7 @@ from tools.preprocess.windows import commonest_share, shared_windows
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import load_model
-from tools.spec.run import Backend, DeviceKind
+from tools.spec.run import Backend, DeviceKind, OptimizerName
 
 RANKS = 2
 CPU_DATA = UNIQUE_SAMPLE
@@ -116,7 +116,7 @@ def _launch(kind: Kind, model: str, device: DeviceKind, options: Options) -> Lau
 
 def _lacks_package(kind: Kind) -> bool:
     needs = kind.backend is Backend.MEGATRON and kind.optimizer is OptimizerName.MUON
-    return needs and importlib.util.find_spec(PACKAGE) is None
+    return needs and importlib.util.find_spec(MUON_PACKAGE) is None
 
 
 def _ensure_data(console: Console) -> None:
@@ -138,6 +138,6 @@ def _evaluation_notes(launch: Launch) -> list[str]:
         f"Naming the commonest token always would be right for {commonest_share(prefix, split):.1%} of "
         "the validation tokens.",
     ]
-    if importlib.util.find_spec(PACKAGE) is None:
-        notes.append(f"Megatron's own Muon is left out: it needs the package {PACKAGE}.")
+    if importlib.util.find_spec(MUON_PACKAGE) is None:
+        notes.append(f"Megatron's own Muon is left out: it needs the package {MUON_PACKAGE}.")
     return notes

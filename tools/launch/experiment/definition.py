@@ -15,12 +15,11 @@ import msgspec
 
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.optimizers import OptimizerName
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import Target
 from tools.spec.files import ROOT, read_yaml
 from tools.spec.model import load_model
-from tools.spec.run import Backend, DeviceKind
+from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import devices_of
 
 FOLDER = ROOT / "examples" / "experiments"
