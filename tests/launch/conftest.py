@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,3 +79,15 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
 def two_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     """The published machine."""
     yield from machine_with(monkeypatch, FakeGpu(), FakeGpu())
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with nothing but a shell's own programs and what a test adds: no NVIDIA, no Docker."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "cat", "env", "bash"):
+        (folder / name).symlink_to(shutil.which(name) or "")
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("KIT_IMAGE", raising=False)
+    return folder

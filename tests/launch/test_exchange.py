@@ -78,7 +78,7 @@ def test_a_rate_far_below_the_links_is_warned_about(
         ({"highest_mhz": None, "limit_mhz": None, "throttling": "none"}, WARN, "nvidia-smi"),
     ],
 )
-def test_clocks_and_throttling_are_named_with_the_way_to_mend(
+def test_clocks_and_throttling_are_named_with_the_fix(
     clock: dict[str, object], status: str, fix: str
 ) -> None:
     told = RATE | {"bytes_per_second": 1e9, "link_bytes_per_second": None}

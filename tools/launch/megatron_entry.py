@@ -37,16 +37,8 @@ def find_entry(megatron_lm: Path | None) -> Entry:
 
 def commit_of(folder: Path) -> str | None:
     """The commit a folder is at, with `-dirty` where it was changed; None outside a repository."""
-    command = (
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    )
+    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    command = ("git", "-C", str(folder), *describe)
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -162,14 +163,16 @@ def _bucket(rate: Rate) -> tuple[str, ...]:
 
 
 def _node(side: Side, sides: Sequence[Side], ranks: int, program: Sequence[str]) -> tuple[str, ...]:
-    return (
-        *("ip", "netns", "exec", side.namespace),
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(NODES), "--node-rank", str(side.rank)),
-        *("--nproc-per-node", str(ranks // NODES)),
-        *("--master-addr", sides[0].address, "--master-port", str(_PORT)),
-        *program,
-    )
+    flags = {
+        "--nnodes": str(NODES),
+        "--node-rank": str(side.rank),
+        "--nproc-per-node": str(ranks // NODES),
+        "--master-addr": sides[0].address,
+        "--master-port": str(_PORT),
+    }
+    inside = ("ip", "netns", "exec", side.namespace)
+    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    return (*inside, *torchrun, *chain.from_iterable(flags.items()), *program)
 
 
 def _environment(side: Side) -> dict[str, str]:

@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from tools.launch.checks import docker as checks
@@ -29,12 +30,16 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy",
 HUB = ("HF_ENDPOINT", "HF_TOKEN")
 """Only for what fetches data; training is given no token it has no use for."""
 
-CONFINED = (
-    *("--read-only", "--tmpfs", "/tmp:exec,mode=1777"),
-    *("--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
-)
-"""Nothing of the image can be changed, and no right gained. Compiled kernels are loaded from /tmp, the
+CONFINED = {
+    "--tmpfs": "/tmp:exec,mode=1777",
+    "--cap-drop": "ALL",
+    "--security-opt": "no-new-privileges",
+}
+"""Beside --read-only: nothing of the image can be changed, and no right gained. Compiled kernels are loaded from /tmp, the
 container's home, which is memory and gone with it."""
+
+FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
+"""NCCL moves data between ranks through shared memory and pins pages of it."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,18 @@ class Container:
         Variables go by name alone: docker takes the values from its own environment, so no value
         appears in a command line, a log or `ps`.
         """
-        names = sorted({*settings, *self.inherited, *ALWAYS})
+        place = {"--name": name, "--user": self.user, "--workdir": str(ROOT)}
+        devices = {"--gpus": "all"} if self.gpus else {}
+        network = {"--network": "host"} if self.host_network else {}
+        mounts = [("--mount", bind(path)) for path in self.mounts]
+        variables = [("--env", each) for each in sorted({*settings, *self.inherited, *ALWAYS})]
+        start = ("docker", "run", "--rm", "--init", *chain.from_iterable(place.items()))
         return (
-            *("docker", "run", "--rm", "--init", "--name", name),
-            *("--user", self.user, "--workdir", str(ROOT)),
-            *CONFINED,
-            *(("--gpus", "all") if self.gpus else ()),
-            *(("--network", "host") if self.host_network else ()),
-            # NCCL moves data between ranks through shared memory and pins pages of it.
-            *("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"),
-            *(word for path in self.mounts for word in ("--mount", bind(path))),
-            *(word for name in names for word in ("--env", name)),
+            *start,
+            "--read-only",
+            *chain.from_iterable((CONFINED | devices | network).items()),
+            *FOR_NCCL,
+            *chain.from_iterable(mounts + variables),
             self.image,
             *command,
         )
