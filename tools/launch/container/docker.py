@@ -35,8 +35,8 @@ CONFINED = {
     "--cap-drop": "ALL",
     "--security-opt": "no-new-privileges",
 }
-"""Beside --read-only: nothing of the image can be changed, and no right gained. Compiled kernels are loaded from /tmp, the
-container's home, which is memory and gone with it."""
+"""Beside --read-only: nothing of the image can be changed, and no right gained. Compiled kernels are
+loaded from /tmp, the container's home, which is memory and gone with it."""
 
 FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
 """NCCL moves data between ranks through shared memory and pins pages of it."""
