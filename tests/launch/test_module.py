@@ -83,7 +83,7 @@ def test_a_dry_run_prints_and_starts_nothing(
     docker: FakeDocker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = Options(runtime=RuntimeName.DOCKER, dry_run=True)
-    assert run_module(("tools.launch.openwebtext",), options) == 0
+    assert run_module(("tools.preprocess", "hub", "a/b"), options) == 0
     assert capsys.readouterr().out.startswith("docker run --rm")
     assert [call[0] for call in docker.calls] == ["info"]
 

@@ -11,7 +11,7 @@ from tools.native.batches import SplitSamples
 from tools.native.model import GPT, initialise
 from tools.native.optimizer import learning_rate
 from tools.native.settings import unknown_flags
-from tools.preprocess.split import Part, split_documents
+from tools.preprocess.dataset import Part, split_documents
 
 
 def test_the_first_update_has_no_learning_rate_and_the_warm_up_is_linear() -> None:

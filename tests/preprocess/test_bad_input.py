@@ -3,13 +3,14 @@
 import errno
 import gzip
 import json
+import os
 import resource
 import subprocess
 import sys
 
 import pytest
 
-from tools.preprocess import output
+from tools.preprocess.output import workspace
 
 GOOD = ["one", "two", "three"]
 BAD_LINES = {
@@ -55,12 +56,12 @@ def test_a_run_that_stopped_goes_on_with_skip(tool, tmp_path, capsys, reference,
     path.write_text("\n".join([*lines[:399], "broken", lines[399]]) + "\n")
     flags = ("--input", path, "--output-prefix", tmp_path / "o", "--commit-mib", "0.0001")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.preprocess.lines.BLOCK_BYTES", 1 << 10)
+        patch.setattr("tools.preprocess.input.lines.BLOCK_BYTES", 1 << 10)
         assert tool(*flags) == 1
         assert f"{path}:400: broken JSON" in capsys.readouterr().err
         assert tool(*flags, "--on-error", "skip") == 0
     said = capsys.readouterr().err
-    assert "Going on after" in said
+    assert "Resuming after" in said
     assert f"{path}:400: broken JSON" in said
     assert read_pair(tmp_path / "o_text_document") == reference(documents, None)
 
@@ -159,7 +160,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(output, "sync", full)
+        patch.setattr(workspace, "flush_to_disk", full)
         assert tool(*flags) == 1
     error = capsys.readouterr().err
     assert "The disk is full or limited" in error
@@ -201,6 +202,12 @@ def test_a_limit_on_file_sizes_is_one_sentence(tmp_path, write_lines):
         (("--shard", "2/2"), "parts count from 0"),
         (("--workers", "-1"), "is negative"),
         (("--tokenizer", "gpt-2"), "did you mean gpt2?"),
+        (("--split-sentences",), "as a list of its sentences"),
+        (("--partitions", "4"), "run once with --shard I/N"),
+        (("--partitions=4",), "join them with the command merge"),
+        (("--keep-newlines",), "leave it away"),
+        (("--tokenizer-type", "GPT2BPETokenizer"), "give --tokenizer gpt2"),
+        (("--tokenizer-model", "x.model"), "tokenizer.json"),
         (("--tokenizer", "nowhere/at/all"), "folder that holds a tokenizer.json"),
     ],
 )
@@ -211,8 +218,18 @@ def test_a_flag_that_makes_no_sense_is_refused(tool, tmp_path, capsys, write_lin
     assert error.count("\n") == 1
 
 
+def test_a_pipe_is_refused_with_the_way_to_do_without(tool, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "-", "/dev/null"):
+        assert tool("--input", name, "--output-prefix", tmp_path / "o") == 1
+        error = capsys.readouterr().err
+        assert f"--input {name} is a pipe or a device" in error
+        assert "write it into a file first" in error
+        assert error.count("\n") == 1
+
+
 def test_a_large_document_is_announced(tool, tmp_path, capsys, write_lines, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.filling.ANNOUNCED_BYTES", 1 << 20)
+    monkeypatch.setattr("tools.preprocess.output.writer.ANNOUNCED_BYTES", 1 << 20)
     path = write_lines(["small", "large " * 1_000_000])
     assert tool("--input", path, "--output-prefix", tmp_path / "o") == 0
     assert "has a document of 5 MiB" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.documents import Kind, LineParser, Problem, parse_rows, refuse_large
+from tools.preprocess.input.documents import Kind, LineParser, Problem, parse_rows, refuse_large
 
 PARSER = LineParser(["text"])
 
@@ -94,6 +94,38 @@ def test_any_json_is_taken_or_refused_as_by_pythons_json(rows):
 def test_any_bytes_give_documents_or_problems_but_no_crash(data):
     documents = PARSER.parse(data or b"\n")
     assert len(documents.lines) + len(documents.problems) == documents.line_count
+
+
+def test_the_verdict_on_a_line_does_not_depend_on_its_neighbours():
+    """json refuses integers of over 4,300 digits, even in a key that nobody reads."""
+    long_integer = b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n"
+    sentences = b'{"text": ["b"], "n": ' + b"9" * 5000 + b"}\n"
+    for others in (b"", b"broken\n", b'{"text": "x\xff"}\n', b'{"text": ["a", "list"]}\n', b"\n"):
+        for line, text in ((long_integer, "a"), (sentences, ["b"])):
+            documents = PARSER.parse(others + line)
+            assert documents.columns[0][-1] == text
+            assert len(documents.problems) == len(PARSER.parse(others).problems if others else ())
+
+
+LINE_PIECES = (
+    *(b'{"text": ', b'"a"', b'"\\ud800"', b"[", b"]", b", ", b'"n": ', b"{", b"}", b"1", b"-"),
+    *(b"9" * 4301, b"1e999", b"01", b"NaN", b"\xff", b'"\x01"', b"null", b" ", b"'", b'"'),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lines=st.lists(
+        st.lists(st.sampled_from(LINE_PIECES), max_size=8).map(b"".join), min_size=1, max_size=4
+    )
+)
+def test_lines_together_are_what_they_are_alone(lines):
+    together = PARSER.parse(b"".join(line + b"\n" for line in lines))
+    alone = [PARSER.parse(line + b"\n") for line in lines]
+    assert list(together.columns[0]) == [text for one in alone for text in one.columns[0]]
+    assert [(p.kind, p.detail) for p in together.problems] == [
+        (p.kind, p.detail) for one in alone for p in one.problems
+    ]
 
 
 def test_rows_of_tables_are_held_to_the_same_rules():

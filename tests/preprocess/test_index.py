@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tools.preprocess.dataset.index import (
+    IndexHeader,
+    read_array,
+    read_header,
+    token_dtype,
+    write_index,
+)
 from tools.preprocess.errors import DatasetError
-from tools.preprocess.index import IndexHeader, read_array, read_header, token_dtype, write_index
 
 
 def test_uint16_below_65500_entries_and_int32_from_there_on():
@@ -16,11 +22,11 @@ def test_uint16_below_65500_entries_and_int32_from_there_on():
     assert token_dtype(65_500) == np.int32
 
 
-def test_the_layout_byte_by_byte(tmp_path):
-    (tmp_path / "lengths").write_bytes(struct.pack("<2i", 3, 2))
-    (tmp_path / "counts").write_bytes(struct.pack("<3i", 1, 0, 1))
+def test_the_layout_byte_by_byte():
     stream = io.BytesIO()
-    write_index(stream, np.dtype(np.uint16), tmp_path / "lengths", tmp_path / "counts")
+    lengths = [np.array([3]), np.array([2])]
+    boundaries = [np.array([1, 1]), np.array([2])]
+    write_index(stream, IndexHeader("uint16", 2, 3), lambda: lengths, boundaries)
     assert stream.getvalue() == (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 2, 4)
@@ -35,12 +41,12 @@ def test_the_layout_byte_by_byte(tmp_path):
 def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
     folder = tmp_path_factory.mktemp("index")
     lengths = [n for document in counts for n in document]
-    np.array(lengths, "<i4").tofile(folder / "lengths")
-    np.array([len(document) for document in counts], "<i4").tofile(folder / "counts")
+    wanted = IndexHeader("int32", len(lengths), len(counts))
+    ends = np.cumsum([len(document) for document in counts], dtype=np.int64)
     with (folder / "x.idx").open("wb") as stream:
-        write_index(stream, np.dtype(np.int32), folder / "lengths", folder / "counts")
+        write_index(stream, wanted, lambda: [np.array(lengths, np.int32)], [ends])
     header = read_header(folder / "x.idx")
-    assert header == IndexHeader("int32", len(lengths), len(counts))
+    assert header == wanted
     assert (folder / "x.idx").stat().st_size == header.size_bytes
     at = header.boundaries_offset
     boundaries = np.concatenate(list(read_array(folder / "x.idx", at, "<i8", len(counts) + 1)))

@@ -5,10 +5,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess import lines
-from tools.preprocess.documents import Kind
-from tools.preprocess.inputs import Format, Slice
-from tools.preprocess.lines import line_blocks, lines_before, next_line_start
+from tools.preprocess.input import lines
+from tools.preprocess.input.documents import Kind
+from tools.preprocess.input.files import Format, Slice
+from tools.preprocess.input.lines import line_blocks, lines_before, next_line_start
 
 LINES = [b"a" * n + b"\n" for n in (3, 40, 0, 7, 90, 1, 1, 1, 25)]
 TEXT = b"".join(LINES)

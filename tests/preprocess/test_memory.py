@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tools.preprocess.english import english_documents
+from tools.bench.synthetic_text import synthetic_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_BYTES = 1 << 30
@@ -32,7 +32,7 @@ def peak_bytes(*arguments):
 
 def write_shifted(path, size_bytes, base_bytes=64_000_000):
     """Each copy of the text has its letters shifted, so that its words are new to the encoder."""
-    documents = list(english_documents(base_bytes))
+    documents = list(synthetic_documents(base_bytes))
     lower, encode, copy = string.ascii_lowercase, msgspec.json.Encoder().encode, 0
     with path.open("wb") as stream:
         while stream.tell() < size_bytes:
@@ -72,7 +72,7 @@ def test_ten_gigabytes_stay_below_one(tmp_path):
 @pytest.mark.parametrize("kind", ["english", "symbols", "chinese"])
 def test_documents_of_64_megabytes_stay_below_one_gigabyte(tmp_path, kind):
     unit = {
-        "english": "\n".join(english_documents(1_000_000)),
+        "english": "\n".join(synthetic_documents(1_000_000)),
         "symbols": "!@ #$ %^ &* () ab 12 é 😀 ",
         "chinese": "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。",
     }[kind]

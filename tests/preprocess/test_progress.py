@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tools.preprocess import progress
-from tools.preprocess.filling import Progress
+from tools.preprocess.output.writer import Progress
 from tools.preprocess.sample import sample_documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,5 +70,5 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    for name in ("merge", "verify", "stats", "bench", "sample"):
+    for name in ("merge", "verify", "stats", "hub", "sample"):
         assert name in out

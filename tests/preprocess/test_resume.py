@@ -1,5 +1,6 @@
 """Killed at any moment, the same command again ends in the same files."""
 
+import os
 import random
 import re
 import shutil
@@ -8,7 +9,7 @@ import time
 
 import pytest
 
-from tools.preprocess.english import write_english
+from tools.bench.synthetic_text import write_synthetic
 
 KILL_FLAGS = ("--append-eod", "--commit-mib", "2", "--workers", "2")
 
@@ -16,7 +17,7 @@ KILL_FLAGS = ("--append-eod", "--commit-mib", "2", "--workers", "2")
 @pytest.fixture(scope="module")
 def english(tmp_path_factory):
     path = tmp_path_factory.mktemp("english") / "in.jsonl"
-    write_english(path, 12_000_000, seed=7)
+    write_synthetic(path, 12_000_000, seed=7)
     return path
 
 
@@ -35,10 +36,10 @@ def outputs(prefix):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def kill_after(running, journal, commits, delay):
+def kill_after(running, folder, commits, delay):
     """Kill the tool a moment after so many commits, or at once if it is done before."""
     while running.poll() is None:
-        if journal.exists() and journal.read_bytes().count(b"\n") >= commits:
+        if len(list(folder.glob("part-??????"))) >= commits:
             break
         time.sleep(0.001)
     time.sleep(delay)
@@ -51,7 +52,7 @@ def kill_until_done(process, english, folder, moments):
     arguments = ("--input", english, "--output-prefix", folder / "o", *KILL_FLAGS)
     for commits, delay in moments:
         running = process(*arguments)
-        kill_after(running, folder / "o.partial" / "journal.jsonl", commits, delay)
+        kill_after(running, folder / "o.partial", commits, delay)
         if (folder / "o_text_document.idx").exists():
             assert (folder / "o_text_document.bin").exists()
             assert (folder / "o_text_document.manifest.json").exists()
@@ -79,7 +80,7 @@ def test_killed_at_twenty_random_moments(process, english, undisturbed, tmp_path
 
 def stop_after(monkeypatch, commits):
     """Let the tool die, as from a kill, right after so many commits."""
-    from tools.preprocess import workspace
+    from tools.preprocess.output import workspace
 
     commit, done = workspace.Workspace.commit, 0
 
@@ -99,22 +100,27 @@ def interrupted(tool, english, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         assert tool(*arguments) == 130
-    assert "goes on from the last commit" in capsys.readouterr().err
+    assert "resumes from the last commit" in capsys.readouterr().err
     return arguments
 
 
 def test_it_goes_on_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
     assert not list(tmp_path.glob("*.idx"))
     assert tool(*interrupted) == 0
-    assert "Going on after 2 committed shard(s)" in capsys.readouterr().err
+    assert "Resuming after 2 finished part(s)" in capsys.readouterr().err
     assert outputs(tmp_path / "o") == undisturbed
     assert not (tmp_path / "o.partial").exists()
 
 
 def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed, tmp_path):
-    for name in ("text.bin", "text.lengths", "text.counts", "journal.jsonl"):
-        with (tmp_path / "o.partial" / name).open("ab") as stream:
-            stream.write(b"half a line")
+    unfinished = tmp_path / "o.partial" / "part-000002.new"
+    unfinished.mkdir()
+    for path in (
+        unfinished / "text.bin",
+        unfinished / "part.json",
+        tmp_path / "o.partial/joined/x",
+    ):
+        path.write_bytes(b"half a line")
     assert tool(*interrupted) == 0
     assert outputs(tmp_path / "o") == undisturbed
 
@@ -151,19 +157,18 @@ def test_a_changed_input_is_refused_with_the_difference(
 
 
 def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, capsys):
-    with (tmp_path / "o.partial" / "text.bin").open("r+b") as stream:
+    with (tmp_path / "o.partial/part-000000/text.bin").open("r+b") as stream:
         stream.seek(1000)
         stream.write(b"\xff\xff")
     assert tool(*interrupted) == 1
-    assert "Shard 0" in capsys.readouterr().err
+    assert "Part 0" in capsys.readouterr().err
 
 
 def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
-    from tools.preprocess.durable import lock
+    from tools.preprocess.output.atomic_io import locked
 
-    held = lock(tmp_path / "o.partial")
-    assert tool(*interrupted) == 1
-    held.close()
+    with locked(tmp_path / "o.partial"):
+        assert tool(*interrupted) == 1
     assert "Another process is writing" in capsys.readouterr().err
 
 
@@ -171,11 +176,11 @@ def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path,
 def test_killed_while_renaming_it_finishes_the_renames(
     tool, english, undisturbed, tmp_path, monkeypatch, moves
 ):
-    from tools.preprocess import workspace
+    from tools.preprocess.output import atomic_io
 
     arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:
-        move, done = workspace.move, 0
+        move, done = atomic_io.move, 0
 
         def dying(source, target):
             nonlocal done
@@ -184,11 +189,39 @@ def test_killed_while_renaming_it_finishes_the_renames(
             move(source, target)
             done += 1
 
-        patch.setattr(workspace, "move", dying)
+        patch.setattr(atomic_io, "move", dying)
         assert tool(*arguments) == 130
     assert not (tmp_path / "o_text_document.idx").exists()
     assert tool(*arguments) == 0
     assert outputs(tmp_path / "o") == undisturbed
+
+
+@pytest.mark.parametrize("removals", range(0, 12))
+def test_killed_while_cleaning_up_the_repeat_finds_the_result(
+    tool, english, undisturbed, tmp_path, monkeypatch, removals
+):
+    """The folder of an unfinished run is removed name by name; death after any of them is harmless."""
+    arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
+    with monkeypatch.context() as patch:
+        done = 0
+
+        def counted(remove):
+            def dying(*arguments, **named):
+                nonlocal done
+                if (tmp_path / "o_text_document.idx").exists():
+                    done += 1
+                    if done > removals:
+                        raise KeyboardInterrupt
+                remove(*arguments, **named)
+
+            return dying
+
+        patch.setattr("os.unlink", counted(os.unlink))
+        patch.setattr("os.rmdir", counted(os.rmdir))
+        assert tool(*arguments) == 130
+    assert tool(*arguments) == 0
+    assert outputs(tmp_path / "o") == undisturbed
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 def test_an_archive_is_resumed_too(tool, english, tmp_path, monkeypatch):

@@ -2,16 +2,20 @@
 
 import json
 import tempfile
+import unicodedata
+from itertools import batched
 from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tools.preprocess.cli import main
-from tools.preprocess.encoders import HuggingFaceEncoder
-from tools.preprocess.tokenizer import load_tokenizer
+from tools.preprocess.encode.encoders import HuggingFaceEncoder, RegexEncoder, choose_encoder
+from tools.preprocess.encode.tokenizer import load_tokenizer
+from tools.preprocess.encode.unassigned import tokens_to_check
 
 TRICKY = ["'s", "'re", "'LL", "<|endoftext|>", "  ", "\n\n", "\r\n", "\x00", "\x1f", "\x85",
           "\u2028", "\u3000", "\ufeff", "e\u0301", "١٢", "½", "😀", "日本語", '"', "\\"]  # fmt: skip
@@ -126,12 +130,66 @@ def word_level(words):
     }
 
 
-def test_letters_younger_than_hugging_faces_tables_follow_megatrons_regex(gigatoken_gpt2):
-    """U+323B0 is a letter since Unicode 17: Megatron's `regex` takes 're after it as one token."""
-    regex = pytest.importorskip("regex")
-    if not regex.fullmatch(r"\p{L}", "\U000323b0"):
-        pytest.skip("this regex knows no Unicode 17")
-    assert gigatoken_gpt2.encode(["\U000323b0're"])[0].tolist()[-1] == 821
+@pytest.fixture(scope="module")
+def exact_gpt2(gpt2):
+    return choose_encoder(gpt2, [], pytest.fail)
+
+
+def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2):
+    """After a letter, a digit or a space 's is one token; after anything else ' belongs to that.
+
+    17,480 letters are younger than the tables of `tokenizers`, 12,823 than gigatoken's.
+    """
+    everything = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    separate = set(regex.findall(r"[\p{L}\p{N}\s]", "".join(everything))) - {" "}
+    assert "\U0003dddb" in separate
+    together = exact_gpt2.encode(["'s"])[0][-1]
+    unassigned = [c for c in everything if unicodedata.category(c) == "Cn"]
+    assigned = [[c] for c in everything if unicodedata.category(c) != "Cn"]
+    for groups in (assigned, list(batched(unassigned, 200))):
+        texts = ["\n".join(f"{character}'s" for character in group) for group in groups]
+        ids, offsets = exact_gpt2.encode(texts)
+        found = np.add.reduceat(ids == together, offsets[:-1])
+        wanted = [sum(character in separate for character in group) for group in groups]
+        assert found.tolist() == wanted
+
+
+unassigned = st.sampled_from("\U0003dddb\U000323b0\u0558\ua7dd\U0003fc3f\U0001fae9\U000e0fff")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    documents=st.lists(
+        st.lists(st.one_of(st.sampled_from(TRICKY), character, unassigned), max_size=30).map(
+            "".join
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_texts_with_the_youngest_characters_are_encoded_as_by_megatron(exact_gpt2, gpt2, documents):
+    ours, theirs = exact_gpt2.encode(documents), RegexEncoder(gpt2).encode(documents)
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=st.lists(texts, min_size=1, max_size=10))
+def test_the_regex_encoder_agrees_with_hugging_face(gpt2, hugging_face_gpt2, documents):
+    ours, theirs = RegexEncoder(gpt2).encode(documents), hugging_face_gpt2.encode(documents)
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+def test_no_unassigned_character_is_without_a_token_that_is_checked(gpt2, gigatoken_gpt2):
+    check = tokens_to_check(gpt2)
+    characters = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) == "Cn"]
+    for around in ("{}", "a{}", " {}s", "’{}"):
+        ids, offsets = gigatoken_gpt2.encode([around.format(c) for c in characters])
+        assert np.logical_or.reduceat(check[ids], offsets[:-1]).all()
+    assert check.mean() < 0.05
+    common = ["“Plain”", "prose", "—", "naïve", "café,", "Привет,", "世界,", "안녕"]
+    assert not check[gigatoken_gpt2.encode(common[:5])[0]].any()
 
 
 def test_megatron_reads_it_back(tool, write_lines, tmp_path, indexed_dataset):

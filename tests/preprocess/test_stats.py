@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import pytest
 
 from tools.preprocess.dataset import open_dataset
-from tools.preprocess.histogram import label, text_histogram
-from tools.preprocess.manifest import read_manifest
-from tools.preprocess.stats import draws, measure
+from tools.preprocess.dataset.describe import label, text_histogram
+from tools.preprocess.dataset.manifest import read_manifest
+from tools.preprocess.dataset.stats import draws, measure
 
 # GPT-2 tokens: 1, 2, 0, 4; with the end tokens: 2, 3, 0, 5.
 DOCUMENTS = ["one", "one two", "", "one two three four"]
@@ -35,7 +35,7 @@ def test_without_a_manifest_the_end_token_is_the_one_all_sequences_share(prefix)
 
 
 def test_documents_of_many_sentences_are_measured_whole(tool, tmp_path, write_lines, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.stats._ROWS", 2)
+    monkeypatch.setattr("tools.preprocess.dataset.stats._ROWS", 2)
     documents = [["one", "two"], ["one"], [], ["one", "two", "three"], ["one"]]
     assert tool("--input", write_lines(documents), "--output-prefix", tmp_path / "o") == 0
     stats = measure(open_dataset(tmp_path / "o_text_document"), None)

@@ -3,16 +3,16 @@ import json
 import numpy as np
 import pytest
 
-from tools.preprocess import encoders
-from tools.preprocess import tokenizer as module
-from tools.preprocess.encoders import (
+from tools.preprocess.encode import encoders
+from tools.preprocess.encode import tokenizer as module
+from tools.preprocess.encode.encoders import (
     GigatokenEncoder,
     HuggingFaceEncoder,
     choose_encoder,
     first_difference,
 )
+from tools.preprocess.encode.tokenizer import load_tokenizer, require_eod
 from tools.preprocess.errors import TokenizerError
-from tools.preprocess.tokenizer import load_tokenizer, require_eod
 
 TEXTS = ["", "Hello world", " a <s> b<|endoftext|>c", "日本語 😀 naïve", "x" * 3000]
 
@@ -115,6 +115,40 @@ def test_the_end_token_may_be_an_object_or_in_the_other_file(folder):
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerError, match=r"tokenizer.json is not a Hugging Face"):
+        load_tokenizer(str(tmp_path))
+
+
+SENTENCEPIECE = (
+    b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>\x15\x00\x00\x00\x00\x18\x03"
+)
+TIKTOKEN = b"IQ== 0\nIg== 1\nIw== 2\n"
+TIKTOKEN_JSON = b'[{"rank": 0, "token_bytes": "AA==", "token_str": "\\u0000"}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "remedy"),
+    [
+        ("tokenizer.model", SENTENCEPIECE, "a SentencePiece model", "save_pretrained"),
+        ("o200k.tiktoken", TIKTOKEN, "a tiktoken vocabulary", "convert_tiktoken_to_fast"),
+        ("vocab.json", TIKTOKEN_JSON, "a tiktoken vocabulary", "convert_tiktoken_to_fast"),
+    ],
+)
+def test_other_formats_are_recognized_by_content_and_the_conversion_is_named(
+    tmp_path, name, content, what, remedy
+):
+    path = tmp_path / name
+    path.write_bytes(content)
+    for given in (path, tmp_path):
+        with pytest.raises(TokenizerError) as refused:
+            load_tokenizer(str(given))
+        assert f"{path} is {what}" in str(refused.value)
+        assert remedy in str(refused.value)
+
+
+def test_a_folder_with_only_the_slow_files_is_refused_with_the_conversion(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(TokenizerError, match=r"merges.txt but no tokenizer.json; write one with"):
         load_tokenizer(str(tmp_path))
 
 

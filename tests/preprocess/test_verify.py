@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tools.preprocess.dataset import open_dataset
-from tools.preprocess.verify import last_tokens, verify
+from tools.preprocess.dataset.verify import last_tokens, verify
 
 DOCUMENTS = ["One two three", "", "Four five", "Six", "Seven eight nine ten"]
 
@@ -91,7 +91,7 @@ def test_ids_outside_the_vocabulary_are_found(bare):
 
 
 def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.lines.BLOCK_BYTES", 64)
+    monkeypatch.setattr("tools.preprocess.input.lines.BLOCK_BYTES", 64)
     path = write_lines([f"text {i}" for i in range(40)])
     flags = ("--output-prefix", tmp_path / "o", "--commit-mib", "0.0001")
     assert tool("--input", path, *flags) == 0
@@ -104,7 +104,7 @@ def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
 
 
 def test_last_tokens_across_chunks(made, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.index._CHUNK", 3)
+    monkeypatch.setattr("tools.preprocess.dataset.index._CHUNK", 3)
     found = np.concatenate(list(last_tokens(open_dataset(made))))
     assert found.tolist() == [50256] * 4
     assert not verify(made).problems

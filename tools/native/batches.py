@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from tools.native.parallel import Ranks
 from tools.native.settings import Settings
-from tools.preprocess.dataset import idx_path, open_dataset
-from tools.preprocess.index import read_array, read_header
-from tools.preprocess.split import Part, split_documents
+from tools.preprocess.dataset import Part, open_dataset, split_documents
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels, each [micro batch, sequence]."""
@@ -42,7 +40,7 @@ class SplitSamples:
         part: Part = Part.TRAINING,
     ) -> None:
         dataset = open_dataset(prefix)
-        lengths = sequence_lengths(prefix)
+        lengths = np.concatenate(list(dataset.lengths()))
         self._tokens: NDArray[Any] = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self._seq_length = seq_length
@@ -78,13 +76,6 @@ class SplitSamples:
         """Tokens and labels of samples `first` to `first + size`, each [size, seq_length]."""
         rows = torch.from_numpy(np.stack([self[first + offset] for offset in range(size)]))
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def sequence_lengths(prefix: Path) -> NDArray[np.int32]:
-    """Tokens of each sequence, as the `.idx` lists them."""
-    header = read_header(idx_path(prefix))
-    chunks = read_array(idx_path(prefix), header.lengths_offset, "<i4", header.sequences)
-    return np.concatenate(list(chunks))
 
 
 def micro_batches(

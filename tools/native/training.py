@@ -19,7 +19,7 @@ from tools.native.optimizer import learning_rate
 from tools.native.parallel import Ranks, start_ranks
 from tools.native.settings import Settings, parse_settings
 from tools.native.weights import load_start
-from tools.preprocess.split import Part
+from tools.preprocess.dataset import Part
 
 
 def main() -> None:

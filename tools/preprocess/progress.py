@@ -10,8 +10,8 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from tools.preprocess.filling import Progress as State
-from tools.preprocess.filling import Watch
+from tools.preprocess.output.writer import Progress as State
+from tools.preprocess.output.writer import Watch
 
 LINE_SECONDS = 60.0
 """Between two lines where there is no terminal."""

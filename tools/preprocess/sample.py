@@ -7,12 +7,14 @@ from pydoc_data.topics import topics
 
 import msgspec
 
+from tools.records.io import write_whole
+
 
 def sample_documents() -> list[str]:
     """The paragraphs of Python's own help, topic by topic in alphabetical order.
 
     Paragraphs, because the published split gives one document in a thousand to the test set, and
-    Megatron looks for ever for the tokens of a set without documents.
+    Megatron searches endlessly for the tokens of a set without documents.
     """
     paragraphs = (part for name in sorted(topics) for part in topics[name].split("\n\n"))
     return [paragraph for paragraph in paragraphs if paragraph.strip()]
@@ -29,6 +31,4 @@ def write_sample(path: Path, unique: bool = False) -> None:
     if path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    write_whole(path, content)

@@ -53,9 +53,9 @@ def write_whole(path: Path, content: bytes | str, durable: bool = False) -> None
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
-def write_record(path: Path, record: object) -> None:
+def write_record(path: Path, record: object, durable: bool = False) -> None:
     """Write a record (a dataclass, a dict) as readable JSON, whole or not at all."""
-    write_whole(path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    write_whole(path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n", durable)
 
 
 def flush_to_disk(stream: IO[bytes]) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from tools.launch.backends import MUON_PACKAGE
 from tools.launch.compare.moe_measured import measure_run
 from tools.launch.compare.moe_table import parities, render
+from tools.launch.compare.windows import commonest_share, shared_windows
 from tools.launch.compose import DEFAULT_DATA, UNIQUE_SAMPLE, Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.options import Options
@@ -23,7 +24,6 @@ from tools.launch.target import Target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.preprocess.dataset import open_dataset
 from tools.preprocess.errors import DatasetError
-from tools.preprocess.windows import commonest_share, shared_windows
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import load_model

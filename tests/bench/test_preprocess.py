@@ -1,0 +1,73 @@
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.bench.preprocess import Comparison, Rate, describe, main
+from tools.bench.synthetic_text import synthetic_documents, unseen_documents
+
+
+def test_it_measures_this_tool_and_tokenizers(capsys, monkeypatch):
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    assert main(["--mb", "0.2", "--repeats", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["ours"]) == 2
+    assert found["tokenizers"]["megabytes_per_second"] > 0
+    assert found["tokenizers"]["processor_seconds"] > 0
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["megatron"] is None
+
+
+def test_ratios_are_printed_with_the_median(capsys):
+    found = Comparison(
+        input_bytes=100_000_000,
+        threads=2,
+        ours=(Rate(80, 2), Rate(100, 2), Rate(50, 4)),
+        shares={"reading": 0.25, "encoding": 0.75},
+        ceiling_megabytes_per_second=160,
+        tokenizers=Rate(8, 20),
+        megatron=Rate(4, 40),
+        same_bytes=True,
+    )
+    text = "\n".join(describe(found))
+    assert "100 MB of JSON lines, 2 cores" in text
+    assert "80.0 MB/s" in text
+    assert "median of 3, 50.0 to 100.0" in text
+    assert "10.0 times as fast (10.0 by processor time)" in text
+    assert "20.0 times as fast (20.0 by processor time), same bytes" in text
+    assert "reading 25%, encoding 75%" in text
+    assert "160.0 MB/s; 50% of it reached" in text
+    assert "set MEGATRON_LM" in "\n".join(describe(replace(found, megatron=None)))
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
+    assert main(["--mb", "0.1", "--megatron-lm", str(tmp_path)]) == 1
+    assert "holds no tools/preprocess_data.py" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_is_twenty_times_as_fast_as_megatrons_script_with_the_same_bytes(capsys):
+    checkout = os.environ.get("MEGATRON_LM")
+    if not checkout or not (Path(checkout) / "tools" / "preprocess_data.py").is_file():
+        pytest.skip("set MEGATRON_LM to a Megatron-LM checkout")
+    assert main(["--mb", "128", "--megatron-lm", checkout, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same_bytes"]
+    rates = sorted(rate["megabytes_per_second"] for rate in found["ours"])
+    assert rates[1] > 20 * found["megatron"]["megabytes_per_second"]
+
+
+def test_english_is_the_same_for_the_same_seed_and_of_the_size_asked_for():
+    one, again = list(synthetic_documents(50_000, 3)), list(synthetic_documents(50_000, 3))
+    assert one == again
+    assert 50_000 <= sum(map(len, one)) < 120_000
+    assert one != list(synthetic_documents(50_000, 4))
+
+
+def test_unseen_words_do_not_come_again():
+    words = " ".join(unseen_documents(200_000)).replace("，", " ").replace("、", " ").split()
+    long = [word for word in words if len(word) > 4]
+    assert len(long) > 3000
+    assert len(set(long)) > 0.99 * len(long)

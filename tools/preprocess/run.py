@@ -1,0 +1,116 @@
+"""What a command line asks for, carried out: inputs → tokens → data sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.preprocess.dataset.files import Dataset, bin_path, idx_path, open_dataset
+from tools.preprocess.dataset.manifest import RunIdentity, difference, read_manifest
+from tools.preprocess.encode.encoders import choose_encoder
+from tools.preprocess.encode.pipeline import Pipeline, default_threads
+from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, load_tokenizer, require_eod
+from tools.preprocess.errors import DatasetError, OutputError
+from tools.preprocess.input.source import Selection, Source, open_source
+from tools.preprocess.output.atomic_io import disk_errors, locked, retire
+from tools.preprocess.output.workspace import Workspace
+from tools.preprocess.output.writer import DatasetWriter, Say, Watch
+
+PART_BYTES = 64 << 20
+CROSS_CHECK = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of a run."""
+
+    selection: Selection
+    output_prefix: Path
+    tokenizer: str = GPT2
+    append_eod: bool = False
+    skip_errors: bool = False
+    cross_check: int = CROSS_CHECK
+    """Documents encoded by two tokenizers before the run."""
+    part_bytes: int = PART_BYTES
+    threads: int = 0
+    """0 is every core this process may use."""
+    restart: bool = False
+    overwrite: bool = False
+
+
+def preprocess(options: Options, say: Say, watch: Watch) -> list[Dataset]:
+    """Make a data set for each JSON key, resuming an earlier run that was cut off.
+
+    Args:
+        options: What to make.
+        say: Called with what a user should know, one sentence at a time.
+        watch: Called after each block.
+
+    Raises:
+        PreprocessError: Anything that keeps it from being made; what is committed stays.
+    """
+    spec = load_tokenizer(options.tokenizer)
+    eod = require_eod(spec) if options.append_eod else None
+    source = open_source(options.selection)
+    workspace = Workspace(options.output_prefix, _identity(options, spec, eod, source))
+    with disk_errors(workspace.folder):
+        if options.restart and workspace.folder.exists():
+            with locked(workspace.folder):
+                retire(workspace.folder)
+        if not workspace.folder.exists():
+            retire(workspace.folder)  # what a killed clean-up has left
+            if done := _existing(options, workspace):
+                say("Nothing to do: these data sets are complete and of this very input.")
+                return done
+        with workspace.opened():
+            if workspace.parts:
+                say(f"Resuming after {len(workspace.parts)} finished part(s) of an earlier run.")
+            if not workspace.is_complete:
+                encoder = choose_encoder(spec, source.samples(options.cross_check), say)
+                threads = options.threads or default_threads()
+                pipeline = Pipeline(source.parse, encoder, workspace.dtype, eod, threads)
+                writer = DatasetWriter(workspace, source, options.skip_errors, say)
+                writer.run(pipeline, options.part_bytes, watch)
+                workspace.finish(encoder.name)
+            return [open_dataset(prefix) for prefix in workspace.publish()]
+
+
+def _identity(
+    options: Options, spec: TokenizerSpec, eod: int | None, source: Source
+) -> RunIdentity:
+    return RunIdentity(
+        inputs=source.identities,
+        tokenizer=spec.name,
+        tokenizer_sha256=spec.sha256,
+        vocabulary=spec.vocabulary,
+        eod=eod,
+        json_keys=options.selection.keys,
+        part=str(options.selection.shard),
+        shard_bytes=options.part_bytes,
+        max_document_bytes=options.selection.max_document_bytes,
+    )
+
+
+def _existing(options: Options, workspace: Workspace) -> list[Dataset]:
+    """The data sets, if this very run has been completed before.
+
+    Raises:
+        OutputError: Something else stands under the final names.
+    """
+    prefixes = workspace.prefixes.values()
+    there = [p for prefix in prefixes for p in (idx_path(prefix), bin_path(prefix)) if p.exists()]
+    if options.overwrite or not there:
+        return []
+    remedy = "remove it, choose another --output-prefix, or give --overwrite."
+    try:
+        datasets = [open_dataset(prefix) for prefix in prefixes]
+        manifests = [read_manifest(prefix) for prefix in prefixes]
+    except DatasetError as error:
+        raise OutputError(f"{there[0]} exists already, incomplete: {error} Else {remedy}") from None
+    for manifest in manifests:
+        if manifest is None:
+            raise OutputError(f"{there[0]} exists already and has no manifest; {remedy}")
+        changed = difference(workspace.identity, manifest.identity)
+        if changed is not None:
+            raise OutputError(f"{there[0]} exists already, but {changed}; {remedy}")
+    return datasets
