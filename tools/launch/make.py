@@ -56,7 +56,7 @@ TOOLS = {
     "report": Tool("tools.report", ("build",)),
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tools.report", ("bench",)),
-    "bench-preprocess": Tool("tools.preprocess", ("bench",)),
+    "bench-preprocess": Tool("tools.bench.preprocess"),
     "bench-ledger": Tool("tools.launch.bench_ledger"),
     "compare-zero": Tool("tools.launch", ("compare", "zero")),
     "compare-backends": Tool("tools.launch", ("compare", "backends")),
@@ -71,7 +71,13 @@ TOOLS = {
         "tools.launch",
         ("module", "tools.preprocess", "sample", "--output-prefix", "owt-ds/sample"),
     ),
-    "prepare-ds-openwebtext-10k": Tool("tools.launch", ("module", "tools.launch.openwebtext")),
+    "prepare-ds-openwebtext-10k": Tool(
+        "tools.launch",
+        (
+            *("module", "tools.preprocess", "hub", "vuiseng9/openwebtext-10k"),
+            *("--output-prefix", "owt-ds/openwebtext-10k"),
+        ),
+    ),
 }
 """Targets that are a tool's command; any other is a command of `tools.launch` of the same name, or a
 training target."""
