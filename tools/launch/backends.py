@@ -29,9 +29,18 @@ FIRST_MUON_RELEASE = (0, 17)
 
 MUON_PACKAGE = "emerging_optimizers"
 
-_ONLY_MEGATRON = (
-    *("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format", UNTIED),
-    *("--no-gradient-reduce-div-fusion", "--tokenizer-type", "--vocab-size"),
+_ONLY_MEGATRON = frozenset(
+    {
+        "--load",
+        "--finetune",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--ckpt-format",
+        UNTIED,
+        "--no-gradient-reduce-div-fusion",
+        "--tokenizer-type",
+        "--vocab-size",
+    }
 )
 _ZERO_STAGES = {Sharding.NONE: 0, Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 

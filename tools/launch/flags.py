@@ -11,6 +11,7 @@ from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import Entry
 from tools.spec.files import from_root, read_args_file
+from tools.spec.flags import flag_words
 from tools.spec.model import Model, training_flags
 from tools.spec.run import DeviceKind, OptimizerName
 from tools.spec.strategy import Parallelism, Sharding
@@ -122,11 +123,18 @@ def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ..
     if name is OptimizerName.ADAMW:
         return ()
     renamed = release(megatron_version) >= (0, 18)
-    return (
-        *("--optimizer", "muon", "--muon-momentum", "0.95"),
-        "--muon-nesterov" if renamed else "--muon-use-nesterov",
-        *("--muon-scale-mode", "shape_scaling", "--muon-coefficient-type", "simple"),
-        *("--muon-num-ns-steps", "5", "--muon-no-split-qkv"),
-        *("--lr", "0.01", "--min-lr", "0.001"),
-        *("--decoupled-lr", "0.001", "--decoupled-min-lr", "0.0001"),
+    return flag_words(
+        {
+            "--optimizer": "muon",
+            "--muon-momentum": 0.95,
+            "--muon-nesterov" if renamed else "--muon-use-nesterov": True,
+            "--muon-scale-mode": "shape_scaling",
+            "--muon-coefficient-type": "simple",
+            "--muon-num-ns-steps": 5,
+            "--muon-no-split-qkv": True,
+            "--lr": "0.01",
+            "--min-lr": "0.001",
+            "--decoupled-lr": "0.001",
+            "--decoupled-min-lr": "0.0001",
+        }
     )

@@ -24,6 +24,7 @@ from tools.launch.progress import RunProgress
 from tools.records.run import LOG_FILE
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
+from tools.spec.flags import flag_words
 from tools.spec.run import Backend, OptimizerName
 from tools.spec.strategy import Batch
 
@@ -50,9 +51,8 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
         raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")
     try:
         partial.rename(path)
-    except (
-        OSError
-    ):  # Another run has written the same meanwhile, such as an element of the same array.
+    except OSError:
+        # Another run has written the same meanwhile, such as an element of the same array.
         if not path.is_dir():
             raise
         shutil.rmtree(partial)
@@ -95,11 +95,18 @@ def check_owner(folder: Path) -> None:
 
 def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
     """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
-    save = (
-        *("--lr", "0", "--min-lr", "0", "--exit-interval", "1"),
-        *("--save", from_root(folder), "--save-interval", "1", "--ckpt-format", "torch_dist"),
-        *("--no-save-optim", "--no-save-rng"),
-        *((UNTIED,) if UNTIED in launch.flags else ()),
+    save = flag_words(
+        {
+            "--lr": 0,
+            "--min-lr": 0,
+            "--exit-interval": 1,
+            "--save": from_root(folder),
+            "--save-interval": 1,
+            "--ckpt-format": "torch_dist",
+            "--no-save-optim": True,
+            "--no-save-rng": True,
+            UNTIED: UNTIED in launch.flags,
+        }
     )
     single = replace(
         options,

@@ -6,7 +6,18 @@ files, so a model is described in one place.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+
+
+def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
+    """Flags with their values as words; True is a flag alone, None and False leave it out."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is True:
+            words.append(name)
+        elif value is not None and value is not False:
+            words += [name, str(value)]
+    return tuple(words)
 
 
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:

@@ -16,15 +16,26 @@ ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
 
 GPT2_VOCABULARY = 50257
 
-_HALVES = ("--fp16", "--bf16")
-_BUILDS = (
-    *_HALVES,
-    *("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups"),
-    *("--group-query-attention", "--kv-channels", "--ffn-hidden-size", "--seq-length"),
-    *("--max-position-embeddings", "--position-embedding-type", "--normalization", "--swiglu"),
-    *("--disable-bias-linear", "--add-qkv-bias", "--num-experts", "--moe-router-topk"),
-    *("--moe-ffn-hidden-size",),
-)
+_HALVES = frozenset({"--fp16", "--bf16"})
+_BUILDS = _HALVES | {
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--num-query-groups",
+    "--group-query-attention",
+    "--kv-channels",
+    "--ffn-hidden-size",
+    "--seq-length",
+    "--max-position-embeddings",
+    "--position-embedding-type",
+    "--normalization",
+    "--swiglu",
+    "--disable-bias-linear",
+    "--add-qkv-bias",
+    "--num-experts",
+    "--moe-router-topk",
+    "--moe-ffn-hidden-size",
+}
 """Flags that decide which tensors a model has, and their precision."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from tools.spec.flags import Flags
+from tools.spec.flags import Flags, flag_words
 from tools.spec.model import Model, ModelShape, shape_from_flags
 from tools.spec.strategy import (
     Batch,
@@ -251,26 +251,25 @@ def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
 
 def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for everything in a spec but the model's own shape and the device."""
-    batch, dropout = spec.batch, str(spec.dropout)
-    return (
-        *strategy_flags(spec.parallelism),
-        *recompute_flags(spec.recompute),
-        *cp_comm_flags(spec),
-        *("--micro-batch-size", str(batch.micro_batch_size)),
-        *("--global-batch-size", str(batch.global_batch_size)),
-        *("--attention-dropout", dropout, "--hidden-dropout", dropout),
-        *("--seed", str(spec.seed)),
-        *(() if spec.dtype == "fp32" else (f"--{spec.dtype}",)),
-    )
+    rest = {
+        "--micro-batch-size": spec.batch.micro_batch_size,
+        "--global-batch-size": spec.batch.global_batch_size,
+        "--attention-dropout": spec.dropout,
+        "--hidden-dropout": spec.dropout,
+        "--seed": spec.seed,
+        f"--{spec.dtype}": spec.dtype != "fp32",
+    }
+    layout = strategy_flags(spec.parallelism)
+    return (*layout, *recompute_flags(spec.recompute), *cp_comm_flags(spec), *flag_words(rest))
 
 
 def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     """Megatron's flags for a way to recompute."""
     if recompute is Recompute.NONE:
         return ()
-    every_layer = ("--recompute-method", "uniform", "--recompute-num-layers", "1")
-    whole = recompute is Recompute.FULL
-    return ("--recompute-granularity", recompute.value, *(every_layer if whole else ()))
+    every_layer = {"--recompute-method": "uniform", "--recompute-num-layers": 1}
+    more = every_layer if recompute is Recompute.FULL else {}
+    return flag_words({"--recompute-granularity": recompute, **more})
 
 
 def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tools.spec.flags import Flags
+from tools.spec.flags import Flags, flag_words
 
 
 class Sharding(StrEnum):
@@ -149,22 +149,20 @@ def devices_of(text: str, otherwise: int = 1) -> int:
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
-    flags: list[str] = []
-    for name, degree in (
-        ("--tensor-model-parallel-size", parallelism.tensor),
-        ("--pipeline-model-parallel-size", parallelism.pipeline),
-        ("--context-parallel-size", parallelism.context),
-        ("--expert-model-parallel-size", parallelism.expert),
-    ):
-        if degree > 1:
-            flags += [name, str(degree)]
-    if parallelism.expert_tensor:
-        flags += ["--expert-tensor-parallel-size", str(parallelism.expert_tensor)]
-    if parallelism.sequence_parallel:
-        flags.append("--sequence-parallel")
-    if parallelism.virtual_stages > 1:
-        flags += ["--num-virtual-stages-per-pipeline-rank", str(parallelism.virtual_stages)]
-    return (*flags, *_SHARDING_FLAGS[parallelism.sharding])
+    degrees = {
+        "--tensor-model-parallel-size": parallelism.tensor,
+        "--pipeline-model-parallel-size": parallelism.pipeline,
+        "--context-parallel-size": parallelism.context,
+        "--expert-model-parallel-size": parallelism.expert,
+    }
+    given: dict[str, object] = {name: degree for name, degree in degrees.items() if degree > 1}
+    stages = parallelism.virtual_stages
+    given |= {
+        "--expert-tensor-parallel-size": parallelism.expert_tensor or None,
+        "--sequence-parallel": parallelism.sequence_parallel,
+        "--num-virtual-stages-per-pipeline-rank": stages if stages > 1 else None,
+    }
+    return flag_words(given | _SHARDING_FLAGS[parallelism.sharding])
 
 
 def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
@@ -217,21 +215,17 @@ def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
     )
 
 
-_FSDP = (
-    "--use-megatron-fsdp",
-    "--ckpt-format",
-    "fsdp_dtensor",
-    "--data-parallel-sharding-strategy",
-)
-_SHARDING_FLAGS: dict[Sharding, tuple[str, ...]] = {
-    Sharding.NONE: (),
-    Sharding.ZERO1: ("--use-distributed-optimizer",),
-    Sharding.ZERO2: (*_FSDP, "optim_grads"),
-    Sharding.ZERO3: (*_FSDP, "optim_grads_params"),
-    Sharding.FSDP2: (
-        *("--use-torch-fsdp2", "--untie-embeddings-and-output-weights"),
-        "--no-gradient-accumulation-fusion",
-    ),
+_FSDP = {"--use-megatron-fsdp": True, "--ckpt-format": "fsdp_dtensor"}
+_SHARDING_FLAGS: dict[Sharding, dict[str, object]] = {
+    Sharding.NONE: {},
+    Sharding.ZERO1: {"--use-distributed-optimizer": True},
+    Sharding.ZERO2: {**_FSDP, "--data-parallel-sharding-strategy": "optim_grads"},
+    Sharding.ZERO3: {**_FSDP, "--data-parallel-sharding-strategy": "optim_grads_params"},
+    Sharding.FSDP2: {
+        "--use-torch-fsdp2": True,
+        "--untie-embeddings-and-output-weights": True,
+        "--no-gradient-accumulation-fusion": True,
+    },
 }
 
 

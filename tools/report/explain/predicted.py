@@ -128,7 +128,9 @@ def _rows(measured: Iterable[Calls], predicted: Iterable[CollectiveCall]) -> lis
     ]
 
 
-def _left_over(measured: Iterable[Calls], predicted: Iterable[CollectiveCall]) -> list[Unattributed]:
+def _left_over(
+    measured: Iterable[Calls], predicted: Iterable[CollectiveCall]
+) -> list[Unattributed]:
     found: Counter[Kind] = Counter()
     for call in measured:
         found[_kind(call.group, call.operation.value, call.payload_bytes)] += call.calls
