@@ -91,29 +91,37 @@ def _without_refusal(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    from megatron.core import parallel_state, tensor_parallel
+def _attend_dropping(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """`attend` with the dropout, scale and random state of one of Megatron's attention modules."""
+    from megatron.core import tensor_parallel
+
+    dropout = attention.attention_dropout.p if attention.training else 0.0
+    # Query-key layer scaling divides the scores by the layer's number, and multiplies them later.
+    scale = attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0)
+    arguments = (query, key, value, mask, scale, dropout)
+    if attention.config.sequence_parallel:
+        return attend(*arguments)
+    # As Megatron's own: TP ranks hold different heads and must drop different scores.
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        return attend(*arguments)
+
+
+def _attend_gathered(attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of a rank's queries to all ranks' keys and values."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    def attend_forked(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        dropout = self.attention_dropout.p if self.training else 0.0
-        # Query-key layer scaling divides the scores by the layer's number, and multiplies them later.
-        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
-        arguments = (query, key, value, mask, scale, dropout)
-        if self.config.sequence_parallel:
-            return attend(*arguments)
-        # As Megatron's own: TP ranks hold different heads and must drop different scores.
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            return attend(*arguments)
+    group = parallel_state.get_context_parallel_group()
+    # Gathers along the sequence; its backward is the reduce-scatter of dK and dV.
+    gather = functools.partial(gather_from_sequence_parallel_region, group=group)
+    mask = causal_mask(group.rank(), group.size(), query.size(0)).to(query.device)
+    return _attend_dropping(attention, query, gather(key), gather(value), mask)
 
-    def attend_gathered(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        group = parallel_state.get_context_parallel_group()
-        # Gathers along the sequence; its backward is the reduce-scatter of dK and dV.
-        gather = functools.partial(gather_from_sequence_parallel_region, group=group)
-        mask = causal_mask(group.rank(), group.size(), query.size(0)).to(query.device)
-        return attend_forked(self, query, gather(key), gather(value), mask)
+
+def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from megatron.core import tensor_parallel
 
     @functools.wraps(original)
     def forward(
@@ -123,7 +131,7 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if self.config.context_parallel_size == 1:
             # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
             if query.is_cuda and plain and not has_bias_or_packing(args, kwargs):
-                return attend_forked(self, query, key, value, None)
+                return _attend_dropping(self, query, key, value, None)
             return original(self, query, key, value, *args, **kwargs)
         if not plain:
             raise NotImplementedError(
@@ -133,7 +141,7 @@ def _gathering(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             )
         # Recomputing this part in backward is what gathers K and V a second time.
         out: Tensor = tensor_parallel.checkpoint(
-            functools.partial(attend_gathered, self), False, query, key, value
+            functools.partial(_attend_gathered, self), False, query, key, value
         )
         return out
 
@@ -151,7 +159,7 @@ PATCH = Patch(
         ),
         Replacement(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-            _gathering,
+            _on_sdpa,
         ),
     ),
 )
