@@ -12,7 +12,7 @@ import psutil
 from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
-from tools.launch.checks.finding import PASS
+from tools.launch.checks.finding import refusals
 from tools.launch.checks.host import check_room
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
@@ -235,8 +235,7 @@ def _disk_problems(launch: Launch, runs: Path) -> Iterator[str]:
     existing = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
     needed = LOG_BYTES + _stored_bytes(launch)
     room = check_room(str(existing), needed, "the run", "name another folder with RUNS=")
-    if room.status != PASS:
-        yield room.refusal
+    yield from refusals([room])
 
 
 def _stored_bytes(launch: Launch) -> int:

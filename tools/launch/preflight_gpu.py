@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tools.launch.checks.devices import GIB, check_busy
 from tools.launch.checks.docker import check_container
-from tools.launch.checks.finding import PASS
+from tools.launch.checks.finding import refusals
 from tools.launch.compose import Launch
 from tools.launch.devices import all_gpus, gpu_use, visible_gpus
 from tools.launch.toolchain import nvcc_problem
@@ -32,7 +32,7 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
         return
     machine = {gpu.index: gpu_use(gpu) for gpu in all_gpus()}
     used = [machine[gpu.index] for gpu in gpus[: launch.local_devices]]
-    yield from (finding.refusal for finding in check_busy(used, list(machine.values())))
+    yield from refusals(check_busy(used, list(machine.values())))
 
 
 def gpu_memory_problems(launch: Launch) -> Iterator[str]:
@@ -66,8 +66,7 @@ def runtime_problems(launch: Launch) -> Iterator[str]:
     """Why the runtime cannot start, a sentence."""
     pair = launch.runtime.pair
     if pair is not None:
-        findings = check_container(pair.name, pair.ngc_tag)
-        yield from (finding.refusal for finding in findings if finding.status != PASS)
+        yield from refusals(check_container(pair.name, pair.ngc_tag))
         return
     if problem := nvcc_problem(launch.entry):
         yield problem

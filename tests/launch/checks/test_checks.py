@@ -215,3 +215,12 @@ def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> No
     (bin_folder / "sleep").symlink_to("/bin/sleep")
     assert ask(["sleep", "9"], seconds=0.1).problem == "no answer within 0 s"
     assert ask(["no-such-program"]).code is None
+
+
+def test_of_a_traceback_the_exception_is_the_answer(bin_folder: Path) -> None:
+    program(
+        bin_folder,
+        "broken",
+        "printf 'Traceback (most recent call last):\\n  x\\nE: no\\n' >&2; exit 1",
+    )
+    assert ask(["broken"]).problem == "E: no"

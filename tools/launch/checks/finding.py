@@ -10,6 +10,8 @@ PASS, WARN, FAIL = "pass", "warn", "fail"
 """Nothing is missing; some runs are stopped or slowed; every run is stopped."""
 
 ROOT = str(Path(__file__).resolve().parents[3])
+SETUP_STAMP = ".requirements.sha256"
+"""In `.venv`: what `tools/setup.sh` writes when all packages are installed."""
 
 
 class Finding(NamedTuple):
@@ -36,7 +38,7 @@ class Answer(NamedTuple):
     code: "int | None"
     out: str
     problem: str
-    """The first line of its error output, else of its output."""
+    """The first line of its error output, else of its output; of a traceback the exception."""
 
     @property
     def good(self) -> bool:
@@ -66,12 +68,18 @@ def ask(command: "list[str]", seconds: float = 20.0) -> Answer:
     return Answer(process.returncode, _text(out), _first_line(complaint) or _first_line(out))
 
 
+def refusals(findings: "list[Finding]") -> "list[str]":
+    """What stops a run, a sentence each."""
+    return [finding.refusal for finding in findings if finding.status != PASS]
+
+
 def kit_python() -> "str | None":
-    """The Python with the kit's packages: the image's own, else `.venv`'s; None before setup."""
+    """The Python with the kit's packages: the image's own, else `.venv`'s; None before setup ended."""
     if os.environ.get("KIT_IMAGE"):
         return sys.executable
-    python = Path(ROOT, ".venv", "bin", "python")
-    return str(python) if python.exists() else None
+    venv = Path(ROOT, ".venv")
+    python = venv / "bin" / "python"
+    return str(python) if python.exists() and (venv / SETUP_STAMP).is_file() else None
 
 
 def _text(raw: bytes) -> str:
@@ -79,5 +87,5 @@ def _text(raw: bytes) -> str:
 
 
 def _first_line(raw: bytes) -> str:
-    lines = _text(raw).splitlines()
-    return lines[0] if lines else ""
+    lines = _text(raw).splitlines() or [""]
+    return lines[-1 if lines[0].startswith("Traceback ") else 0]

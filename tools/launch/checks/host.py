@@ -10,7 +10,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.launch.checks.finding import FAIL, PASS, ROOT, WARN, Finding, ask, kit_python
+from tools.launch.checks.finding import (
+    FAIL,
+    PASS,
+    ROOT,
+    SETUP_STAMP,
+    WARN,
+    Finding,
+    ask,
+    kit_python,
+)
 
 GIB = 2**30
 PROBE_BYTES = 128 << 20
@@ -50,16 +59,16 @@ def check_packages() -> Finding:
     if os.environ.get("KIT_IMAGE"):
         return Finding(PASS, "Packages", "those of the image")
     requirements = Path(ROOT, "requirements.txt").read_bytes()
-    stamp = Path(ROOT, ".venv", ".requirements.sha256")
     python = kit_python()
-    if python is None or not stamp.is_file():
+    if python is None:
         return Finding(
             WARN,
             "Packages",
             "not installed yet",
             "'make setup', or any other target, installs them",
         )
-    if hashlib.sha256(requirements).hexdigest() not in stamp.read_text():
+    installed = Path(ROOT, ".venv", SETUP_STAMP).read_text()
+    if hashlib.sha256(requirements).hexdigest() not in installed:
         return Finding(WARN, "Packages", "requirements.txt has changed since", "run 'make setup'")
     wrong = differing_packages(python, requirements.decode())
     if wrong is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tools.launch.checks import docker as checks
 from tools.launch.checks.docker import Engine
-from tools.launch.checks.finding import PASS, ask
+from tools.launch.checks.finding import ask, refusals
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 
@@ -146,9 +146,8 @@ def check_container(image: str, tag: str) -> None:
     Raises:
         LaunchError: No client, no engine, no NVIDIA runtime or no image, in this order.
     """
-    for finding in checks.check_container(image, tag):
-        if finding.status != PASS:
-            raise LaunchError(finding.refusal)
+    if problems := refusals(checks.check_container(image, tag)):
+        raise LaunchError(problems[0])
 
 
 def remove_container(name: str) -> None:
