@@ -14,7 +14,6 @@ from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
-from tools.launch.train import start_target
 from tools.plan.request import load_calibration
 from tools.plan.search import search
 from tools.plan.time.cluster import Calibration
@@ -106,7 +105,7 @@ def test_what_was_planned_is_what_is_trained() -> None:
 
 def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = Options(dry_run=True, runs=tmp_path)
-    assert start_target("train-auto-gpt2-tiny-2cpu", options, Console(width=200)) == 0
+    assert train_auto("train-auto-gpt2-tiny-2cpu", options, Console(width=200)) == 0
     said = capsys.readouterr().out
     assert "Predicted: " in said
     assert "CALIBRATE=1 measures this machine's" in said

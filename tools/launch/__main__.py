@@ -155,6 +155,10 @@ def _status(command: argparse.Namespace, options: Options, console: Console) -> 
 def _train(command: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.train import start_target, train
 
+    if command.command == "target" and command.name.startswith("train-auto-"):
+        from tools.launch.auto import train_auto
+
+        return train_auto(command.name, options, console)
     if command.command == "target":
         return start_target(command.name, options, console)
     target = Target(command.strategy, load_model(command.model).name, *command.devices)

@@ -12,7 +12,7 @@ from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
-from tools.launch.train import AUTO, train
+from tools.launch.train import train
 from tools.plan.request import load_calibration
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
@@ -22,6 +22,8 @@ from tools.spec.run import DeviceKind, cp_comm_flags, recompute_flags, spec_of_m
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 
 CPU_KEY = "cpu"
+
+AUTO = "train-auto-"
 
 
 def train_auto(name: str, options: Options, console: Console) -> int:

@@ -30,8 +30,6 @@ from tools.spec.model import Model, load_model
 from tools.spec.run import Backend
 from tools.spec.strategy import StrategyError, parse_strategy, strategy_flags
 
-AUTO = "train-auto-"
-
 
 def start_target(name: str, options: Options, console: Console) -> int:
     """Run a target: through its launch script where the strategy has one, else directly.
@@ -39,10 +37,6 @@ def start_target(name: str, options: Options, console: Console) -> int:
     Raises:
         LaunchError: The target is not in the grammar.
     """
-    if name.startswith(AUTO):
-        from tools.launch.auto import train_auto
-
-        return train_auto(name, options, console)
     target = parse_target(name)
     script = script_of(target)
     if script is not None:
