@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,21 @@ class FakeDocker:
     def _recorded(self) -> list[dict[str, object]]:  # type: ignore[type-arg]
         path = self.folder / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(autouse=True)
+def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a second later: names are by the second, and nobody waits for it."""
+
+    class Clock(datetime):
+        seconds = 0
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            Clock.seconds += 1
+            return datetime.now(tz) + timedelta(seconds=Clock.seconds)
+
+    monkeypatch.setattr("tools.launch.run_folder.datetime", Clock)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -55,18 +55,37 @@ class Family:
         return False
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Iterator[Family]:
-    family = Family(tmp_path)
-    yield family
-    if family.launcher.is_running():
-        family.launcher.kill()
-    family.launcher.communicate()
-
-
-def test_nobody_outlives_a_launcher_that_was_killed_and_the_status_says_so(family: Family) -> None:
-    assert is_running(family.folder / records.LOG_FILE)
+def stop_a_rank_and_kill_the_launcher(family: Family) -> None:
+    family.ranks[0].suspend()
     family.launcher.kill()
+
+
+FAULTS: dict[str, Callable[[Family], None]] = {
+    "launcher": lambda family: family.launcher.kill(),
+    "launcher of a stopped rank": stop_a_rank_and_kill_the_launcher,
+    "torchrun": lambda family: family.torchrun.kill(),
+    "supervisor": lambda family: family.supervisor.kill(),
+}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Family]]:
+    """One for each fault, which has struck it; they come to their ends side by side."""
+    families = {name: Family(tmp_path_factory.mktemp("run")) for name in FAULTS}
+    assert all(is_running(family.folder / records.LOG_FILE) for family in families.values())
+    for name, strike in FAULTS.items():
+        strike(families[name])
+    yield families
+    for family in families.values():
+        if family.launcher.is_running():
+            family.launcher.kill()
+        family.launcher.communicate()
+
+
+def test_nobody_outlives_a_launcher_that_was_killed_and_the_status_says_so(
+    families: dict[str, Family],
+) -> None:
+    family = families["launcher"]
     assert family.wait_until_gone()
     status = records.read_status(family.folder)
     assert status.status is Status.INTERRUPTED
@@ -74,21 +93,21 @@ def test_nobody_outlives_a_launcher_that_was_killed_and_the_status_says_so(famil
     assert not is_running(family.folder / records.LOG_FILE)
 
 
-def test_a_stopped_rank_does_not_outlive_its_launcher_either(family: Family) -> None:
-    family.ranks[0].suspend()
-    family.launcher.kill()
-    assert family.wait_until_gone()
+def test_a_stopped_rank_does_not_outlive_its_launcher_either(families: dict[str, Family]) -> None:
+    assert families["launcher of a stopped rank"].wait_until_gone()
 
 
-def test_nobody_outlives_torchrun_and_the_launcher_is_told_by_what_it_died(family: Family) -> None:
-    family.torchrun.kill()
+def test_nobody_outlives_torchrun_and_the_launcher_is_told_by_what_it_died(
+    families: dict[str, Family],
+) -> None:
+    family = families["torchrun"]
     assert family.wait_until_gone()
     output, _ = family.launcher.communicate(timeout=40)
     assert int(output) == 128 + signal.SIGKILL
 
 
-def test_nobody_outlives_the_guard(family: Family) -> None:
-    family.supervisor.kill()
+def test_nobody_outlives_the_supervisor(families: dict[str, Family]) -> None:
+    family = families["supervisor"]
     family.launcher.wait(timeout=40)
     assert family.wait_until_gone()
 

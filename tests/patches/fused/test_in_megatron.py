@@ -1,7 +1,10 @@
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +20,18 @@ SAME_ARITHMETIC = "cross_entropy,adamw,multi_tensor"
 ON_HOST = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def trained(fused: str, precision: str) -> dict[str, Any]:
+Figures = dict[str, Any]
+Trained = Callable[[str, str], "Future[Figures]"]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Trained]:
+    """What a training prints, each made once and two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        yield functools.cache(lambda fused, precision: pool.submit(train, fused, precision))
+
+
+def train(fused: str, precision: str) -> Figures:
     command = (sys.executable, "-m", "tests.patches.fused.in_megatron", fused, precision)
     done = subprocess.run(
         command,
@@ -29,7 +43,7 @@ def trained(fused: str, precision: str) -> dict[str, Any]:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
     patched = {name.removeprefix("fused ") for name in found["applied"] if "fused " in name}
     assert patched == set(filter(None, fused.split(",")))
     return found
@@ -39,17 +53,19 @@ def trained(fused: str, precision: str) -> dict[str, Any]:
     ("fused", "precision", "tolerance"), [(ALL, "fp32", 3e-6), (SAME_ARITHMETIC, "bf16", 1e-6)]
 )
 def test_three_updates_of_a_gpt_are_those_of_megatron_alone(
-    fused: str, precision: str, tolerance: float
+    trained: Trained, fused: str, precision: str, tolerance: float
 ) -> None:
-    alone, patched = trained("", precision), trained(fused, precision)
+    both = [trained("", precision), trained(fused, precision)]
+    alone, patched = (run.result() for run in both)
     for figure in ("losses", "norms", "total"):
         assert patched[figure] == pytest.approx(alone[figure], rel=tolerance)
     assert alone["losses"][2] < alone["losses"][1] < alone["losses"][0]
 
 
 @pytest.mark.slow
-def test_in_bf16_the_other_patches_stay_within_its_rounding() -> None:
-    alone, patched = trained("", "bf16"), trained(ALL, "bf16")
+def test_in_bf16_the_other_patches_stay_within_its_rounding(trained: Trained) -> None:
+    both = [trained("", "bf16"), trained(ALL, "bf16")]
+    alone, patched = (run.result() for run in both)
     eps = 2**-8
     assert patched["losses"] == pytest.approx(alone["losses"], rel=eps)
     assert patched["norms"][0] == pytest.approx(alone["norms"][0], rel=eps)
