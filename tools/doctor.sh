@@ -7,7 +7,7 @@ old_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 6))' > /dev/null 2>&1
 }
 
-# On a cluster the nodes are asked one beside the other, which takes the kit's packages.
+# On a cluster every node is checked and the answers are compared, which needs the kit's packages.
 if [[ ${LAUNCHER:-} == slurm || ${SLURM_JOB_NUM_NODES:-1} -gt 1 ]]; then
   tools/setup.sh
   PYTHONPATH=. exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.launch.doctor.nodes
