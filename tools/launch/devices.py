@@ -97,6 +97,15 @@ def process_ids(gpu: Gpu) -> tuple[int, ...]:
     return tuple(process.pid for process in running)
 
 
+def clock_limit_mhz(gpu: Gpu) -> int | None:
+    """The highest clock that its multiprocessors can reach."""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
+        return int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))
+    except pynvml.NVMLError:
+        return None
+
+
 def gpu_use(gpu: Gpu) -> GpuUse:
     """A GPU with what is in use of it now, for the doctor's and the preflight's checks."""
     used, processes = memory_used_bytes(gpu), process_ids(gpu)

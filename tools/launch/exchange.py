@@ -13,20 +13,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import psutil
-import pynvml
 
 from tools.launch import microbenchmark
 from tools.launch.background import BackgroundThread
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
-from tools.launch.devices import Gpu, find_links, visible_gpus
+from tools.launch.devices import Gpu, clock_limit_mhz, find_links, visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Workload
-from tools.launch.sampler import event_reasons, throttle_reasons
+from tools.launch.sampler import GpuRanks, Reading
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
 
@@ -128,43 +126,36 @@ def loopback_bytes_per_second() -> float:
 
 
 class ClockWatch(BackgroundThread):
-    """Reads the clocks of some GPUs in a thread while the `with` block runs."""
+    """Samples GPUs while the `with` block runs: their highest clocks, reasons for throttling."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = tuple(gpus)
-        self._highest: dict[int, int] = {}
-        self._reasons: dict[int, int] = {}
+        self._readings: list[tuple[int, Reading]] = []
         super().__init__()
 
     def clocks(self) -> list[Clock]:
         """What was seen, by GPU."""
-        return [
-            Clock(
-                gpu=gpu.index,
-                highest_mhz=self._highest.get(gpu.index),
-                limit_mhz=_limit_mhz(gpu),
-                throttling=throttle_reasons(self._reasons.get(gpu.index, 0)),
-            )
-            for gpu in self._gpus
-        ]
+        return [self._clock(place, gpu) for place, gpu in enumerate(self._gpus)]
 
     def watch(self) -> None:
         """As `BackgroundThread.watch`."""
+        source = GpuRanks(self._gpus)
         while True:
-            for gpu in self._gpus:
-                self._look(gpu.index)
+            self._readings += source.read()
             if self.done.wait(CLOCK_INTERVAL_SECONDS):
                 return
 
-    def _look(self, index: int) -> None:
-        handle: Any = _answer(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
-        if handle is None:
-            return
-        clock = _answer(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-        if clock is not None:
-            self._highest[index] = max(clock, self._highest.get(index, 0))
-        self._reasons[index] = self._reasons.get(index, 0) | (
-            _answer(lambda: event_reasons(handle)) or 0
+    def _clock(self, place: int, gpu: Gpu) -> Clock:
+        mine = [reading for rank, reading in self._readings if rank == place]
+        clocks = [int(str(each["sm_clock_mhz"])) for each in mine if "sm_clock_mhz" in each]
+        texts = [str(each.get("throttle_reasons", "none")) for each in mine]
+        reasons = dict.fromkeys(reason for text in texts for reason in text.split(" + "))
+        reasons.pop("none", None)
+        return Clock(
+            gpu=gpu.index,
+            highest_mhz=max(clocks, default=None),
+            limit_mhz=clock_limit_mhz(gpu),
+            throttling=" + ".join(reasons) or "none",
         )
 
 
@@ -192,20 +183,6 @@ def _interface(nodes: Nodes) -> str | None:
         if any(each.address == address for each in addresses):
             return name
     return None
-
-
-def _limit_mhz(gpu: Gpu) -> int | None:
-    handle: Any = _answer(lambda: pynvml.nvmlDeviceGetHandleByIndex(gpu.index))
-    if handle is None:
-        return None
-    return _answer(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)))
-
-
-def _answer[T](ask: Callable[[], T]) -> T | None:
-    try:
-        return ask()
-    except pynvml.NVMLError:
-        return None  # Not every GPU and driver answers every question.
 
 
 if __name__ == "__main__":
