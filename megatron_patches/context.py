@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megatron_patches.fused.names import parse_fusions
+from megatron_patches.fusions import parse_fusions
 
 
 @dataclass(frozen=True)

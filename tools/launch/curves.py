@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from megatron_patches.fused.names import FUSIONS
+from megatron_patches.fusions import FUSIONS
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.data import ensure_sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_patches.fused.names import dropped_flags
+from megatron_patches.fusions import dropped_flags
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime

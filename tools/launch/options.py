@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_patches.fused.names import NAMES, parse_fusions
+from megatron_patches.fusions import NAMES, parse_fusions
 from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment

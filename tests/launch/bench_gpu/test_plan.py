@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.fused.names import NAMES
+from megatron_patches.fusions import NAMES
 from tests.launch.bench_gpu.results import bench, result
 from tools.launch.bench_gpu.plan import BUDGET_SECONDS, describe, fitting, steps, variables
 from tools.launch.bench_gpu.settings import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_patches.fused.names import NAMES
+from megatron_patches.fusions import NAMES
 from tools.spec.files import ROOT
 
 ALL = ",".join(name for name in NAMES if not name.startswith("attention_"))

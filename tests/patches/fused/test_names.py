@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_patches.fused.names import FUSIONS, NAMES, dropped_flags, parse_fusions
+from megatron_patches.fusions import FUSIONS, NAMES, dropped_flags, parse_fusions
 
 
 def test_names_come_in_one_order_however_they_are_written() -> None:

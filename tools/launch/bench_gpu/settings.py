@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_patches.fused.names import NAMES
+from megatron_patches.fusions import NAMES
 
 TARGET = "train-baseline-gpt2-large-1gpu"
 WARM_UP = 12
