@@ -306,8 +306,7 @@ def _communication_bytes(spec: RunSpec) -> int:
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if parallelism.sharding in {Sharding.NONE, Sharding.ZERO1}:
         return pipeline
-    split = (parallelism.tensor, parallelism.expert, parallelism.expert_tensor)
-    layer = layer_parameters(spec.shape, 1, *split).total
+    layer = layer_parameters(spec).total
     if parallelism.sharding is Sharding.ZERO2:
         return pipeline + precision.gradients * layer
     return pipeline + 2 * layer * (precision.weights + precision.gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 from tools.spec.strategy import Parallelism
@@ -33,20 +34,22 @@ class Group(StrEnum):
 
 def group_ranks(parallelism: Parallelism, group: Group) -> int:
     """Ranks of one group of this kind (`megatron/core/parallel_state.py`)."""
-    expert_tensor, world = parallelism.tensor_of_experts, parallelism.world_size
-    return {
-        Group.TENSOR: parallelism.tensor,
-        Group.CONTEXT: parallelism.context,
-        Group.TENSOR_CONTEXT: parallelism.tensor * parallelism.context,
-        Group.DATA_CONTEXT: parallelism.data * parallelism.context,
-        Group.EXPERT: parallelism.expert,
-        Group.EXPERT_DATA: parallelism.copies_of_experts,
-        Group.EXPERT_TENSOR: expert_tensor,
-        Group.TENSOR_EXPERT: expert_tensor * parallelism.expert,
-        Group.EXPERT_MODEL: expert_tensor * parallelism.expert * parallelism.pipeline,
-        Group.TENSOR_DATA_CONTEXT: world // parallelism.pipeline,
-        Group.PIPELINE: parallelism.pipeline,
-        Group.EMBEDDING: min(2, parallelism.pipeline),
-        Group.MODEL: parallelism.tensor * parallelism.pipeline,
-        Group.WORLD: world,
-    }[group]
+    return _RANKS[group](parallelism)
+
+
+_RANKS: dict[Group, Callable[[Parallelism], int]] = {
+    Group.TENSOR: lambda split: split.tensor,
+    Group.CONTEXT: lambda split: split.context,
+    Group.TENSOR_CONTEXT: lambda split: split.tensor * split.context,
+    Group.DATA_CONTEXT: lambda split: split.data * split.context,
+    Group.EXPERT: lambda split: split.expert,
+    Group.EXPERT_DATA: lambda split: split.copies_of_experts,
+    Group.EXPERT_TENSOR: lambda split: split.tensor_of_experts,
+    Group.TENSOR_EXPERT: lambda split: split.tensor_of_experts * split.expert,
+    Group.EXPERT_MODEL: lambda split: split.tensor_of_experts * split.expert * split.pipeline,
+    Group.TENSOR_DATA_CONTEXT: lambda split: split.world_size // split.pipeline,
+    Group.PIPELINE: lambda split: split.pipeline,
+    Group.EMBEDDING: lambda split: min(2, split.pipeline),
+    Group.MODEL: lambda split: split.tensor * split.pipeline,
+    Group.WORLD: lambda split: split.world_size,
+}

@@ -1,6 +1,6 @@
-"""Calls of one rank, by group, and what they put on the wire.
+"""Equal calls of one rank, and what they put on the wire.
 
-Operations, phases and the bytes an algorithm sends are those of the ledgers (`tools.measurements`).
+Operations, phases and the bytes an algorithm sends are those of the ledgers (`tools.records`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tools.records.measurements import Operation, Phase, wire_bytes
-from tools.spec.groups import Group
-from tools.spec.run import Transport
+from tools.spec.groups import Group, group_ranks
+from tools.spec.run import Recompute, RunSpec, Transport
+
+
+class Megatron(StrEnum):
+    """The Megatron-LM versions whose calls are known, by what is checked out."""
+
+    F4FA7D6B = "f4fa7d6b"
+    """Main of 2025-09-01, 0.15.0rc2: the published runs."""
+    V0_19 = "core_v0.19.0"
+
+
+LATEST = Megatron.V0_19
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +47,8 @@ class CollectiveCall:
     @property
     def wire_bytes(self) -> int:
         """Sent by this rank over all these calls."""
-        return self.wire_bytes_over(self.transport)
-
-    def wire_bytes_over(self, transport: Transport) -> int:
-        """Sent if that library moves it."""
-        return self.calls * wire_bytes(self.operation, self.payload_bytes, self.ranks, transport)
+        sent = wire_bytes(self.operation, self.payload_bytes, self.ranks, self.transport)
+        return self.calls * sent
 
     @property
     def total_payload_bytes(self) -> int:
@@ -48,25 +56,47 @@ class CollectiveCall:
         return self.calls * self.payload_bytes
 
 
-def by_group(traffic: Iterable[CollectiveCall]) -> dict[Group, int]:
+def collective(
+    spec: RunSpec,
+    group: Group,
+    operation: Operation,
+    phase: Phase,
+    what: str,
+    calls: int,
+    payload_bytes: int,
+    source: str,
+    *,
+    hideable: bool = False,
+) -> CollectiveCall:
+    """Calls over a group of a run: as many ranks as its split has there, over its transport."""
+    return CollectiveCall(
+        group,
+        group_ranks(spec.parallelism, group),
+        operation,
+        phase,
+        what,
+        calls,
+        payload_bytes,
+        source,
+        hideable,
+        spec.transport,
+    )
+
+
+def layer_passes(spec: RunSpec) -> tuple[int, int]:
+    """Passes through a layer on one rank in an iteration: forward (recomputed ones too), backward."""
+    passes = spec.layers_a_stage * spec.microbatches
+    return passes * (2 if spec.recompute is Recompute.FULL else 1), passes
+
+
+def by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:
     """Wire bytes by group."""
     totals: dict[Group, int] = {}
-    for item in traffic:
-        totals[item.group] = totals.get(item.group, 0) + item.wire_bytes
+    for call in calls:
+        totals[call.group] = totals.get(call.group, 0) + call.wire_bytes
     return totals
 
 
-def total_wire_bytes(traffic: Iterable[CollectiveCall]) -> int:
+def total_wire_bytes(calls: Iterable[CollectiveCall]) -> int:
     """Wire bytes over all groups."""
-    return sum(item.wire_bytes for item in traffic)
-
-
-class Megatron(StrEnum):
-    """A version of Megatron-LM, by what it is checked out as."""
-
-    F4FA7D6B = "f4fa7d6b"
-    """Main of 2025-09-01, 0.15.0rc2: the published runs."""
-    V0_19 = "core_v0.19.0"
-
-
-LATEST = Megatron.V0_19
+    return sum(call.wire_bytes for call in calls)

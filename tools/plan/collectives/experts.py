@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.collectives.call import CollectiveCall
+from tools.plan.collectives.call import CollectiveCall, collective, layer_passes
 from tools.records.measurements import Operation, Phase
-from tools.spec.groups import Group
-from tools.spec.run import Recompute, RunSpec, TokenDispatcher, Transport
+from tools.spec.groups import Group, group_ranks
+from tools.spec.run import RunSpec, TokenDispatcher, Transport
 
-_DISPATCHER = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
+_EXCHANGING = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
 _GATHERING = "transformer/moe/token_dispatcher.py: MoEAllGatherTokenDispatcher"
+_AUXILIARY_LOSS = "transformer/moe/router.py: TopKRouter._apply_aux_loss"
 _INT64 = 8
+
+_Row = tuple[Operation, Phase, str, int]
+"""Operation, phase, what is moved, payload of one call in bytes."""
 
 
 def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -28,46 +32,35 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if spec.shape.load_balancing:
         yield _balance(spec)
     if spec.token_dispatcher == TokenDispatcher.ALL_GATHER:
-        yield from _gathered(spec)
+        yield from _layer_calls(spec, Group.TENSOR_EXPERT, _gathered(spec), _GATHERING)
         return
-    if _expert_ranks(spec) > 1:
-        yield _token_counts(spec)
-    if spec.parallelism.expert > 1:
-        yield from _exchanges(spec)
+    yield from _layer_calls(
+        spec, Group.TENSOR_EXPERT, [_token_counts(spec)], f"{_EXCHANGING}.preprocess"
+    )
+    chosen = routed_tokens(spec) * spec.element_bytes
+    tokens = _out_and_back("tokens to their experts and back", chosen * spec.shape.hidden)
+    probabilities = _out_and_back("routing probabilities", chosen)
+    yield from _layer_calls(spec, Group.EXPERT, tokens, _EXCHANGING, times=2)
+    yield from _layer_calls(spec, Group.EXPERT, probabilities, _EXCHANGING)
     if spec.parallelism.tensor_of_experts > 1:
-        yield from _expert_tensor_parallel(spec)
+        yield from _layer_calls(spec, Group.EXPERT_TENSOR, _split_experts(spec), _EXCHANGING)
 
 
 def routed_tokens(spec: RunSpec) -> int:
     """Copies of its own tokens that a rank routes in one micro batch."""
-    tokens = spec.tokens // spec.sequence_shards
-    return tokens * spec.shape.experts_per_token
+    return spec.tokens // spec.sequence_shards * spec.shape.experts_per_token
 
 
-def _expert_ranks(spec: RunSpec) -> int:
-    """ETP×EP: the ranks that hold one copy of a layer's experts."""
-    return spec.parallelism.expert * spec.parallelism.tensor_of_experts
-
-
-def _passes(spec: RunSpec) -> tuple[int, int]:
-    """Layer passes in forward (recomputation included) and in backward."""
-    backward = spec.layers_a_stage * spec.microbatches
-    return backward * (2 if spec.recompute is Recompute.FULL else 1), backward
-
-
-def _token_counts(spec: RunSpec) -> CollectiveCall:
-    """Every rank tells the others how many tokens it has for each expert."""
-    ranks = _expert_ranks(spec)
-    return CollectiveCall(
-        Group.TENSOR_EXPERT,
-        ranks,
-        Operation.ALL_GATHER,
-        Phase.FORWARD,
-        "tokens for each expert",
-        _passes(spec)[0],
-        ranks * spec.shape.experts * _INT64,
-        f"{_DISPATCHER}.preprocess",
-    )
+def _layer_calls(
+    spec: RunSpec, group: Group, rows: list[_Row], source: str, times: int = 1
+) -> Iterator[CollectiveCall]:
+    """Each row so many times a pass through a layer, in its direction; nothing over a single rank."""
+    if group_ranks(spec.parallelism, group) == 1:
+        return
+    forwards, backwards = layer_passes(spec)
+    for operation, phase, what, payload in rows:
+        calls = times * (forwards if phase is Phase.FORWARD else backwards)
+        yield collective(spec, group, operation, phase, what, calls, payload, source)
 
 
 def _balance(spec: RunSpec) -> CollectiveCall:
@@ -75,88 +68,64 @@ def _balance(spec: RunSpec) -> CollectiveCall:
 
     It is computed where gradients are: once a layer, in the recomputation if there is one.
     """
-    parallelism = spec.parallelism
-    return CollectiveCall(
+    return collective(
+        spec,
         Group.TENSOR_CONTEXT,
-        parallelism.tensor * parallelism.context,
         Operation.ALL_REDUCE,
         Phase.FORWARD,
         "tokens for each expert, for the auxiliary loss",
-        _passes(spec)[1],
+        layer_passes(spec)[1],
         spec.shape.experts * _INT64,
-        "transformer/moe/router.py: TopKRouter._apply_aux_loss",
+        _AUXILIARY_LOSS,
     )
 
 
-def _exchanges(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Tokens out and back, their probabilities out; backward returns each one's gradient."""
-    ranks = spec.parallelism.expert
-    routed = routed_tokens(spec)
-    tokens = routed * spec.shape.hidden * spec.element_bytes
-    forwards, backwards = _passes(spec)
-    for what, payload, times in (
-        ("tokens to their experts and back", tokens, 2),
-        ("routing probabilities", routed * spec.element_bytes, 1),
-    ):
-        for phase, calls in ((Phase.FORWARD, forwards), (Phase.BACKWARD, backwards)):
-            yield CollectiveCall(
-                Group.EXPERT,
-                ranks,
-                Operation.ALL_TO_ALL,
-                phase,
-                what,
-                times * calls,
-                payload,
-                _DISPATCHER,
-            )
+def _token_counts(spec: RunSpec) -> _Row:
+    """Every rank reports to the others how many tokens it has for each expert."""
+    ranks = group_ranks(spec.parallelism, Group.TENSOR_EXPERT)
+    payload = ranks * spec.shape.experts * _INT64
+    return Operation.ALL_GATHER, Phase.FORWARD, "tokens for each expert", payload
 
 
-def _gathered(spec: RunSpec) -> Iterator[CollectiveCall]:
+def _out_and_back(what: str, payload: int) -> list[_Row]:
+    """Sent to the experts in forward; backward returns the gradients."""
+    exchange = Operation.ALL_TO_ALL
+    return [(exchange, phase, what, payload) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+
+
+def _gathered(spec: RunSpec) -> list[_Row]:
     """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
-    ranks = _expert_ranks(spec)
-    if ranks == 1:
-        return
-    shape, element = spec.shape, spec.element_bytes
+    ranks, element = group_ranks(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
     tokens = ranks * (spec.tokens // spec.sequence_shards)
-    states, choices = tokens * shape.hidden * element, tokens * shape.experts
-    forwards, backwards = _passes(spec)
+    states, choices = tokens * spec.shape.hidden * element, tokens * spec.shape.experts
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
-    for operation, phase, what, payload, calls in (
-        (gather, Phase.FORWARD, "which token goes where", choices, forwards),
-        (gather, Phase.FORWARD, "routing probabilities", choices * element, forwards),
-        (gather, Phase.FORWARD, "tokens to all experts", states, forwards),
-        (scatter, Phase.FORWARD, "outputs of experts", states, forwards),
-        (gather, Phase.BACKWARD, "gradients of the outputs", states, backwards),
-        (scatter, Phase.BACKWARD, "gradients of the tokens", states, backwards),
-        (scatter, Phase.BACKWARD, "gradients of the probabilities", choices * element, backwards),
-    ):
-        yield CollectiveCall(
-            Group.TENSOR_EXPERT, ranks, operation, phase, what, calls, payload, _GATHERING
-        )
+    return [
+        (gather, Phase.FORWARD, "which token goes where", choices),
+        (gather, Phase.FORWARD, "routing probabilities", choices * element),
+        (gather, Phase.FORWARD, "tokens to all experts", states),
+        (scatter, Phase.FORWARD, "outputs of experts", states),
+        (gather, Phase.BACKWARD, "gradients of the outputs", states),
+        (scatter, Phase.BACKWARD, "gradients of the tokens", states),
+        (scatter, Phase.BACKWARD, "gradients of the probabilities", choices * element),
+    ]
 
 
-def _expert_tensor_parallel(spec: RunSpec) -> Iterator[CollectiveCall]:
+def _split_experts(spec: RunSpec) -> list[_Row]:
     """Each expert is split as well: its inputs are gathered, its outputs scattered.
 
     gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes
     (`megatron_patches/cpu/variable_size_collectives.py`).
     """
-    ranks = spec.parallelism.tensor_of_experts
-    forwards, backwards = _passes(spec)
-    routed = ranks * routed_tokens(spec)
-    element = spec.element_bytes
-    tokens = routed * spec.shape.hidden * element
+    chosen = spec.parallelism.tensor_of_experts * routed_tokens(spec) * spec.element_bytes
+    tokens = chosen * spec.shape.hidden
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     if spec.transport is Transport.GLOO:
         gather = scatter = Operation.ALL_TO_ALL
-    for operation, phase, what, payload, calls in (
-        (gather, Phase.FORWARD, "inputs of experts", tokens, forwards),
-        (gather, Phase.FORWARD, "their probabilities", routed * element, forwards),
-        (scatter, Phase.FORWARD, "outputs of experts", tokens, forwards),
-        (gather, Phase.BACKWARD, "gradients of the outputs", tokens, backwards),
-        (scatter, Phase.BACKWARD, "gradients of the probabilities", routed * element, backwards),
-        (scatter, Phase.BACKWARD, "gradients of the inputs", tokens, backwards),
-    ):
-        yield CollectiveCall(
-            Group.EXPERT_TENSOR, ranks, operation, phase, what, calls, payload, _DISPATCHER
-        )
+    return [
+        (gather, Phase.FORWARD, "inputs of experts", tokens),
+        (gather, Phase.FORWARD, "their probabilities", chosen),
+        (scatter, Phase.FORWARD, "outputs of experts", tokens),
+        (gather, Phase.BACKWARD, "gradients of the outputs", tokens),
+        (scatter, Phase.BACKWARD, "gradients of the probabilities", chosen),
+        (scatter, Phase.BACKWARD, "gradients of the inputs", tokens),
+    ]

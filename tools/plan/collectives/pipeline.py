@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.collectives.call import CollectiveCall
+from tools.plan.collectives.call import CollectiveCall, collective
 from tools.plan.memory import PRECISIONS, residual_bytes
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
@@ -15,32 +15,30 @@ _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
 
 def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Messages of one pipeline rank; with virtual stages the last one also sends to the first."""
-    parallelism = spec.parallelism
-    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    pipeline, ends = spec.parallelism.pipeline, spec.microbatches
     if pipeline == 1:
         return
-    chunks = spec.microbatches * virtual
-    ends = spec.microbatches
+    chunks = spec.microbatches * spec.parallelism.virtual_stages
     forward = chunks - (ends if pipeline_rank == pipeline - 1 else 0)
     backward = chunks - (ends if pipeline_rank == 0 else 0)
-    message = residual_bytes(spec)
     for phase, what, calls in (
         (Phase.FORWARD, "activations to the next stage", forward),
         (Phase.BACKWARD, "gradients to the stage before", backward),
     ):
-        yield CollectiveCall(
-            Group.PIPELINE, pipeline, Operation.SEND, phase, what, calls, message, _P2P
-        )
-    if spec.trained_shape.tied_embeddings and pipeline_rank in {0, pipeline - 1}:
-        yield _tied_embedding(spec)
+        send, payload = Operation.SEND, residual_bytes(spec)
+        yield collective(spec, Group.PIPELINE, send, phase, what, calls, payload, _P2P)
+    if pipeline_rank in {0, pipeline - 1}:
+        yield from tied_embedding_gradients(spec)
 
 
-def _tied_embedding(spec: RunSpec) -> CollectiveCall:
-    shape, tensor = spec.shape, spec.parallelism.tensor
-    elements = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    return CollectiveCall(
+def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """The first and the last stage add up their gradients of the embedding that both hold."""
+    if spec.parallelism.pipeline == 1 or not spec.trained_shape.tied_embeddings:
+        return
+    elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor
+    yield collective(
+        spec,
         Group.EMBEDDING,
-        2,
         Operation.ALL_REDUCE,
         Phase.GRADIENT_SYNC,
         "gradients of the tied embedding",

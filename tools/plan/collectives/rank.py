@@ -1,16 +1,14 @@
 """Every call that one rank makes in one training iteration, from closed forms.
 
-Read from Megatron-LM f4fa7d6b and core_v0.19.0; each entry names its upstream function. Groups of
-one rank are left out: Megatron calls them, nothing moves. Barriers and calls outside a training
-iteration (evaluation, checkpoints, start-up) are not here.
+Each entry names its upstream function. Groups of one rank are left out: Megatron calls them, nothing
+moves. Barriers and calls outside a training iteration (evaluation, checkpoints, start-up) are not here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from tools.plan.collectives.call import LATEST, CollectiveCall, Megatron
+from tools.plan.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
 from tools.plan.collectives.context import context_collectives
 from tools.plan.collectives.control import control_collectives
 from tools.plan.collectives.data import gradient_collectives
@@ -29,11 +27,14 @@ def communication_of_rank(
         UnevenSplitError: A degree does not divide what it splits.
     """
     calls = _all_collectives(spec, pipeline_rank, megatron)
-    return tuple(
-        replace(item, transport=spec.transport)
-        for item in calls
-        if item.ranks > 1 and item.calls and item.payload_bytes
-    )
+    return tuple(call for call in calls if call.ranks > 1 and call.total_payload_bytes)
+
+
+def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
+    """Calls of the pipeline rank that sends most: the first, the second or the last."""
+    pipeline = spec.parallelism.pipeline
+    ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
+    return max((communication_of_rank(spec, rank) for rank in ranks), key=total_wire_bytes)
 
 
 def _all_collectives(

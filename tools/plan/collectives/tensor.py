@@ -1,58 +1,132 @@
-"""Calls in the tensor-parallel group: activations, the vocabulary, and the batch itself."""
+"""Calls over the tensor-parallel ranks: activations, the vocabulary, and the batch itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.plan.collectives.call import CollectiveCall, Megatron
+from tools.plan.collectives.call import CollectiveCall, Megatron, collective, layer_passes
 from tools.plan.memory import PRECISIONS
-from tools.plan.tensors import norm_parameters
+from tools.plan.tensors import partial_gradient_elements
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.run import Recompute, RunSpec
+from tools.spec.run import RunSpec
 
 _INT64, _FP32, _BOOL = 8, 4, 1
 
-_LAYERS = "tensor_parallel/layers.py"
 _MAPPINGS = "tensor_parallel/mappings.py"
+_LINEAR = "tensor_parallel/layers.py: LinearWithGradAccumulationAndAsyncCommunication"
+
+_REDUCING = f"{_MAPPINGS}: _ReduceFromModelParallelRegion"
+_REDUCE, _GATHER = Operation.ALL_REDUCE, Operation.ALL_GATHER
+_SCATTER = Operation.REDUCE_SCATTER
+_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 def tensor_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: Megatron
 ) -> Iterator[CollectiveCall]:
     """Calls over TP of one pipeline rank in one iteration."""
-    pipeline = spec.parallelism.pipeline
-    first, last = pipeline_rank == 0, pipeline_rank == pipeline - 1
+    first, last = pipeline_rank == 0, pipeline_rank == spec.parallelism.pipeline - 1
     yield from batch_collectives(spec, first, last, megatron)
     if first:
         yield from embedding_collectives(spec)
     yield from layer_collectives(spec)
     if last:
         yield from head_collectives(spec)
-    yield from replicated_gradients(spec, pipeline_rank)
+    yield from partial_gradients(spec, pipeline_rank)
 
 
 def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Calls inside the layers of one pipeline rank, all micro batches."""
-    if spec.parallelism.sequence_parallel:
-        yield from _layers_with_sequence_parallelism(spec)
-    else:
-        yield from _layers(spec)
+    """Calls inside the layers of one pipeline rank, all micro batches.
 
-
-def replicated_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
-    parallelism, shape = spec.parallelism, spec.shape
-    if parallelism.tensor == 1 or not parallelism.sequence_parallel:
+    One all-reduce behind each row-parallel matrix, and one for each column-parallel input. Under SP
+    each becomes a reduce-scatter and an all-gather, and backward gathers the inputs again. What
+    backward sends runs beside the weights' gradients, but for the last gather.
+    """
+    if spec.parallelism.tensor == 1:
         return
-    last = pipeline_rank == parallelism.pipeline - 1
-    row_biases = (1 if shape.experts else 2) * shape.hidden if shape.bias else 0
-    router = shape.experts * shape.hidden
-    layer = 2 * norm_parameters(shape) + row_biases + router
-    elements = spec.layers_a_stage * layer + (norm_parameters(shape) if last else 0)
+    # A column- and a row-parallel matrix each: attention, and the MLP unless it is experts.
+    blocks = 1 if spec.shape.experts else 2
+    rows = [
+        (_REDUCE, _FORWARD, "partial sums of row-parallel outputs", _REDUCING),
+        (_REDUCE, _BACKWARD, "input gradients of column-parallel matrices", _LINEAR + ".backward"),
+    ]
+    if spec.parallelism.sequence_parallel:
+        rows = [
+            (_GATHER, _FORWARD, "inputs of column-parallel matrices", _LINEAR + ".forward"),
+            (_SCATTER, _FORWARD, "row-parallel outputs", f"{_MAPPINGS}: _ReduceScatter"),
+            (_GATHER, _BACKWARD, "the same inputs again, for weights", _LINEAR + ".backward"),
+            (_SCATTER, _BACKWARD, "their gradients", _LINEAR + ".backward"),
+            (_GATHER, _BACKWARD, "gradients of row-parallel outputs", f"{_MAPPINGS}: _Gather"),
+        ]
+    forwards, backwards = layer_passes(spec)
+    for operation, phase, what, source in rows:
+        calls = blocks * (forwards if phase is _FORWARD else backwards)
+        beside = phase is _BACKWARD and source.startswith(_LINEAR)
+        yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), source, beside)
+
+
+def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Learned positions are added after the reduction, so SP all-reduces here and then splits."""
+    sequence_parallel = spec.parallelism.sequence_parallel
+    operation = _SCATTER if sequence_parallel and not spec.shape.positions else _REDUCE
+    source = "tensor_parallel/layers.py: VocabParallelEmbedding.forward"
+    calls, whole = spec.microbatches, hidden_bytes(spec)
+    yield _call(spec, operation, _FORWARD, "word embeddings", calls, whole, source)
+    if sequence_parallel:
+        source = f"{_MAPPINGS}: _ScatterToSequenceParallelRegion.backward"
+        what = "gradients of the embeddings"
+        yield _call(spec, _GATHER, _BACKWARD, what, calls, whole, source)
+
+
+def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """The output layer's input and its gradient, and three numbers a token for the loss."""
+    rows = [(_REDUCE, _BACKWARD, "input gradients of the output layer")]
+    if spec.parallelism.sequence_parallel:
+        rows = [
+            (_GATHER, _FORWARD, "input of the output layer"),
+            (_GATHER, _BACKWARD, "input of the output layer again"),
+            (_SCATTER, _BACKWARD, "input gradients of the output layer"),
+        ]
+    calls = spec.microbatches
+    for operation, phase, what in rows:
+        beside = phase is _BACKWARD
+        yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), _LINEAR, beside)
+    # Maximum, target's logit and sum of exponentials: three fp32 numbers a token.
+    source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
+    what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.tokens
+    yield _call(spec, _REDUCE, _FORWARD, what, 3 * calls, payload, source)
+
+
+def batch_collectives(
+    spec: RunSpec, first: bool, last: bool, megatron: Megatron
+) -> Iterator[CollectiveCall]:
+    """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
+
+    0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks.
+    """
+    virtual = spec.parallelism.virtual_stages if megatron is Megatron.F4FA7D6B else 1
+    length = spec.shape.seq_length
+    tokens = length * spec.batch.micro_batch_size
+    tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
+    if first:
+        tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
+    if last:
+        tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]
+    for what, payload in tensors:
+        calls, source = virtual * spec.microbatches, "get_batch_on_this_tp_rank"
+        broadcast, moved = Operation.BROADCAST, f"batch: {what}"
+        yield _call(spec, broadcast, Phase.DATA, moved, calls, payload, source)
+
+
+def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+    """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
+    if not spec.parallelism.sequence_parallel:
+        return
+    elements = partial_gradient_elements(spec, pipeline_rank)
     yield _call(
         spec,
-        Operation.ALL_REDUCE,
+        _REDUCE,
         Phase.GRADIENT_SYNC,
         "gradients of norms, row-parallel biases and routers",
         1,
@@ -76,154 +150,7 @@ def _call(
     source: str,
     hideable: bool = False,
 ) -> CollectiveCall:
-    ranks = spec.parallelism.tensor
-    return CollectiveCall(
-        Group.TENSOR, ranks, operation, phase, what, calls, payload, source, hideable
+    group = Group.TENSOR
+    return collective(
+        spec, group, operation, phase, what, calls, payload, source, hideable=hideable
     )
-
-
-def _split_blocks(spec: RunSpec) -> int:
-    """Pairs of column- and row-parallel matrices a layer: attention, and the MLP unless experts."""
-    return 1 if spec.shape.experts else 2
-
-
-def _forwards(spec: RunSpec) -> int:
-    """Times a layer runs forward for each backward."""
-    return 2 if spec.recompute is Recompute.FULL else 1
-
-
-def _layers(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """One all-reduce behind each row-parallel matrix, and one for each column-parallel input."""
-    blocks = _split_blocks(spec) * spec.layers_a_stage
-    blocks *= spec.microbatches
-    whole = hidden_bytes(spec)
-    reduce = Operation.ALL_REDUCE
-    yield _call(
-        spec,
-        reduce,
-        Phase.FORWARD,
-        "partial sums of row-parallel outputs",
-        blocks * _forwards(spec),
-        whole,
-        f"{_MAPPINGS}: _ReduceFromModelParallelRegion",
-    )
-    yield _call(
-        spec,
-        reduce,
-        Phase.BACKWARD,
-        "input gradients of column-parallel matrices",
-        blocks,
-        whole,
-        f"{_LAYERS}: LinearWithGradAccumulationAndAsyncCommunication.backward",
-        hideable=True,
-    )
-
-
-def _layers_with_sequence_parallelism(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Each all-reduce becomes a reduce-scatter and an all-gather; backward gathers inputs again."""
-    blocks = _split_blocks(spec) * spec.layers_a_stage
-    blocks *= spec.microbatches
-    forwards = blocks * _forwards(spec)
-    whole = hidden_bytes(spec)
-    linear = f"{_LAYERS}: LinearWithGradAccumulationAndAsyncCommunication"
-    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
-    forward, backward = Phase.FORWARD, Phase.BACKWARD
-    for operation, phase, what, calls, source in (
-        (gather, forward, "inputs of column-parallel matrices", forwards, f"{linear}.forward"),
-        (scatter, forward, "row-parallel outputs", forwards, f"{_MAPPINGS}: _ReduceScatter"),
-        (gather, backward, "the same inputs again, for weights", blocks, f"{linear}.backward"),
-        (scatter, backward, "their gradients", blocks, f"{linear}.backward"),
-        (gather, backward, "gradients of row-parallel outputs", blocks, f"{_MAPPINGS}: _Gather"),
-    ):
-        beside = phase is backward and source.startswith(linear)
-        yield _call(spec, operation, phase, what, calls, whole, source, beside)
-
-
-def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Learned positions are added after the reduction, so SP all-reduces here and then splits."""
-    sequence_parallel = spec.parallelism.sequence_parallel
-    scatters = sequence_parallel and not spec.shape.positions
-    calls, whole = spec.microbatches, hidden_bytes(spec)
-    yield _call(
-        spec,
-        Operation.REDUCE_SCATTER if scatters else Operation.ALL_REDUCE,
-        Phase.FORWARD,
-        "word embeddings",
-        calls,
-        whole,
-        f"{_LAYERS}: VocabParallelEmbedding.forward",
-    )
-    if sequence_parallel:
-        yield _call(
-            spec,
-            Operation.ALL_GATHER,
-            Phase.BACKWARD,
-            "gradients of the embeddings",
-            calls,
-            whole,
-            f"{_MAPPINGS}: _ScatterToSequenceParallelRegion.backward",
-        )
-
-
-def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """The output layer's input and its gradient, and three numbers a token for the loss."""
-    calls, whole = spec.microbatches, hidden_bytes(spec)
-    gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
-    source = f"{_LAYERS}: LinearWithGradAccumulationAndAsyncCommunication"
-    moves: tuple[tuple[Operation, Phase, str], ...] = (
-        (Operation.ALL_REDUCE, Phase.BACKWARD, "input gradients of the output layer"),
-    )
-    if spec.parallelism.sequence_parallel:
-        moves = (
-            (gather, Phase.FORWARD, "input of the output layer"),
-            (gather, Phase.BACKWARD, "input of the output layer again"),
-            (scatter, Phase.BACKWARD, "input gradients of the output layer"),
-        )
-    for operation, phase, what in moves:
-        beside = phase is Phase.BACKWARD
-        yield _call(spec, operation, phase, what, calls, whole, source, beside)
-    yield _cross_entropy(spec)
-
-
-def _cross_entropy(spec: RunSpec) -> CollectiveCall:
-    """Maximum, target's logit and sum of exponentials: three fp32 numbers a token."""
-    return _call(
-        spec,
-        Operation.ALL_REDUCE,
-        Phase.FORWARD,
-        "vocabulary-parallel cross entropy",
-        3 * spec.microbatches,
-        _FP32 * spec.tokens,
-        "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward",
-    )
-
-
-def batch_collectives(
-    spec: RunSpec, first: bool, last: bool, megatron: Megatron
-) -> Iterator[CollectiveCall]:
-    """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
-
-    0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks.
-    """
-    if not (first or last):
-        return
-    reads = spec.microbatches
-    if megatron is Megatron.F4FA7D6B:
-        reads *= spec.parallelism.virtual_stages
-    length, samples = spec.shape.seq_length, spec.batch.micro_batch_size
-    tokens = length * samples
-    tensors = [("attention mask", _BOOL * tokens * length)]
-    if first:
-        tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
-    if last:
-        tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]
-    for what, payload in tensors:
-        yield _call(
-            spec,
-            Operation.BROADCAST,
-            Phase.DATA,
-            f"batch: {what}",
-            reads,
-            payload,
-            "get_batch_on_this_tp_rank",
-        )

@@ -35,21 +35,6 @@ class LayerSeconds:
     backward_attention: float
     backward_memory: float
 
-    @property
-    def weight_gradient_matmul(self) -> float:
-        """Output gradients times inputs: half of backward's products, and as much work as forward's."""
-        return self.forward_matmul
-
-    @property
-    def forward(self) -> float:
-        """All of forward."""
-        return self.forward_matmul + self.forward_attention + self.forward_memory
-
-    @property
-    def backward(self) -> float:
-        """All of backward, without recomputation."""
-        return 2 * self.forward_matmul + self.backward_attention + self.backward_memory
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:

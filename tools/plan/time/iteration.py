@@ -1,7 +1,7 @@
-"""Seconds that one micro batch takes on one pipeline rank, forward and backward.
+"""Seconds of one iteration, by component, on the ranks that decide it.
 
-Built from a layer, an embedding and a head, each of which depends on few choices and is computed
-once: a search over pipeline and data parallelism only adds them up.
+Built from a micro batch's layer, embedding and head, each of which depends on few choices and is
+computed once: a search over pipeline and data parallelism only adds them up.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tools.plan.collectives.tensor import (
     embedding_collectives,
     head_collectives,
     layer_collectives,
-    replicated_gradients,
+    partial_gradients,
 )
-from tools.plan.time.cluster import Cluster, route
+from tools.plan.time.cluster import Cluster, Route, route
 from tools.plan.time.compute import (
     LayerSeconds,
     embedding_seconds,
@@ -40,7 +40,7 @@ from tools.spec.strategy import Batch, Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class MicroBatchSeconds:
     """Part of one micro batch on one rank; communication is what arithmetic does not hide."""
 
     matmul: float = 0.0
@@ -56,8 +56,8 @@ class Seconds:
         arithmetic = self.matmul + self.attention + self.memory_bound
         return arithmetic + self.tensor_parallel + self.context_parallel + self.expert_parallel
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
+    def __add__(self, other: MicroBatchSeconds) -> MicroBatchSeconds:
+        return MicroBatchSeconds(
             self.matmul + other.matmul,
             self.attention + other.attention,
             self.memory_bound + other.memory_bound,
@@ -66,8 +66,8 @@ class Seconds:
             self.expert_parallel + other.expert_parallel,
         )
 
-    def __mul__(self, times: int) -> Seconds:
-        return Seconds(
+    def __mul__(self, times: int) -> MicroBatchSeconds:
+        return MicroBatchSeconds(
             self.matmul * times,
             self.attention * times,
             self.memory_bound * times,
@@ -75,116 +75,6 @@ class Seconds:
             self.context_parallel * times,
             self.expert_parallel * times,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the stages of a model are made of."""
-
-    layer: Seconds
-    embedding: Seconds
-    head: Seconds
-
-    def stage(self, layers: int, *, first: bool, last: bool) -> Seconds:
-        """One micro batch on a rank with `layers` layers."""
-        seconds = self.layer * layers
-        if first:
-            seconds += self.embedding
-        return seconds + self.head if last else seconds
-
-
-def parts(spec: RunSpec, cluster: Cluster) -> Parts:
-    """Layer, embedding and head of a configuration; raises `NoPeakError` as `rates` does."""
-    return _parts(_one_layer(spec), cluster)
-
-
-def transfer_seconds(cluster: Cluster, spec: RunSpec, item: CollectiveCall) -> float:
-    """Time of traffic alone on its links; nothing in a group of one rank."""
-    if item.ranks == 1:
-        return 0.0
-    way = route(cluster, spec.parallelism, item.group)
-    sent = item.wire_bytes_over(spec.transport)
-    return sent / way.bytes_per_second + item.calls * way.latency_seconds
-
-
-def after_hiding(seconds: float, behind: float, contention: float) -> float:
-    """What is left of communication that runs beside `behind` seconds of arithmetic."""
-    hidden = min(seconds, behind)
-    return seconds - hidden + contention * hidden
-
-
-def _one_layer(spec: RunSpec) -> RunSpec:
-    """The same micro batch with one layer a stage, and no more data parallelism than EP needs."""
-    own, shape = spec.parallelism, spec.shape
-    data = max(1, own.expert // own.context)
-    parallelism = replace(
-        own, data=data, pipeline=shape.layers, virtual_stages=1, sharding=Sharding.NONE
-    )
-    samples = spec.batch.micro_batch_size
-    return replace(spec, parallelism=parallelism, batch=Batch(samples, samples * data))
-
-
-@lru_cache(maxsize=65536)
-def _parts(spec: RunSpec, cluster: Cluster) -> Parts:
-    rate = rates(cluster, spec.dtype)
-    head_matmul, head_memory = head_seconds(spec, rate)
-    batch = _tensor_seconds(spec, cluster, batch_collectives(spec, False, True, LATEST), 0.0)
-    embedding = _tensor_seconds(spec, cluster, embedding_collectives(spec), 0.0)
-    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
-    return Parts(
-        layer=_layer(spec, cluster, layer_seconds(spec, rate)),
-        embedding=Seconds(
-            memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding + batch
-        ),
-        head=Seconds(head_matmul, 0.0, head_memory, head + batch),
-    )
-
-
-def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> Seconds:
-    """One layer, never faster than the host launches its kernels; where it does not run ahead of
-    the device, its time adds."""
-    matmuls, attentions, passes = forward_passes(spec)
-    matmul = (2 + matmuls) * layer.forward_matmul
-    attention = layer.forward_attention * attentions + layer.backward_attention
-    memory = layer.forward_memory * passes + layer.backward_memory
-    # Forward is about a third of a layer's kernels; recomputing launches them again.
-    launching = cluster.calibration.layer_launch_seconds * (2 + passes) / 3
-    hidden = matmul + attention + memory if cluster.calibration.launch_beside_work else 0.0
-    calls, beside = layer_collectives(spec), layer.weight_gradient_matmul
-    return Seconds(
-        matmul=matmul,
-        attention=attention,
-        memory_bound=memory + max(0.0, launching - hidden),
-        tensor_parallel=_tensor_seconds(spec, cluster, calls, beside),
-        context_parallel=_context_seconds(spec, cluster, layer),
-        expert_parallel=sum(_each(spec, cluster, expert_collectives(spec))),
-    )
-
-
-def _tensor_seconds(
-    spec: RunSpec, cluster: Cluster, traffic: Iterable[CollectiveCall], beside: float
-) -> float:
-    """Forward's calls are waited for; backward's run beside the weights' gradients."""
-    calls = list(traffic)
-    hideable = sum(_each(spec, cluster, (item for item in calls if item.hideable)))
-    visible = sum(_each(spec, cluster, (item for item in calls if not item.hideable)))
-    return visible + after_hiding(hideable, beside, cluster.calibration.contention)
-
-
-def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
-    """The ring's messages run beside attention on what has arrived; other algorithms wait."""
-    calls = list(context_collectives(spec))
-    seconds = sum(_each(spec, cluster, calls))
-    if not (calls and calls[0].hideable):
-        return seconds
-    context = spec.parallelism.context
-    attention = layer.forward_attention + layer.backward_attention
-    beside = attention * (context - 1) / context
-    return after_hiding(seconds, beside, cluster.calibration.contention)
-
-
-def _each(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> list[float]:
-    return [transfer_seconds(cluster, spec, item) for item in calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +125,11 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     virtual stages).
 
     Raises:
-        NoPeakError: The device has no matrix rate in the configuration's dtype.
+        NoPeakError: The device has no matrix rate in the run's dtype.
     """
-    parallelism, count = spec.parallelism, spec.microbatches
+    count = spec.microbatches
     slowest, through = pipeline_seconds(spec, cluster)
-    sync, optimizer = synchronisation_seconds(spec, cluster)
+    sync, optimizer = _synchronisation_seconds(spec, cluster)
     beside = _overlapped_sync_seconds(spec, cluster, count * slowest.total)
     return IterationSeconds(
         matmul=count * slowest.matmul,
@@ -249,66 +139,143 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
         context_parallel=count * slowest.context_parallel,
         expert_parallel=count * slowest.expert_parallel,
         pipeline_messages=_message_seconds(spec, cluster),
-        bubble=(through - slowest.total) / parallelism.virtual_stages,
+        bubble=(through - slowest.total) / spec.parallelism.virtual_stages,
         gradient_sync=sync + beside,
         optimizer=optimizer,
     )
 
 
-def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[Seconds, float]:
+def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
     """One micro batch on the slowest stage, and its whole way through all stages."""
-    pieces, pipeline = parts(spec, cluster), spec.parallelism.pipeline
-    layers = spec.layers_a_stage
-    first = pieces.stage(layers, first=True, last=pipeline == 1)
+    pieces, pipeline = _pieces(_one_layer(spec), cluster), spec.parallelism.pipeline
+    layers = pieces.layer * spec.layers_a_stage
+    first = layers + pieces.embedding
     if pipeline == 1:
-        return first, first.total
-    last = pieces.stage(layers, first=False, last=True)
-    middle = pieces.layer.total * layers
+        only = first + pieces.head
+        return only, only.total
+    last = layers + pieces.head
+    middle = pieces.layer.total * spec.layers_a_stage
     through = first.total + last.total + (pipeline - 2) * middle
     return max(first, last, key=lambda stage: stage.total), through
 
 
-def synchronisation_seconds(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
-    """Gradient synchronisation and optimizer of the rank where they take longest."""
-    parallelism = replace(spec.parallelism, virtual_stages=1)
-    samples = spec.microbatches * parallelism.data
-    plain = replace(spec, parallelism=parallelism, batch=Batch(1, samples))
-    if parallelism.sharding not in _OVERLAPPED:
-        plain = replace(plain, batch=Batch(1, parallelism.data))
-    return _synchronisation_seconds(plain, cluster)
+def after_hiding(seconds: float, behind: float, contention: float) -> float:
+    """What is left of communication that runs beside `behind` seconds of arithmetic."""
+    hidden = min(seconds, behind)
+    return seconds - hidden + contention * hidden
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What the stages of a model are made of."""
+
+    layer: MicroBatchSeconds
+    embedding: MicroBatchSeconds
+    head: MicroBatchSeconds
+
+
+def _one_layer(spec: RunSpec) -> RunSpec:
+    """The same micro batch with one layer a stage, and no more data parallelism than EP needs."""
+    own = spec.parallelism
+    data = max(1, own.expert // own.context)
+    parallelism = replace(
+        own, data=data, pipeline=spec.shape.layers, virtual_stages=1, sharding=Sharding.NONE
+    )
+    samples = spec.batch.micro_batch_size
+    return replace(spec, parallelism=parallelism, batch=Batch(samples, samples * data))
 
 
 @lru_cache(maxsize=65536)
-def _synchronisation_seconds(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
-    ends = {0, spec.parallelism.pipeline - 1}
-    return max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
+def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
+    rate = rates(cluster, spec.dtype)
+    head_matmul, head_memory = head_seconds(spec, rate)
+    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
+    embedding = _seconds(spec, cluster, embedding_collectives(spec))
+    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
+    return _Pieces(
+        layer=_layer(spec, cluster, layer_seconds(spec, rate)),
+        embedding=MicroBatchSeconds(
+            memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding + batch
+        ),
+        head=MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch),
+    )
+
+
+def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSeconds:
+    """One layer, never faster than the host launches its kernels; where it does not run ahead of
+    the device, its time adds."""
+    matmuls, attentions, passes = forward_passes(spec)
+    matmul = (2 + matmuls) * layer.forward_matmul
+    attention = layer.forward_attention * attentions + layer.backward_attention
+    memory = layer.forward_memory * passes + layer.backward_memory
+    # Forward is about a third of a layer's kernels; recomputing launches them again.
+    launching = cluster.calibration.layer_launch_seconds * (2 + passes) / 3
+    hidden = matmul + attention + memory if cluster.calibration.launch_beside_work else 0.0
+    # Backward's products are by the weights and by the inputs: each as much work as forward's.
+    weight_gradients = layer.forward_matmul
+    return MicroBatchSeconds(
+        matmul=matmul,
+        attention=attention,
+        memory_bound=memory + max(0.0, launching - hidden),
+        tensor_parallel=_tensor_seconds(spec, cluster, layer_collectives(spec), weight_gradients),
+        context_parallel=_context_seconds(spec, cluster, layer),
+        expert_parallel=_seconds(spec, cluster, expert_collectives(spec)),
+    )
+
+
+def _tensor_seconds(
+    spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall], beside: float
+) -> float:
+    """Forward's calls are waited for; backward's run beside the weights' gradients."""
+    calls = list(calls)
+    hideable = _seconds(spec, cluster, (call for call in calls if call.hideable))
+    visible = _seconds(spec, cluster, (call for call in calls if not call.hideable))
+    return visible + after_hiding(hideable, beside, cluster.calibration.contention)
+
+
+def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
+    """The ring's messages run beside attention on what has arrived; other algorithms wait."""
+    calls = list(context_collectives(spec))
+    seconds = _seconds(spec, cluster, calls)
+    if not (calls and calls[0].hideable):
+        return seconds
+    context = spec.parallelism.context
+    attention = layer.forward_attention + layer.backward_attention
+    beside = attention * (context - 1) / context
+    return after_hiding(seconds, beside, cluster.calibration.contention)
 
 
 def _message_seconds(spec: RunSpec, cluster: Cluster) -> float:
     """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
-    parallelism = spec.parallelism
-    if parallelism.pipeline == 1:
-        return 0.0
-    seconds = sum(
-        transfer_seconds(cluster, spec, item)
-        for item in pipeline_collectives(spec, 0)
-        if item.group is Group.PIPELINE
-    )
-    return seconds * (cluster.calibration.contention if parallelism.virtual_stages > 1 else 1)
+    calls = (c for c in pipeline_collectives(spec, 0) if c.group is Group.PIPELINE)
+    seconds = _seconds(spec, cluster, calls)
+    virtual = spec.parallelism.virtual_stages
+    return seconds * (cluster.calibration.contention if virtual > 1 else 1)
+
+
+def _synchronisation_seconds(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
+    """Gradient synchronisation and optimizer of the rank where they take longest."""
+    parallelism = replace(spec.parallelism, virtual_stages=1)
+    overlapped = parallelism.sharding in _OVERLAPPED
+    samples = (spec.microbatches if overlapped else 1) * parallelism.data
+    return _slowest_update(replace(spec, parallelism=parallelism, batch=Batch(1, samples)), cluster)
+
+
+@lru_cache(maxsize=65536)
+def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
+    ends = {0, spec.parallelism.pipeline - 1}
+    return max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
 
 
 def _after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> tuple[float, float]:
     """Gradient synchronisation that follows backward, and the optimizer with its reductions."""
-    sync = [item for item in pipeline_collectives(spec, rank) if item.group is Group.EMBEDDING]
-    sync += replicated_gradients(spec, rank)
+    sync = [c for c in pipeline_collectives(spec, rank) if c.group is Group.EMBEDDING]
+    sync += partial_gradients(spec, rank)
     if spec.parallelism.sharding not in _OVERLAPPED:
         sync += gradient_collectives(spec, rank)
-    small = control_collectives(spec, rank, LATEST)
-    rate = rates(cluster, spec.dtype)
-    return (
-        _sum(spec, cluster, sync),
-        _sum(spec, cluster, list(small)) + optimizer_seconds(spec, rate, rank),
-    )
+    reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
+    update = optimizer_seconds(spec, rates(cluster, spec.dtype), rank)
+    return _seconds(spec, cluster, sync), reductions + update
 
 
 def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) -> float:
@@ -318,15 +285,24 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     """
     if spec.parallelism.sharding not in _OVERLAPPED:
         return 0.0
-    traffic = list(gradient_collectives(spec, 0))
-    beside = [item for item in traffic if item.phase is not Phase.OPTIMIZER]
-    waited = [item for item in traffic if item.phase is Phase.OPTIMIZER]
-    gradients = sum(item.total_payload_bytes for item in beside if item.phase is Phase.BACKWARD)
+    calls = list(gradient_collectives(spec, 0))
+    beside = [call for call in calls if call.phase is not Phase.OPTIMIZER]
+    waited = [call for call in calls if call.phase is Phase.OPTIMIZER]
+    gradients = sum(call.total_payload_bytes for call in beside if call.phase is Phase.BACKWARD)
     rate = rates(cluster, spec.dtype).bytes_per_second
-    hidden = _sum(spec, cluster, beside)
-    visible = _sum(spec, cluster, waited) + _UNFUSED_PASSES * gradients / rate
+    visible = _seconds(spec, cluster, waited) + _UNFUSED_PASSES * gradients / rate
+    hidden = _seconds(spec, cluster, beside)
     return visible + after_hiding(hidden, compute, cluster.calibration.contention)
 
 
-def _sum(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
-    return sum(transfer_seconds(cluster, spec, item) for item in calls if item.payload_bytes)
+def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
+    """Time of calls alone on their links, one after another; none over one rank or of no bytes."""
+    return sum(
+        _alone(call, route(cluster, spec.parallelism, call.group))
+        for call in calls
+        if call.ranks > 1 and call.payload_bytes
+    )
+
+
+def _alone(call: CollectiveCall, way: Route) -> float:
+    return call.wire_bytes / way.bytes_per_second + call.calls * way.latency_seconds
