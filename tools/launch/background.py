@@ -1,4 +1,4 @@
-"""Work that goes on in a thread while a `with` block runs."""
+"""Work in a thread while a `with` block runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Self
 
 
 class BackgroundThread:
-    """Runs `watch` beside a `with` block; at its end `done` is set, and the block waits."""
+    """Runs `watch` while a `with` block runs; at its end `done` is set, and the block waits."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self._thread = threading.Thread(target=self.watch, daemon=True)
 
     def watch(self) -> None:
-        """What goes on; returns soon after `done` is set."""
+        """The work; returns soon after `done` is set."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -28,5 +28,9 @@ class BackgroundThread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the work; what the block's end does."""
         self.done.set()
         self._thread.join()

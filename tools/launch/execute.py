@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.checkpoint.keeper import Keeper
-from tools.launch.cluster.node_group import SINGLE_NODE, NodeGroup
+from tools.launch.cluster.nodes import SINGLE_NODE, NodeGroup
 from tools.launch.compose import Launch
 from tools.launch.container.docker import container_name
 from tools.launch.devices import visible_gpus
@@ -38,7 +38,7 @@ def execute(
     runs: Path,
     console: Console,
     title: str,
-    company: NodeGroup = SINGLE_NODE,
+    group: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> tuple[Path, records.StatusRecord]:
     """Train; return the run folder, a new one unless it is given, and how it ended.
@@ -49,13 +49,13 @@ def execute(
     """
     made = create_run_folder(launch, runs, folder)
     try:
-        company.announce(made)
+        group.announce(made)
     except LaunchError:
         if folder is None:
             shutil.rmtree(made)
         raise
     with deferred():  # A run that ended by itself is judged by that, whatever is asked meanwhile.
-        status = _train_in(made, launch, console, title, company)
+        status = _train_in(made, launch, console, title, group)
     return made, status
 
 
@@ -64,7 +64,7 @@ def run_ranks(
     log: Path,
     progress: RunProgress,
     also: Mapping[str, str] | None = None,
-    company: NodeGroup = SINGLE_NODE,
+    group: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> int:
     """Start a launch's ranks, follow their log, return torchrun's exit code; ends them on any way out.
@@ -78,11 +78,11 @@ def run_ranks(
     """
     with deferred():
         try:
-            exit_code = _run_share(launch, log, progress, also or {}, company, folder or log.parent)
+            exit_code = _run_share(launch, log, progress, also or {}, group, folder or log.parent)
         except BaseException as error:
-            company.finish(ENDED_EARLY, error)
+            group.finish(ENDED_EARLY, error)
             raise
-        return company.finish(exit_code)
+        return group.finish(exit_code)
 
 
 def _run_share(
@@ -90,7 +90,7 @@ def _run_share(
     log: Path,
     progress: RunProgress,
     also: Mapping[str, str],
-    company: NodeGroup,
+    group: NodeGroup,
     folder: Path,
 ) -> int:
     where = from_root(folder)
@@ -113,10 +113,10 @@ def _run_share(
                 if exit_code is not None:
                     return exit_code
                 raise_if_asked()
-                if company.failure():
+                if group.failure():
                     return ENDED_EARLY
-                if company.hangs(watch.is_hanging(log)):
-                    stopped = company.stopped(collect_stacks(ranks.by_rank(), stacks))
+                if group.hangs(watch.is_hanging(log)):
+                    stopped = group.stopped(collect_stacks(ranks.by_rank(), stacks))
                     raise watch.error(stopped, stacks)
                 time.sleep(POLL_SECONDS)
         finally:
@@ -124,7 +124,7 @@ def _run_share(
 
 
 def _train_in(
-    folder: Path, launch: Launch, console: Console, title: str, company: NodeGroup
+    folder: Path, launch: Launch, console: Console, title: str, group: NodeGroup
 ) -> records.StatusRecord:
     """Train in a run folder that is there, and complete it whatever happens."""
     started = time.monotonic()
@@ -135,7 +135,7 @@ def _train_in(
     room = exit_status.DiskWatermark(folder)
     try:
         with room:
-            exit_code = _train(launch, folder, console, title, company)
+            exit_code = _train(launch, folder, console, title, group)
     except HangError as error:
         hang = error
     except Interrupted:
@@ -145,7 +145,7 @@ def _train_in(
         status = exit_status.classify_exit(
             folder, exit_code, interrupted, kills_before, room.free_bytes
         )
-        cause = company.cause
+        cause = group.cause
         if hang:
             cause = records.StatusRecord(records.Status.CRASHED, None, str(hang), hang.rank)
         if cause and not interrupted:
@@ -166,7 +166,7 @@ def _finish(
         ) from error
 
 
-def _train(launch: Launch, folder: Path, console: Console, title: str, company: NodeGroup) -> int:
+def _train(launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup) -> int:
     place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
     ledger = {"KIT_LEDGER": place} if launch.ledger else {}
     log = folder / records.LOG_FILE
@@ -178,7 +178,7 @@ def _train(launch: Launch, folder: Path, console: Console, title: str, company: 
             around.callback(_tell, keeper, console)
             around.enter_context(keeper)
         progress = around.enter_context(RunProgress(console, title, launch.iterations))
-        exit_code = run_ranks(launch, log, progress, ledger, company)
+        exit_code = run_ranks(launch, log, progress, ledger, group)
         if keeper is not None and exit_code == 0:
             keeper.ended_well()
         return exit_code

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.cluster.joining import OtherNode
-from tools.launch.cluster.meeting import FirstNode, Present, closing
 from tools.launch.cluster.node_files import node_folder
 from tools.launch.cluster.nodes import INTERFACES, Nodes
+from tools.launch.cluster.rendezvous.coordinator import Coordinator
+from tools.launch.cluster.rendezvous.messages import NodeInfo
+from tools.launch.cluster.rendezvous.worker import Worker
 from tools.launch.compose import Launch
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import visible_gpus
@@ -38,21 +39,19 @@ def train_first(
     Raises:
         LaunchError: A node is missing, differs, or cannot run its share; nothing was written.
     """
-    first = FirstNode(nodes)
-    with closing(first):
+    with Coordinator(nodes, node_info(launch, nodes)) as coordinator:
         try:
             check(launch, options.runs)
             ensure_start_checkpoint(launch, options, console)
         except LaunchError as error:
-            first.gather(introduction(launch, nodes))
-            first.refuse(f"Node 0: {error}")
+            coordinator.gather()
+            coordinator.refuse(f"Node 0: {error}")
             raise
         console.print(f"{title}: waiting for {nodes.count - 1} more node(s)", highlight=False)
-        present = first.gather(introduction(launch, nodes))
-        hosts = tuple(each.host for each in present)
-        known = replace(nodes, hosts=hosts)
-        meeting = _between(replace(launch, nodes=known), first.interface())
-        return execute(meeting, options.runs, console, title, first, options.run_folder)
+        hosts = tuple(each.host for each in coordinator.gather())
+        launch = replace(launch, nodes=replace(nodes, hosts=hosts))
+        launch = _between(launch, coordinator.interface())
+        return execute(launch, options.runs, console, title, coordinator, options.run_folder)
 
 
 def train_other(
@@ -63,34 +62,26 @@ def train_other(
     Raises:
         LaunchError: Node 0 was not reached or refuses, or this machine cannot run its share.
     """
-    other = OtherNode(nodes)
-    with closing(other):
-        own = introduction(launch, nodes)
+    with Worker(nodes, node_info(launch, nodes)) as worker:
         try:
             check(launch, options.runs)
         except LaunchError as error:
-            other.introduce(own, problem=str(error))
+            worker.introduce(problem=str(error))
             raise
-        other.introduce(own)
+        worker.introduce()
         console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
-        folder = other.join()
+        folder = worker.join()
         mine = node_folder(folder, nodes.rank)
         mine.mkdir(parents=True, exist_ok=True)
         ledger = {"KIT_LEDGER": str(folder / LEDGER_FOLDER)} if launch.ledger else {}
+        launch = _between(launch, worker.interface())
         with RunProgress(console, title, launch.iterations) as progress:
-            code = run_ranks(
-                _between(launch, other.interface()),
-                mine / LOG_FILE,
-                progress,
-                ledger,
-                other,
-                folder,
-            )
+            code = run_ranks(launch, mine / LOG_FILE, progress, ledger, worker, folder)
         return folder, code
 
 
-def introduction(launch: Launch, nodes: Nodes) -> Present:
-    """This node, with what must be alike on all."""
+def node_info(launch: Launch, nodes: Nodes) -> NodeInfo:
+    """This node, with what must be the same on all."""
     try:
         data = open_dataset(data_path(launch)).bin_sha256 or "without a record"
     except DatasetError:
@@ -98,6 +89,7 @@ def introduction(launch: Launch, nodes: Nodes) -> Present:
     entry = launch.entry
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     has = {
+        "NNODES=": str(nodes.count),
         "the kit's commit": kit_commit() or "unknown",
         "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
         "torch": installed_versions().get("torch", "none"),
@@ -110,7 +102,7 @@ def introduction(launch: Launch, nodes: Nodes) -> Present:
     if launch.spec.device is DeviceKind.GPU:
         names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
         has["GPUs"] = ", ".join(names) or "none"
-    return Present(nodes.rank, platform.node(), has)
+    return NodeInfo(nodes.rank, platform.node(), has)
 
 
 def _between(launch: Launch, interface: str | None) -> Launch:

@@ -8,6 +8,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,11 +17,11 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from tools.launch.cluster.joining import OtherNode
-from tools.launch.cluster.meeting import FirstNode, Present
 from tools.launch.cluster.node_files import node_folder
-from tools.launch.cluster.node_group import NodeGroup
-from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.nodes import NodeGroup, Nodes
+from tools.launch.cluster.rendezvous.coordinator import Coordinator
+from tools.launch.cluster.rendezvous.messages import NodeInfo
+from tools.launch.cluster.rendezvous.worker import Worker
 from tools.launch.compose import Launch
 from tools.launch.execute import run_ranks
 from tools.launch.progress import RunProgress
@@ -48,35 +50,37 @@ def shares(tmp_path: Path) -> Iterator[Shares]:
     """Runs both nodes' commands; the exit code of each, or its error."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    first = FirstNode(Nodes(2, 0, "127.0.0.1", port), patience=5)
-    other = OtherNode(Nodes(2, 1, "127.0.0.1", port), patience=5)
+    nodes = Nodes(2, 0, "127.0.0.1", port)
+    with ExitStack() as stack:
+        first = stack.enter_context(Coordinator(nodes, NodeInfo(0, "a", {}), timeout=60))
+        other = stack.enter_context(
+            Worker(replace(nodes, rank=1), NodeInfo(1, "b", {}), timeout=60)
+        )
 
-    def run(mine: Sequence[str], theirs: Sequence[str], hang_timeout: float) -> list[object]:
-        results: list[object] = [None, None]
-        (tmp_path / "run.json").write_text("{}")
+        def run(mine: Sequence[str], theirs: Sequence[str], hang_timeout: float) -> list[object]:
+            results: list[object] = [None, None]
+            (tmp_path / "run.json").write_text("{}")
 
-        def second() -> None:
-            folder = node_folder(other.join(), 1)
-            folder.mkdir(parents=True)
-            log = folder / "log.txt"
-            results[1] = share(theirs, hang_timeout, log, other, tmp_path)
+            def second() -> None:
+                folder = node_folder(other.join(), 1)
+                folder.mkdir(parents=True)
+                log = folder / "log.txt"
+                results[1] = share(theirs, hang_timeout, log, other, tmp_path)
 
-        other.introduce(Present(1, "b", {}))
-        first.gather(Present(0, "a", {}))
-        thread = threading.Thread(target=second, daemon=True)
-        thread.start()
-        first.announce(tmp_path)
-        results[0] = share(mine, hang_timeout, tmp_path / "log.txt", first, tmp_path)
-        thread.join(20)
-        return results
+            other.introduce()
+            first.gather()
+            thread = threading.Thread(target=second, daemon=True)
+            thread.start()
+            first.announce(tmp_path)
+            results[0] = share(mine, hang_timeout, tmp_path / "log.txt", first, tmp_path)
+            thread.join(20)
+            return results
 
-    yield run
-    first.close()
-    other.close()
+        yield run
 
 
 def share(
-    command: Sequence[str], hang_timeout: float, log: Path, company: NodeGroup, folder: Path
+    command: Sequence[str], hang_timeout: float, log: Path, group: NodeGroup, folder: Path
 ) -> object:
     launch = SimpleNamespace(
         command=lambda _: command,
@@ -87,7 +91,7 @@ def share(
     )
     progress = RunProgress(Console(file=io.StringIO()), "share", 1)
     try:
-        return run_ranks(cast(Launch, launch), log, progress, None, company, folder)
+        return run_ranks(cast(Launch, launch), log, progress, None, group, folder)
     except HangError as error:
         return error
 

@@ -1,13 +1,16 @@
-"""Which node of a run this machine is, and how torchrun finds the others."""
+"""Which node of a run this machine is, and what its launcher does about the others."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
 
 from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.records.run import StatusRecord
 from tools.spec import settings
 from tools.spec.settings import whole_below
 
@@ -18,7 +21,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 class Rendezvous(StrEnum):
-    """torchrun's ways to meet: by the numbers that nodes are given, or as they come."""
+    """torchrun's ways to find all nodes: by the numbers that they are given, or as they come."""
 
     STATIC = "static"
     C10D = "c10d"
@@ -30,23 +33,88 @@ class Nodes:
 
     count: int
     rank: int
-    """Node 0 owns the run folder, and its address is where all meet."""
+    """Node 0 owns the run folder, and all connect to its address."""
     address: str
     port: int = DEFAULT_PORT
     rendezvous: Rendezvous = Rendezvous.STATIC
     hosts: tuple[str, ...] = ()
-    """Names of all, in node order; known once they have met."""
+    """Names of all, in node order; known once all have come."""
 
     def torchrun_flags(self, ranks_a_node: int) -> tuple[str, ...]:
-        """What torchrun is told on this node."""
+        """torchrun's flags on this node."""
         place = ("--nnodes", str(self.count), "--nproc-per-node", str(ranks_a_node))
         if self.rendezvous is Rendezvous.STATIC:
-            meet = ("--master-addr", self.address, "--master-port", str(self.port))
-            return (*place, "--node-rank", str(self.rank), *meet)
+            master = ("--master-addr", self.address, "--master-port", str(self.port))
+            return (*place, "--node-rank", str(self.rank), *master)
         # Without `is_host` torchrun guesses from the machine's name who opens the store.
         host = ("--rdzv-conf", f"is_host={int(self.rank == 0)}")
         endpoint = ("--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", str(self.port))
         return (*place, "--rdzv-backend", "c10d", *endpoint, *host)
+
+
+class NodeGroup(Protocol):
+    """What a launcher does about the other nodes while its own ranks train."""
+
+    @property
+    def cause(self) -> StatusRecord | None:
+        """How the run ended, where another node's end was the first cause and no log says so."""
+        ...
+
+    def announce(self, folder: Path) -> None:
+        """Let them start: the run folder is there."""
+        ...
+
+    def failure(self) -> str | None:
+        """Why this node must stop, if it must; called several times a second."""
+        ...
+
+    def hangs(self, is_stalled: bool) -> bool:
+        """Whether the run hangs, where this node's log has not grown for the timeout or has.
+
+        Megatron prints on its last rank alone, so node 0, whose log receives all lines, decides.
+        """
+        ...
+
+    def stopped(self, own: Sequence[int]) -> Sequence[int]:
+        """Once this node's stacks are collected: wait for the others'; the stopped ranks of all."""
+        ...
+
+    def finish(self, exit_code: int, error: BaseException | None = None) -> int:
+        """Report how this node ended, wait for the others; the whole run's exit code.
+
+        Args:
+            exit_code: torchrun's; anything but 0 if this node did not wait for it.
+            error: What the launcher was ended by, if by anything.
+        """
+        ...
+
+
+class SingleNode:
+    """A run on one machine."""
+
+    cause = None
+
+    def announce(self, folder: Path) -> None:
+        """There is nobody else."""
+
+    def failure(self) -> str | None:
+        """There is nobody who could fail."""
+        return None
+
+    def hangs(self, is_stalled: bool) -> bool:
+        """This log is all there is."""
+        return is_stalled
+
+    def stopped(self, own: Sequence[int]) -> Sequence[int]:
+        """Nobody else has ranks."""
+        return own
+
+    def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
+        """Nobody is waited for."""
+        return exit_code
+
+
+SINGLE_NODE = SingleNode()
 
 
 @wrong_settings_refused()

@@ -1,0 +1,467 @@
+"""Launchers that find each other over this machine's loopback, all in one process."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tools.launch.cluster.node_files import node_folder
+from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.rendezvous import coordinator as coordinators
+from tools.launch.cluster.rendezvous import messages
+from tools.launch.cluster.rendezvous.coordinator import Coordinator
+from tools.launch.cluster.rendezvous.messages import NodeInfo
+from tools.launch.cluster.rendezvous.worker import Worker
+from tools.launch.errors import LaunchError
+from tools.records.run import Status, StatusRecord
+from tools.spec.files import ROOT
+
+PATIENT = 60.0
+"""torch waits for the resolver, 5 s or more, where a question to it is lost."""
+
+HAS = {"torch": "2.15.0", "flags": "abc"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as often as in a run."""
+    monkeypatch.setattr(coordinators, "LOOK_SECONDS", 0.03)
+    monkeypatch.setattr(messages, "BEAT_SECONDS", 0.02)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def first(port: int) -> Iterator[Coordinator]:
+    with coordinator_at(port) as node:
+        yield node
+
+
+def coordinator_at(port: int, count: int = 2, timeout: float = PATIENT) -> Coordinator:
+    return Coordinator(Nodes(count, 0, "127.0.0.1", port), NodeInfo(0, "a", HAS), timeout)
+
+
+Join = Callable[..., Worker]
+
+
+@pytest.fixture
+def join(port: int) -> Iterator[Join]:
+    """Connects further nodes."""
+    with ExitStack() as stack:
+
+        def connect(
+            rank: int = 1, host: str = "b", count: int = 2, timeout: float = PATIENT, **has: str
+        ) -> Worker:
+            nodes = Nodes(count, rank, "127.0.0.1", port)
+            worker = Worker(nodes, NodeInfo(rank, host, HAS | has), timeout)
+            return stack.enter_context(worker)
+
+        yield connect
+
+
+def run_folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "log.txt").write_text("first\n")
+    (tmp_path / "samples.csv").write_text("seconds,rank\n1,0\n")
+    return tmp_path
+
+
+def started(first: Coordinator, join: Join, tmp_path: Path) -> Worker:
+    """Both past the start."""
+    other = join()
+    other.introduce()
+    assert [each.host for each in first.gather()] == ["a", "b"]
+    joining = in_thread(other.join)
+    first.announce(run_folder(tmp_path))
+    assert joining() == [tmp_path]
+    return other
+
+
+def leave(worker: Worker) -> None:
+    """As if its launcher had ended without a word."""
+    worker.stop()
+
+
+def join_and_leave(worker: Worker) -> object:
+    """As a launcher that ends with what `join` raises."""
+    try:
+        return worker.join()
+    finally:
+        leave(worker)
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], list[object]]:
+    """Start it; the answer waits for it and gives what it returned or raised."""
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except LaunchError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> list[object]:
+        thread.join(PATIENT)
+        return results
+
+    return wait
+
+
+def eventually(ask: Callable[[], str | None]) -> str | None:
+    for _ in range(1500):
+        if (answer := ask()) is not None:
+            return answer
+        time.sleep(0.02)
+    return None
+
+
+def test_nodes_that_have_the_same_start_in_the_folder_that_node_0_made(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    other = started(first, join, tmp_path)
+    assert first.interface() == other.interface() == "lo"
+    assert first.failure() is None
+    assert other.failure() is None
+    other.finish(0)
+    assert first.finish(0) == 0
+
+
+def test_torchrun_can_listen_on_the_port_once_all_nodes_have_come(
+    first: Coordinator, join: Join, port: int
+) -> None:
+    join().introduce()
+    first.gather()
+    with socket.create_server(("", port)):
+        pass
+
+
+def test_what_the_others_log_comes_into_node_0s_log_whole(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    other = started(first, join, tmp_path)
+    mine = node_folder(tmp_path, 1)
+    mine.mkdir(parents=True)
+    (mine / "log.txt").write_text("iteration 1\niterat")
+    assert first.failure() is None
+    assert (tmp_path / "log.txt").read_text() == "first\niteration 1\n"
+    (mine / "log.txt").write_text("iteration 1\niteration 2")
+    (mine / "samples.csv").write_text("seconds,rank\n1,1\n")
+    other.finish(0)
+    first.finish(0)
+    assert (tmp_path / "log.txt").read_text() == "first\niteration 1\niteration 2\n"
+    assert (tmp_path / "samples.csv").read_text() == "seconds,rank\n1,0\n1,1\n"
+
+
+def test_what_another_node_logged_in_an_attempt_before_is_not_added_again(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    log = node_folder(tmp_path, 1) / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the attempt before\n")
+    started(first, join, tmp_path)
+    log.write_text("of the attempt before\nof this one\n")
+    first.failure()
+    assert (tmp_path / "log.txt").read_text() == "first\nof this one\n"
+
+
+def test_a_node_that_fails_ends_the_run_with_its_exit_code(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    other = started(first, join, tmp_path)
+    other.finish(7)
+    leave(other)
+    assert eventually(first.failure) == "Node 1 (b) ended with 7."
+    assert first.finish(0) == 7
+    assert first.cause is None  # the log says why
+
+
+LOST = "Node 1 (b) was lost: its launcher is gone."
+
+
+def test_a_node_that_vanishes_is_named_because_no_log_says_so(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    leave(started(first, join, tmp_path))
+    began = time.monotonic()
+    assert eventually(first.failure) == LOST
+    assert time.monotonic() - began < 3
+    assert first.cause == StatusRecord(Status.CRASHED, None, LOST)
+    assert first.finish(0) == 1
+
+
+def test_a_launcher_that_is_killed_is_lost_at_once(
+    first: Coordinator, port: int, tmp_path: Path
+) -> None:
+    code = (
+        "import time; from tools.launch.cluster.nodes import Nodes\n"
+        "from tools.launch.cluster.rendezvous.messages import NodeInfo\n"
+        "from tools.launch.cluster.rendezvous.worker import Worker\n"
+        f"with Worker(Nodes(2, 1, '127.0.0.1', {port}), NodeInfo(1, 'b', {HAS})) as worker:\n"
+        "    worker.introduce(); worker.join(); time.sleep(60)"
+    )
+    process = subprocess.Popen((sys.executable, "-c", code), cwd=ROOT)
+    try:
+        first.gather()
+        first.announce(run_folder(tmp_path))
+        assert first.failure() is None
+        process.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        assert eventually(first.failure) == LOST
+        assert time.monotonic() - killed < 3
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_node_that_is_silent_is_lost_though_its_connection_stays(
+    first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "SILENT_SECONDS", 1.0)
+    other = started(first, join, tmp_path)
+    monkeypatch.setattr(other, "_exchange", lambda store: None)
+    assert eventually(first.failure) == LOST
+
+
+def test_a_node_whose_connection_cannot_be_recognised_is_judged_by_its_heartbeats(
+    first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Such as behind a router that translates addresses.
+    monkeypatch.setattr(messages, "served_connections", lambda port: {})
+    monkeypatch.setattr(messages, "SILENT_SECONDS", 1.0)
+    other = started(first, join, tmp_path)
+    time.sleep(1.5)
+    assert first.failure() is None
+    assert first.interface() is None
+    leave(other)
+    assert eventually(first.failure) == LOST
+
+
+def test_a_launcher_that_fails_says_why_because_no_log_does(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    started(first, join, tmp_path).finish(1, OSError(28, "No space left on device"))
+    assert eventually(first.failure) == "Node 1 (b): [Errno 28] No space left on device"
+    assert first.cause is not None
+    assert first.cause.status is Status.CRASHED
+
+
+def test_a_node_that_was_asked_to_stop_interrupts_the_run(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    started(first, join, tmp_path).finish(1, KeyboardInterrupt())
+    assert eventually(first.failure) == "Node 1 (b): its launcher was asked to stop."
+    assert first.cause is not None
+    assert first.cause.status is Status.INTERRUPTED
+
+
+def test_a_torchrun_that_was_killed_on_another_node_is_the_cause(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    other = started(first, join, tmp_path)
+    log = node_folder(tmp_path, 1) / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("RuntimeError: connection closed by peer\n")
+    other.finish(137)
+    reason = eventually(first.failure)
+    assert reason == "Node 1 (b): torchrun was killed by SIGKILL; its ranks were ended."
+    assert first.finish(1) == 1
+
+
+def test_a_node_that_node_0_ended_is_not_the_cause(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    other = started(first, join, tmp_path)
+    finishing = in_thread(lambda: first.finish(3))
+    assert eventually(other.failure) == "Node 0 has ended the run."
+    other.finish(137)
+    assert finishing() == [3]
+    assert first.cause is None
+
+
+def test_the_others_stop_when_node_0_vanishes(join: Join, tmp_path: Path, port: int) -> None:
+    with coordinator_at(port) as first:
+        other = started(first, join, tmp_path)
+    began = time.monotonic()
+    assert eventually(other.failure) == "Node 0 was lost."
+    assert time.monotonic() - began < 3
+
+
+def test_the_kernel_is_asked_to_give_a_lost_machine_up(
+    first: Coordinator, join: Join, tmp_path: Path
+) -> None:
+    started(first, join, tmp_path)
+    inner = first._store.port
+    limits = []
+    for each in psutil.Process().net_connections(kind="tcp"):
+        if each.raddr and each.raddr.port == inner:
+            with socket.socket(fileno=os.dup(each.fd)) as same:
+                limits.append(same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    assert 1000 * messages.SILENT_SECONDS in limits
+
+
+def test_a_store_that_is_slow_to_answer_loses_nobody(
+    first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "SILENT_SECONDS", 0.5)
+    other = started(first, join, tmp_path)
+    exchange, look = other._exchange, first._look
+    monkeypatch.setattr(other, "_exchange", lambda store: (time.sleep(1), exchange(store)))
+    monkeypatch.setattr(first, "_look", lambda: (time.sleep(1), look()))
+    time.sleep(3)
+    assert first.failure() is None
+    assert other.failure() is None
+
+
+def test_the_node_that_differs_is_named_with_both_values(first: Coordinator, join: Join) -> None:
+    other = join(torch="2.14.0")
+    other.introduce()
+    joining = in_thread(lambda: join_and_leave(other))
+    message = (
+        r"Node 1 \(b\) has torch 2.14.0, and node 0 \(a\) 2.15.0; all nodes must have the same"
+    )
+    with pytest.raises(LaunchError, match=message):
+        first.gather()
+    assert "torch 2.14.0" in str(joining()[0])
+
+
+def test_what_stops_one_node_is_reported_on_node_0(first: Coordinator, join: Join) -> None:
+    other = join()
+    other.introduce(problem="2 GPU(s) are wanted and 0 found.")
+    leave(other)
+    with pytest.raises(LaunchError, match=r"Node 1 \(b\): 2 GPU\(s\) are wanted and 0 found"):
+        first.gather()
+
+
+def test_a_node_that_is_lost_before_the_start_is_named(first: Coordinator, join: Join) -> None:
+    other = join()
+    other.introduce()
+    assert eventually(lambda: "came" if first._workers else None)
+    leave(other)
+    assert eventually(lambda: "lost" if first._workers[1].lost else None)
+    with pytest.raises(LaunchError, match=r"Node 1 \(b\) was lost before the run began"):
+        first.gather()
+
+
+def test_a_folder_that_is_not_shared_is_refused_on_both_sides(
+    first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other machine has a file of that name, but not node 0's.
+    monkeypatch.setattr(messages, "ANSWER_SECONDS", 0.2)
+    other = join()
+    other.introduce()
+    first.gather()
+    folder = run_folder(tmp_path)
+
+    def join_elsewhere() -> object:
+        eventually(lambda: "named" if other._theirs and other._theirs.folder else None)
+        (folder / "run.json").write_text("of another machine")
+        return join_and_leave(other)
+
+    joining = in_thread(join_elsewhere)
+    with pytest.raises(LaunchError, match=r"Node 1 \(b\) cannot start: it does not see .*RUNS="):
+        first.announce(folder)
+    assert "does not see" in str(joining()[0])
+
+
+def test_a_node_that_does_not_come_is_named_with_what_to_start(port: int) -> None:
+    with coordinator_at(port, count=3, timeout=0.2) as lonely:
+        message = r"Node 1, 2 of 3 did not come to 127\.0\.0\.1, port \d+, within 0 s"
+        with pytest.raises(LaunchError, match=message):
+            lonely.gather()
+
+
+def test_the_same_node_rank_twice_is_refused(first: Coordinator, join: Join) -> None:
+    usurper, right = join(rank=0, host="b"), join(rank=1, host="c")
+    usurper.introduce()
+    right.introduce()
+    with pytest.raises(LaunchError, match="NODE_RANK=0 is taken by host a; give each host its own"):
+        usurper.join()
+    assert [each.host for each in first.gather()] == ["a", "c"]
+
+
+def test_a_node_rank_beyond_node_0s_count_is_refused(first: Coordinator, join: Join) -> None:
+    third = join(rank=2, count=3)
+    third.introduce()
+    with pytest.raises(LaunchError, match="NODE_RANK=2 is not below NNODES=2"):
+        third.join()
+
+
+def test_a_taken_port_and_an_absent_node_0_say_what_to_change(port: int) -> None:
+    with socket.create_server(("", port)), pytest.raises(LaunchError, match=f"MASTER_PORT={port}"):
+        coordinator_at(port)
+    with pytest.raises(LaunchError, match="Node 0 was not reached at MASTER_ADDR=127"):
+        Worker(Nodes(2, 1, "127.0.0.1", port), NodeInfo(1, "b", HAS), timeout=0.1)
+
+
+def test_a_second_run_on_the_same_port_is_refused_while_nodes_are_awaited(
+    first: Coordinator, port: int
+) -> None:
+    with pytest.raises(LaunchError, match=f"MASTER_PORT={port} cannot be listened on"):
+        coordinator_at(port)
+
+
+def test_something_else_that_listens_at_node_0s_address_is_named(
+    port: int, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "ANSWER_SECONDS", 0.5)  # So long torch tries anew.
+    with socket.create_server(("127.0.0.1", port)):  # It accepts and says nothing.
+        other = join(timeout=0.5)
+        other.introduce()
+        with pytest.raises(LaunchError, match=rf"port {port}, gives no answer: something else may"):
+            other.join()
+        leave(other)
+        assert not other._thread.is_alive()
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.binary(min_size=1, max_size=4096), min_size=1, max_size=6))
+def test_strangers_who_say_anything_disturb_nobody(strangers: list[bytes]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    magic = b"\0" + (0x3C85F7CE).to_bytes(4, "little")  # What a client of the store begins with.
+    with coordinator_at(port) as first, ExitStack() as stack:
+        inner = first._store.port
+        for number, data in enumerate(strangers):
+            place = ("127.0.0.1", (port, inner)[number % 2])
+            stranger = stack.enter_context(socket.create_connection(place))
+            stranger.sendall(magic * (number % 3 == 0) + data)
+        worker = Worker(Nodes(2, 1, "127.0.0.1", port), NodeInfo(1, "b", HAS), PATIENT)
+        with worker:
+            worker.introduce()
+            assert [each.host for each in first.gather()] == ["a", "b"]
+
+
+def test_what_a_stranger_writes_in_the_place_of_a_record_is_no_node(
+    first: Coordinator, join: Join
+) -> None:
+    first._store.set(messages.worker_key(1), '{"info": 7}')
+    time.sleep(0.2)
+    assert not first._workers
+    first._store.set(messages.worker_key(1), "")
+    join().introduce()
+    assert [each.host for each in first.gather()] == ["a", "b"]
+
+
+def test_what_torch_prints_is_left_as_the_caller_has_it() -> None:
+    messages.load_torch()
+    assert "TORCH_CPP_LOG_LEVEL" not in os.environ
