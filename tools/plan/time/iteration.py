@@ -297,11 +297,12 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
 
 def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
     """Time of calls alone on their links, one after another; none over one rank or of no bytes."""
-    return sum(
+    times = (
         _alone(call, route(cluster, spec.parallelism, call.group))
         for call in calls
         if call.ranks > 1 and call.payload_bytes
     )
+    return sum(times, start=0.0)
 
 
 def _alone(call: CollectiveCall, way: Route) -> float:
