@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from tools.spec.flags import flag_words
 from tools.spec.run import DeviceKind
 
 NODES = 2
@@ -164,15 +164,15 @@ def _bucket(rate: Rate) -> tuple[str, ...]:
 
 def _node(side: Side, sides: Sequence[Side], ranks: int, program: Sequence[str]) -> tuple[str, ...]:
     flags = {
-        "--nnodes": str(NODES),
-        "--node-rank": str(side.rank),
-        "--nproc-per-node": str(ranks // NODES),
+        "--nnodes": NODES,
+        "--node-rank": side.rank,
+        "--nproc-per-node": ranks // NODES,
         "--master-addr": sides[0].address,
-        "--master-port": str(_PORT),
+        "--master-port": _PORT,
     }
     inside = ("ip", "netns", "exec", side.namespace)
     torchrun = (sys.executable, "-m", "torch.distributed.run")
-    return (*inside, *torchrun, *chain.from_iterable(flags.items()), *program)
+    return (*inside, *torchrun, *flag_words(flags), *program)
 
 
 def _environment(side: Side) -> dict[str, str]:

@@ -15,6 +15,7 @@ from tools.launch.checks.docker import Engine
 from tools.launch.checks.finding import ask, refusals
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
+from tools.spec.flags import flag_words
 
 PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""
@@ -31,12 +32,13 @@ HUB = ("HF_ENDPOINT", "HF_TOKEN")
 """Only for what fetches data; training is given no token it has no use for."""
 
 CONFINED = {
+    "--read-only": True,
     "--tmpfs": "/tmp:exec,mode=1777",
     "--cap-drop": "ALL",
     "--security-opt": "no-new-privileges",
 }
-"""Beside --read-only: nothing of the image can be changed, and no right gained. Compiled kernels are
-loaded from /tmp, the container's home, which is memory and gone with it."""
+"""Nothing of the image can be changed, and no right gained. Compiled kernels are loaded from /tmp, the
+container's home, which is memory and gone with it."""
 
 FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
 """NCCL moves data between ranks through shared memory and pins pages of it."""
@@ -62,21 +64,20 @@ class Container:
         Variables go by name alone: docker takes the values from its own environment, so no value
         appears in a command line, a log or `ps`.
         """
-        place = {"--name": name, "--user": self.user, "--workdir": str(ROOT)}
-        devices = {"--gpus": "all"} if self.gpus else {}
-        network = {"--network": "host"} if self.host_network else {}
+        options = {
+            "--rm": True,
+            "--init": True,
+            "--name": name,
+            "--user": self.user,
+            "--workdir": ROOT,
+            **CONFINED,
+            "--gpus": "all" if self.gpus else None,
+            "--network": "host" if self.host_network else None,
+        }
         mounts = [("--mount", bind(path)) for path in self.mounts]
         variables = [("--env", each) for each in sorted({*settings, *self.inherited, *ALWAYS})]
-        start = ("docker", "run", "--rm", "--init", *chain.from_iterable(place.items()))
-        return (
-            *start,
-            "--read-only",
-            *chain.from_iterable((CONFINED | devices | network).items()),
-            *FOR_NCCL,
-            *chain.from_iterable(mounts + variables),
-            self.image,
-            *command,
-        )
+        repeated = chain.from_iterable(mounts + variables)
+        return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
 
     def mounting(self, *folders: Path) -> Container:
         """The same with those folders too that no mount holds yet."""
