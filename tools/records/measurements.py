@@ -131,7 +131,7 @@ class Calls:
     """Sent by this rank over all these calls, for the algorithm."""
     algorithm: str
     wait_seconds: float
-    """The rank stood still: in the call and in waiting for its result; mean of an iteration."""
+    """Seconds that the rank waited, in the call and for its result; mean of an iteration."""
     transfer_seconds: float
     """From issuing a call to having its result; more than the wait where work went on meanwhile."""
 

@@ -31,7 +31,7 @@ STACKS_FOLDER = "stacks"
 """Where each rank was when a hang was noticed, `rank<N>.txt`."""
 CHECKPOINTS_FOLDER = "checkpoints"
 ATTEMPTS_FOLDER = "attempts"
-"""What earlier attempts of a resumed run left, `1/`, `2/`, …; log, events and checkpoints go on."""
+"""What earlier attempts of a resumed run left, `1/`, `2/`, …; log, events and checkpoints continue."""
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 

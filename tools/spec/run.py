@@ -179,7 +179,7 @@ def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSp
 def spec_of_flags(
     words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
-    """What Megatron is told by its command line.
+    """What a command line makes Megatron train.
 
     Args:
         words: Megatron's flags, the model's own among them.
