@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
+from tests.launch.megatron_parser import MegatronParser
 
 DOCKER = """#!{python}
 import json, os, sys
@@ -57,6 +58,13 @@ class FakeDocker:
     def _recorded(self) -> list[dict[str, object]]:  # type: ignore[type-arg]
         path = self.folder / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="session")
+def megatron_parser() -> Iterator[MegatronParser]:
+    parser = MegatronParser()
+    yield parser
+    parser.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """The six published commands: flags as published, and what the kit is known to add."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.megatron_parser import MegatronParser
 from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.options import Options
 from tools.launch.runtime import Runtime, docker_runtime
@@ -109,54 +109,30 @@ def test_the_345m_alias_is_one_gpu_with_the_published_batch(runtime: str) -> Non
     assert ("docker run" in answer.stdout) == (runtime == "docker")
 
 
-PARSER = """
-import json, os, sys, torch, types
-checkout, lines = sys.argv[1], json.loads(sys.argv[2])
-if checkout:
-    sys.path.insert(0, checkout)
-torch.cuda.get_device_capability = lambda *_: (9, 0)  # both are asked while validating
-torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)
-from megatron.training.arguments import parse_args, validate_args
-for devices, line in lines:
-    os.environ["WORLD_SIZE"] = str(devices)
-    sys.argv = ["pretrain_gpt.py", *line]
-    args = parse_args()
-    validate_args(args, {})
-    seen = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
-    seen += [args.context_parallel_size, args.data_parallel_size, args.sequence_parallel]
-    print("SEEN", *map(int, seen), args.micro_batch_size, args.global_batch_size)
-"""
+# TP, PP, CP and DP degree, sequence parallelism, micro and global batch.
 SEEN = [
-    "SEEN 1 1 1 1 0 32 32",
-    "SEEN 1 1 1 2 0 32 64",
-    "SEEN 2 1 1 1 0 64 64",
-    "SEEN 2 1 1 1 1 64 64",
-    "SEEN 1 1 2 1 0 64 64",
-    "SEEN 1 2 1 1 0 64 64",
+    [1, 1, 1, 1, 0, 32, 32],
+    [1, 1, 1, 2, 0, 32, 64],
+    [2, 1, 1, 1, 0, 64, 64],
+    [2, 1, 1, 1, 1, 64, 64],
+    [1, 1, 2, 1, 0, 64, 64],
+    [1, 2, 1, 1, 0, 64, 64],
 ]
 
 
-def accepted(checkout: Path | None, version: str, folder: Path) -> list[str]:
-    """What Megatron's own parser and checks make of all commands of a version."""
-    lines = [
+def commands(version: str, folder: Path) -> list[tuple[int, tuple[str, ...]]]:
+    """Devices and arguments of all commands of a version."""
+    return [
         (1 if "baseline" in target else 2, arguments(target, runtime, version, folder))
         for runtime in ("docker", "host")
         for target in TARGETS
     ]
-    answer = subprocess.run(
-        (sys.executable, "-c", PARSER, str(checkout or ""), json.dumps(lines)),
-        env={**os.environ, "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr[-2000:]
-    return [line for line in answer.stdout.splitlines() if line.startswith("SEEN")]
 
 
-def test_the_installed_megatron_accepts_every_command(checkout_of_the_commit: Path) -> None:
-    assert accepted(None, "0.19", checkout_of_the_commit) == SEEN * 2
+def test_the_installed_megatron_accepts_every_command(
+    checkout_of_the_commit: Path, megatron_parser: MegatronParser
+) -> None:
+    assert megatron_parser.validated(commands("0.19", checkout_of_the_commit)) == SEEN * 2
 
 
 @pytest.mark.skipif(
@@ -166,4 +142,8 @@ def test_the_installed_megatron_accepts_every_command(checkout_of_the_commit: Pa
 def test_a_checkout_accepts_every_command(checkout: Path, checkout_of_the_commit: Path) -> None:
     info = (checkout / "megatron/core/package_info.py").read_text()
     version = "f4fa7d6b" if "MINOR = 15" in info else "0.19"
-    assert accepted(checkout, version, checkout_of_the_commit) == SEEN * 2
+    parser = MegatronParser(checkout)
+    try:
+        assert parser.validated(commands(version, checkout_of_the_commit)) == SEEN * 2
+    finally:
+        parser.close()
