@@ -1,7 +1,7 @@
 """Megatron's own argument parser in a process of its own, which answers many questions.
 
-As a program: reads requests `{"devices": N, "words": […], "validate": bool}`, one a line, and answers each
-by a line of JSON. Importing Megatron takes seconds, so tests share one process.
+As a program it reads requests `{"devices": N, "words": […], "validate": bool}`, one a line, and answers
+each by a line of JSON. Importing Megatron takes seconds, so tests share one process.
 """
 
 from __future__ import annotations
