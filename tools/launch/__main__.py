@@ -114,21 +114,15 @@ def _reproduce(_: argparse.Namespace, options: Options, console: Console) -> int
 
 
 def _compare(command: argparse.Namespace, options: Options, console: Console) -> int:
-    if command.what == "moe":
-        from tools.launch.compare.moe import compare_moe
+    from tools.launch.experiment.commands import run_named
 
-        return compare_moe(command.model, options, console)
-    from tools.launch.compare.runs import compare_backends_of, compare_zero_stages
-
-    run = compare_zero_stages if command.what == "zero" else compare_backends_of
-    return run(command.model, options, console)
+    return run_named(command.what, options, console, command.model)
 
 
 def _sweep(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.sweep.request import request_from_environment
-    from tools.launch.sweep.run import sweep
+    from tools.launch.experiment.sweep import sweep, sweep_from_environment
 
-    return sweep(request_from_environment(), options, console)
+    return sweep(sweep_from_environment(), options, console)
 
 
 def _bench_gpu(_: argparse.Namespace, options: Options, console: Console) -> int:
@@ -138,7 +132,7 @@ def _bench_gpu(_: argparse.Namespace, options: Options, console: Console) -> int
 
 
 def _loss_curve(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.curves import loss_curve
+    from tools.launch.experiment.commands import loss_curve
 
     return loss_curve(options, console)
 

@@ -69,3 +69,38 @@ def signed(text: str) -> str:
 def joined(parts: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
+def bracketed(
+    value: float, low: float | None, high: float | None, shape: str, joint: str = ", "
+) -> str:
+    """`12.3 [12.1, 12.9]`, each by the format specification; without an interval the value alone."""
+    text = format(value, shape)
+    if low is None or high is None:
+        return text
+    return f"{text} [{format(low, shape)}{joint}{format(high, shape)}]"
+
+
+def rounded(value: float | None) -> str:
+    """Three significant digits without trailing zeros, all digits from a thousand on."""
+    return DASH if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def times(value: float | None) -> str:
+    """A factor: `1.23x`."""
+    return DASH if value is None else f"{value:.2f}x"
+
+
+def change(ratio: float | None, decimals: int = 0) -> str:
+    """A ratio as what it adds or takes away: `+9%`."""
+    return DASH if ratio is None else f"{ratio - 1:+.{decimals}%}"
+
+
+def megabytes(size_bytes: float | None) -> str:
+    """Bytes in MB, as networks count them."""
+    return DASH if size_bytes is None else f"{size_bytes / 1e6:.1f} MB"
+
+
+def parameters(count: int) -> str:
+    """The size of a model: `3.4M`, `1.3B`."""
+    return f"{count / 1e9:.1f}B" if count >= 1_000_000_000 else f"{count / 1e6:.1f}M"

@@ -12,20 +12,21 @@ from rich.console import Console
 
 from tests.launch.cluster.conftest import program, run_folders
 from tools.launch.cluster.slurm import Slurm
-from tools.launch.compose import GoesOnFrom
+from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
+from tools.launch.experiment.cells import compose_cell
+from tools.launch.experiment.definition import Experiment
+from tools.launch.experiment.in_slurm import finished_in_slurm
+from tools.launch.experiment.sweep import sweep as run_sweep
+from tools.launch.experiment.sweep import sweep_from_environment
 from tools.launch.options import Options, options_from_environment
 from tools.launch.run_folder import create_run_folder
-from tools.launch.sweep import run as module
-from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells
-from tools.launch.sweep.in_slurm import finished_in_slurm
-from tools.launch.sweep.request import Request, request_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord, read_run
 from tools.spec.flags import drop_flags
-from tools.spec.run import DeviceKind, RuntimeName
+from tools.spec.run import RuntimeName
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
 
@@ -35,14 +36,18 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
     return Options(data=str(sample_prefix), runs=tmp_path / "runs", slurm=Slurm(nodes=2))
 
 
-@pytest.fixture
-def request_() -> Request:
-    return request_from_environment({"MODELS": "gpt2-tiny"})
+def axes(**variables: str) -> Experiment:
+    return sweep_from_environment({"MODELS": "gpt2-tiny", **variables})
 
 
-def sweep(request: Request, options: Options) -> str:
+def first_launch(request: Experiment, options: Options) -> Launch:
+    """Its baseline's, which every number of devices has that is tried here."""
+    return compose_cell(request.cells[0], request.settings(options))
+
+
+def sweep(request: Experiment, options: Options) -> str:
     text = io.StringIO()
-    module.sweep(request, options, Console(file=text, width=400), options.runs.parent / "reports")
+    run_sweep(request, options, Console(file=text, width=400), options.runs.parent / "reports")
     return text.getvalue()
 
 
@@ -55,7 +60,7 @@ def jobs(runs: Path) -> dict[str, str]:
 
 
 def test_cells_of_one_size_are_one_array_and_baselines_take_one_node(
-    programs: Path, request_: Request, options: Options
+    programs: Path, options: Options
 ) -> None:
     program(
         programs,
@@ -63,7 +68,7 @@ def test_cells_of_one_size_are_one_array_and_baselines_take_one_node(
         f'n=$(ls {programs}/submitted-* 2> /dev/null | wc -l); cp "${{@: -1}}" '
         f"{programs}/submitted-$n; echo 1$n",
     )
-    sweep(request_, options)
+    sweep(axes(), options)
     alone, spread = sorted(programs.glob("submitted-*"))
     for path, nodes in ((alone, 1), (spread, 2)):
         text = path.read_text()
@@ -75,9 +80,9 @@ def test_cells_of_one_size_are_one_array_and_baselines_take_one_node(
 
 
 def test_going_on_submits_what_is_neither_made_nor_on_its_way(
-    programs: Path, request_: Request, options: Options
+    programs: Path, options: Options
 ) -> None:
-    one = replace(request_, devices=request_.devices[:1])
+    one = axes(DEVICES="1cpu")
     sweep(one, options)
     first = run_folders(options.runs)
     assert len(first) == 2
@@ -92,12 +97,10 @@ def test_going_on_submits_what_is_neither_made_nor_on_its_way(
     assert len(run_folders(options.runs)) == 3
 
 
-def test_without_slurm_nothing_is_left_behind(
-    programs: Path, request_: Request, options: Options
-) -> None:
+def test_without_slurm_nothing_is_left_behind(programs: Path, options: Options) -> None:
     program(programs, "sbatch", "echo 'sbatch: error: no such partition' >&2; exit 1")
     with pytest.raises(LaunchError, match="Slurm refuses the job"):
-        sweep(request_, options)
+        sweep(axes(), options)
     assert run_folders(options.runs) == []
 
 
@@ -110,9 +113,9 @@ def test_elements_get_what_the_sweep_was_given(
 ) -> None:
     given = {"SAVE_EVERY": "10", "KEEP": "3", "HANG_TIMEOUT": "60", "WANDB": "1", "FUSED": "norm"}
     places = {"LAUNCHER": "slurm", "DATA": str(sample_prefix), "RUNS": str(options.runs)}
-    request = request_from_environment({"DEVICES": "1cpu", "BACKENDS": "megatron"})
+    request = axes(DEVICES="1cpu", BACKENDS="megatron")
     asked = options_from_environment({**places, **given, "REPEATS": "2", "IMAGE": "26.02-py3"})
-    sweep(replace(request, models=("gpt2-tiny",)), asked)
+    sweep(request, asked)
     folders = run_folders(options.runs)
     (line, again) = re.findall(
         "export (BACKEND.*|.*BACKEND.*)", (programs / "submitted").read_text()
@@ -130,7 +133,7 @@ def test_elements_get_what_the_sweep_was_given(
 
 
 def test_an_element_that_was_requeued_and_went_on_is_its_cells(
-    programs: Path, request_: Request, options: Options
+    programs: Path, options: Options
 ) -> None:
     options = options_from_environment(
         {
@@ -138,10 +141,10 @@ def test_an_element_that_was_requeued_and_went_on_is_its_cells(
             **{"DATA": str(options.data), "RUNS": str(options.runs)},
         }
     )
-    one = replace(request_, devices=request_.devices[:1], backends=request_.backends[:1])
+    one = axes(DEVICES="1cpu", BACKENDS="megatron")
     sweep(one, options)
     (folder,) = run_folders(options.runs)
-    ((_, launch),) = plan_cells(one, options).launches
+    launch = first_launch(one, options)
     create_run_folder(launch, options.runs, folder)  # the first attempt
     loaded = GoesOnFrom(folder.name, folder / "checkpoints", 10)
     again = replace(launch, flags=drop_flags(launch.flags, START), goes_on_from=loaded)
@@ -156,12 +159,12 @@ def test_an_element_that_was_requeued_and_went_on_is_its_cells(
 
 
 def test_cells_that_nodes_compose_with_what_they_have_are_found(
-    programs: Path, request_: Request, options: Options
+    programs: Path, options: Options
 ) -> None:
-    request = replace(request_, devices=gpus(1), backends=request_.backends[:1])
+    request = axes(DEVICES="1gpu", BACKENDS="megatron")
     sweep(request, options)
     (folder,) = run_folders(options.runs)
-    ((_, launch),) = plan_cells(request, options).launches
+    launch = first_launch(request, options)
     entry = replace(
         launch.entry, path="/opt/megatron-lm/pretrain_gpt.py", megatron_version="0.16.0"
     )
@@ -188,26 +191,21 @@ def test_cells_that_nodes_compose_with_what_they_have_are_found(
     ],
 )
 def test_what_is_asked_otherwise_is_another_cell(
-    programs: Path, request_: Request, options: Options, changes: dict[str, object]
+    programs: Path, options: Options, changes: dict[str, object]
 ) -> None:
-    request = replace(request_, devices=gpus(1), backends=request_.backends[:1])
+    request = axes(DEVICES="1gpu", BACKENDS="megatron")
     sweep(request, options)
     (folder,) = run_folders(options.runs)
     ended(folder)
-    (cell, *_) = cells_of(request)
     asked = replace(options, **changes)  # type: ignore[arg-type]
-    assert finished_in_slurm(compose_cell(cell, options), options) == [folder]
-    assert finished_in_slurm(compose_cell(cell, asked), asked) == []
-
-
-def gpus(number: int) -> tuple[tuple[int, DeviceKind], ...]:
-    return ((number, DeviceKind.GPU),)
+    assert finished_in_slurm(first_launch(request, options), options) == [folder]
+    assert finished_in_slurm(first_launch(request, asked), asked) == []
 
 
 def test_while_slurm_does_not_answer_nothing_is_submitted_twice(
-    programs: Path, request_: Request, options: Options
+    programs: Path, options: Options
 ) -> None:
-    one = replace(request_, devices=request_.devices[:1])
+    one = axes(DEVICES="1cpu")
     sweep(one, options)
     program(programs, "squeue", "exit 1")
     with pytest.raises(LaunchError, match="squeue gives no answer"):

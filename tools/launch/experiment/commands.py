@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -16,11 +17,16 @@ from tools.launch.experiment.definition import Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
 from tools.launch.experiment.runner import CellResult, Runner
+from tools.launch.experiment.tables import backends, moe, zero
+from tools.launch.experiment.tables import loss_curve as loss_curve_table
 from tools.launch.options import Options
 from tools.launch.preflight import LOG_BYTES
+from tools.launch.target import parse_target
 from tools.launch.train import command_line
-from tools.spec.published import load_published
+from tools.spec.files import ROOT
+from tools.spec.published import MAIN_SOURCE, load_published
 
+COMPARISON_FILE = "comparison.md"
 SKIPPED_ITERATIONS = 16
 """fp16 lowers its loss scale first; until then no update is made and Adam's state is not there."""
 
@@ -42,6 +48,11 @@ class Ended:
     console: Console
 
     @property
+    def model(self) -> str:
+        """The first cell's."""
+        return self.experiment.cells[0].model
+
+    @property
     def all_well(self) -> bool:
         """Every run that was wanted is there."""
         return all(result.complete for result in self.results)
@@ -54,8 +65,16 @@ class Ended:
         return run_module("tools.report", "build", *folders, "--name", self.experiment.report)
 
     def measured(self) -> list[Measured]:
-        """All runs, cell by cell."""
-        return measure([folder for result in self.results for folder in result.folders])
+        """Of each cell that has a run, in order."""
+        return list(filter(None, measure([result.folders for result in self.results])))
+
+    def write(self, text: str) -> None:
+        """`comparison.md` in the report's folder, and on the terminal."""
+        folder = ROOT / "reports" / self.experiment.report
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / COMPARISON_FILE).write_text(text + "\n")
+        self.say(text)
+        self.say(f"Comparison: {(folder / COMPARISON_FILE).relative_to(ROOT)}")
 
     def say(self, text: str, style: str | None = None) -> None:
         """A line on the terminal."""
@@ -79,6 +98,18 @@ def parity(options: Options, console: Console) -> int:
     """
     demo = load_experiment("demo", options)
     return run_experiment(replace(demo, report="parity", table="parity"), options, console)
+
+
+def loss_curve(options: Options, console: Console, target: str = "") -> int:
+    """What FUSED= does to the losses of a target; 0 if the patches stay within what a seed does.
+
+    Raises:
+        LaunchError: It cannot work here, or a run did not end well.
+    """
+    target = target or os.environ.get("TARGET", "")
+    trained = parse_target(target) if target else None
+    experiment = load_experiment("loss_curve", options, target=trained)
+    return run_experiment(experiment, options, console)
 
 
 def run_experiment(experiment: Experiment, options: Options, console: Console) -> int:
@@ -166,12 +197,56 @@ def published_of(ended: Ended) -> int:
     return reported or int(well < total)
 
 
+def zero_of(ended: Ended) -> int:
+    """The tables of write-up 002; 0 if every run ended well with the same losses."""
+    ended.build_report()
+    runs = ended.measured()
+    ended.write(zero.render(ended.model, runs))
+    return _losses_agree(ended, runs)
+
+
+def backends_of(ended: Ended) -> int:
+    """Every backend that is installed; 0 if every run ended well with the same losses."""
+    ended.build_report()
+    runs = ended.measured()
+    ended.write(backends.render(ended.model, runs, ended.experiment.left_out))
+    return _losses_agree(ended, runs)
+
+
+def moe_of(ended: Ended) -> int:
+    """Megatron against plain PyTorch on experts; 0 if every run ended well and parity held."""
+    ended.build_report()
+    runs = ended.measured()
+    if not runs:
+        return 1
+    notes = (*moe.evaluation_notes(ended.results[0].launch), *ended.experiment.left_out)
+    ended.write(moe.render(ended.model, runs, notes))
+    held = all(found.held for found in moe.parities(runs))
+    return int(not held or not ended.all_well or not all(map(moe.is_well, runs)))
+
+
+def loss_curve_of(ended: Ended) -> int:
+    """One sentence; 0 if the patches stay within the seeds.
+
+    Raises:
+        LaunchError: A run did not end well.
+    """
+    for result in ended.results:
+        if not result.complete:
+            names = ", ".join(folder.name for folder in result.failed)
+            raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
+    found = loss_curve_table.distances([run.losses for run in ended.measured()])
+    ended.say(loss_curve_table.sentence(found, [result.launch for result in ended.results]))
+    return int(not found.within)
+
+
+def _losses_agree(ended: Ended, runs: Sequence[Measured]) -> int:
+    return int(not ended.all_well or any(run.parity.startswith("broken") for run in runs))
+
+
 def _published_seconds(launch: Launch) -> float:
     """As the published machine would take; an unpublished strategy takes what baseline does."""
-    model = launch.model.name
-    figures = {
-        figure.strategy: figure for figure in load_published().figures if figure.model == model
-    }
+    figures = {figure.strategy: figure for figure in load_published().of(MAIN_SOURCE)}
     figure = figures.get(launch.spec.name, figures["baseline"])
     seconds = mean(figure.iteration_ms) / 1000
     return START_SECONDS + launch.iterations * seconds * (1 + EVALUATION_SHARE)
@@ -192,5 +267,9 @@ OUTPUTS = {
     "report": Output(report_of),
     "parity": Output(parity_of),
     "published": Output(published_of, refuse_few_iterations, announce_published),
+    "zero": Output(zero_of),
+    "backends": Output(backends_of),
+    "moe": Output(moe_of),
+    "loss_curve": Output(loss_curve_of),
 }
 """By the name that an experiment's `table:` gives."""

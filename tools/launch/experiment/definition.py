@@ -129,23 +129,26 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packages: dict[str, str] = {}
 
 
-def load_experiment(name: str, options: Options, model: str | None = None) -> Experiment:
+def load_experiment(
+    name: str, options: Options, model: str | None = None, target: Target | None = None
+) -> Experiment:
     """Read an experiment, for a model of the caller's or its own, on the devices that are here.
+
+    With a `target` every cell trains that: its strategy and model on its devices.
 
     Raises:
         LaunchError: There is none of this name, or its file holds what is not known.
     """
     file = _read(name)
-    model = load_model(model or file.model).name
-    enough = len(visible_gpus()) >= file.devices if file.device == "any" else file.device == "gpu"
-    device = DeviceKind.GPU if enough else DeviceKind.CPU
+    model = load_model(target.model if target else model or file.model).name
+    device = target.device if target else _device(file)
     entries = [_Cell(entry) if isinstance(entry, str) else entry for entry in file.cells]
     lacking = {e.needs for e in entries if e.needs and importlib.util.find_spec(e.needs) is None}
     cells = [
         Cell(
             model,
-            entry.strategy,
-            devices_of(entry.strategy, otherwise=file.devices),
+            target.strategy if target else entry.strategy,
+            target.devices if target else devices_of(entry.strategy, otherwise=file.devices),
             device,
             entry.backend,
             entry.optimizer,
@@ -169,6 +172,11 @@ def load_experiment(name: str, options: Options, model: str | None = None) -> Ex
         instead=file.instead,
         left_out=tuple(file.packages[package] for package in sorted(lacking)),
     )
+
+
+def _device(file: _File) -> DeviceKind:
+    enough = len(visible_gpus()) >= file.devices if file.device == "any" else file.device == "gpu"
+    return DeviceKind.GPU if enough else DeviceKind.CPU
 
 
 def _read(name: str) -> _File:
@@ -207,7 +215,7 @@ def _defaults(file: _File, name: str, model: str, device: DeviceKind) -> dict[st
 
 
 def _fields(variables: Mapping[str, Setting], name: str) -> dict[str, Any]:
-    """Fields of `Options` that make variables set, but for values that are the field's default."""
+    """Fields of `Options` that make variables set; each must be known and change something."""
     texts = {
         key: str(int(value)) if isinstance(value, bool) else str(value)
         for key, value in variables.items()
@@ -215,10 +223,13 @@ def _fields(variables: Mapping[str, Setting], name: str) -> dict[str, Any]:
     read, unset = options_from_environment(texts), Options()
     known = dict(read.given)
     for key in texts:
+        others = {other: text for other, text in texts.items() if other != key}
         if key not in known:
             raise LaunchError(f"{name}.yaml sets {key}, which is no variable of a training target.")
+        if options_from_environment(others) == read:
+            raise LaunchError(f"{name}.yaml sets {key} to its default, which changes nothing.")
     return {
         each.name: getattr(read, each.name)
         for each in fields(Options)
-        if each.name != "given" and getattr(read, each.name) != getattr(unset, each.name)
+        if each.compare and getattr(read, each.name) != getattr(unset, each.name)
     }

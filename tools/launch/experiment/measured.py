@@ -6,7 +6,7 @@ Which iterations count, what an interval is and what is "within noise" is decide
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tools.report.analyse.statistics import Comparison, Estimate, Verdict, compa
 from tools.report.explain.time_shares import mean, read_time_ledger, time_shares
 from tools.report.read.runs import Run, load_runs
 from tools.spec.flags import Flags
-from tools.spec.published import load_published
+from tools.spec.published import Published
 from tools.spec.run import Transport
 
 __all__ = [
@@ -44,7 +44,7 @@ _SHARDED_BY = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One run; None is "not known"."""
+    """The newest run of a cell, and the times of its repeats too; None is "not known"."""
 
     backend: str
     strategy: str
@@ -54,8 +54,8 @@ class Measured:
     optimizer: str = "AdamW"
     """As people call it: Megatron's Muon decays matrices and updates norms at Muon's rate."""
     seed: int = 0
-    samples_ms: tuple[float, ...] = ()
-    """Times of the iterations that count; none of a run that ended badly."""
+    samples_ms: tuple[tuple[float, ...], ...] = ()
+    """Times of the iterations that count, by run; none of a run that ended badly."""
     wall_seconds: float | None = None
     global_batch_size: int = 0
     losses: Mapping[int, float] = field(default_factory=dict)
@@ -82,10 +82,11 @@ class Measured:
     """Forward, backward and optimizer, of their sum; mean over the ranks."""
     implementation: str = ""
     """Whose code sharded or trained, with its version and commit."""
-    machine: str = ""
     dtype: str = ""
-    commit: str = ""
-    """The kit's."""
+    machines: tuple[str, ...] = ()
+    """Of all repeats."""
+    commits: tuple[str, ...] = ()
+    """The kit's, of all repeats."""
 
     @property
     def estimate(self) -> Estimate | None:
@@ -106,20 +107,23 @@ class Measured:
         return self.sent_bytes * 8 / self.communication_seconds / 1e9
 
 
-def pooled(runs: Sequence[Measured]) -> Estimate | None:
-    """The iteration time of repeats, in milliseconds; None where none has a time."""
-    return estimate([run.samples_ms for run in runs])
+def pooled(cells: Sequence[Measured]) -> Estimate | None:
+    """The iteration time of cells together, in milliseconds; None where none has a time."""
+    return estimate([samples for cell in cells for samples in cell.samples_ms])
 
 
-def measure(folders: Sequence[Path]) -> list[Measured]:
-    """The runs of these folders, in their order; what cannot be read is left out."""
-    runs, problems = load_runs(folders)
-    report = build_report("experiment", runs, load_published(), problems, all_conditions=True)
+def measure(cells: Sequence[Sequence[Path]]) -> list[Measured | None]:
+    """Of each cell's run folders, newest first; None where there is none that can be read."""
+    loaded = [load_runs(folders)[0] for folders in cells]
+    runs = [run for each in loaded for run in each]
+    report = build_report("experiment", runs, Published(), all_conditions=True)
     entries = {run.name: entry for entry in report.entries for run in entry.configuration.runs}
-    return [_measured(run, entries.get(run.name)) for run in runs]
+    return [_measured(each, entries.get(each[0].name)) if each else None for each in loaded]
 
 
-def _measured(run: Run, entry: Entry | None) -> Measured:
+def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
+    run = runs[0]
+    records = [each.record for each in runs if each.record]
     times, _ = read_time_ledger(run.path)
     ranks = times.ranks if times else ()
     shares = [rank.as_published for rank in time_shares(times)] if times else []
@@ -134,7 +138,7 @@ def _measured(run: Run, entry: Entry | None) -> Measured:
         parity=entry.parity.verdict if entry else "",
         optimizer=_optimizer(record) if record else "",
         seed=record.spec.seed if record else 0,
-        samples_ms=run.window.samples_ms if run.counts else (),
+        samples_ms=tuple(each.window.samples_ms for each in runs if each.counts),
         wall_seconds=run.status.wall_seconds,
         global_batch_size=run.setup.batch.global_batch_size if run.setup.batch else 0,
         losses=loss_curve(run),
@@ -150,10 +154,14 @@ def _measured(run: Run, entry: Entry | None) -> Measured:
         overhead=mean(rank.iteration_seconds for rank in ranks) / passes - 1 if passes else None,
         shares=_mean_shares(shares) if shares else None,
         implementation=_implementation(record) if record else "",
-        machine=f"{record.host.cores} cores of {record.host.cpu}" if record else "",
         dtype=run.setup.dtype,
-        commit=(record.kit_commit or "no commit")[:12] if record else "",
+        machines=_distinct(f"{one.host.cores} cores of {one.host.cpu}" for one in records),
+        commits=_distinct((one.kit_commit or "no commit")[:12] for one in records),
     )
+
+
+def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(texts)))
 
 
 def _implementation(record: RunRecord) -> str:

@@ -17,7 +17,7 @@ _MODULUS = 2**64
 
 @dataclass(frozen=True)
 class Shared:
-    """How many of the validation windows stand somewhere in the training part."""
+    """How many of the validation windows are somewhere in the training part."""
 
     windows: int
     shared: int

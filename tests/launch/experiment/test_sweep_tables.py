@@ -1,9 +1,9 @@
-from tests.launch.sweep.factory import measured, pair
-from tools.launch.sweep.picture import draw_sweep
-from tools.launch.sweep.results import fastest
-from tools.launch.sweep.verdicts import size, verdicts
-from tools.launch.sweep.write import render
+from tests.launch.experiment.factory import measured, pair
+from tools.launch.experiment.tables.overtaking import fastest, verdicts
+from tools.launch.experiment.tables.picture import draw_sweep
+from tools.launch.experiment.tables.sweep import render
 from tools.spec.run import Backend, DeviceKind
+from tools.text.units import parameters
 
 
 def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:
@@ -67,7 +67,7 @@ def test_a_failed_cell_stands_in_the_table_with_its_reason_and_the_sweep_as_inco
     failed = measured(Backend.NATIVE, None, complete=False, failure="oom: too large")
     text = render("s", [measured(Backend.MEGATRON, 100), failed], [])
     assert "oom: too large" in text
-    assert "1 of 2 cells are not complete; the same command goes on." in text
+    assert "1 of 2 cells are not complete; the same command resumes." in text
 
 
 def test_the_picture_has_a_line_for_each_backend_and_number_of_devices() -> None:
@@ -79,4 +79,4 @@ def test_the_picture_has_a_line_for_each_backend_and_number_of_devices() -> None
 
 
 def test_sizes_are_short() -> None:
-    assert [size(3_423_616), size(1_300_000_000)] == ["3.4M", "1.3B"]
+    assert [parameters(3_423_616), parameters(1_300_000_000)] == ["3.4M", "1.3B"]

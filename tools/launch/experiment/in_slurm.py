@@ -11,11 +11,11 @@ from rich.console import Console
 from tools.launch.cluster.slurm import job_states
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.launch.experiment.definition import Cell
 from tools.launch.experiment.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
 from tools.launch.status import RunStatus, follow, read_job
 from tools.launch.submit import PendingRun, argv_of, image_asked, over_nodes, submit_array
-from tools.launch.sweep.cells import Cell, variables
 from tools.launch.train import flags_of_grammar
 from tools.records.run import Status, decode_run
 from tools.report.read.runs import find_run_folders
@@ -25,8 +25,10 @@ COUNT = ("queued", "running", Status.OK.value)
 """States of runs that need not be submitted again."""
 
 
-def submit_cells(cells: Iterable[tuple[Cell, Launch]], options: Options, console: Console) -> None:
-    """Submit what is neither made nor on its way.
+def submit_cells(
+    cells: Iterable[tuple[Cell, Launch, dict[str, str]]], options: Options, console: Console
+) -> None:
+    """Submit what is neither made nor on its way; each cell under its make variables.
 
     Raises:
         LaunchError: Slurm is not here, does not answer, or refuses a job.
@@ -34,10 +36,10 @@ def submit_cells(cells: Iterable[tuple[Cell, Launch]], options: Options, console
     _require_an_answer(options.runs)
     seen = {one.run: one for one in follow(options.runs)}
     groups: dict[tuple[int, str], list[PendingRun]] = {}
-    for cell, launch in cells:
+    for cell, launch, variables in cells:
         wanted = options.repeats - len(_in_state(COUNT, seen, launch, options))
         argv = argv_of(cell.target, flags_of_grammar(cell.target))
-        waiting = PendingRun(_spread(launch, options), argv, variables(cell, options))
+        waiting = PendingRun(_spread(launch, options), argv, variables)
         groups.setdefault((launch.devices, launch.spec.device.value), []).extend([waiting] * wanted)
     for (devices, device), each in groups.items():
         if each:

@@ -4,29 +4,31 @@ from dataclasses import replace
 
 import pytest
 
-from tools.launch.compare import moe as module
-from tools.launch.compare.moe import KINDS, equal_terms
-from tools.launch.compare.moe_measured import MoeRun
-from tools.launch.compare.moe_table import Parity, parity, render
+from tools.launch.experiment import definition
+from tools.launch.experiment.cells import cell_options
+from tools.launch.experiment.definition import load_experiment
+from tools.launch.experiment.measured import Measured
+from tools.launch.experiment.tables.moe import Parity, parity, render
 from tools.launch.options import Options
-from tools.spec.run import Backend, DeviceKind, OptimizerName
+from tools.spec.run import Backend, OptimizerName
 
 
-def run(backend: str, milliseconds: float = 100, seed: int = 1, **changes: object) -> MoeRun:
-    found = MoeRun(
+def run(backend: str, milliseconds: float = 100, seed: int = 1, **changes: object) -> Measured:
+    found = Measured(
         backend=backend,
         strategy="dp2",
         optimizer="AdamW",
         seed=seed,
         status="ok",
-        samples_ms=tuple(milliseconds + 0.01 * n for n in range(-10, 11)),
+        samples_ms=(tuple(milliseconds + 0.01 * n for n in range(-10, 11)),),
         wall_seconds=20,
         losses={1: 10.0 + seed, 3: 9.0},
         routing={1: ((3, 5),), 2: ((4, 4),), 3: ((2, 6),)},
         validation_loss=8.0 + seed / 10,
         accuracy=0.25 if backend == "native" else None,
-        machine="2 cores of A, fp32",
-        commit="abc",
+        machines=("2 cores of A",),
+        dtype="fp32",
+        commits=("abc",),
     )
     return replace(found, **changes)  # type: ignore[arg-type]
 
@@ -65,9 +67,9 @@ def test_losses_are_compared_with_those_of_the_same_seed() -> None:
 
 def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
     routing = {1: ((3, 5),), 2: ((4, 4),), 3: ((1, 7),)}
-    parted = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
-    assert parity([parted], [run("megatron")]) == Parity(0, 1, 3)
-    text = render("m", [run("megatron"), parted], ())
+    diverged = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
+    assert parity([diverged], [run("megatron")]) == Parity(0, 1, 3)
+    text = render("m", [run("megatron"), diverged], ())
     assert "until a token took another expert (iteration 3 at the earliest" in text
     assert row(text, "native")[8] == "0.0e+00 to iteration 2"
 
@@ -105,21 +107,44 @@ def test_a_run_that_failed_is_counted_as_missing() -> None:
     assert cells[9] == "1 of 2"
 
 
-def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own() -> None:
-    options = equal_terms("moe-tiny", DeviceKind.CPU, Options(extra=("--adam-eps", "1e-7")))
+def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(definition, "visible_gpus", tuple)
+    given = Options(extra=("--adam-eps", "1e-7"))
+    experiment = load_experiment("moe", given, "moe-tiny")
+    options = experiment.settings(given)
     assert (options.micro_batch_size, options.global_batch_size) == (2, 8)
     assert options.extra[:4] == ("--eval-interval", "30", "--eval-iters", "8")
     assert options.extra[4:] == ("--adam-eps", "1e-7")
     assert options.data == "owt-ds/sample-unique_text_document"
-    assert equal_terms("moe-tiny", DeviceKind.CPU, Options(data="own")).data == "own"
+    assert experiment.settings(Options(data="own")).data == "own"
+    assert (options.dropout, options.shared_start) == (0, True)
+
+
+def test_every_repeat_is_a_seed_of_its_own_and_two_are_the_fewest() -> None:
+    for repeats, seeds in ((1, [1234, 1235]), (3, [1234, 1235, 1236])):
+        given = Options(repeats=repeats)
+        experiment = load_experiment("moe", given)
+        options = experiment.settings(given)
+        found = [cell_options(cell, options).seed for cell in experiment.cells]
+        assert list(dict.fromkeys(found)) == seeds == sorted(set(found))
+        assert options.repeats == 1
 
 
 def test_megatrons_muon_is_left_out_where_its_package_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    every = load_experiment("moe", Options())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    left = [kind for kind in KINDS if not module._lacks_package(kind)]
-    assert len(left) == len(KINDS) - 1
+    left = load_experiment("moe", Options())
+    assert len(left.cells) == len(every.cells) - 2  # one a seed
+    assert every.left_out == ()
+    assert left.left_out == (
+        "Megatron's own Muon is left out: it needs the package emerging_optimizers.",
+    )
     assert all(
-        (kind.backend, kind.optimizer) != (Backend.MEGATRON, OptimizerName.MUON) for kind in left
+        (cell.backend, cell.optimizer) != (Backend.MEGATRON, OptimizerName.MUON)
+        for cell in left.cells
     )

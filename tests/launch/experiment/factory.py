@@ -1,9 +1,9 @@
 """Cells with times as a test wants them."""
 
-from tools.launch.sweep.cells import Cell
-from tools.launch.sweep.results import Measured
+from tools.launch.experiment.definition import Cell
+from tools.launch.experiment.measured import Measured
+from tools.launch.experiment.tables.overtaking import Swept
 from tools.plan.tensors import parameters_total
-from tools.report.analyse.statistics import estimate
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
 
@@ -17,19 +17,20 @@ def measured(
     devices: int = 1,
     strategy: str = "baseline",
     **changes: object,
-) -> Measured:
+) -> Swept:
     """Times of one percent's scatter about a median; None was never measured."""
     samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
     values: dict[str, object] = {
-        "cell": Cell(model, strategy, backend, devices, DeviceKind.CPU),
+        "cell": Cell(model, strategy, devices, DeviceKind.CPU, backend),
+        "backend": backend,
         "parameters": parameters_total(load_model(model).shape),
         "tokens_per_iteration": 512,
-        "estimate": estimate([samples]),
+        "measured": Measured(backend, strategy, samples_ms=(tuple(samples),)) if samples else None,
     }
-    return Measured(**{**values, **changes})  # type: ignore[arg-type]
+    return Swept(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[Measured]:
+def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[Swept]:
     """Megatron's and native's times at each of the sizes."""
     found = []
     for model, (megatron, native) in zip(SIZES, milliseconds, strict=False):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.launch.compare.windows import shared_windows, window_hashes
+from tools.launch.experiment.tables.windows import shared_windows, window_hashes
 from tools.preprocess.dataset import Part, split_documents
 from tools.spec.files import ROOT
 

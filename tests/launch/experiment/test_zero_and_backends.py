@@ -1,11 +1,10 @@
 import pytest
 
-from tools.launch.compare import backends as compare_backends
-from tools.launch.compare import zero as compare_zero
-from tools.launch.compare.measured import Measured
-from tools.launch.compare.runs import equal_terms
+from tools.launch.experiment.definition import load_experiment
+from tools.launch.experiment.measured import Measured
+from tools.launch.experiment.tables import backends as compare_backends
+from tools.launch.experiment.tables import zero as compare_zero
 from tools.launch.options import Options
-from tools.report.analyse.statistics import estimate
 
 
 def measured(backend: str, strategy: str, milliseconds: float, **changes: object) -> Measured:
@@ -14,7 +13,7 @@ def measured(backend: str, strategy: str, milliseconds: float, **changes: object
         "strategy": strategy,
         "status": "ok",
         "parity": "held",
-        "estimate": estimate([[milliseconds + 0.01 * n for n in range(-10, 11)]]),
+        "samples_ms": (tuple(milliseconds + 0.01 * n for n in range(-10, 11)),),
         "global_batch_size": 8,
         "peak_bytes": 100_000_000,
         "sent_bytes": 50_000_000,
@@ -75,7 +74,7 @@ def test_a_failed_run_has_dashes_and_no_speedup() -> None:
         "zero3",
         1,
         status="crashed",
-        estimate=None,
+        samples_ms=(),
         peak_bytes=None,
         sent_bytes=None,
         communication_seconds=None,
@@ -105,6 +104,20 @@ def test_faster_is_said_with_how_much_and_only_where_the_noise_allows() -> None:
 def test_what_is_missing_is_said() -> None:
     text = compare_backends.render("gpt2-tiny", [], ("DeepSpeed is left out: why.",))
     assert "- DeepSpeed is left out: why." in text
+
+
+def test_a_speedup_within_noise_is_said_to_be() -> None:
+    runs = [measured("megatron", "dp2", 100), measured("megatron", "zero1", 100.02)]
+    text = compare_zero.render("gpt3-64m", runs)
+    assert cells(text, "ZeRO-1")[6] == "1.00x, within noise (0.68x)"
+    assert cells(text, "Baseline")[6] == "1.00x (1.00x)"
+    few = [measured("megatron", name, 100, samples_ms=((100.0,),)) for name in ("dp2", "zero1")]
+    few_text = compare_zero.render("gpt3-64m", few)
+    assert cells(few_text, "ZeRO-1")[6] == "1.00x, too few samples (0.68x)"
+
+
+def equal_terms(model: str, given: Options) -> Options:
+    return load_experiment("zero", given, model).settings(given)
 
 
 def test_published_models_get_their_published_batches_without_dropout() -> None:

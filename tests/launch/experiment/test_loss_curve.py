@@ -3,9 +3,22 @@ import io
 import pytest
 from rich.console import Console
 
-from tools.launch.curves import ITERATIONS, Distances, _launches, distance, loss_curve
+from megatron_patches.fused.names import NAMES
+from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.launch.experiment.cells import compose_cell
+from tools.launch.experiment.commands import loss_curve
+from tools.launch.experiment.definition import load_experiment
+from tools.launch.experiment.tables.loss_curve import Distances, distance
 from tools.launch.options import Options, options_from_environment
+from tools.launch.target import parse_target
+
+
+def _launches(given: Options, target: str = "") -> list[Launch]:
+    trained = parse_target(target) if target else None
+    experiment = load_experiment("loss_curve", given, target=trained)
+    options = experiment.settings(given)
+    return [compose_cell(cell, options) for cell in experiment.cells]
 
 
 def test_the_distance_is_that_of_means_over_a_window() -> None:
@@ -27,21 +40,26 @@ def test_patches_are_within_the_seeds_up_to_their_distance() -> None:
     assert not Distances(0.21, 0.2).within
 
 
-def test_three_runs_differ_in_seed_or_patches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TARGET", raising=False)
+def test_three_runs_differ_in_seed_or_patches_alone() -> None:
     alone, seed, patched = _launches(Options(data="owt-ds/any", fused=("adamw",)))
     assert (alone.spec.seed, seed.spec.seed, patched.spec.seed) == (1234, 1235, 1234)
     assert patched.environment == alone.environment | {"KIT_FUSED": "adamw"}
     assert patched.flags == alone.flags
-    assert {alone.iterations, patched.iterations} == {ITERATIONS}
+    assert {alone.iterations, patched.iterations} == {200}
     assert alone.spec.dropout == 0.1
     assert alone.start_checkpoint is None
 
 
-def test_on_a_gpu_the_model_keeps_its_batch_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TARGET", "train-baseline-gpt2-large-1gpu")
+def test_without_fused_all_patches_are_on_that_a_cpu_has() -> None:
+    *_, patched = _launches(Options(data="owt-ds/any"))
+    on_cpu = [name for name in NAMES if not name.startswith("attention_")]
+    assert patched.environment["KIT_FUSED"] == ",".join(on_cpu)
+
+
+def test_on_a_gpu_the_model_keeps_its_batch_and_dropout() -> None:
     options = options_from_environment({"DATA": "owt-ds/any", "RUNTIME": "host"})
-    alone, _, patched = _launches(options)
+    alone, _, patched = _launches(options, "train-baseline-gpt2-large-1gpu")
+    assert alone.spec.dropout == 0.1
     assert alone.spec.batch.micro_batch_size == 32
     assert "--no-gradient-accumulation-fusion" in alone.flags
     assert "attention_flash" not in patched.environment["KIT_FUSED"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tools.launch.sweep.results import Measured, fastest
-from tools.launch.sweep.verdicts import size
+from tools.launch.experiment.tables.overtaking import Swept, fastest
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
+from tools.text.units import parameters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MARKERS = "osD^vPX*"
 
 
-def draw_sweep(results: Sequence[Measured]) -> Chart | None:
+def draw_sweep(results: Sequence[Swept]) -> Chart | None:
     """The picture; None while nothing was measured."""
     if not any(result.estimate for result in results):
         return None
@@ -27,7 +27,7 @@ def draw_sweep(results: Sequence[Measured]) -> Chart | None:
     return draw("sweep", "Throughput by model size", text, partial(_paint, results=results))
 
 
-def _paint(figure: Figure, results: Sequence[Measured]) -> None:
+def _paint(figure: Figure, results: Sequence[Swept]) -> None:
     figure.set_size_inches(WIDTH_INCHES, 4.0)
     axes = figure.add_subplot()
     for place, ((devices, backend), line) in enumerate(fastest(results).items()):
@@ -50,7 +50,9 @@ def _paint(figure: Figure, results: Sequence[Measured]) -> None:
     sizes = {one.parameters: one.cell.model for one in results if one.estimate}
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks(list(sizes), [f"{name}\n{size(number)}" for number, name in sizes.items()])
+    axes.set_xticks(
+        list(sizes), [f"{name}\n{parameters(number)}" for number, name in sizes.items()]
+    )
     axes.set_xticks([], minor=True)
     axes.set_ylabel("tokens a second")
     axes.legend()

@@ -1,18 +1,22 @@
 import pytest
 
 from tools.launch.errors import LaunchError
-from tools.launch.sweep.request import request_from_environment
+from tools.launch.experiment.sweep import sweep_from_environment
 from tools.spec.run import Backend, DeviceKind
 
 
 def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
-    request = request_from_environment(
-        {"MODELS": "gpt2-tiny,gpt3-64m gpt2-tiny", "BACKENDS": "native", "DEVICES": "1cpu, 2gpu"}
-    )
-    assert request.models == ("gpt2-tiny", "gpt3-64m")
-    assert request.strategies == ("baseline", "dp2")
-    assert request.backends == (Backend.NATIVE,)
-    assert request.devices == ((1, DeviceKind.CPU), (2, DeviceKind.GPU))
+    cells = sweep_from_environment(
+        {"MODELS": "gpt3-64m,gpt2-tiny gpt3-64m", "BACKENDS": "native", "DEVICES": "1cpu, 2gpu"}
+    ).cells
+    assert len(cells) == len(set(cells)) == 8
+    assert [cell.model for cell in cells] == ["gpt2-tiny"] * 4 + ["gpt3-64m"] * 4
+    assert [cell.strategy for cell in cells] == ["baseline", "dp2"] * 4
+    assert {cell.backend for cell in cells} == {Backend.NATIVE}
+    assert [(cell.devices, cell.device) for cell in cells[1:3]] == [
+        (1, DeviceKind.CPU),
+        (2, DeviceKind.GPU),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -28,5 +32,5 @@ def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
 )
 def test_a_word_that_means_nothing_is_named(variables: dict[str, str], said: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        request_from_environment(variables)
+        sweep_from_environment(variables)
     assert said in str(caught.value)

@@ -10,13 +10,14 @@ from rich.console import Console
 from tools.launch.checkpoint.saving import Saving
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
+from tools.launch.experiment import runner as module
+from tools.launch.experiment.cells import compose_cell
+from tools.launch.experiment.definition import Experiment
+from tools.launch.experiment.sweep import sweep, sweep_from_environment, variables
 from tools.launch.options import Options, Wandb, options_from_environment
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import create_run_folder
 from tools.launch.supervise.interruption import Interrupted
-from tools.launch.sweep import run as module
-from tools.launch.sweep.cells import cells_of, compose_cell, plan_cells, variables
-from tools.launch.sweep.request import Request, request_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.records import run as records
@@ -67,22 +68,27 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 
 
 @pytest.fixture
-def request_() -> Request:
-    return request_from_environment({"MODELS": "gpt2-tiny"})
+def request_() -> Experiment:
+    return sweep_from_environment({"MODELS": "gpt2-tiny"})
+
+
+def megatron_alone(request: Experiment) -> Experiment:
+    cells = tuple(cell for cell in request.cells if cell.backend is Backend.MEGATRON)
+    return replace(request, cells=cells)
 
 
 ALL = ["megatron baseline", "native baseline", "megatron dp2", "native dp2"]
 
 
-def swept(request: Request, options: Options) -> tuple[int, str]:
+def swept(request: Experiment, options: Options) -> tuple[int, str]:
     text = io.StringIO()
     reports = options.runs.parent / "reports"
-    code = module.sweep(request, options, Console(file=text, width=400), reports)
+    code = sweep(request, options, Console(file=text, width=400), reports)
     return code, text.getvalue()
 
 
 def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
-    machine: Machine, request_: Request, options: Options
+    machine: Machine, request_: Experiment, options: Options
 ) -> None:
     code, text = swept(request_, options)
     assert (code, machine.trained) == (0, ALL)
@@ -97,7 +103,7 @@ def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
 
 
 def test_what_was_trained_before_is_used_and_only_the_failed_is_tried_again(
-    machine: Machine, request_: Request, options: Options
+    machine: Machine, request_: Experiment, options: Options
 ) -> None:
     machine.ends["native baseline"] = Status.CRASHED
     code, text = swept(request_, options)
@@ -111,7 +117,7 @@ def test_what_was_trained_before_is_used_and_only_the_failed_is_tried_again(
 
 
 def test_ctrl_c_leaves_what_there_is_and_the_next_time_goes_on(
-    machine: Machine, request_: Request, options: Options
+    machine: Machine, request_: Experiment, options: Options
 ) -> None:
     machine.interrupts_at = "megatron dp2"
     with pytest.raises(Interrupted):
@@ -124,7 +130,7 @@ def test_ctrl_c_leaves_what_there_is_and_the_next_time_goes_on(
 
 
 def test_repeats_lie_apart_and_count_what_is_there(
-    machine: Machine, request_: Request, options: Options
+    machine: Machine, request_: Experiment, options: Options
 ) -> None:
     swept(request_, options)
     machine.trained.clear()
@@ -133,7 +139,7 @@ def test_repeats_lie_apart_and_count_what_is_there(
 
 
 def test_other_settings_are_other_runs(
-    machine: Machine, request_: Request, options: Options
+    machine: Machine, request_: Experiment, options: Options
 ) -> None:
     swept(request_, options)
     machine.trained.clear()
@@ -144,7 +150,7 @@ def test_other_settings_are_other_runs(
 def test_a_sweep_without_a_legal_cell_is_refused_before_anything_is_written(
     machine: Machine, options: Options
 ) -> None:
-    request = request_from_environment({"MODELS": "gpt2-tiny", "DEVICES": "3cpu"})
+    request = sweep_from_environment({"MODELS": "gpt2-tiny", "DEVICES": "3cpu"})
     with pytest.raises(LaunchError, match="No cell of this sweep can run here"):
         swept(request, options)
     assert not (options.runs.parent / "reports").exists()
@@ -152,7 +158,7 @@ def test_a_sweep_without_a_legal_cell_is_refused_before_anything_is_written(
 
 
 def test_a_dry_run_prints_the_cells_as_data(
-    machine: Machine, request_: Request, options: Options, capsys: pytest.CaptureFixture[str]
+    machine: Machine, request_: Experiment, options: Options, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert swept(request_, replace(options, dry_run=True))[0] == 0
     data = json.loads(capsys.readouterr().out)
@@ -170,11 +176,12 @@ def test_a_dry_run_prints_the_cells_as_data(
     ],
 )
 def test_a_cells_target_and_variables_make_exactly_its_run(
-    request_: Request, options: Options, given: dict[str, str]
+    request_: Experiment, options: Options, given: dict[str, str]
 ) -> None:
     places = {"DATA": str(options.data), "RUNS": str(options.runs)}
-    options = options_from_environment({**places, **given, "REPEATS": "3", "DRY_RUN": "1"})
-    cells = [cell for cell in cells_of(request_) if cell.backend is Backend.MEGATRON]
+    asked = options_from_environment({**places, **given, "REPEATS": "3", "DRY_RUN": "1"})
+    options = request_.settings(asked)
+    cells = [cell for cell in request_.cells if cell.backend is Backend.MEGATRON]
     for cell in (cell for cell in cells if (cell.strategy == "dp2") == (cell.devices == 2)):
         launch, target = compose_cell(cell, options), parse_target(cell.target.name)
         theirs = options_from_environment(variables(cell, options))
@@ -197,14 +204,14 @@ def resume(folder: Path, changed: Options) -> None:
 )
 def test_a_resumed_run_is_its_cells_unless_it_went_on_otherwise(
     machine: Machine,
-    request_: Request,
+    request_: Experiment,
     options: Options,
     changed: dict[str, Any],
     again: list[str],
 ) -> None:
     wandb = Wandb(mode="offline")
     options = replace(options, saving=Saving(10), wandb=wandb)
-    request = replace(request_, backends=(Backend.MEGATRON,))
+    request = megatron_alone(request_)
     swept(request, options)
     (folder,) = options.runs.glob("*-dp2-*")
     for _ in range(2):
@@ -215,10 +222,10 @@ def test_a_resumed_run_is_its_cells_unless_it_went_on_otherwise(
 
 
 def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
-    machine: Machine, request_: Request, options: Options
+    machine: Machine, request_: Experiment, options: Options
 ) -> None:
     options = replace(options, saving=Saving(10))
-    request = replace(request_, backends=(Backend.MEGATRON,))
+    request = megatron_alone(request_)
     swept(request, options)
     (folder,) = options.runs.glob("*-dp2-*")
     resume(folder, options)
@@ -232,8 +239,8 @@ def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
 
 
 def test_cells_are_without_dropout_unless_it_is_asked_for(
-    request_: Request, options: Options
+    request_: Experiment, options: Options
 ) -> None:
-    (cell, launch), *_ = plan_cells(request_, options).launches
-    assert launch.spec.dropout == 0
-    assert compose_cell(cell, replace(options, dropout=0.1)).spec.dropout == 0.1
+    for given, dropout in ((options, 0), (replace(options, dropout=0.1), 0.1)):
+        launch = compose_cell(request_.cells[0], request_.settings(given))
+        assert launch.spec.dropout == dropout

@@ -1,1 +1,0 @@
-"""Sets of runs on equal terms, as tables beside what was published."""

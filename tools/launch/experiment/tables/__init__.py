@@ -1,0 +1,1 @@
+"""What is said of measured runs: one module for each kind of comparison, all from `Measured`."""

@@ -1,0 +1,268 @@
+"""Write-up 000's question with its setup corrected: Megatron against plain PyTorch on experts.
+
+Both train the same mixture of experts from the same weights on the same batches under the same
+optimizer, sharded alike; Muon, which only one of the published paths had, is beside it. Repeats have
+seeds of their own: other weights, another order of samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from tools.launch.compose import Launch
+from tools.launch.experiment.measured import Estimate, Measured, Verdict, compare, pooled
+from tools.launch.experiment.tables.windows import commonest_share, shared_windows
+from tools.records.routing import first_other_choice
+from tools.records.run import Status
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags
+from tools.spec.published import Figure, load_published
+from tools.text.table import Column, Table, markdown_rows, markdown_table
+from tools.text.units import DASH, bracketed, rounded
+
+SOURCE = "000"
+TOLERANCE = 1e-5
+"""Relative, of a loss, against the first kind of the same optimizer and seed."""
+
+Kind = tuple[str, str, str]
+"""Backend, strategy, optimizer."""
+Group = Sequence[Measured]
+"""Runs of one kind, a seed each."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far losses are apart while the same tokens go to the same experts.
+
+    A router decides: where two experts are all but equal, rounding decides which, and from that
+    iteration on two runs train on other sums. Megatron's own strategies diverge in the same way.
+    """
+
+    difference: float
+    """Largest, relative."""
+    compared: int
+    """Iterations, over all seeds."""
+    diverged: int | None
+    """The first iteration in which a token took another expert; None if none did."""
+
+    @property
+    def held(self) -> bool:
+        """Nothing compared holds nothing."""
+        return self.compared > 0 and self.difference <= TOLERANCE
+
+
+def render(model: str, runs: Group, notes: Sequence[str]) -> str:
+    """Markdown; runs of one kind share a row, with the range over their seeds."""
+    kinds = _by_kind(runs)
+    said = [
+        *_speeds(kinds),
+        _parity_sentence(parities(runs)),
+        *_scores(kinds),
+        *notes,
+        *_conditions(runs),
+    ]
+    rows = tuple(_Row(group, parity(group, _reference(group, kinds))) for group in kinds.values())
+    return "\n\n".join(
+        (
+            f"# Mixture of experts, Megatron against plain PyTorch: {model}",
+            "All runs of a seed start from the same weights and read the same batches; validation "
+            "documents are never trained on. Scores are means over seeds, with their range.",
+            markdown_table(Table(_COLUMNS, rows)),
+            "\n".join(f"- {sentence}" for sentence in said),
+            "## As published (write-up 000, blueberry-79m, two RTX 4090)",
+            _published(),
+        )
+    )
+
+
+def parities(runs: Group) -> list[Parity]:
+    """Of every kind against the first of its optimizer."""
+    kinds = _by_kind(runs)
+    return [parity(group, _reference(group, kinds)) for group in kinds.values()]
+
+
+def parity(group: Group, reference: Group) -> Parity:
+    """A kind's runs against the reference's of the same seeds."""
+    theirs = {run.seed: run for run in reference}
+    pairs = [(run, theirs[run.seed]) for run in group if run.seed in theirs]
+    differences = [0.0]
+    compared = 0
+    for one, two in pairs:
+        until = first_other_choice(one.routing, two.routing) or math.inf
+        common = [i for i in one.losses.keys() & two.losses.keys() if i < until]
+        compared += len(common)
+        differences += [abs(one.losses[i] - two.losses[i]) / abs(two.losses[i]) for i in common]
+    firsts = [first_other_choice(one.routing, two.routing) for one, two in pairs]
+    diverged = min((first for first in firsts if first is not None), default=None)
+    return Parity(max(differences), compared, diverged)
+
+
+def is_well(run: Measured) -> bool:
+    """It ended well and was evaluated."""
+    return run.status == Status.OK and run.validation_loss is not None
+
+
+def evaluation_notes(launch: Launch) -> list[str]:
+    """What the scores are measured on, and what a model that learned nothing would reach."""
+    prefix, split = ROOT / launch.data, Flags(launch.flags).text("--split")
+    found = shared_windows(prefix, split, launch.model.shape.seq_length)
+    return [
+        f"{found.shared:,} of the {found.windows:,} validation windows of {found.length} tokens are "
+        "in the training documents too.",
+        f"Naming the commonest token always would be right for {commonest_share(prefix, split):.1%} of "
+        "the validation tokens.",
+    ]
+
+
+@dataclass(frozen=True)
+class _Row:
+    group: Group
+    parity: Parity
+
+    @property
+    def runs(self) -> str:
+        well = sum(map(is_well, self.group))
+        return f"{well} of {len(self.group)}" if well < len(self.group) else str(well)
+
+    @property
+    def losses_against_the_first(self) -> str:
+        diverged = self.parity.diverged
+        until = f" to iteration {diverged - 1}" if diverged else ""
+        return f"{self.parity.difference:.1e}{until}"
+
+
+def _by_kind(runs: Group) -> dict[Kind, list[Measured]]:
+    kinds: dict[Kind, list[Measured]] = {}
+    for run in runs:
+        kinds.setdefault((run.backend, run.strategy, run.optimizer), []).append(run)
+    return kinds
+
+
+def _reference(group: Group, kinds: Mapping[Kind, Group]) -> Group:
+    return next(other for kind, other in kinds.items() if kind[2] == group[0].optimizer)
+
+
+def _rate(found: Estimate | None) -> str:
+    """Iterations a second."""
+    if found is None:
+        return DASH
+    if found.low is None or found.high is None:
+        return rounded(1000 / found.median)
+    return bracketed(1000 / found.median, 1000 / found.high, 1000 / found.low, ".2f")
+
+
+def _range(group: Group, value: Callable[[Measured], float | None], shape: str) -> str:
+    found = [known for run in group if (known := value(run)) is not None]
+    if not found:
+        return DASH
+    text = shape.format(mean(found))
+    if len(found) == 1:
+        return text
+    return f"{text} ({shape.format(min(found))} to {shape.format(max(found))})"
+
+
+def _perplexity(run: Measured) -> float | None:
+    loss = run.validation_loss
+    return None if loss is None else math.exp(min(20, loss))
+
+
+def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
+    """Native against Megatron, for each strategy and optimizer that both have."""
+    sentences = []
+    for (backend, strategy, optimizer), group in kinds.items():
+        other = kinds.get(("native", strategy, optimizer))
+        one, two = pooled(group), pooled(other or ())
+        if backend != "megatron" or one is None or two is None:
+            continue
+        result = compare(one, two)
+        span = f", 95% {result.low:.3f} to {result.high:.3f}" if result.low and result.high else ""
+        joint = "of" if result.verdict is Verdict.NOISE else "than"
+        sentences.append(
+            f"{strategy} under {optimizer}: native is {result.verdict} {joint} Megatron, "
+            f"×{result.ratio:.3f} the time an iteration{span}."
+        )
+    return sentences
+
+
+def _parity_sentence(found: Sequence[Parity]) -> str:
+    worst = max(parity.difference for parity in found)
+    held = "parity held" if all(parity.held for parity in found) else "parity is broken"
+    diverged = min((p.diverged for p in found if p.diverged is not None), default=None)
+    until = "" if diverged is None else (
+        f" until a token took another expert (iteration {diverged} at the earliest; then rounding "
+        "decides between two that are all but equal, also between Megatron's own strategies)"
+    )  # fmt: skip
+    return (
+        f"Under one optimizer {held}: no training loss is more than {worst:.1e} of itself from the "
+        f"first kind's with the same seed{until}; allowed is {TOLERANCE:.0e}."
+    )
+
+
+def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
+    """Whether the optimizers differ by more than seeds and layouts do."""
+    ours, theirs = (
+        [
+            run.validation_loss
+            for kind, group in kinds.items()
+            for run in group
+            if kind[2] == name and run.validation_loss is not None
+        ]
+        for name in ("AdamW", "Muon + AdamW")
+    )
+    if not ours or not theirs:
+        return []
+    apart = max(theirs) < min(ours) or max(ours) < min(theirs)
+    return [
+        f"After the same iterations Muon's validation loss is {mean(theirs) - mean(ours):+.4f} from "
+        f"AdamW's, {'beyond' if apart else 'within'} what AdamW's own runs scatter by "
+        f"({max(ours) - min(ours):.4f})."
+    ]
+
+
+def _conditions(runs: Group) -> list[str]:
+    machines = sorted({f"{machine}, {run.dtype}" for run in runs for machine in run.machines})
+    commits = sorted({commit for run in runs for commit in run.commits})
+    return [f"Measured on {'; '.join(machines)}, kit at {', '.join(commits)}."]
+
+
+def _published() -> str:
+    published = load_published()
+    figures = Table(_PUBLISHED_COLUMNS, published.of(SOURCE))
+    wrong = [[c.says, c.right] for c in published.corrections if c.source == SOURCE]
+    return f"{markdown_table(figures)}\n\n{markdown_rows(['It says', 'Right'], wrong)}"
+
+
+def _scores_column(
+    name: str, value: Callable[[Measured], float | None], shape: str
+) -> Column[_Row]:
+    return Column(name, lambda row: _range(row.group, value, shape))
+
+
+def _optional(shape: str) -> Callable[[float | None], str]:
+    return lambda value: DASH if value is None else shape.format(value)
+
+
+_COLUMNS: tuple[Column[_Row], ...] = (
+    Column("Backend", lambda row: row.group[0].backend),
+    Column("Strategy", lambda row: row.group[0].strategy),
+    Column("Optimizer", lambda row: row.group[0].optimizer),
+    Column("Iterations/s [95%]", lambda row: pooled(row.group), _rate),
+    _scores_column("Run, start included", lambda run: run.wall_seconds, "{:.0f} s"),
+    _scores_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
+    _scores_column("Accuracy", lambda run: run.accuracy, "{:.2%}"),
+    _scores_column("Perplexity", _perplexity, "{:.0f}"),
+    Column("Losses against the first", lambda row: row.losses_against_the_first),
+    Column("Runs", lambda row: row.runs),
+)
+_PUBLISHED_COLUMNS: tuple[Column[Figure], ...] = (
+    Column("Path", lambda figure: figure.published_as),
+    Column("Micro batches/s", lambda figure: figure.micro_batches_per_second, _optional("{:.2f}")),
+    Column("Time", lambda figure: figure.wall_seconds, _optional("{:.0f} s")),
+    Column("Validation loss", lambda figure: figure.final_loss, _optional("{:.4f}")),
+    Column("Accuracy", lambda figure: figure.validation_accuracy, _optional("{:.2%}")),
+    Column("Perplexity", lambda figure: figure.perplexity, _optional("{:.2f}")),
+    Column("But", lambda figure: figure.caution),
+)

@@ -1,0 +1,165 @@
+"""A sweep's report folder: `sweep.md`, `sweep.json`, `sweep.svg`, beside the cells it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tools.launch.experiment.cells import Skipped
+from tools.launch.experiment.measured import Comparison, Estimate, measure
+from tools.launch.experiment.runner import CellResult
+from tools.launch.experiment.tables.overtaking import Swept, compare_tokens, verdicts
+from tools.launch.experiment.tables.picture import draw_sweep
+from tools.plan.tensors import parameters_total
+from tools.spec.run import Backend, DeviceKind
+from tools.text.table import Column, Table, markdown_rows, markdown_table, markdown_text
+from tools.text.units import DASH, count, interval, loss, number, parameters
+
+CELLS_FILE = "cells.json"
+TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"
+
+
+def swept(results: Sequence[CellResult]) -> list[Swept]:
+    """What was measured of each cell's runs that ended well, repeats together."""
+    return [
+        Swept(
+            cell=result.cell,
+            backend=Backend(result.launch.spec.backend),
+            parameters=parameters_total(result.launch.model.shape),
+            tokens_per_iteration=result.launch.spec.tokens_per_iteration,
+            measured=measured,
+            runs=tuple(folder.name for folder in result.runs),
+            complete=result.complete,
+            failure=result.failure,
+        )
+        for result, measured in zip(results, measure([r.runs for r in results]), strict=True)
+    ]
+
+
+def write_results(folder: Path, results: Sequence[Swept], skipped: Sequence[Skipped]) -> str:
+    """Write the files; return what they say, for the terminal."""
+    chart = draw_sweep(results)
+    if chart:
+        (folder / PICTURE_FILE).write_text(chart.svg)
+    text = render(folder.name, results, skipped, bool(chart))
+    (folder / TEXT_FILE).write_text(text + "\n")
+    data = msgspec.json.encode([_as_data(result) for result in results])
+    (folder / DATA_FILE).write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+    return f"{text}\n\nSweep: {folder / TEXT_FILE}"
+
+
+def render(
+    name: str, results: Sequence[Swept], skipped: Sequence[Skipped], pictured: bool = False
+) -> str:
+    """Markdown: the sentences first, then the picture, the table and what was skipped."""
+    rows = tuple(_Row(result, _reference(result, results)) for result in results)
+    said = "\n".join(f"- {text}" for text in _sentences(results))
+    parts = [f"# Sweep {markdown_text(name)}", said]
+    if pictured:
+        parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
+    parts.append(markdown_table(Table(_COLUMNS, rows)))
+    if skipped:
+        listed = [[one.cell.name, one.rule] for one in skipped]
+        parts += ["## Skipped", markdown_rows(["Cell", "Rule"], listed)]
+    return "\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class _Row:
+    result: Swept
+    reference: Swept | None
+
+    @property
+    def against(self) -> Comparison | None:
+        return compare_tokens(self.reference, self.result) if self.reference else None
+
+
+def _sentences(results: Sequence[Swept]) -> list[str]:
+    """Verdicts, and what they rest on."""
+    said = verdicts(results)
+    if any(result.cell.device is DeviceKind.CPU for result in results):
+        said.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
+    missing = [result for result in results if not result.complete]
+    if missing:
+        said.append(
+            f"{len(missing)} of {len(results)} cells are not complete; the same command resumes."
+        )
+    return [*said, *_conditions(results)]
+
+
+def _conditions(results: Sequence[Swept]) -> list[str]:
+    """The machine and the kit's commits, which no cell's times may be read without."""
+    found = [result.measured for result in results if result.measured]
+    machines = sorted({machine for each in found for machine in each.machines})
+    commits = sorted({commit for each in found for commit in each.commits})
+    return [f"Measured on {'; '.join(machines)}, kit at {', '.join(commits)}."] if found else []
+
+
+def _reference(result: Swept, results: Sequence[Swept]) -> Swept | None:
+    """The same cell under the sweep's first backend; None for that backend itself."""
+    first = results[0].backend
+    same = (
+        other
+        for other in results
+        if other.backend is first and other.cell.target == result.cell.target
+    )
+    return None if result.backend is first else next(same, None)
+
+
+def _time(found: Estimate | None) -> str:
+    if found is None:
+        return DASH
+    if found.low is None or found.high is None:
+        return number(found.median)
+    return f"{number(found.median)} [{interval(found.low, found.high)}]"
+
+
+def _against(found: Comparison | None) -> str:
+    if found is None:
+        return ""
+    span = f" [{found.low:.3f}–{found.high:.3f}]" if found.low and found.high else ""
+    return f"×{found.ratio:.3f}{span} the time: {found.verdict}"
+
+
+_COLUMNS: tuple[Column[_Row], ...] = (
+    Column("Model", lambda row: row.result.cell.model),
+    Column("Parameters", lambda row: row.result.parameters, parameters),
+    Column("Devices", lambda row: f"{row.result.cell.devices}{row.result.cell.device}"),
+    Column("Strategy", lambda row: row.result.cell.strategy),
+    Column("Backend", lambda row: row.result.backend),
+    Column("ms/iteration [95%]", lambda row: row.result.estimate, _time),
+    Column("Tokens/s", lambda row: row.result.tokens_per_second, number),
+    Column("Against the first backend", lambda row: row.against, _against),
+    Column("Loss", lambda row: _final_loss(row.result), loss),
+    Column("Runs", lambda row: len(row.result.runs), count),
+    Column("Notes", lambda row: row.result.failure),
+)
+
+
+def _final_loss(result: Swept) -> float | None:
+    return result.measured.final_loss if result.measured else None
+
+
+def _as_data(result: Swept) -> dict[str, object]:
+    cell, found = result.cell, result.estimate
+    return {
+        "model": cell.model,
+        "parameters": result.parameters,
+        "strategy": cell.strategy,
+        "backend": result.backend,
+        "devices": cell.devices,
+        "device": cell.device,
+        "iteration_ms_median": found.median if found else None,
+        "iteration_ms_ci_low": found.low if found else None,
+        "iteration_ms_ci_high": found.high if found else None,
+        "samples": found.count if found else 0,
+        "tokens_per_iteration": result.tokens_per_iteration,
+        "tokens_per_second": result.tokens_per_second,
+        "final_loss": _final_loss(result),
+        "runs": result.runs,
+        "complete": result.complete,
+        "failure": result.failure or None,
+    }

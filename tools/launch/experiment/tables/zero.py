@@ -1,0 +1,185 @@
+"""The tables of write-up 002, from measurement: data parallelism, a pipeline and ZeRO's three stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.launch.experiment.measured import Measured, Verdict, compare
+from tools.spec.published import Figure, load_published
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import DASH, bracketed, change, megabytes, percent, rounded, times
+
+SOURCE = "002"
+STANDS_IN = "gpt3-64m"
+"""The published model whose figures are beside a model that was not published."""
+
+_NAMES = {
+    "dp2": "Baseline",
+    "pp2": "Pipeline",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+}
+_BASELINE = "dp2"
+
+
+@dataclass(frozen=True)
+class _Method:
+    """One row: a run, its published figure, and what both are compared with."""
+
+    run: Measured
+    figure: Figure | None
+    baseline: Measured | None
+    published_baseline: Figure | None
+
+    @property
+    def name(self) -> str:
+        return _NAMES.get(self.run.strategy, self.run.strategy)
+
+
+def render(model: str, runs: Sequence[Measured]) -> str:
+    """Markdown: three tables, and what was measured."""
+    shown, figures = _published(model)
+    baseline = next((run for run in runs if run.strategy == _BASELINE), None)
+    methods = tuple(
+        _Method(run, figures.get(run.strategy), baseline, figures.get(_BASELINE)) for run in runs
+    )
+    other = "" if shown == model else f" The published figures are {shown}'s, not {model}'s."
+    return "\n\n".join(
+        (
+            f"# ZeRO compared: {model}",
+            "Each cell: measured, then what write-up 002 has (two GPUs on two nodes, 1 to 10 Gbit/s, "
+            f"Megatron-DeepSpeed).{other} Its peaks are a GPU's, in GB.",
+            "## Time and memory",
+            markdown_table(Table(_PERFORMANCE, methods)),
+            "## Where an iteration goes",
+            markdown_table(Table(_SHARES, methods)),
+            "## Memory saved and bytes sent",
+            markdown_table(Table(_TRAFFIC, methods)),
+            "The implied bandwidth is the bytes that the busiest rank sends over the time that ranks "
+            "wait for communication; what overlaps with computing is not in that time. On CPU "
+            "ranks gloo sends an all-reduce for a reduce-scatter; NCCL's rings, as on GPUs, would send "
+            "what the column beside it has. The write-up gives one transfer, not an iteration's.",
+            "## What was measured",
+            "\n".join(f"- {method.name}: {method.run.implementation}" for method in methods),
+        )
+    )
+
+
+def interval(run: Measured) -> str:
+    """Median and interval of the iteration time, in milliseconds."""
+    found = run.estimate
+    return DASH if found is None else bracketed(found.median, found.low, found.high, ".1f")
+
+
+def ratio(value: float | None, reference: float | None) -> float | None:
+    """None where either is missing."""
+    return value / reference if value is not None and reference else None
+
+
+def _published(model: str) -> tuple[str, Mapping[str, Figure]]:
+    """The published model that is shown, and its figures by strategy."""
+    figures = load_published().of(SOURCE)
+    shown = model if any(figure.model == model for figure in figures) else STANDS_IN
+    return shown, {figure.strategy: figure for figure in figures if figure.model == shown}
+
+
+def _beside(measured: str, published: str | None) -> str:
+    """`measured (published)`."""
+    return f"{measured} ({published})" if published else measured
+
+
+def _first(values: Sequence[float]) -> float | None:
+    return values[0] if values else None
+
+
+def _peak(method: _Method) -> str:
+    peak = _first(method.figure.peak_memory_gb) if method.figure else None
+    return _beside(megabytes(method.run.peak_bytes), f"{peak:g} GB" if peak else None)
+
+
+def _time(method: _Method) -> str:
+    time = _first(method.figure.iteration_ms) if method.figure else None
+    return _beside(interval(method.run), f"{time:g}" if time else None)
+
+
+def _rate(method: _Method) -> str:
+    rate = method.figure.samples_per_second if method.figure else None
+    return _beside(rounded(method.run.samples_per_second), f"{rate:g}" if rate else None)
+
+
+def _speedup(method: _Method) -> str:
+    """Over the baseline; said to be within noise where the statistic says so."""
+    published = method.figure.speedup if method.figure else None
+    one = method.baseline.estimate if method.baseline else None
+    two = method.run.estimate
+    if one is None or two is None:
+        return _beside(DASH, times(published) if published else None)
+    found = compare(one, two)
+    text = times(1 / found.ratio)
+    unclear = found.verdict in (Verdict.NOISE, Verdict.UNKNOWN)
+    if unclear and method.run is not method.baseline:
+        text = f"{text}, {found.verdict}"
+    return _beside(text, times(published) if published else None)
+
+
+def _share(method: _Method, place: int, phase: str) -> str:
+    measured = method.run.shares[place] if method.run.shares else None
+    published = method.figure.shares.get(phase) if method.figure else None
+    return _beside(percent(measured), None if published is None else percent(published))
+
+
+def _saved(method: _Method) -> str:
+    mine = ratio(method.run.peak_bytes, method.baseline.peak_bytes if method.baseline else None)
+    theirs = ratio(
+        _first(method.figure.peak_memory_gb) if method.figure else None,
+        _first(method.published_baseline.peak_memory_gb) if method.published_baseline else None,
+    )
+    return _beside(change(mine), change(theirs) if theirs else None)
+
+
+def _network(method: _Method, name: str, unit: str) -> str | None:
+    found = method.figure.network.get(name) if method.figure else None
+    return None if found is None else f"{found:g} {unit}"
+
+
+def _waiting(method: _Method) -> str:
+    seconds = method.run.communication_seconds
+    text = DASH if seconds is None else f"{seconds * 1000:.1f} ms"
+    return _beside(text, _network(method, "seconds", "s"))
+
+
+def _bandwidth(method: _Method) -> str:
+    rate = method.run.implied_gigabits
+    text = DASH if rate is None else f"{rate:.2f} Gbit/s"
+    return _beside(text, _network(method, "gbit_per_second", "Gbit/s"))
+
+
+_METHOD: Column[_Method] = Column("Method", lambda method: method.name)
+_PERFORMANCE: tuple[Column[_Method], ...] = (
+    _METHOD,
+    Column("Status", lambda method: method.run.status),
+    Column("Parity", lambda method: method.run.parity),
+    Column("Peak memory", _peak),
+    Column("ms/iteration [95%]", _time),
+    Column("Samples/s", _rate),
+    Column("Speedup", _speedup),
+)
+_SHARES: tuple[Column[_Method], ...] = (
+    _METHOD,
+    Column("Forward", lambda method: _share(method, 0, "forward")),
+    Column("Backward, with gradients", lambda method: _share(method, 1, "backward")),
+    Column("Optimizer", lambda method: _share(method, 2, "optimizer")),
+)
+_TRAFFIC: tuple[Column[_Method], ...] = (
+    _METHOD,
+    Column("Memory against baseline", _saved),
+    Column(
+        "Sent/iteration",
+        lambda method: _beside(megabytes(method.run.sent_bytes), _network(method, "sent_mb", "MB")),
+    ),
+    Column("With NCCL's rings", lambda method: megabytes(method.run.nccl_bytes)),
+    Column("Waiting", _waiting),
+    Column("Implied", _bandwidth),
+)

@@ -1,1 +1,0 @@
-"""Sizes against devices: every legal cell of models × strategies × backends × devices, measured."""
