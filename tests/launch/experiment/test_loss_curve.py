@@ -1,9 +1,9 @@
 import io
 
 import pytest
-from megatron_patches.fused.names import NAMES
 from rich.console import Console
 
+from megatron_patches.fusions import NAMES
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import compose_cell
