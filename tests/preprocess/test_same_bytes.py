@@ -184,8 +184,8 @@ def test_the_regex_encoder_agrees_with_hugging_face(gpt2, hugging_face_gpt2, doc
 def test_no_unassigned_character_is_without_a_token_that_is_checked(gpt2, gigatoken_gpt2):
     check = tokens_to_check(gpt2)
     characters = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) == "Cn"]
-    for around in ("{}", "a{}", " {}s", "’{}"):
-        ids, offsets = gigatoken_gpt2.encode([around.format(c) for c in characters])
+    for around, step in (("{}", 1), ("a{}", 9), (" {}s", 9), ("’{}", 9)):
+        ids, offsets = gigatoken_gpt2.encode([around.format(c) for c in characters[::step]])
         assert np.logical_or.reduceat(check[ids], offsets[:-1]).all()
     assert check.mean() < 0.05
     common = ["“Plain”", "prose", "—", "naïve", "café,", "Привет,", "世界,", "안녕"]

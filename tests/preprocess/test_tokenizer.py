@@ -182,6 +182,15 @@ def test_a_difference_in_the_cross_check_leaves_the_work_to_the_reference(gpt2, 
     assert "gigatoken encodes 'Hello world' differently" in said[0]
 
 
+def test_a_folders_youngest_letters_are_cut_as_megatrons_tokenizers_cuts_them(folder):
+    spec = load_tokenizer(str(folder(post_processor=template(("<s>",), ()))))
+    texts = ["plain", "\U000323b0're", "naïve \U0003dddb's", "é"]
+    encoder = choose_encoder(spec, TEXTS, pytest.fail)
+    assert encoder.name == "gigatoken"
+    assert first_difference(encoder, HuggingFaceEncoder(spec), texts) is None
+    assert first_difference(GigatokenEncoder(spec), HuggingFaceEncoder(spec), texts) is not None
+
+
 def test_a_folder_gives_the_builders_bytes(
     tool, folder, tmp_path, write_lines, reference, read_pair
 ):

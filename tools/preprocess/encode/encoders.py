@@ -28,6 +28,8 @@ Say = Callable[[str], None]
 
 _HF_BATCH_CHARACTERS = 1 << 19
 """Text given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
+_CHECKED_IDS = 1 << 20
+"""Looked at together: indexing with them takes eight bytes for each."""
 _CHECKED_CHARACTERS = 1 << 14
 """Of each document that is encoded twice, this much from its start."""
 
@@ -170,9 +172,12 @@ class ExactEncoder:
         check = tokens_to_check(self._spec)
         if check is None:
             return [index for index, text in enumerate(texts) if has_unassigned(text)]
-        flagged = np.flatnonzero(check.take(ids))
-        candidates = np.unique(np.searchsorted(offsets, flagged, side="right") - 1)
-        return [index for index in candidates.tolist() if has_unassigned(texts[index])]
+        candidates: set[int] = set()
+        for start in range(0, len(ids), _CHECKED_IDS):
+            flagged = start + np.flatnonzero(check[ids[start : start + _CHECKED_IDS]])
+            before = np.searchsorted(flagged, offsets)
+            candidates.update(np.flatnonzero(np.diff(before)).tolist())
+        return [index for index in sorted(candidates) if has_unassigned(texts[index])]
 
 
 def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:

@@ -38,10 +38,12 @@ def tokens_to_check(spec: TokenizerSpec) -> Flags | None:
     normalizer. No text with such a character is without such a token.
     """
     definition = json.loads(spec.definition)
-    if definition.get("normalizer") or "ByteLevel" not in json.dumps(definition["pre_tokenizer"]):
+    entries = definition["model"]["vocab"]
+    is_byte_level = "ByteLevel" in json.dumps(definition.get("pre_tokenizer"))
+    if definition.get("normalizer") or not is_byte_level or not isinstance(entries, dict):
         return None
-    entries: dict[str, int] = definition["model"]["vocab"]
-    added = {token["content"]: int(token["id"]) for token in definition["added_tokens"]}
+    tokens = definition.get("added_tokens") or []
+    added = {token["content"]: int(token["id"]) for token in tokens}
     flags = np.zeros(max([*entries.values(), *added.values()]) + 1, dtype=bool)
     alphabet = _byte_alphabet()
     for token, id_ in entries.items():
