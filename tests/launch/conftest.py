@@ -67,6 +67,15 @@ def megatron_parser() -> Iterator[MegatronParser]:
     parser.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _early_megatron_parser(request: pytest.FixtureRequest) -> None:
+    """If a test needs it, let it import Megatron while the first tests of this folder run."""
+    if any(
+        "megatron_parser" in getattr(item, "fixturenames", ()) for item in request.session.items
+    ):
+        request.getfixturevalue("megatron_parser")
+
+
 @pytest.fixture(autouse=True)
 def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is a second later: names are by the second, and nobody waits for it."""

@@ -34,3 +34,10 @@ def dry_runner() -> Iterator[DryRunner]:
     """One process that has imported torch and Megatron, for all dry runs of the session."""
     with DryRunner() as runner:
         yield runner
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _early_dry_runner(request: pytest.FixtureRequest) -> None:
+    """If a test needs it, let it import Megatron while the first tests of this folder run."""
+    if any("dry_runner" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("dry_runner")
