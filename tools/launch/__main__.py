@@ -126,7 +126,7 @@ def _sweep(_: argparse.Namespace, options: Options, console: Console) -> int:
 
 
 def _bench_gpu(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.bench_gpu.run import bench_gpu
+    from tools.launch.experiment.bench_gpu.run import bench_gpu
 
     return bench_gpu(options.runs, options.dry_run, console)
 

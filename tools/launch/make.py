@@ -57,7 +57,7 @@ TOOLS = {
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tools.report", ("bench",)),
     "bench-preprocess": Tool("tools.bench.preprocess"),
-    "bench-ledger": Tool("tools.launch.bench_ledger"),
+    "bench-ledger": Tool("tools.launch.experiment.bench_ledger"),
     "compare-zero": Tool("tools.launch", ("compare", "zero")),
     "compare-backends": Tool("tools.launch", ("compare", "backends")),
     "compare-moe": Tool("tools.launch", ("compare", "moe", "--model", "moe-tiny")),

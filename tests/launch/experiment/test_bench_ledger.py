@@ -1,6 +1,6 @@
 import pytest
 
-from tools.launch.bench_ledger import BenchError, by_call, cost_of, kinds
+from tools.launch.experiment.bench_ledger import BenchError, by_call, cost_of, kinds
 from tools.launch.options import options_from_environment
 
 

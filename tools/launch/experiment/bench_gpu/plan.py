@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.launch.bench_gpu.settings import TARGET, Setting
+from tools.launch.experiment.bench_gpu.settings import TARGET, Setting
 from tools.launch.microbenchmark import Workload
 from tools.records.gpu_bench import MARK_MS, GpuBench
 

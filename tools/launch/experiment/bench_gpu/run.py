@@ -14,8 +14,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch import microbenchmark
-from tools.launch.bench_gpu.measured import MeasureError, UnfinishedError, measured
-from tools.launch.bench_gpu.plan import (
+from tools.launch.compose import DEFAULT_DATA
+from tools.launch.container.versions import installed_versions
+from tools.launch.devices import driver_version, visible_gpus
+from tools.launch.errors import LaunchError
+from tools.launch.experiment.bench_gpu.measured import MeasureError, UnfinishedError, measured
+from tools.launch.experiment.bench_gpu.plan import (
     BUDGET_SECONDS,
     CEILINGS,
     CEILINGS_SECONDS,
@@ -24,11 +28,7 @@ from tools.launch.bench_gpu.plan import (
     steps,
     variables,
 )
-from tools.launch.bench_gpu.settings import KNOWN, TARGET, Setting, chosen
-from tools.launch.compose import DEFAULT_DATA
-from tools.launch.container.versions import installed_versions
-from tools.launch.devices import driver_version, visible_gpus
-from tools.launch.errors import LaunchError
+from tools.launch.experiment.bench_gpu.settings import KNOWN, TARGET, Setting, chosen
 from tools.launch.experiment.data import ensure_sample
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.run_folder import utc_now

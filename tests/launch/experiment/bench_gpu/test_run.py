@@ -10,20 +10,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.launch.bench_gpu.results import bench
+from tests.launch.experiment.bench_gpu.results import bench
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.report.factory import log_text, run_record, write_run
 from tools.launch import microbenchmark
-from tools.launch.bench_gpu import run
-from tools.launch.bench_gpu.kernels import GAPS
-from tools.launch.bench_gpu.measured import TRACE, MeasureError, UnfinishedError, measured
-from tools.launch.bench_gpu.plan import Step, steps
-from tools.launch.bench_gpu.run import Bench, _run_all, bench_gpu
-from tools.launch.bench_gpu.settings import PUBLISHED, SETTINGS, TUNED, Setting, chosen
 from tools.launch.errors import LaunchError
+from tools.launch.experiment.bench_gpu import run
+from tools.launch.experiment.bench_gpu.kernels import GAPS
+from tools.launch.experiment.bench_gpu.measured import (
+    TRACE,
+    MeasureError,
+    UnfinishedError,
+    measured,
+)
+from tools.launch.experiment.bench_gpu.plan import Step, steps
+from tools.launch.experiment.bench_gpu.run import Bench, _run_all, bench_gpu
+from tools.launch.experiment.bench_gpu.settings import SETTINGS, Setting, chosen
 from tools.records.gpu_bench import read_bench, write_bench
 from tools.spec.run import DeviceKind
 
+PUBLISHED, TUNED = chosen("published tuned")
 QUIET = Console(file=io.StringIO())
 
 

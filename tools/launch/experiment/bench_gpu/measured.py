@@ -5,8 +5,12 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from tools.launch.bench_gpu.kernels import milliseconds_by_group, read_trace, saw_the_device
-from tools.launch.bench_gpu.settings import WARM_UP, Setting
+from tools.launch.experiment.bench_gpu.kernels import (
+    milliseconds_by_group,
+    read_trace,
+    saw_the_device,
+)
+from tools.launch.experiment.bench_gpu.settings import WARM_UP, Setting
 from tools.records.gpu_bench import Measured
 from tools.report.analyse.rows import memory_by_rank
 from tools.report.read.runs import load_folder

@@ -4,18 +4,24 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.fusions import NAMES
-from tests.launch.bench_gpu.results import bench, result
-from tools.launch.bench_gpu.plan import BUDGET_SECONDS, describe, fitting, steps, variables
-from tools.launch.bench_gpu.settings import (
-    ALONE,
-    EVERYWHERE,
-    PUBLISHED,
+from tests.launch.experiment.bench_gpu.results import bench, result
+from tools.launch.experiment.bench_gpu.plan import (
+    BUDGET_SECONDS,
+    describe,
+    fitting,
+    steps,
+    variables,
+)
+from tools.launch.experiment.bench_gpu.settings import (
     SETTINGS,
-    TUNED,
     WARM_UP,
     chosen,
 )
 from tools.spec.model import load_model
+
+PUBLISHED, TUNED = chosen("published tuned")
+ALONE = [setting for setting in SETTINGS if setting.name.startswith("published+")]
+FIRST_ALONE = ALONE[0].name
 
 
 def test_the_published_setting_is_fp16_without_a_patch_and_profiled_after_the_timed_part() -> None:
@@ -35,6 +41,7 @@ def test_the_tuned_setting_is_bf16_with_patches_that_exist() -> None:
 def test_every_patch_is_measured_alone_once() -> None:
     assert sorted(setting.fused[0] for setting in ALONE) == sorted(NAMES)
     assert all(setting.dtype == PUBLISHED.dtype for setting in ALONE)
+    assert all(setting.why == f"the patch {setting.fused[0]} alone" for setting in ALONE)
 
 
 def test_main_settings_come_first_with_their_repeats_and_in_turn() -> None:
@@ -81,7 +88,9 @@ def test_each_split_of_the_sample_holds_sequences_of_the_models_length(sample_pr
         str(sample_prefix)
     )  # Its lengths are its file's, mapped as long as it lives.
     lengths = data.sequence_lengths
-    parts = [float(part) for part in EVERYWHERE[EVERYWHERE.index("--split") + 1].split(",")]
+    parts = [
+        float(part) for part in PUBLISHED.extra[PUBLISHED.extra.index("--split") + 1].split(",")
+    ]
     ends = [round(len(lengths) * sum(parts[: n + 1]) / sum(parts)) for n in range(len(parts))]
     for start, end in pairwise([0, *ends]):
         assert lengths[start:end].sum() > 4 * load_model("gpt2-large").shape.seq_length
@@ -100,6 +109,16 @@ def test_cuda_graphs_are_measured_beside_tuned() -> None:
     assert graphs.fused == TUNED.fused
     assert graphs.flags == (*TUNED.flags, "--cuda-graph-impl", "full_iteration")
     assert WARM_UP > 3  # Megatron captures after three iterations.
+
+
+def test_every_patch_can_be_left_out_of_tuned_or_added_to_it() -> None:
+    for name in NAMES:
+        if name in TUNED.fused:
+            (other,) = chosen(f"tuned-{name}")
+            assert set(TUNED.fused) - set(other.fused) == {name}
+        else:
+            (other,) = chosen(f"tuned+{name}")
+            assert set(other.fused) - set(TUNED.fused) == {name}
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
