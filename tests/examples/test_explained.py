@@ -3,7 +3,7 @@
 import pytest
 
 from tests.examples.conftest import Run
-from tools.report.analyse.report_data import build_report
+from tools.report.analyse.report import build_report
 from tools.report.explain.explanation import Explanation, explain
 from tools.report.explain.predicted import Findings, findings_of
 from tools.report.explain.timelines import scene_of

@@ -18,7 +18,7 @@ from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import StatusRecord
 from tools.report.analyse.parity import Curve, loss_curve
-from tools.report.analyse.report_data import build_report
+from tools.report.analyse.report import build_report
 from tools.report.read.runs import Run, load_folder
 from tools.spec.files import ROOT
 from tools.spec.published import load_published

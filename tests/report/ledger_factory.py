@@ -25,7 +25,7 @@ from tools.records.measurements import (
     algorithm,
 )
 from tools.records.run import RunRecord
-from tools.report.analyse.report_data import Report, build_report
+from tools.report.analyse.report import Report, build_report
 from tools.report.explain.closed_form import configuration_of_run, pipeline_rank
 from tools.report.read.runs import Run, load_folder
 from tools.spec.published import Published

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tools.records.gpu_bench import read_bench
 from tools.report.analyse.regressions import BaselineError, compare_with_baseline, read_baseline
-from tools.report.analyse.report_data import Report, build_report
+from tools.report.analyse.report import Report, build_report
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import write_report
 from tools.report.render.terminal import print_report
@@ -81,10 +81,7 @@ def _report(name: str, options: BuildOptions) -> Report:
 
 
 def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path | None) -> Report:
-    samples = [
-        [run.window.samples_ms for run in entry.configuration.runs] for entry in report.entries
-    ]
-    changes = compare_with_baseline(old, [entry.row for entry in report.entries], samples)
+    changes = compare_with_baseline(old, report.entries)
     return replace(report, changes=tuple(changes), baseline=str(baseline))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tools.report.analyse.report_data import Entry
+from tools.report.analyse.entry import Entry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,8 +70,8 @@ def grid(axes: Axes, axis: Any = "both") -> None:
 
 def names(entries: Sequence[Entry]) -> list[str]:
     """Labels of entries, with what tells those of equal label apart."""
-    models = len({entry.row.model for entry in entries}) > 1
-    texts = [f"{e.row.model} {e.label}" if models and e.row.model else e.label for e in entries]
+    models = len({entry.run.model for entry in entries}) > 1
+    texts = [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
     cut = [text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…" for text in texts]
     return [text.replace("$", r"\$") for text in cut]  # A dollar would start mathematics.
 

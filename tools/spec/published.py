@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tools.spec.files import ROOT, read_yaml
+from tools.spec.strategy import Parallelism, parse_strategy
 
 FILE = ROOT / "examples" / "gpt3" / "published.yaml"
 MAIN_SOURCE = "003"
@@ -70,6 +71,11 @@ class Figure:
     final_loss: float | None = None
     validation_accuracy: float | None = None
     perplexity: float | None = None
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the run was split."""
+        return parse_strategy(self.strategy, self.devices)
 
     @property
     def mean_iteration_ms(self) -> float | None:

@@ -14,7 +14,7 @@ def rows(tmp_path, *pairs):
         for record, ms in pairs
     ]
     runs, _ = load_runs(folders)
-    return {row.newest.setup.strategy: row for row in configurations(runs)}
+    return {row.newest.strategy: row for row in configurations(runs)}
 
 
 def test_equal_work_is_compared_per_iteration(tmp_path):

@@ -2,10 +2,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.report.factory import log_text, run_record, write_run
-from tools.report.analyse.comparability import compare_speed
+from tools.report.analyse.comparability import SHARED, compare_speed
 from tools.report.analyse.configurations import configurations
-from tools.report.analyse.no_te import SHARED
-from tools.report.analyse.report_data import build_report
+from tools.report.analyse.entry import notes_of
+from tools.report.analyse.report import build_report
 from tools.report.read.runs import Run, load_folder
 from tools.spec.published import load_published
 
@@ -21,7 +21,7 @@ def test_runs_with_other_patches_are_not_pooled_and_say_which(tmp_path: Path) ->
     runs = [loaded(tmp_path, "a"), loaded(tmp_path, "b", "norm,adamw"), loaded(tmp_path, "c")]
     rows = build_report("r", runs, load_published()).entries
     assert sorted(len(entry.configuration.runs) for entry in rows) == [1, 2]
-    notes = {len(entry.configuration.runs): entry.row.notes for entry in rows}
+    notes = {len(entry.configuration.runs): "; ".join(notes_of(entry)) for entry in rows}
     assert "patches: norm, adamw" in notes[1]
     assert "patches" not in notes[2]
 
@@ -35,4 +35,4 @@ def test_the_times_of_ranks_that_shared_a_gpu_are_compared_with_nothing(tmp_path
         (d.what, d.reference, d.other) for d in speed.differences
     }
     entries = build_report("r", runs, load_published()).entries
-    assert [SHARED in entry.row.notes for entry in entries] == [False, True]
+    assert [SHARED in notes_of(entry) for entry in entries] == [False, True]

@@ -6,7 +6,7 @@ from tools.report.analyse.published import figure_for, match_figure, relative_to
 from tools.report.read.runs import load_folder
 from tools.spec.published import load_published
 from tools.spec.run import DeviceKind
-from tools.spec.strategy import NAMED, Batch
+from tools.spec.strategy import NAMED, Batch, Parallelism
 
 PUBLISHED = load_published()
 MIB = 2**20
@@ -91,7 +91,8 @@ def test_other_model_is_shown_beside_the_main_sources_figure(tmp_path):
 
 
 def test_strategy_nobody_published_has_no_figure(tmp_path):
-    record = changed(run_record("r"), strategy="tp2pp2dp2")
+    split = Parallelism(tensor=2, pipeline=2, data=2)
+    record = changed(run_record("r"), parallelism=split, strategy="tp2pp2dp2")
     run = load_folder(write_run(tmp_path, record, log_text([1.0])))
     assert figure_for(run, PUBLISHED) is None
 

@@ -120,12 +120,12 @@ def test_missing_ledgers_are_said_so_and_the_rest_is_there(tmp_path: Path) -> No
 
 def test_other_backend_has_no_closed_form(tmp_path: Path) -> None:
     run, _ = load(write(tmp_path, "dp2"))
-    other = replace(run, setup=replace(run.setup, backend="native"))
+    other = replace(run, spec=replace(run.spec, backend="native"))
     assert findings_of(other).notes[-1] == (
         "nothing predicted: the closed forms describe Megatron, this run's backend is native"
     )
     with pytest.raises(NoClosedFormError, match="not known"):
-        configuration_of_run(replace(run, setup=replace(run.setup, batch=None)))
+        configuration_of_run(replace(run, spec=None))
 
 
 def test_memory_is_compared_by_component_and_adams_step_counts_are_named(tmp_path: Path) -> None:

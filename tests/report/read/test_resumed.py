@@ -8,7 +8,7 @@ from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.records import run as records
 from tools.records.run import Resumption, Status
 from tools.report.analyse.parity import loss_curve
-from tools.report.analyse.report_data import build_report
+from tools.report.analyse.report import build_report
 from tools.report.read.runs import Run, load_folder
 from tools.report.render.chart_losses import draw_losses
 from tools.spec.published import load_published

@@ -38,9 +38,10 @@ ARGUMENTS = """------------------------ arguments ------------------------
 def test_folder_tells_everything(tmp_path):
     run = load_folder(write_run(tmp_path, run_record("a", "tp2"), log_text([9.0, 8.0])))
     assert (run.name, run.status.status, run.notes) == ("a", Status.OK, ())
-    assert run.setup.strategy == "tp2"
-    assert run.setup.padded_vocabulary == 50432
-    assert run.setup.tokens_per_iteration == 512
+    assert run.spec is not None
+    assert run.strategy == "tp2"
+    assert run.spec.padded_vocabulary == 50432
+    assert run.spec.tokens_per_iteration == 512
 
 
 def test_folder_without_log_is_no_log(tmp_path):
@@ -86,13 +87,13 @@ def test_foreign_log_is_understood_from_its_printed_arguments(tmp_path):
     path = tmp_path / "foreign.log"
     path.write_text(ARGUMENTS + log_text([9.0, 8.0, 8.0]).replace("size:     8", "size:    64"))
     (run,) = load_log(path)
-    setup = run.setup
-    assert (setup.model, setup.strategy, setup.world_size) == ("gpt2-large", "sp2", 2)
-    assert (setup.dtype, setup.dropout, setup.seed) == ("bf16", 0.1, 1234)
-    assert setup.tokens_per_iteration == 64 * 1024
-    assert setup.shape is not None
-    assert setup.shape.query_groups == 16
-    assert setup.device == ""
+    spec = run.spec
+    assert spec is not None
+    assert (run.model, run.strategy, spec.parallelism.world_size) == ("gpt2-large", "sp2", 2)
+    assert (spec.dtype, spec.dropout, spec.seed) == ("bf16", 0.1, 1234)
+    assert spec.tokens_per_iteration == 64 * 1024
+    assert spec.shape.query_groups == 16
+    assert run.device == ""
 
 
 def test_unreadable_path_is_a_sentence_and_the_rest_still_loads(tmp_path):

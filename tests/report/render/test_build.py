@@ -11,8 +11,8 @@ from rich.console import Console
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.records.run import Host, Status
-from tools.report.analyse.report_data import build_report
-from tools.report.analyse.rows import COLUMNS
+from tools.report.analyse.entry import RESULTS
+from tools.report.analyse.report import build_report
 from tools.report.build import BuildOptions, build
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.terminal import print_report
@@ -53,7 +53,7 @@ def read_csv(folder):
 
 
 def test_columns_are_the_contract():
-    assert ",".join(COLUMNS) == CONTRACT
+    assert ",".join(column.name for column in RESULTS) == CONTRACT
 
 
 def test_demo_ends_in_six_rows_with_parity_and_every_file(tmp_path):

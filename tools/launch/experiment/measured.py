@@ -13,9 +13,9 @@ from pathlib import Path
 from tools.records.measurements import Phase, RankTime
 from tools.records.routing import Counts, choices
 from tools.records.run import RunRecord, Status
+from tools.report.analyse.entry import Entry, final_loss, peak_memory
 from tools.report.analyse.parity import loss_curve
-from tools.report.analyse.report_data import Entry, build_report
-from tools.report.analyse.rows import final_loss, peak_memory
+from tools.report.analyse.report import build_report
 from tools.report.analyse.statistics import Comparison, Estimate, Verdict, compare, estimate
 from tools.report.explain.time_shares import mean, read_time_ledger, time_shares
 from tools.report.read.runs import Run, load_runs
@@ -132,15 +132,15 @@ def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
     scores = run.log.validation[-1].losses if run.log.validation else {}
     record = run.record
     return Measured(
-        backend=run.setup.backend or "",
-        strategy=run.setup.strategy or "",
+        backend=run.spec.backend if run.spec else "",
+        strategy=run.strategy,
         status=run.status.status,
         parity=entry.parity.verdict if entry else "",
         optimizer=_optimizer(record) if record else "",
         seed=record.spec.seed if record else 0,
         samples_ms=tuple(each.window.samples_ms for each in runs if each.counts),
         wall_seconds=run.status.wall_seconds,
-        global_batch_size=run.setup.batch.global_batch_size if run.setup.batch else 0,
+        global_batch_size=run.global_batch_size or 0,
         losses=loss_curve(run),
         final_loss=final_loss(run),
         validation_loss=scores.get("lm loss"),
@@ -154,7 +154,7 @@ def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
         overhead=mean(rank.iteration_seconds for rank in ranks) / passes - 1 if passes else None,
         shares=_mean_shares(shares) if shares else None,
         implementation=_implementation(record) if record else "",
-        dtype=run.setup.dtype,
+        dtype=run.spec.dtype if run.spec else "",
         machines=_distinct(f"{one.host.cores} cores of {one.host.cpu}" for one in records),
         commits=_distinct((one.kit_commit or "no commit")[:12] for one in records),
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tools.report.analyse.configurations import Configuration
-from tools.report.analyse.labels import link_rate
-from tools.report.analyse.no_te import patches, shares_gpu
+from tools.report.analyse.labels import fused_patches, link_rate
 from tools.report.analyse.statistics import Comparison, compare
 from tools.report.read.runs import Run
+from tools.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class SpeedComparison:
 
 def compare_speed(reference: Configuration, other: Configuration) -> SpeedComparison:
     """Compare the times of two configurations, per iteration only if both do the same work."""
-    one, two = reference.newest.setup, other.newest.setup
-    ours, theirs = one.tokens_per_iteration, two.tokens_per_iteration
+    one, two = reference.newest.spec, other.newest.spec
     per_iteration = per_token = None
     per_device = None
-    shared = shares_gpu(reference.newest) or shares_gpu(other.newest)
-    if reference.estimate and other.estimate and ours and theirs and not shared:
+    shared = shares_gpu(one) or shares_gpu(two)
+    if reference.estimate and other.estimate and one and two and not shared:
+        ours, theirs = one.tokens_per_iteration, two.tokens_per_iteration
         per_token = compare(reference.estimate, other.estimate, ours / theirs)
         per_iteration = per_token if ours == theirs else None
-        if one.world_size and two.world_size:
-            per_device = one.world_size / two.world_size / per_token.ratio
+        scale = one.parallelism.world_size / two.parallelism.world_size
+        per_device = scale / per_token.ratio
     return SpeedComparison(
         reference=reference.newest.name,
         other=other.newest.name,
@@ -62,27 +62,47 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
 
 def differences(reference: Run, other: Run) -> list[Difference]:
     """Everything the runs should share for their times to be comparable, and do not."""
-    one, two = reference.setup, other.setup
-    pairs = (
-        ("devices", one.world_size, two.world_size, True),
-        ("tokens per iteration", one.tokens_per_iteration, two.tokens_per_iteration, False),
-        ("sequence length", one.seq_length, two.seq_length, False),
-        ("padded vocabulary", one.padded_vocabulary, two.padded_vocabulary, True),
-        ("data", _data(reference), _data(other), False),
-        ("dropout", one.dropout, two.dropout, False),
-        ("precision", one.dtype or None, two.dtype or None, False),
-        ("optimizer", one.optimizer or None, two.optimizer or None, False),
-        ("recomputation", one.recompute or "none", two.recompute or "none", False),
-        ("Adam's state", adam_state(reference), adam_state(other), False),
-        ("Megatron", one.megatron or None, two.megatron or None, False),
-        ("host", _host(reference), _host(other), False),
-        ("link between the ranks", _link(reference), _link(other), False),
-        ("patches", patches(reference), patches(other), False),
-        ("ranks on one GPU", shares_gpu(reference), shares_gpu(other), False),
-    )
+    ours, theirs = _conditions(reference), _conditions(other)
     return [
-        Difference(what, _text(a), _text(b), expected) for what, a, b, expected in pairs if a != b
+        Difference(what, _text(ours[what]), _text(theirs[what]), what in _OF_STRATEGY)
+        for what in ours
+        if ours[what] != theirs[what]
     ]
+
+
+_OF_STRATEGY = ("devices", "padded vocabulary")
+
+
+def _conditions(run: Run) -> dict[str, object]:
+    """What should be the same on both sides, by its name; None is unknown."""
+    spec, record = run.spec, run.record
+    return {
+        "devices": spec and spec.parallelism.world_size,
+        "tokens per iteration": spec and spec.tokens_per_iteration,
+        "sequence length": spec and spec.shape.seq_length,
+        "padded vocabulary": spec and spec.padded_vocabulary,
+        "data": run.data,
+        "dropout": spec and spec.dropout,
+        "precision": spec and spec.dtype,
+        "optimizer": spec and spec.optimizer,
+        "recomputation": spec and spec.recompute.value,
+        "Adam's state": adam_state(run),
+        "Megatron": run.megatron or None,
+        "host": record and record.host.name,
+        "link between the ranks": record and link_rate(record.spec),
+        "patches": fused_patches(spec),
+        "ranks on one GPU": shares_gpu(spec),
+    }
+
+
+SHARED = (
+    "its ranks shared one GPU: memory and losses are true, times say nothing about the strategy"
+)
+
+
+def shares_gpu(spec: RunSpec | None) -> bool:
+    """Whether all ranks were on one GPU."""
+    return spec is not None and spec.shares_gpu
 
 
 def adam_state(run: Run) -> str | None:
@@ -92,19 +112,6 @@ def adam_state(run: Run) -> str | None:
         return None
     updates = sum(count == 0 for count in counts)
     return "existed" if updates else "never existed (every step was skipped)"
-
-
-def _data(run: Run) -> str | None:
-    dataset = run.setup.dataset
-    return (dataset.sha256 or dataset.prefix) if dataset else None
-
-
-def _host(run: Run) -> str | None:
-    return run.record.host.name if run.record else None
-
-
-def _link(run: Run) -> str | None:
-    return link_rate(run) if run.record else None
 
 
 def _text(value: object) -> str:

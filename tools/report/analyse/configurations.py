@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tools.report.analyse.no_te import patches, shares_gpu
 from tools.report.analyse.statistics import Estimate, estimate
-from tools.report.read.runs import Run
+from tools.report.read.runs import Run, given_arguments
+from tools.spec.run import RunSpec
 from tools.spec.strategy import EXAMPLES
 
 # Arguments that say where output goes or how long to run, not what is trained.
@@ -42,6 +42,30 @@ class Configuration:
         return self.runs[-1]
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What a row is of. Two runs with equal ones trained the same thing, whatever they are called."""
+
+    spec: RunSpec | None
+    """Without its seed: repeats may differ in it."""
+    device: str
+    """`cpu`, or the name of the GPU; empty where a log does not say."""
+    otherwise: str = ""
+    """The run itself, where it is not known what was trained."""
+
+
+def identity(spec: RunSpec | None, device: str, run: str) -> Identity:
+    """The identity of a run, also of one that an earlier report tells of."""
+    if spec is None:
+        return Identity(None, device, run)
+    return Identity(replace(spec, seed=0), device)
+
+
+def identity_of(run: Run) -> Identity:
+    """The identity of a run that was read."""
+    return identity(run.spec, run.device, run.name)
+
+
 def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Configuration]:
     """Group runs into rows, ordered by model, device, ranks and strategy.
 
@@ -52,7 +76,7 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     """
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault(_key(run), []).append(run)
+        groups.setdefault(_pooled_by(run), []).append(run)
     rows: list[Configuration] = []
     for members in groups.values():
         by_conditions: dict[tuple[object, ...], list[Run]] = {}
@@ -86,40 +110,11 @@ def _rows(group: Sequence[Run], superseded: int) -> list[Configuration]:
     return rows
 
 
-def _key(run: Run) -> tuple[object, ...]:
-    setup = run.setup
-    if not setup.arguments and run.record is None:
-        return ("log", str(run.path), run.log.part)
-    return (
-        setup.backend,
-        setup.model,
-        setup.strategy,
-        setup.device,
-        setup.parallelism,
-        setup.batch,
-        setup.seq_length,
-        setup.dtype,
-        setup.dropout,
-        setup.dataset.prefix if setup.dataset else None,
-        run.record.spec.link_bits_per_second if run.record else None,
-        patches(run),
-        shares_gpu(run),
-        tuple(sorted(essential(_given(run)).items())),
-    )
-
-
-def _given(run: Run) -> Mapping[str, str]:
-    if run.record is None:
-        return run.setup.arguments
-    words: dict[str, str] = {}
-    name = ""
-    for word in run.record.argv:
-        if word.startswith("--"):
-            name = word
-            words[name] = ""
-        else:
-            words[name] = f"{words.get(name, '')} {word}"
-    return words
+def _pooled_by(run: Run) -> tuple[object, ...]:
+    """What repeats share: what was trained, on what data, with which other arguments."""
+    given = given_arguments(run.record.argv) if run.record else run.arguments
+    prefix = run.dataset.prefix if run.dataset else None
+    return identity_of(run), prefix, tuple(sorted(essential(given).items()))
 
 
 def _conditions(run: Run) -> tuple[object, ...]:
@@ -140,14 +135,14 @@ def _conditions(run: Run) -> tuple[object, ...]:
 
 
 def _order(row: Configuration) -> tuple[object, ...]:
-    setup = row.newest.setup
-    known = setup.strategy in EXAMPLES
+    run = row.newest
+    known = run.strategy in EXAMPLES
     return (
-        setup.model or "~",
-        setup.device,
-        setup.dtype,
-        EXAMPLES.index(setup.strategy) if known else len(EXAMPLES),
-        setup.world_size or 0,
-        setup.strategy,
-        row.newest.name,
+        run.model or "~",
+        run.device,
+        run.spec.dtype if run.spec else "",
+        EXAMPLES.index(run.strategy) if known else len(EXAMPLES),
+        run.spec.parallelism.world_size if run.spec else 0,
+        run.strategy,
+        run.name,
     )

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from tools.report.analyse.configurations import Configuration
-from tools.report.analyse.no_te import patches
 from tools.report.read.runs import Run
+from tools.spec.run import RunSpec
 
 
 def labels(rows: Sequence[Configuration]) -> list[str]:
@@ -15,8 +15,9 @@ def labels(rows: Sequence[Configuration]) -> list[str]:
     result = [_plain(row.newest) for row in rows]
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
-        setup = row.newest.setup
-        groups[setup.model, setup.device, setup.dtype, result[place]].append(place)
+        run = row.newest
+        dtype = run.spec.dtype if run.spec else ""
+        groups[run.model, run.device, dtype, result[place]].append(place)
     for places in groups.values():
         if len(places) > 1:
             runs = [rows[place].newest for place in places]
@@ -25,19 +26,21 @@ def labels(rows: Sequence[Configuration]) -> list[str]:
     return result
 
 
-def link_rate(run: Run) -> str:
-    """The limit of the link between the run's two halves, in words."""
-    bits = run.record.spec.link_bits_per_second if run.record else None
+def link_rate(spec: RunSpec) -> str:
+    """The limit of the link between the two halves of the ranks, in words."""
+    bits = spec.link_bits_per_second
     if bits is None:
         return "unshaped"
     return f"at {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"at {bits / 1e6:g} Mbit/s"
 
 
+def fused_patches(spec: RunSpec | None) -> str:
+    """The names of `FUSED=`, or `none`."""
+    return (",".join(spec.fused) if spec else "") or "none"
+
+
 def _plain(run: Run) -> str:
-    setup = run.setup
-    if not setup.strategy:
-        return run.name
-    return setup.strategy + (f" ×{setup.world_size}" if setup.world_size else "")
+    return f"{run.strategy} ×{run.spec.parallelism.world_size}" if run.spec else run.name
 
 
 def _suffixes(runs: Sequence[Run]) -> list[str]:
@@ -51,19 +54,18 @@ def _suffixes(runs: Sequence[Run]) -> list[str]:
     return joined if distinct else [run.name for run in runs]
 
 
-def _batch(run: Run) -> str:
-    batch = run.setup.batch
-    return f"batch {batch.micro_batch_size}/{batch.global_batch_size}" if batch else ""
+def _of_spec(tell: Callable[[RunSpec], str]) -> Callable[[Run], str]:
+    return lambda run: tell(run.spec) if run.spec else ""
 
 
 _TELLS: tuple[Callable[[Run], str], ...] = (
-    _batch,
-    lambda run: f"seq {run.setup.seq_length}" if run.setup.seq_length else "",
-    lambda run: run.setup.megatron.split(" ")[0],
-    lambda run: run.setup.backend,
-    lambda run: link_rate(run) if run.record else "",
-    lambda run: f"patches {patches(run)}",
-    lambda run: f"recompute {run.setup.recompute or 'none'}",
+    _of_spec(lambda spec: f"batch {spec.batch.micro_batch_size}/{spec.batch.global_batch_size}"),
+    _of_spec(lambda spec: f"seq {spec.shape.seq_length}"),
+    lambda run: run.megatron.split(" ")[0],
+    _of_spec(lambda spec: spec.backend),
+    lambda run: link_rate(run.record.spec) if run.record else "",
+    lambda run: f"patches {fused_patches(run.spec)}",
+    _of_spec(lambda spec: f"recompute {spec.recompute}"),
     lambda run: run.status.status.value,
     lambda run: run.record.host.name if run.record else "",
 )

@@ -52,8 +52,8 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
     """
     models: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        if row.newest.setup.model and loss_curve(row.newest):
-            models.setdefault(row.newest.setup.model, []).append(place)
+        if row.newest.model and loss_curve(row.newest):
+            models.setdefault(row.newest.model, []).append(place)
     result = [Parity() for _ in rows]
     for places in models.values():
         main = min(places, key=lambda place: _rank(rows[place]))
@@ -139,27 +139,29 @@ def _parted(reference: Run, other: Run) -> int | None:
 
 def _obstacle(reference: Run, other: Run) -> str:
     """Why two runs need not print the same losses; empty if they must."""
-    one, two = reference.setup, other.setup
-    if one.start_checkpoint is None or one.start_checkpoint != two.start_checkpoint:
+    if reference.start_checkpoint is None or reference.start_checkpoint != other.start_checkpoint:
         return "no shared starting checkpoint"
-    differing = [
-        name
-        for name, a, b in (
-            ("device", one.device, two.device),
-            ("data", _data(reference), _data(other)),
-            ("seed", one.seed, two.seed),
-            ("global batch", _global_batch(reference), _global_batch(other)),
-            ("sequence length", one.seq_length, two.seq_length),
-            ("precision", one.dtype, two.dtype),
-            ("optimizer", one.optimizer, two.optimizer),
-        )
-        if a != b
-    ]
+    ours, theirs = _of_losses(reference), _of_losses(other)
+    differing = [name for name in ours if ours[name] != theirs[name]]
     if differing:
         return f"different {', '.join(differing)}"
-    if one.dropout != 0 or two.dropout != 0:
+    if not all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
         return "dropout is on, and its random numbers differ by layout"
     return ""
+
+
+def _of_losses(run: Run) -> dict[str, object]:
+    """What losses depend on, whatever the strategy."""
+    spec = run.spec
+    return {
+        "device": run.device,
+        "data": run.data,
+        "seed": spec and spec.seed,
+        "global batch": run.global_batch_size,
+        "sequence length": spec and spec.shape.seq_length,
+        "precision": spec and spec.dtype,
+        "optimizer": spec and spec.optimizer,
+    }
 
 
 def _spread(rows: Sequence[Configuration]) -> tuple[Curve, int]:
@@ -181,14 +183,5 @@ def _spread(rows: Sequence[Configuration]) -> tuple[Curve, int]:
 
 def _rank(row: Configuration) -> tuple[int, int]:
     """Baseline first, and of all rows those that ended well."""
-    setup = row.newest.setup
-    return (0 if row.newest.counts else 1, 0 if setup.strategy == "baseline" else 1)
-
-
-def _data(run: Run) -> str | None:
-    dataset = run.setup.dataset
-    return (dataset.sha256 or dataset.prefix) if dataset else None
-
-
-def _global_batch(run: Run) -> int | None:
-    return run.setup.batch.global_batch_size if run.setup.batch else None
+    run = row.newest
+    return (0 if run.counts else 1, 0 if run.is_baseline else 1)

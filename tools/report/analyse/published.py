@@ -30,14 +30,15 @@ class Match:
 
 def figure_for(run: Run, published: Published) -> Figure | None:
     """The figure of the same model, strategy and ranks; else the main source's of that strategy."""
-    setup = run.setup
+    spec = run.spec
+    if spec is None:
+        return None
     same = [
         figure
         for figure in published.figures
-        if (figure.strategy, figure.devices) == (setup.strategy, setup.world_size)
-        and figure.iteration_ms
+        if figure.parallelism == spec.parallelism and figure.iteration_ms
     ]
-    exact = [figure for figure in same if figure.model == setup.model]
+    exact = [figure for figure in same if figure.model == run.model]
     main = [figure for figure in same if figure.source.key == MAIN_SOURCE]
     return next(iter(exact or main), None)
 
@@ -65,7 +66,7 @@ def match_figure(
     ]
     differs = _differences(run, figure)
     # Beside another model's figure a quantity that was not measured says nothing.
-    shown = [m for m in matches if m.published and (m.measured or figure.model == run.setup.model)]
+    shown = [m for m in matches if m.published and (m.measured or figure.model == run.model)]
     return [_judge(match, differs) for match in shown]
 
 
@@ -88,29 +89,23 @@ def _judge(match: Match, differs: list[tuple[bool, str]]) -> Match:
 
 def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
     """What differs in the setup; True where it makes a verdict impossible."""
-    setup, source = run.setup, figure.source
-    batch = setup.batch
+    spec, source = run.spec, figure.source
     entry = run.record.entry if run.record else None
     driver = run.record.host.driver if run.record else None
     commit = (entry.megatron_commit or entry.megatron_version) if entry else None
     if commit and source.megatron_commit and commit.startswith(source.megatron_commit):
         commit = source.megatron_commit
     wanted: tuple[tuple[bool, str, object, object], ...] = (
-        (True, "model", setup.model, figure.model),
-        (True, "device", setup.device, source.device or source.hardware),
-        (True, "backend", setup.backend, figure.backend),
-        (True, "micro batch", batch.micro_batch_size if batch else None, figure.micro_batch_size),
-        (
-            True,
-            "global batch",
-            batch.global_batch_size if batch else None,
-            figure.global_batch_size,
-        ),
-        (True, "precision", setup.dtype, figure.dtype),
+        (True, "model", run.model, figure.model),
+        (True, "device", run.device, source.device or source.hardware),
+        (True, "backend", spec and spec.backend, figure.backend),
+        (True, "micro batch", spec and spec.batch.micro_batch_size, figure.micro_batch_size),
+        (True, "global batch", run.global_batch_size, figure.global_batch_size),
+        (True, "precision", spec and spec.dtype, figure.dtype),
         (False, "Megatron", commit, source.megatron_commit),
         (False, "driver", driver, source.driver),
     )
-    if setup.model != figure.model:
+    if run.model != figure.model:
         wanted = wanted[:2]  # All else differs too, and need not be told.
     return [
         (grave, f"{name} {here if here not in (None, '') else 'unknown'} instead of {there}")

@@ -8,10 +8,9 @@ import numpy as np
 
 from tools.plan.time.flops import model_flops, token_flops
 from tools.report.read.runs import Run
-from tools.report.read.setup import flags_of_printed
 from tools.spec.flags import Flags
 from tools.spec.hardware import find_device
-from tools.spec.model import ModelShape
+from tools.spec.run import Recompute, RunSpec, flags_of_printed
 
 DISAGREEMENT = 0.01
 _MIN_THROUGHPUT = 20.0
@@ -37,34 +36,26 @@ class Rates:
 
 def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     """Rates of a run whose median iteration takes `iteration_ms`."""
-    setup = run.setup
-    if iteration_ms is None or setup.tokens_per_iteration is None:
+    spec = run.spec
+    if iteration_ms is None or spec is None:
         return Rates()
-    seconds = iteration_ms / 1000
-    per_second = setup.tokens_per_iteration / seconds
-    assert setup.batch is not None
-    formulas = [
-        f"tokens/s = global batch {setup.batch.global_batch_size} × sequence {setup.seq_length}"
-        f" ÷ {seconds:.6g} s"
-    ]
-    if setup.world_size is None:
-        return Rates(per_second, formulas=tuple(formulas))
-    each = per_second / setup.world_size
-    if setup.shape is None:
-        return Rates(per_second, each, formulas=tuple(formulas))
-    flops = model_flops(setup.shape, setup.batch.global_batch_size, setup.seq_length)
-    done = flops + _recomputed(run, setup.shape, setup.tokens_per_iteration)
-    per_device = flops / seconds / setup.world_size / 1e12
+    seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
+    samples, length = spec.batch.global_batch_size, spec.shape.seq_length
+    per_second = spec.tokens_per_iteration / seconds
+    formulas = [f"tokens/s = global batch {samples} × sequence {length} ÷ {seconds:.6g} s"]
+    flops = model_flops(spec.shape, samples, length)
+    done = flops + _recomputed(run, spec)
+    per_device = flops / seconds / devices / 1e12
     formulas.append(
-        f"model TFLOP/s/device = {flops:.5g} FLOPs ÷ {seconds:.6g} s ÷ {setup.world_size}"
+        f"model TFLOP/s/device = {flops:.5g} FLOPs ÷ {seconds:.6g} s ÷ {devices}"
         " (forward and backward, causal attention halved, recomputation not counted)"
     )
-    peak, source, note = _peak(setup.device, setup.dtype)
+    peak, source, note = _peak(run.device, spec.dtype)
     if peak:
-        formulas.append(f"MFU = {per_device:.5g} ÷ {peak:g} TFLOP/s dense {setup.dtype}")
+        formulas.append(f"MFU = {per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
     return Rates(
         tokens_per_second=per_second,
-        tokens_per_second_per_device=each,
+        tokens_per_second_per_device=per_second / devices,
         model_flops_per_iteration=flops,
         hardware_flops_per_iteration=done,
         model_tflops_per_device=per_device,
@@ -73,7 +64,7 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
         peak_tflops=peak,
         peak_source=source,
         formulas=tuple(formulas),
-        notes=tuple(filter(None, (note, _against_megatron(run, flops)))),
+        notes=tuple(filter(None, (note, _against_megatron(run, devices, flops)))),
     )
 
 
@@ -92,26 +83,22 @@ def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
     return peak / 1e12, known.source, doubt
 
 
-def _recomputed(run: Run, shape: ModelShape, tokens: int) -> float:
+def _recomputed(run: Run, spec: RunSpec) -> float:
     """FLOPs that recomputation adds: forward passes of layers, or of their attention scores."""
-    forward = token_flops(shape, run.setup.seq_length)
-    if run.setup.recompute == "selective":
-        return forward.attention_scores * tokens
-    if run.setup.recompute != "full":
+    forward = token_flops(spec.shape, spec.shape.seq_length)
+    if spec.recompute is Recompute.NONE:
         return 0.0
-    flags = _flags(run)
+    if spec.recompute is Recompute.SELECTIVE:
+        return forward.attention_scores * spec.tokens_per_iteration
+    flags = Flags(run.record.argv if run.record else flags_of_printed(run.arguments))
     layers = 1.0
-    stages = run.setup.parallelism.pipeline if run.setup.parallelism else 1
     if flags.text("--recompute-method") == "block":
-        layers = min(1.0, flags.integer("--recompute-num-layers", 1) * stages / shape.layers)
-    return layers * (forward.total - forward.logits) * tokens
+        of_a_stage = flags.integer("--recompute-num-layers", 1)
+        layers = min(1.0, of_a_stage * spec.parallelism.pipeline / spec.shape.layers)
+    return layers * (forward.total - forward.logits) * spec.tokens_per_iteration
 
 
-def _flags(run: Run) -> Flags:
-    return Flags(run.record.argv) if run.record else flags_of_printed(run.setup.arguments)
-
-
-def _against_megatron(run: Run, flops: int) -> str:
+def _against_megatron(run: Run, devices: int, flops: int) -> str:
     """What Megatron's own throughput says of the FLOPs of an iteration, if it differs."""
     counted = [
         found.throughput_tflops_per_gpu * found.elapsed_ms * 1e9
@@ -121,9 +108,9 @@ def _against_megatron(run: Run, flops: int) -> str:
         and found.elapsed_ms
         and not found.averaged
     ]
-    if not counted or not run.setup.world_size:
+    if not counted:
         return ""
-    theirs = float(np.median(counted)) * run.setup.world_size
+    theirs = float(np.median(counted)) * devices
     off = flops / theirs - 1
     if abs(off) <= DISAGREEMENT:
         return ""

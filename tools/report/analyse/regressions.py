@@ -9,13 +9,16 @@ from typing import Any
 
 import msgspec
 
-from tools.report.analyse.rows import Row
+from tools.records.run import decode_run
+from tools.report.analyse.configurations import Identity, identity, identity_of
+from tools.report.analyse.entry import RESULTS, Entry
 from tools.report.analyse.statistics import Verdict, compare, estimate
+from tools.report.read.runs import printed_spec
 
 JSON_FILE = "results.json"
-_IDENTITY = (
-    "backend strategy model device world_size micro_batch_size global_batch_size seq_length dtype"
-)
+_EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")
+"""Columns that hardly scatter."""
+_TOLERANCE = 0.01
 
 
 class BaselineError(ValueError):
@@ -62,46 +65,33 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
 
 
 def compare_with_baseline(
-    old: Sequence[Mapping[str, Any]],
-    rows: Sequence[Row],
-    samples: Sequence[Sequence[Sequence[float]]],
+    old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
 ) -> list[Change]:
-    """Compare rows with an earlier report's.
-
-    Args:
-        old: Rows of `read_baseline`.
-        rows: Rows of now.
-        samples: Of each row the samples of each pooled run, in ms.
-    """
+    """Compare a report's entries with the rows of an earlier one (`read_baseline`)."""
     before = {_identity(row): row for row in old}
     changes: list[Change] = []
-    for row, runs in zip(rows, samples, strict=True):
-        now = {name: getattr(row, name) for name in _IDENTITY.split()}
-        name = row.strategy or row.run
-        earlier = before.pop(_identity(now), None)
+    for entry in entries:
+        name = entry.run.strategy or entry.run.name
+        earlier = before.pop(identity_of(entry.run), None)
         if earlier is None:
             changes.append(Change(name, "new", "not in the earlier report"))
             continue
-        changes += _row_changes(name, earlier, row, runs)
+        changes += [*_status_changes(name, earlier, entry), *_time_changes(name, earlier, entry)]
     for earlier in before.values():
         name = str(earlier.get("strategy") or earlier.get("run"))
         changes.append(Change(name, "missing", "in the earlier report, but not in this one"))
     return changes
 
 
-def _row_changes(
-    name: str, old: Mapping[str, Any], row: Row, samples: Sequence[Sequence[float]]
-) -> list[Change]:
-    changes = [*_status_changes(name, old, row)]
-    then = estimate(_samples(old))
-    now = estimate(samples)
-    if then is not None and now is not None:
-        found = compare(then, now)
-        span = f" (95%: {found.low:.3f} to {found.high:.3f})" if found.low and found.high else ""
-        text = f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}"
-        kind = {Verdict.SLOWER: "regression", Verdict.FASTER: "unexpected improvement"}
-        changes.append(Change(name, kind.get(found.verdict, "same"), f"{text}, {found.verdict}"))
-    return changes
+def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
+    then, now = estimate(_samples(old)), entry.estimate
+    if then is None or now is None:
+        return []
+    found = compare(then, now)
+    span = f" (95%: {found.low:.3f} to {found.high:.3f})" if found.low and found.high else ""
+    text = f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}"
+    kind = {Verdict.SLOWER: "regression", Verdict.FASTER: "unexpected improvement"}
+    return [Change(name, kind.get(found.verdict, "same"), f"{text}, {found.verdict}")]
 
 
 def _samples(old: Mapping[str, Any]) -> list[list[float]]:
@@ -111,25 +101,33 @@ def _samples(old: Mapping[str, Any]) -> list[list[float]]:
         return []
 
 
-def _status_changes(name: str, old: Mapping[str, Any], row: Row) -> list[Change]:
+def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
     changes = []
-    if old.get("status") != row.status:
+    status = entry.run.status.status.value
+    if old.get("status") != status:
         kind = "regression" if old.get("status") == "ok" else "unexpected improvement"
-        changes.append(Change(name, kind, f"status {row.status}, was {old.get('status')}"))
-    was, now = old.get("parity") or "", row.parity or ""
+        changes.append(Change(name, kind, f"status {status}, was {old.get('status')}"))
+    was, now = old.get("parity") or "", entry.parity.verdict
     if was != now:
         good = ("held", "reference", "")
         kind = "regression" if now not in good else "unexpected improvement"
         kind = "same" if was in good and now in good else kind
         changes.append(Change(name, kind, f"parity {now or 'empty'}, was {was or 'empty'}"))
-    for field in ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration"):
-        then, here = old.get(field), getattr(row, field)
-        if then and here and abs(here / then - 1) > 0.01:
+    for column in (column for column in RESULTS if column.name in _EXACT):
+        then, here = old.get(column.name), column.value(entry)
+        if then and here and abs(here / then - 1) > _TOLERANCE:
             kind = "regression" if here > then else "unexpected improvement"
-            changes.append(Change(name, kind, f"{field} {here:,}, was {then:,}"))
+            changes.append(Change(name, kind, f"{column.name} {here:,}, was {then:,}"))
     return changes
 
 
-def _identity(row: Mapping[str, Any]) -> tuple[str, ...]:
-    values = tuple(str(row.get(name) or "") for name in _IDENTITY.split())
-    return values if row.get("model") else (*values, str(row.get("run")))
+def _identity(row: Mapping[str, Any]) -> Identity:
+    """What an earlier row was of: `provenance` is its `run.json`, a log has printed arguments."""
+    device, run = row.get("device") or "", str(row.get("run"))
+    try:
+        if row.get("provenance"):
+            return identity(decode_run(row["provenance"]).spec, device, run)
+        arguments = msgspec.convert(row.get("arguments") or {}, dict[str, str])
+        return identity(printed_spec(arguments, row.get("global_batch_size")), device, run)
+    except msgspec.ValidationError:
+        return identity(None, device, run)

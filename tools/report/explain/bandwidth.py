@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from tools.plan.time.cluster import NODES, at_other_rate, link_seconds
 from tools.records.measurements import RankCommunication
-from tools.report.analyse.report_data import Entry
+from tools.report.analyse.entry import Entry
 from tools.report.canvas import WIDTH_INCHES, colour, grid
 from tools.report.read.runs import Run
+from tools.spec.run import Backend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +57,7 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
     shaped = [entry for entry in entries if _rate(entry.run)]
     if not shaped:
         return []
-    setups = {_same(entry): entry for entry in shaped if entry.row.model == shaped[0].row.model}
+    setups = {_same(entry): entry for entry in shaped if entry.run.model == shaped[0].run.model}
     return [
         _curve(entry, [other for other in entries if _same(other) == same])
         for same, entry in setups.items()
@@ -66,9 +67,10 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
 
 def busy_seconds_at_one_bit(run: Run) -> float | None:
     """`link_seconds` of the busiest rank at 1 bit/s, from the run's own ledger."""
-    record, split = run.ledgers.communication, run.setup.parallelism
-    if record is None or split is None or split.world_size % NODES:
+    record, spec = run.ledgers.communication, run.spec
+    if record is None or spec is None or spec.parallelism.world_size % NODES:
         return None
+    split = spec.parallelism
     return max(
         (link_seconds(rank.calls, split, 1.0) for rank in _counted(record.ranks)), default=None
     )
@@ -82,9 +84,11 @@ def _curve(entry: Entry, members: Sequence[Entry]) -> RateCurve:
     timed = [(_rate(e.run), e.configuration.estimate) for e in members]
     points = [Point(rate, found.median) for rate, found in timed if rate and found]
     unshaped = [found.median for rate, found in timed if not rate and found]
-    backend = "" if entry.row.backend == "megatron" else f"{entry.row.backend} "
+    spec = entry.run.spec
+    assert spec is not None  # A rate is known only of a run whose record has a spec.
+    backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
     return RateCurve(
-        name=f"{backend}{entry.row.strategy} ×{entry.row.world_size}",
+        name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
         points=tuple(sorted(points, key=lambda point: point.bits_per_second)),
         unshaped=unshaped[-1] if unshaped else None,
         sent_seconds=busy_seconds_at_one_bit(entry.run),
@@ -92,19 +96,15 @@ def _curve(entry: Entry, members: Sequence[Entry]) -> RateCurve:
 
 
 def _rate(run: Run) -> int | None:
-    return run.record.spec.link_bits_per_second if run.record else None
+    return run.spec.link_bits_per_second if run.spec else None
 
 
 def _same(entry: Entry) -> tuple[object, ...]:
-    setup = entry.run.setup
-    return (
-        setup.backend,
-        setup.model,
-        setup.strategy,
-        setup.world_size,
-        setup.batch,
-        setup.dropout,
-    )
+    """What a curve's points share: backend, model, split, batch and dropout."""
+    spec = entry.run.spec
+    if spec is None:
+        return (entry.run.name,)
+    return spec.backend, spec.model, spec.parallelism, spec.batch, spec.dropout
 
 
 _GIGA = 1e9

@@ -51,11 +51,11 @@ def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> list[
 
 def fair_share(reference: Subject, other: Subject) -> float | None:
     """Baseline's work over the other's ranks, relative to baseline's own iteration."""
-    one, two = reference.run.setup, other.run.setup
-    if not (one.tokens_per_iteration and two.tokens_per_iteration):
+    one, two = reference.run.spec, other.run.spec
+    if one is None or two is None:
         return None
     work = two.tokens_per_iteration / one.tokens_per_iteration
-    return work * (one.world_size or 1) / (two.world_size or 1)
+    return work * one.parallelism.world_size / two.parallelism.world_size
 
 
 def _sentence(subject: Subject, baseline: Subject | None) -> str:
@@ -80,7 +80,7 @@ def _sentence(subject: Subject, baseline: Subject | None) -> str:
 
 
 def _difference(subject: Subject, whole: float, fair: float) -> str:
-    ranks = subject.run.setup.world_size or 1
+    ranks = subject.split.world_size
     direction = "above" if whole > fair else "below"
     return (
         f"an iteration takes {milliseconds(whole)}, baseline's work divided over {ranks} rank(s) "

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tools.report.analyse.report_data import Report, build_report
+from tools.report.analyse.report import Report, build_report
 from tools.report.explain.bubble import bubble_sentences
 from tools.report.explain.costs import cost_sentences
 from tools.report.explain.gpu_bench import bench_tables

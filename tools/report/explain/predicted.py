@@ -182,7 +182,7 @@ def findings_of(run: Run) -> Findings:
 
 def _times(run: Run) -> tuple[TimeRecord | None, str]:
     times, problem = read_time_ledger(run.path)
-    if times is not None and run.setup.device != "cpu":
+    if times is not None and run.device != "cpu":
         return None, (
             f"{TIME_FILE} is of the host's clock, which on a GPU says when kernels were launched and "
             "not when they ran, so nothing is concluded from it"

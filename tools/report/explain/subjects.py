@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.report.analyse.report_data import Entry, Report
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.report import Report
 from tools.report.explain.predicted import Findings, findings_of
 from tools.report.read.runs import Run
-from tools.spec.strategy import Parallelism
+from tools.spec.strategy import Batch, Parallelism
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,13 @@ class Subject:
     @property
     def split(self) -> Parallelism:
         """How it was split; whole where that is not known."""
-        return self.run.setup.parallelism or Parallelism()
+        return self.run.spec.parallelism if self.run.spec else Parallelism()
 
     @property
     def cohort(self) -> tuple[object, ...]:
-        """Subjects that may be held against each other: model, device, backend and precision."""
-        setup = self.run.setup
-        return setup.model, setup.device, setup.backend, setup.dtype
+        """Subjects that may be compared: model, device, backend and precision."""
+        run, spec = self.run, self.run.spec
+        return run.model, run.device, spec and spec.backend, spec and spec.dtype
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ def find(
             for other in subjects
             if other.split == split
             and other.cohort == like.cohort
-            and (not same_batch or other.run.setup.batch == like.run.setup.batch)
+            and (not same_batch or _batch(other.run) == _batch(like.run))
         ),
         None,
     )
+
+
+def _batch(run: Run) -> Batch | None:
+    return run.spec.batch if run.spec else None

@@ -18,7 +18,7 @@ from rich.console import Console
 from tools.plan.schedules.simulate import Durations, Pass, Step, Timeline, simulate
 from tools.records.measurements import Phase
 from tools.records.run import TRACE_FILE
-from tools.report.analyse.report_data import Entry
+from tools.report.analyse.entry import Entry
 from tools.report.canvas import INK, Chart, draw
 from tools.report.explain.time_shares import mean
 from tools.report.explain.trace import Piece, idle_share, passes, read_trace, schedule_of
@@ -242,12 +242,11 @@ def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
     Raises:
         NoTraceError: It left no usable trace, or its split is not known.
     """
-    split, batch = run.setup.parallelism, run.setup.batch
-    if split is None or batch is None or not batch.micro_batch_size:
+    if run.spec is None:
         raise NoTraceError(
             f"{run.name} does not say how it was split, so its passes have no place."
         )
-    microbatches = max(1, batch.global_batch_size // (batch.micro_batch_size * split.data))
+    split, microbatches = run.spec.parallelism, max(1, run.spec.microbatches)
     try:
         pieces = read_trace(run.path, split, microbatches)
     except FileNotFoundError:
@@ -259,8 +258,8 @@ def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
     shown = tuple(_without_single_ranks(run, pieces))
     if not shown:
         raise NoTraceError(f"{run.name} traced nothing; train at least 5 iterations.")
-    title = f"Iteration of {label or run.setup.strategy}, {run.setup.model}"
-    return Scene(name, title, shown, split, microbatches, run.setup.device != "cpu")
+    title = f"Iteration of {label or run.strategy}, {run.model}"
+    return Scene(name, title, shown, split, microbatches, run.device != "cpu")
 
 
 def write_timeline(run: Run) -> tuple[Path, str]:

@@ -21,7 +21,7 @@ _INSIDE = (Phase.FORWARD, Phase.BACKWARD)
 
 def traffic_sentences(subjects: Sequence[Subject]) -> list[str]:
     """What every configuration of several ranks sends, beside its closed form."""
-    return [_sent(s) for s in subjects if (s.run.setup.world_size or 1) > 1]
+    return [_sent(s) for s in subjects if s.split.world_size > 1]
 
 
 def context_sentences(subjects: Sequence[Subject]) -> list[str]:

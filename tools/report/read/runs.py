@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from tools.records import run as records
-from tools.records.run import RunRecord, Status, StatusRecord
+from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from tools.report.read.diagnosis import judge
 from tools.report.read.ledgers import Ledgers, read_ledgers
 from tools.report.read.samples import DeviceSamples, read_samples
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import Iteration, ScrapedLog
-from tools.report.read.setup import Setup, setup_of_log, setup_of_record
 from tools.report.read.tensorboard import log_from_tensorboard
 from tools.report.read.window import Window, select_window
+from tools.spec.flags import Flags
+from tools.spec.model import ModelShape, load_model, model_names
+from tools.spec.run import DeviceKind, RunSpec, flags_of_printed, spec_of_printed
+from tools.spec.strategy import Batch, Parallelism
 
 COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE)
 """Statuses of runs whose measurements count, if they have any."""
@@ -30,11 +33,20 @@ class Run:
 
     name: str
     path: Path
-    setup: Setup
+    spec: RunSpec | None
+    """What was trained; None where a log's arguments define no model."""
     status: StatusRecord
     log: ScrapedLog
     window: Window
     record: RunRecord | None = None
+    device: str = ""
+    """`cpu`, or the name of the GPU; empty where a log does not say."""
+    megatron: str = ""
+    """Version and commit."""
+    dataset: DatasetIdentity | None = None
+    start_checkpoint: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Megatron's arguments: as it printed them, else as they were given."""
     samples: DeviceSamples = field(default_factory=DeviceSamples)
     ledgers: Ledgers = field(default_factory=Ledgers)
     notes: tuple[str, ...] = ()
@@ -42,6 +54,33 @@ class Run:
     """Iterations of the run whose checkpoint it went on from in another layout, up to that checkpoint.
 
     Part of its loss curve, not of its times."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy's name; empty where it is not known."""
+        return self.spec.name if self.spec else ""
+
+    @property
+    def model(self) -> str:
+        """The model's name, `<layers>x<hidden>` for one that has none; empty where not known."""
+        if self.spec is None:
+            return ""
+        return self.spec.model or f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is split in no way, so that others are compared with it."""
+        return self.spec is not None and self.spec.parallelism == Parallelism()
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples an iteration; the lines of a log name them even where its arguments do not."""
+        return self.spec.batch.global_batch_size if self.spec else _printed_batch(self.log)
+
+    @property
+    def data(self) -> str | None:
+        """The data set: its hash, else its name."""
+        return (self.dataset.sha256 or self.dataset.prefix) if self.dataset else None
 
     @property
     def restarts(self) -> tuple[int, ...]:
@@ -99,35 +138,108 @@ def load_folder(folder: Path) -> Run:
         status = replace(status, reason=judge(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
     before = _parents_iterations(folder, record, notes)
-    return Run(
+    run = Run(
         name=folder.name,
         path=folder,
-        setup=setup_of_record(record, log) if record else setup_of_log(log),
+        spec=None,
         status=status,
         log=log,
         window=select_window(log),
-        record=record,
         samples=read_samples(folder / records.SAMPLES_FILE),
         ledgers=ledgers,
         notes=(*notes, *ledger_notes, *log.notes),
         before=before,
     )
+    return _with_record(run, record) if record else _with_printed(run)
 
 
 def load_log(path: Path) -> list[Run]:
     """Load a foreign log; one that holds several runs gives several."""
     return [
-        Run(
-            name=path.name if log.parts == 1 else f"{path.name}#{log.part}",
-            path=path,
-            setup=setup_of_log(log),
-            status=judge(log),
-            log=log,
-            window=select_window(log),
-            notes=log.notes,
+        _with_printed(
+            Run(
+                name=path.name if log.parts == 1 else f"{path.name}#{log.part}",
+                path=path,
+                spec=None,
+                status=judge(log),
+                log=log,
+                window=select_window(log),
+                notes=log.notes,
+            )
         )
         for log in scrape_runs(path)
     ]
+
+
+def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) -> RunSpec | None:
+    """What printed arguments say was trained, with the model's name and the batch of the log's lines."""
+    spec = spec_of_printed(arguments)
+    if spec is None:
+        return None
+    batch = Batch(spec.batch.micro_batch_size, global_batch_size or spec.batch.global_batch_size)
+    return replace(spec, model=_model_of(spec.shape), batch=batch)
+
+
+def _with_record(run: Run, record: RunRecord) -> Run:
+    spec, entry = record.spec, record.entry
+    on_gpu = spec.device is DeviceKind.GPU and record.host.devices
+    versions = (entry.megatron_version, (entry.megatron_commit or "")[:12])
+    return replace(
+        run,
+        spec=spec,
+        record=record,
+        device=record.host.devices[0] if on_gpu else spec.device.value,
+        megatron=" ".join(filter(None, versions)),
+        dataset=record.dataset,
+        start_checkpoint=record.start_checkpoint,
+        # Printed arguments are as Megatron resolved them.
+        arguments=run.log.arguments or given_arguments(record.argv),
+    )
+
+
+def _with_printed(run: Run) -> Run:
+    arguments = run.log.arguments
+    if not arguments:
+        return run
+    flags = Flags(flags_of_printed(arguments))
+    data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
+    return replace(
+        run,
+        spec=printed_spec(arguments, _printed_batch(run.log)),
+        dataset=DatasetIdentity(data) if data else None,
+        # Weights that were loaded to start from; a resumed run's are its own.
+        start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
+        arguments=arguments,
+    )
+
+
+def given_arguments(argv: Iterable[str]) -> dict[str, str]:
+    """A command line's flags with their values, `True` for those without."""
+    values: dict[str, list[str]] = {}
+    name = ""
+    for word in argv:
+        if word.startswith("--"):
+            name, joined, value = word.partition("=")
+            values[name] = [value] if joined else []
+        elif name:
+            values[name].append(word)
+    return {name: " ".join(words) or "True" for name, words in values.items()}
+
+
+def _printed_batch(log: ScrapedLog) -> int | None:
+    return next((line.global_batch_size for line in log.iterations if line.global_batch_size), None)
+
+
+def _model_of(shape: ModelShape) -> str:
+    """The model of a shape, whatever its vocabulary: a log prints the tokenizer's."""
+    for name in model_names():
+        known = load_model(name).shape
+        same = replace(
+            shape, vocabulary=known.vocabulary, vocabulary_multiple=known.vocabulary_multiple
+        )
+        if same == known:
+            return name
+    return ""
 
 
 def _parents_iterations(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tools.report.analyse.report_data import Entry
+from tools.report.analyse.entry import Entry
 from tools.report.canvas import WIDTH_INCHES, colour, grid, names
 from tools.report.read.samples import DeviceSeries
 
@@ -29,7 +29,7 @@ def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
         for axes in (left, right):
             axes.set_ylim(bottom=0)
             grid(axes)
-    cpu = all(entry.row.device == "cpu" for entry in entries)
+    cpu = all(entry.run.device == "cpu" for entry in entries)
     grid_of_axes[0][0].set_title("% of a core" if cpu else "% busy")
     grid_of_axes[0][1].set_title("resident memory, GiB" if cpu else "device memory, GiB")
     for axes in grid_of_axes[-1]:

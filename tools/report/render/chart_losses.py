@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.parity import REFERENCE, Curve, last_digit, loss_curve
-from tools.report.analyse.report_data import Entry
 from tools.report.canvas import INK, WIDTH_INCHES, colour, grid, names
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tools.records.measurements import MemoryCategory
-from tools.report.analyse.report_data import Entry
-from tools.report.analyse.rows import memory_by_rank
+from tools.report.analyse.entry import Entry, memory_by_rank
 from tools.report.canvas import WIDTH_INCHES, colour, grid, names
 from tools.text.units import size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tools.report.analyse.report_data import Entry
+from tools.report.analyse.entry import Entry
 from tools.report.canvas import INK, WIDTH_INCHES, colour, grid, names
 from tools.text.units import number
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from tools.report.analyse.entry import Entry, memory_by_rank
 from tools.report.analyse.parity import loss_curve
-from tools.report.analyse.report_data import Entry, Report
-from tools.report.analyse.rows import memory_by_rank
+from tools.report.analyse.report import Report
 from tools.report.canvas import Chart, draw
 from tools.report.explain.bandwidth import draw_bandwidth, rate_curves
 from tools.report.explain.chart_routing import draw_routing
@@ -46,7 +46,7 @@ def draw_charts(report: Report) -> list[Chart]:
 
 
 def _times(entries: Sequence[Entry]) -> list[Chart]:
-    timed = [entry for entry in entries if entry.configuration.estimate]
+    timed = [entry for entry in entries if entry.estimate]
     if not timed:
         return []
     text = (
@@ -74,7 +74,7 @@ def _losses(entries: Sequence[Entry]) -> list[Chart]:
     cohorts: dict[str, list[Entry]] = {}
     for entry in entries:
         if len(loss_curve(entry.run)) > 1:
-            cohorts.setdefault(entry.row.model or "", []).append(entry)
+            cohorts.setdefault(entry.run.model, []).append(entry)
     charts = []
     for place, (model, members) in enumerate(list(cohorts.items())[:MAX_COHORTS]):
         text = "Above the loss, below its difference from the reference in units of the last digit."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,16 @@ import msgspec
 
 from tools.records.io import write_whole
 from tools.records.run import encode_run
+from tools.report.analyse.entry import RESULTS, Entry
 from tools.report.analyse.published import Match
-from tools.report.analyse.report_data import Entry, Report
-from tools.report.analyse.rows import COLUMNS
+from tools.report.analyse.report import Report
 from tools.report.explain.explanation import Explanation, explain, explanation_markdown
 from tools.report.explain.timelines import timeline_charts
 from tools.report.render.charts import draw_charts
 from tools.report.render.markdown import render_markdown
 from tools.report.render.page import render_page
-from tools.report.render.wording import sentences
+from tools.report.render.sentences import sentences
+from tools.text.table import Table, csv_table
 
 MAX_SAMPLES = 2000
 """Samples a run that `results.json` keeps; longer runs are thinned evenly."""
@@ -36,7 +35,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     charts = [*draw_charts(report), *timeline_charts(report.entries)]
     explanation = explain(report)
     contents = {
-        "results.csv": csv_text(report),
+        "results.csv": csv_table(Table(RESULTS, report.entries)),
         "results.json": json_text(report, explanation),
         "report.md": render_markdown(report, charts) + explanation_markdown(explanation),
         "report.html": render_page(report, charts, explanation),
@@ -48,16 +47,6 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         write_whole(folder / name, text)
     point_latest(folder)
     return [folder / name for name in contents]
-
-
-def csv_text(report: Report) -> str:
-    """`results.csv`; unknown cells are empty."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for entry in report.entries:
-        writer.writerow({name: _cell(value) for name, value in asdict(entry.row).items()})
-    return buffer.getvalue()
 
 
 def json_text(report: Report, explanation: Explanation) -> str:
@@ -91,7 +80,7 @@ def point_latest(folder: Path) -> None:
 
 def _entry_json(entry: Entry) -> dict[str, Any]:
     run, configuration = entry.run, entry.configuration
-    return asdict(entry.row) | {
+    return {column.name: column.value(entry) for column in RESULTS} | {
         "label": entry.label,
         "runs": [one.name for one in configuration.runs],
         "window": run.window.text,
@@ -113,7 +102,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "validation": run.log.validation,
         "parameters_by_rank": run.log.parameters,
         "provenance": encode_run(run.record) if run.record else None,
-        "arguments": run.setup.arguments if run.record is None else None,
+        "arguments": run.arguments if run.record is None else None,
     }
 
 
@@ -140,11 +129,3 @@ def _estimate_json(entry: Entry) -> dict[str, Any] | None:
         return None
     fields = {name: getattr(found, name) for name in ("median", "low", "high", "count", "runs")}
     return fields | {"spread": found.spread, "method": found.method.value}
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, str):
-        # A cell must not start what a spreadsheet takes for a formula, nor hold a line's end.
-        text = " ".join(value.split())
-        return f"'{text}" if text[:1] in ("=", "+", "@") else text
-    return value

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.report.analyse.report_data import Entry, Report
-from tools.report.analyse.rows import memory_by_rank
+from tools.report.analyse.entry import Entry, memory_by_rank
+from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
-from tools.report.render import wording
+from tools.report.render import tables
+from tools.report.render.sentences import sentences
 from tools.text import units
+from tools.text.table import Column, Table
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ARGUMENTS = 120
+_WIDE = 40
+"""Characters from which on a column of text may be broken."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the sortable table: what is read, and what is sorted by."""
+    """One cell: what is read, and what a sortable table sorts by."""
 
     text: str
     key: float | str = ""
     kind: str = ""
-    """Class of the cell: `number`, or a status that has a colour."""
+    """Class of the cell: `number`, `wide`, or `pill` with a verdict that has a colour."""
 
 
 def render_page(
@@ -41,62 +45,41 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    header, lines = results_table(report)
+    results = tables.page_results(report)
     return environment.get_template("page.html.j2").render(
         report=report,
         charts=charts,
         explanation=explanation or Explanation(),
-        sentences=wording.sentences(report),
-        header=header,
-        lines=lines,
-        arguments=report.arguments[:_MAX_ARGUMENTS],
+        sentences=sentences(report),
+        tables=tables,
+        results=results,
+        arguments=tables.arguments(report, _MAX_ARGUMENTS),
         arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
         memory_by_rank=memory_by_rank,
         provenance=provenance,
-        w=units,
-        wording=wording,
+        cells_of=cells_of,
+        units=units,
     )
 
 
-def results_table(report: Report) -> tuple[list[str], list[list[Cell]]]:
-    """Header and lines of the results table; a column of which nothing is known is left out."""
-    lines = [cells(entry) for entry in report.entries]
-    names = list(lines[0]) if lines else []
-    known = [n for n in names if any(line[n].text not in ("", units.DASH) for line in lines)]
-    return known, [[line[name] for name in known] for line in lines]
+def cells_of[R](table: Table[R]) -> list[list[Cell]]:
+    """Cells with what a browser needs to align, colour and sort them."""
+    lines = [[_cell(column, row) for column in table.columns] for row in table.rows]
+    wide = [any(len(line[i].text) > _WIDE for line in lines) for i in range(len(table.columns))]
+    return [
+        [replace(cell, kind="wide") if broad and not cell.kind else cell for cell, broad in pairs]
+        for pairs in (zip(line, wide, strict=True) for line in lines)
+    ]
 
 
-def cells(entry: Entry) -> dict[str, Cell]:
-    """Every cell of an entry's line by its column's name."""
-    row, rates = entry.row, entry.rates
-    token = entry.speed.per_token if entry.speed else None
-    low, high = row.iteration_ms_ci_low, row.iteration_ms_ci_high
-    interval = units.DASH if low is None else f"{units.number(low)} – {units.number(high)}"
-    parity = (row.parity or "").split("@")[0].replace(" ", "-")
-    published = entry.figure.mean_iteration_ms if entry.figure else None
-    return {
-        "Strategy": Cell(entry.label, entry.label),
-        "Model": Cell(row.model or units.DASH, row.model or ""),
-        "Device": Cell(row.device or units.DASH, row.device or ""),
-        "Status": Cell(row.status, row.status, f"status {row.status}"),
-        "ms/iteration": _number(row.iteration_ms_median),
-        "95% interval": Cell(interval, "" if low is None else low, "number"),
-        "Time a token": _number(token.ratio if token else None, wording.speed(entry)),
-        "Tokens/s": _number(row.tokens_per_second),
-        "Final loss": _number(row.final_loss, units.loss(row.final_loss)),
-        "Parity": Cell(row.parity or units.DASH, row.parity or "", f"parity {parity}"),
-        "Parameters/rank": _number(row.parameters_max_rank, units.count(row.parameters_max_rank)),
-        "Peak memory": _number(row.peak_memory_bytes, units.size(row.peak_memory_bytes)),
-        "Device memory": _number(row.device_memory_bytes, units.size(row.device_memory_bytes)),
-        "Sent/iteration": _number(
-            row.comm_bytes_per_iteration, units.size(row.comm_bytes_per_iteration)
-        ),
-        "Tokens/s/device": _number(row.tokens_per_second_per_device),
-        "TFLOP/s/device": _number(row.model_tflops_per_device),
-        "MFU": _number(row.mfu, units.percent(row.mfu)),
-        "HFU": _number(rates.hfu, units.percent(rates.hfu)),
-        "Published ms": _number(published, wording.published(entry)),
-    }
+def _cell[R](column: Column[R], row: R) -> Cell:
+    value, text = column.value(row), column.cell(row)
+    # A value of several parts sorts by its first.
+    key = value[0] if isinstance(value, tuple) else value
+    kind = "number" if column.right else ""
+    if column.style:
+        kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
+    return Cell(text, "" if key is None else key, kind)
 
 
 def provenance(entry: Entry) -> Mapping[str, str]:
@@ -117,7 +100,7 @@ def provenance(entry: Entry) -> Mapping[str, str]:
             "driver": host.driver,
             "interconnect": host.interconnect,
             "entry": entry_point.path,
-            "Megatron": run.setup.megatron,
+            "Megatron": run.megatron,
             "kit commit": record.kit_commit,
             "software": ", ".join(f"{name} {v}" for name, v in sorted(record.software.items())),
             "data": record.dataset.prefix if record.dataset else None,
@@ -128,8 +111,3 @@ def provenance(entry: Entry) -> Mapping[str, str]:
             "command": shlex.join(record.command),
         }
     return {name: value for name, value in facts.items() if value}
-
-
-def _number(value: float | None, text: str | None = None) -> Cell:
-    shown = units.number(value) if text is None else text
-    return Cell(shown, "" if value is None else value, "number")

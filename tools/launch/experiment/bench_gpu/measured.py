@@ -12,7 +12,7 @@ from tools.launch.experiment.bench_gpu.kernels import (
 )
 from tools.launch.experiment.bench_gpu.settings import WARM_UP, Setting
 from tools.records.gpu_bench import Measured
-from tools.report.analyse.rows import memory_by_rank
+from tools.report.analyse.entry import memory_by_rank
 from tools.report.read.runs import load_folder
 from tools.spec.run import DeviceKind
 

@@ -1,51 +1,12 @@
-"""Numbers and verdicts as people read them. Unknown is a dash, never a zero."""
+"""What a report says in sentences: how runs ended, what may be said of speed, losses and figures."""
 
 from __future__ import annotations
 
-from tools.report.analyse.report_data import Entry, Report
-from tools.report.analyse.statistics import Comparison, Verdict
-from tools.text.units import DASH, number
-
-
-def milliseconds(entry: Entry) -> str:
-    """`12.3`, with the interval behind it where there is one."""
-    row = entry.row
-    if row.iteration_ms_median is None:
-        return DASH
-    text = number(row.iteration_ms_median)
-    if row.iteration_ms_ci_low is None or row.iteration_ms_ci_high is None:
-        return text
-    return f"{text} [{number(row.iteration_ms_ci_low)}–{number(row.iteration_ms_ci_high)}]"
-
-
-def speed(entry: Entry) -> str:
-    """The verdict on speed against the reference, short."""
-    comparison = entry.speed
-    if comparison is None or comparison.per_token is None:
-        return DASH
-    return ratio(comparison.per_token)
-
-
-def ratio(found: Comparison) -> str:
-    """`×1.24 slower` with its interval left out."""
-    return f"×{found.ratio:.2f} {found.verdict}"
-
-
-def against_baseline(entry: Entry) -> str:
-    """Time a sample over baseline's, here and as published."""
-    token = entry.speed.per_token if entry.speed else None
-    here = f"×{token.ratio:.2f}" if token else DASH
-    there = f"×{entry.published_ratio:.2f}" if entry.published_ratio else DASH
-    return DASH if here == there == DASH else f"{here} | {there}"
-
-
-def published(entry: Entry) -> str:
-    """The published time of the strategy, marked if it is another model's."""
-    figure = entry.figure
-    if figure is None or figure.mean_iteration_ms is None:
-        return DASH
-    other = "" if figure.model == entry.row.model else "*"
-    return f"{number(figure.mean_iteration_ms)}{other}"
+from tools.records.run import Status
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.report import Report
+from tools.report.analyse.statistics import Verdict
+from tools.text.units import number
 
 
 def sentences(report: Report) -> list[str]:
@@ -53,7 +14,7 @@ def sentences(report: Report) -> list[str]:
     if not report.entries:
         return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
     result = [_status_sentence(report)]
-    if any(e.row.device == "cpu" and e.configuration.estimate for e in report.entries):
+    if any(e.run.device == "cpu" and e.estimate for e in report.entries):
         result.append(
             "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
             "compute and communication is in them; losses, parameters and bytes are exact."
@@ -77,7 +38,7 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     comparison = entry.speed
     if comparison is None or comparison.per_token is None:
         return ""
-    reference = next(e for e in report.entries if e.row.run == comparison.reference)
+    reference = next(e for e in report.entries if e.run.name == comparison.reference)
     found = comparison.per_token
     unit = "an iteration" if comparison.per_iteration else "a token"
     span = f", 95% {found.low:.3f} to {found.high:.3f}" if found.low and found.high else ""
@@ -101,7 +62,7 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 
 
 def _status_sentence(report: Report) -> str:
-    bad = [e for e in report.entries if e.row.status != "ok"]
+    bad = [e for e in report.entries if e.run.status.status is not Status.OK]
     runs = sum(len(entry.configuration.runs) for entry in report.entries)
     rows = len(report.entries)
     text = f"{runs} run{'s' * (runs != 1)} in {rows} configuration{'s' * (rows != 1)}"
@@ -110,7 +71,7 @@ def _status_sentence(report: Report) -> str:
     return (
         f"{text}; "
         + "; ".join(
-            f"{e.label} is {e.row.status}"
+            f"{e.label} is {e.run.status.status}"
             + (f" ({e.run.status.reason.rstrip('.')})" if e.run.status.reason else "")
             for e in bad
         )
@@ -119,7 +80,7 @@ def _status_sentence(report: Report) -> str:
 
 
 def _window_sentences(report: Report) -> list[str]:
-    counts = [e.configuration.estimate.count for e in report.entries if e.configuration.estimate]
+    counts = [e.estimate.count for e in report.entries if e.estimate]
     if not counts:
         return []
     span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"

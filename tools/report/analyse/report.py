@@ -7,39 +7,16 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from tools.records.gpu_bench import GpuBench
-from tools.report.analyse.comparability import SpeedComparison, compare_speed
+from tools.report.analyse.comparability import compare_speed
 from tools.report.analyse.configurations import Configuration, configurations, essential
+from tools.report.analyse.entry import Entry, device_memory
 from tools.report.analyse.labels import labels
 from tools.report.analyse.parity import Parity, parity_of
-from tools.report.analyse.published import Match, figure_for, match_figure, relative_to_baseline
-from tools.report.analyse.rates import Rates, rates_of
+from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
+from tools.report.analyse.rates import rates_of
 from tools.report.analyse.regressions import Change
-from tools.report.analyse.rows import Row, row_of
 from tools.report.read.runs import Run
-from tools.spec.published import Correction, Figure, Published
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One configuration with all that is said of it."""
-
-    label: str
-    """How it is called in tables and charts."""
-    configuration: Configuration
-    row: Row
-    rates: Rates
-    parity: Parity
-    speed: SpeedComparison | None = None
-    """Against the cohort's reference; None for the reference itself."""
-    figure: Figure | None = None
-    matches: tuple[Match, ...] = ()
-    published_ratio: float | None = None
-    """The figure's time a sample over its own baseline's; beside `speed.per_token`."""
-
-    @property
-    def run(self) -> Run:
-        """The newest run."""
-        return self.configuration.newest
+from tools.spec.published import Correction, Published
 
 
 @dataclass(frozen=True)
@@ -95,27 +72,28 @@ def build_report(
 
 
 def _entry(label: str, row: Configuration, parity: Parity, published: Published) -> Entry:
-    rates = rates_of(row.newest, row.estimate.median if row.estimate else None)
-    line = row_of(row, rates, parity)
-    figure = figure_for(row.newest, published)
-    matches = (
-        match_figure(row.newest, figure, line.iteration_ms_median, line.device_memory_bytes)
-        if figure
-        else []
+    run, time = row.newest, row.estimate.median if row.estimate else None
+    figure = figure_for(run, published)
+    return Entry(
+        label=label,
+        configuration=row,
+        rates=rates_of(run, time),
+        parity=parity,
+        figure=figure,
+        matches=tuple(match_figure(run, figure, time, device_memory(run)) if figure else ()),
+        published_ratio=relative_to_baseline(figure, published) if figure else None,
     )
-    ratio = relative_to_baseline(figure, published) if figure else None
-    return Entry(label, row, line, rates, parity, None, figure, tuple(matches), ratio)
 
 
 def _with_speeds(entries: list[Entry]) -> list[Entry]:
     references: dict[tuple[str, str], Entry] = {}
-    for entry in sorted(entries, key=lambda e: e.row.strategy != "baseline"):
-        if entry.configuration.estimate and entry.row.model:
+    for entry in sorted(entries, key=lambda e: not e.run.is_baseline):
+        if entry.estimate and entry.run.model:
             references.setdefault(_cohort(entry), entry)
     result = []
     for entry in entries:
         reference = references.get(_cohort(entry))
-        if reference is None or reference is entry or not entry.configuration.estimate:
+        if reference is None or reference is entry or not entry.estimate:
             result.append(entry)
             continue
         speed = compare_speed(reference.configuration, entry.configuration)
@@ -125,11 +103,11 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
 
 def _cohort(entry: Entry) -> tuple[str, str]:
     """Runs that are compared in speed: one model on one kind of device."""
-    return entry.row.model or "", entry.row.device or ""
+    return entry.run.model, entry.run.device
 
 
 def _argument_differences(entries: Sequence[Entry]) -> list[ArgumentDifference]:
-    sets = [essential(entry.run.setup.arguments) for entry in entries]
+    sets = [essential(entry.run.arguments) for entry in entries]
     known = [arguments for arguments in sets if arguments]
     if len(known) < 2:
         return []

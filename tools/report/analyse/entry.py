@@ -1,0 +1,180 @@
+"""One row of a report: a configuration with all that is said of it, and the columns of `results.csv`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tools.plan.tensors import parameters_total
+from tools.report.analyse.comparability import SHARED, SpeedComparison, adam_state, shares_gpu
+from tools.report.analyse.configurations import Configuration
+from tools.report.analyse.parity import Parity
+from tools.report.analyse.published import Match
+from tools.report.analyse.rates import Rates
+from tools.report.analyse.statistics import Estimate
+from tools.report.read.runs import Run
+from tools.spec.published import Figure
+from tools.spec.run import RunSpec
+from tools.spec.strategy import Parallelism, Sharding
+from tools.text.table import Column
+
+_MIB = 2**20
+_ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP2: 3}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration with all that is said of it."""
+
+    label: str
+    """How it is called in tables and charts."""
+    configuration: Configuration
+    rates: Rates
+    parity: Parity
+    speed: SpeedComparison | None = None
+    """Against the cohort's reference; None for the reference itself."""
+    figure: Figure | None = None
+    matches: tuple[Match, ...] = ()
+    published_ratio: float | None = None
+    """The figure's time a sample over its own baseline's; beside `speed.per_token`."""
+
+    @property
+    def run(self) -> Run:
+        """The newest run."""
+        return self.configuration.newest
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Of iteration times, in milliseconds."""
+        return self.configuration.estimate
+
+
+def peak_memory(run: Run) -> tuple[int | None, int | None]:
+    """Largest peak of any rank and that rank: the ledger's, else the allocator's in the log."""
+    by_rank = memory_by_rank(run)
+    if not by_rank:
+        return None, None
+    rank = max(by_rank, key=lambda r: (by_rank[r], -r))
+    return by_rank[rank], rank
+
+
+def memory_by_rank(run: Run) -> dict[int, int]:
+    """Peak bytes by rank. Megatron prints them only on ranks that are first of their DP group."""
+    if run.ledgers.peak_memory_bytes_by_rank:
+        return dict(run.ledgers.peak_memory_bytes_by_rank)
+    peaks: dict[int, int] = {}
+    for reading in run.log.memory:
+        # Ranks without a device's allocator print zeros.
+        if math.isfinite(reading.max_allocated_mib) and reading.max_allocated_mib > 0:
+            size = round(reading.max_allocated_mib * _MIB)
+            peaks[reading.rank] = max(peaks.get(reading.rank, 0), size)
+    return peaks
+
+
+def device_memory(run: Run) -> int | None:
+    """The device's own largest reading; a CPU rank's resident memory is no such reading."""
+    return None if run.device == "cpu" else run.samples.peak_memory_bytes
+
+
+def final_loss(run: Run) -> float | None:
+    """Loss of the last line that is not an average."""
+    for found in reversed(run.log.iterations):
+        loss = found.lm_loss
+        if loss is not None and math.isfinite(loss):
+            usable = not found.averaged and not found.skipped_iterations
+            if usable:
+                return loss
+    return None
+
+
+def notes_of(entry: Entry) -> list[str]:
+    """What a reader of the entry's row must know, most important first."""
+    run, configuration, parity = entry.run, entry.configuration, entry.parity
+    notes = [run.status.reason] if run.status.reason else []
+    if len(configuration.runs) > 1:
+        notes.append(f"{len(configuration.runs)} runs pooled")
+    if configuration.failed_before:
+        notes.append(f"{configuration.failed_before} earlier failed")
+    if configuration.superseded:
+        notes.append(f"{configuration.superseded} older under other versions not shown")
+    if parity.parted:
+        notes.append(f"from iteration {parity.parted} on tokens took other experts; not compared")
+    if parity.reason:
+        notes.append(f"loss not comparable: {parity.reason}")
+    elif parity.verdict.startswith("broken") and not parity.repeats:
+        notes.append("parity tolerance is the rounding alone: no repeat was run")
+    if adam_state(run) not in (None, "existed"):
+        notes.append("Adam's state never existed (every step skipped), so memory reads too low")
+    shared = [SHARED] if shares_gpu(run.spec) else []
+    patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
+    return [*shared, *patches, *notes, *entry.rates.notes, *run.notes]
+
+
+def sent_bytes(run: Run) -> int | None:
+    """What the busiest rank puts on the wire in an iteration, by the ledger."""
+    return max(run.ledgers.sent_bytes_by_rank.values(), default=None)
+
+
+def largest_parameters(run: Run) -> int | None:
+    """Parameters of the rank that holds most, as Megatron printed them."""
+    return max((c.parameters for c in run.log.parameters), default=None)
+
+
+def _of_spec(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:
+    return lambda entry: value(entry.run.spec) if entry.run.spec else None
+
+
+def _of_split(value: Callable[[Parallelism], int]) -> Callable[[Entry], Any]:
+    return _of_spec(lambda spec: value(spec.parallelism))
+
+
+def _of_estimate(value: Callable[[Estimate], float | None]) -> Callable[[Entry], Any]:
+    return lambda entry: value(entry.estimate) if entry.estimate else None
+
+
+RESULTS: tuple[Column[Entry], ...] = (
+    Column("run", lambda e: e.run.name),
+    Column("status", lambda e: e.run.status.status.value),
+    Column("backend", _of_spec(lambda spec: spec.backend)),
+    Column("strategy", lambda e: e.run.strategy or None),
+    Column("model", lambda e: e.run.model or None),
+    Column("device", lambda e: e.run.device or None),
+    Column("world_size", _of_split(lambda split: split.world_size)),
+    Column("dp", _of_split(lambda split: split.data)),
+    Column("tp", _of_split(lambda split: split.tensor)),
+    Column("sp", _of_split(lambda split: int(split.sequence_parallel))),
+    Column("pp", _of_split(lambda split: split.pipeline)),
+    Column("vpp", _of_split(lambda split: split.virtual_stages)),
+    Column("cp", _of_split(lambda split: split.context)),
+    Column("ep", _of_split(lambda split: split.expert)),
+    Column("zero_stage", _of_split(lambda split: _ZERO_STAGES.get(split.sharding, 0))),
+    Column("micro_batch_size", _of_spec(lambda spec: spec.batch.micro_batch_size or None)),
+    Column("global_batch_size", lambda e: e.run.global_batch_size),
+    Column("seq_length", _of_spec(lambda spec: spec.shape.seq_length)),
+    Column("dtype", _of_spec(lambda spec: spec.dtype)),
+    # Of the newest run.
+    Column("iterations", lambda e: len(e.run.log.iterations)),
+    Column("iteration_ms_median", _of_estimate(lambda found: found.median)),
+    Column("iteration_ms_ci_low", _of_estimate(lambda found: found.low)),
+    Column("iteration_ms_ci_high", _of_estimate(lambda found: found.high)),
+    Column("tokens_per_second", lambda e: e.rates.tokens_per_second),
+    Column("tokens_per_second_per_device", lambda e: e.rates.tokens_per_second_per_device),
+    Column("model_tflops_per_device", lambda e: e.rates.model_tflops_per_device),
+    Column("mfu", lambda e: e.rates.mfu),
+    Column("peak_tflops", lambda e: e.rates.peak_tflops),
+    Column("peak_memory_bytes", lambda e: peak_memory(e.run)[0]),
+    Column("peak_memory_rank", lambda e: peak_memory(e.run)[1]),
+    Column("device_memory_bytes", lambda e: device_memory(e.run)),
+    Column("comm_bytes_per_iteration", lambda e: sent_bytes(e.run)),
+    Column(
+        "parameters_total",
+        _of_spec(lambda spec: parameters_total(spec.shape, spec.parallelism.tensor)),
+    ),
+    Column("parameters_max_rank", lambda e: largest_parameters(e.run)),
+    Column("final_loss", lambda e: final_loss(e.run)),
+    Column("parity", lambda e: e.parity.verdict or None),
+    Column("notes", lambda e: "; ".join(notes_of(e))),
+)
+"""The columns of `results.csv`, a contract: names and order. Unknown is None, an empty cell."""

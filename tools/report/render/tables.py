@@ -1,0 +1,307 @@
+"""Every table of a report, said once: its columns and rows, whatever it is rendered to.
+
+The results exist in three selections of the same columns: the page has most, Markdown fewer, and a
+terminal those that fit, the most important first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tools.report.analyse.entry import (
+    Entry,
+    device_memory,
+    final_loss,
+    largest_parameters,
+    notes_of,
+    peak_memory,
+    sent_bytes,
+)
+from tools.report.analyse.published import Match
+from tools.report.analyse.regressions import Change
+from tools.report.analyse.report import ArgumentDifference, Report
+from tools.report.analyse.statistics import Comparison
+from tools.spec.published import Correction
+from tools.text.table import Column, Table
+from tools.text.units import DASH, count, interval, loss, number, percent, size
+
+MatchOf = tuple[Entry, Match]
+_STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim"}
+
+
+def ratio(found: Comparison) -> str:
+    """`×1.24 slower`, without its interval."""
+    return f"×{found.ratio:.2f} {found.verdict}"
+
+
+def _time(entry: Entry) -> float | None:
+    return entry.estimate.median if entry.estimate else None
+
+
+def _interval(entry: Entry) -> tuple[float, float] | None:
+    found = entry.estimate
+    if found is None or found.low is None or found.high is None:
+        return None
+    return found.low, found.high
+
+
+def _speed(entry: Entry) -> tuple[float, str] | None:
+    found = entry.speed.per_token if entry.speed else None
+    return (found.ratio, ratio(found)) if found else None
+
+
+def _published(entry: Entry) -> tuple[float, str] | None:
+    """The published time of the strategy, marked if it is another model's."""
+    figure = entry.figure
+    if figure is None or figure.mean_iteration_ms is None:
+        return None
+    other = "" if figure.model == entry.run.model else "*"
+    return figure.mean_iteration_ms, f"{number(figure.mean_iteration_ms)}{other}"
+
+
+def _said(value: tuple[float, str] | None) -> str:
+    return value[1] if value else DASH
+
+
+def _range(value: tuple[float, float] | None) -> str:
+    return f"{number(value[0])} – {number(value[1])}" if value else DASH
+
+
+def _time_and_interval(entry: Entry) -> str:
+    found = _interval(entry)
+    return f"{number(_time(entry))} [{interval(*found)}]" if found else number(_time(entry))
+
+
+def _status_style(text: str) -> str:
+    return _STYLES.get(text, "bold red")
+
+
+def _parity_style(text: str) -> str:
+    return "bold red" if text.startswith("broken") else _STYLES.get(text, "yellow")
+
+
+_LABEL = Column[Entry]("Strategy", lambda e: e.label, right=False)
+_MODEL = Column[Entry]("Model", lambda e: e.run.model or None, right=False)
+_DEVICE = Column[Entry]("Device", lambda e: e.run.device or None, right=False)
+_STATUS = Column[Entry](
+    "Status", lambda e: e.run.status.status.value, right=False, style=_status_style
+)
+_TIME = Column[Entry]("ms/iteration", _time, number)
+_INTERVAL = Column[Entry]("95% interval", _interval, _range)
+_SPEED = Column[Entry]("Time a token", _speed, _said)
+_RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number)
+_LOSS = Column[Entry]("Final loss", lambda e: final_loss(e.run), loss)
+_PARITY = Column[Entry](
+    "Parity", lambda e: e.parity.verdict or None, right=False, style=_parity_style
+)
+_PARAMETERS = Column[Entry]("Parameters/rank", lambda e: largest_parameters(e.run), count)
+_MEMORY = Column[Entry]("Peak memory", lambda e: peak_memory(e.run)[0], size)
+_SENT = Column[Entry]("Sent/iteration", lambda e: sent_bytes(e.run), size)
+_MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent)
+_PUBLISHED = Column[Entry]("Published ms", _published, _said)
+_NOTES = Column[Entry]("Notes", lambda e: "; ".join(notes_of(e)), right=False)
+_PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
+
+_OF_PAGE = (
+    *(_LABEL, _MODEL, _DEVICE, _STATUS, _TIME, _INTERVAL, _SPEED, _RATE, _LOSS, _PARITY),
+    *(_PARAMETERS, _MEMORY),
+    Column[Entry]("Device memory", lambda e: device_memory(e.run), size),
+    _SENT,
+    Column[Entry]("Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number),
+    Column[Entry]("TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number),
+    _MFU,
+    Column[Entry]("HFU", lambda e: e.rates.hfu, percent),
+    _PUBLISHED,
+)
+_OF_MARKDOWN = (
+    *(_LABEL, _MODEL, _DEVICE, _STATUS),
+    Column[Entry]("ms/iteration [95%]", _time_and_interval),
+    *(_SPEED, _RATE, _MFU, replace(_LOSS, name="Loss"), _PARITY_OR_BLANK, _PARAMETERS, _MEMORY),
+    _NOTES,
+)
+_OF_TERMINAL = (
+    replace(_LABEL, name="strategy", rank=0),
+    replace(_STATUS, name="status", rank=5),
+    replace(_TIME, rank=1),
+    replace(_INTERVAL, name="95%", rank=7, text=lambda found: interval(*found) if found else DASH),
+    replace(_SPEED, name="time a token", rank=8, right=False),
+    replace(_RATE, name="tokens/s", rank=4),
+    replace(_MFU, rank=12),
+    replace(_LOSS, name="loss", rank=3),
+    replace(_PARITY_OR_BLANK, name="parity", rank=2),
+    replace(_PARAMETERS, name="params/rank", rank=9),
+    replace(_MEMORY, name="peak memory", rank=10),
+    replace(_SENT, name="sent/iter.", rank=11),
+    replace(_PUBLISHED, name="published", rank=6),
+)
+
+
+def page_results(report: Report) -> Table[Entry]:
+    """Results with every column of which something is known."""
+    table = Table(_OF_PAGE, report.entries)
+    known = zip(*table.cells, strict=True) if report.entries else [()] * len(_OF_PAGE)
+    columns = (c for c, texts in zip(_OF_PAGE, known, strict=True) if {*texts} - {"", DASH})
+    return replace(table, columns=tuple(columns))
+
+
+def markdown_results(report: Report) -> Table[Entry]:
+    """Results with notes, for a text that is read and not sorted."""
+    return Table(_OF_MARKDOWN, report.entries)
+
+
+def terminal_results(title: str, entries: Sequence[Entry], width: int) -> Table[Entry]:
+    """Results of one model on one device, as many columns as fit."""
+    return Table(_OF_TERMINAL, tuple(entries), title).fitting(width)
+
+
+_WINDOW = (
+    _LABEL,
+    Column[Entry]("Runs", lambda e: len(e.configuration.runs)),
+    Column[Entry]("Window of the newest run", lambda e: e.run.window.text, right=False),
+    Column[Entry]("Interval", lambda e: e.estimate and e.estimate.method.value, right=False),
+)
+
+
+def windows(report: Report, *, notes: bool = False) -> Table[Entry]:
+    """Which iterations count, and where the interval comes from."""
+    spread = Column[Entry]("Spread", lambda e: e.estimate and e.estimate.spread, percent)
+    return Table((*_WINDOW, spread, _NOTES) if notes else _WINDOW, report.entries)
+
+
+def speeds(report: Report) -> Table[Entry]:
+    """Each configuration beside its cohort's reference."""
+    compared = tuple(e for e in report.entries if e.speed and e.speed.per_token)
+    columns = (
+        _LABEL,
+        Column[Entry]("Against", lambda e: e.speed and e.speed.reference, right=False),
+        Column[Entry]("Time an iteration", _per_iteration, right=False),
+        replace(_SPEED, right=False),
+        Column[Entry]("95% interval", _ratio_interval),
+        Column[Entry]("Tokens/s/device", lambda e: e.speed and e.speed.per_device, percent),
+        Column[Entry]("What differs", _differences, right=False),
+    )
+    return Table(columns, compared)
+
+
+def _per_iteration(entry: Entry) -> str:
+    found = entry.speed.per_iteration if entry.speed else None
+    return ratio(found) if found else "refused: different work"
+
+
+def _ratio_interval(entry: Entry) -> str | None:
+    found = entry.speed.per_token if entry.speed else None
+    if found is None or found.low is None or found.high is None:
+        return None
+    return f"{found.low:.3f} – {found.high:.3f}"
+
+
+def _differences(entry: Entry) -> str:
+    differences = entry.speed.differences if entry.speed else ()
+    return "; ".join(f"{d.what}: {d.reference} | {d.other}" for d in differences)
+
+
+def _of_match(name: str, index: int, what: str) -> Column[MatchOf]:
+    return Column[MatchOf](name, lambda pair: getattr(pair[index], what), right=False)
+
+
+def _measured(pair: MatchOf) -> str | None:
+    match = pair[1]
+    return f"{number(match.measured)} {match.unit}" if match.measured else None
+
+
+def _readings(pair: MatchOf) -> str:
+    return f"{', '.join(map(number, pair[1].published))} {pair[1].unit}"
+
+
+def _readings_and_source(pair: MatchOf) -> str:
+    figure = pair[1].figure
+    return f"{_readings(pair)} ({figure.model}, source {figure.source.key})"
+
+
+def _against_baseline(pair: MatchOf) -> str | None:
+    """Time a sample over baseline's, here and as published."""
+    entry, match = pair
+    token = entry.speed.per_token if entry.speed else None
+    if match.quantity != "iteration time" or not (token or entry.published_ratio):
+        return None
+    here = f"×{token.ratio:.2f}" if token else DASH
+    return f"{here} | {f'×{entry.published_ratio:.2f}' if entry.published_ratio else DASH}"
+
+
+def _origin(pair: MatchOf) -> str:
+    figure = pair[1].figure
+    caution = f"; {figure.caution}" if figure.caution else ""
+    return f"{figure.model}, {figure.source.hardware} (source {figure.source.key}){caution}"
+
+
+def _expected(pair: MatchOf) -> str | None:
+    match = pair[1]
+    if match.verdict == "not comparable":
+        return None
+    return f"{number(match.expected_low)} – {number(match.expected_high)}"
+
+
+_MEASURED = Column[MatchOf]("Measured", _measured)
+_VERDICT = replace(_of_match("Verdict", 1, "verdict"), style=lambda text: "")
+
+
+def page_matches(report: Report) -> Table[MatchOf]:
+    """Published quantities beside the measured ones, with where they come from."""
+    columns = (
+        *(_of_match("Strategy", 0, "label"), _of_match("Quantity", 1, "quantity"), _MEASURED),
+        Column[MatchOf]("Published", _readings),
+        Column[MatchOf]("Time a sample, of baseline: here | published", _against_baseline),
+        Column[MatchOf]("Of", _origin, right=False),
+        Column[MatchOf]("Expected", _expected),
+        _VERDICT,
+        Column[MatchOf]("What differs", lambda pair: "; ".join(pair[1].differs), right=False),
+    )
+    return Table(columns, _matches(report))
+
+
+def markdown_matches(report: Report) -> Table[MatchOf]:
+    """The same in fewer columns."""
+    columns = (
+        *(_of_match("Strategy", 0, "label"), _of_match("Quantity", 1, "quantity"), _MEASURED),
+        Column[MatchOf]("Published", _readings_and_source),
+        _VERDICT,
+        Column[MatchOf]("What differs", lambda pair: ", ".join(pair[1].differs), right=False),
+    )
+    return Table(columns, _matches(report))
+
+
+def _matches(report: Report) -> tuple[MatchOf, ...]:
+    return tuple((entry, match) for entry in report.entries for match in entry.matches)
+
+
+def corrections(report: Report) -> Table[Correction]:
+    """What the write-ups that are shown got wrong."""
+    columns = (
+        Column[Correction]("Source", lambda c: c.source, right=False),
+        Column[Correction]("It says", lambda c: c.says, right=False),
+        Column[Correction]("Right", lambda c: c.right, right=False),
+    )
+    return Table(columns, report.corrections)
+
+
+def changes(report: Report) -> Table[Change]:
+    """What is not as it was in the earlier report."""
+    columns = (
+        Column[Change]("Row", lambda c: c.row, right=False),
+        Column[Change]("Finding", lambda c: c.kind, right=False, style=lambda text: ""),
+        Column[Change]("Numbers", lambda c: c.text, right=False),
+    )
+    return Table(columns, report.changes)
+
+
+def arguments(report: Report, limit: int) -> Table[ArgumentDifference]:
+    """Arguments that are not the same in all runs, a column for each row of the report."""
+
+    def value_of(place: int) -> Column[ArgumentDifference]:
+        label = report.entries[place].label
+        return Column(label, lambda found: found.values[place] or None, right=False)
+
+    name = Column[ArgumentDifference]("Argument", lambda found: found.name, right=False)
+    columns = (name, *(value_of(place) for place in range(len(report.entries))))
+    return Table(columns, report.arguments[:limit])
