@@ -20,6 +20,7 @@ dist.init_process_group("gloo")
 tensor = torch.ones(250_000)
 dist.all_reduce(tensor)
 assert float(tensor[0]) == 2
+dist.destroy_process_group()  # else gloo's threads may abort the process at its end
 sys.exit(int(sys.argv[1]))
 """
 
@@ -76,7 +77,7 @@ def test_ranks_meet_across_the_link_and_leave_nothing_behind(
     ended = run(Rate(10**9), 2, (str(script), str(code)))
     assert (ended == 0) == (code == 0)
     sent = [int(line.split()[-2]) for line in capfd.readouterr().out.splitlines() if "sent" in line]
-    # Each side sends the million bytes once, and some tens of kB of headers and of meeting.
+    # Each side sends the million bytes once, and some tens of kB of headers and of the rendezvous.
     assert len(sent) == 2
     assert all(1_000_000 < count < 1_300_000 for count in sent)
     assert not list(Path("/run/netns").glob(f"kit{os.getpid()}*"))
