@@ -1,23 +1,23 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from tools import plan
 from tools.plan.residuals import (
-    ITERATION_TIMES,
     Residual,
-    a100_residuals,
+    h200_figures,
     h200_residuals,
     h200_spec,
+    paper_residuals,
     residual_tables,
 )
 from tools.plan.time.cluster import Calibration, Cluster, route
 from tools.plan.time.compute import NoPeakError
 from tools.plan.time.iteration import IterationSeconds, after_hiding, iteration_seconds
+from tools.spec.files import ROOT
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
+from tools.spec.published import load_paper
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -41,20 +41,23 @@ def test_every_published_h200_time_is_predicted_within_5_percent(residual: Resid
 
 
 def test_the_published_order_is_predicted_and_tp_and_sp_are_alike() -> None:
-    seconds = {name: h200(name).total for name, _, _ in ITERATION_TIMES}
+    seconds = {name: h200(name).total for name in (f.strategy for f in h200_figures())}
     two = [name for name in sorted(seconds, key=lambda n: seconds[n]) if name != "baseline"]
     assert two == ["dp2", "cp2", "sp2", "tp2", "pp2"]
     assert seconds["tp2"] == pytest.approx(seconds["sp2"], rel=0.02)
 
 
-@pytest.mark.parametrize("residual", a100_residuals(), ids=lambda r: r.case)
+@pytest.mark.parametrize("residual", paper_residuals(load_paper()), ids=lambda r: r.case)
 def test_published_a100_times_are_predicted_within_10_percent(residual: Residual) -> None:
     assert abs(residual.error) < 0.10
 
 
-def test_the_readme_holds_the_residuals_of_today() -> None:
-    readme = Path(plan.__file__).with_name("README.md").read_text()
-    assert "\n".join(residual_tables()).strip() in readme
+def test_the_readmes_hold_the_residuals_of_today() -> None:
+    memory, times, paper = residual_tables().strip().split("\n\n")
+    planner = (ROOT / "tools" / "plan" / "README.md").read_text()
+    lab_guide = (ROOT / "examples" / "gpt3" / "README.md").read_text()
+    assert all(table in planner for table in (memory, times, paper))
+    assert all(table in lab_guide for table in (memory, times))
 
 
 def test_one_micro_batch_makes_the_bubble_of_two_stages_a_whole_stage() -> None:

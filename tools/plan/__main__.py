@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     if words == ["residuals"]:
         from tools.plan.residuals import residual_tables
 
-        print("\n".join(residual_tables()))
+        print(residual_tables(), end="")
         return 0
     options = _parser().parse_args(words)
     try:

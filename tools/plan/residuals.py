@@ -1,68 +1,30 @@
-"""Every published case that the planner was held against, and by how much it misses each.
+"""Every published figure that the planner is compared with, and by how much it misses each.
 
-`python -m tools.plan residuals` prints the tables of the README.
+`python -m tools.plan residuals` prints the tables as Markdown; the READMEs hold copies, which a test
+compares. The figures are those of `examples/gpt3/published.yaml` and `papers.yaml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tools.plan.memory import MIB, memory_of_rank
+from tools.plan.memory import memory_of_rank
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.iteration import iteration_seconds
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, load_model
+from tools.spec.published import (
+    MAIN_SOURCE,
+    Figure,
+    Paper,
+    PaperCase,
+    load_paper,
+    load_published,
+)
 from tools.spec.run import Recompute, RunSpec, spec_of_model
-from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy
-
-MEMORY_READINGS = (
-    ("baseline", 0, 80161),
-    ("dp2", 0, 80543),
-    ("tp2", 0, 85969),
-    ("sp2", 0, 71571),
-    ("cp2", 0, 81917),
-    ("cp2", 0, 81557),
-    ("pp2", 0, 61249),
-    ("pp2", 1, 88299),
-)
-"""gpt2-large on H200: strategy, pipeline rank, MiB that nvidia-smi printed."""
-
-ITERATION_TIMES = (
-    ("baseline", 438.3, 436.7),
-    ("dp2", 436.9, 437.5),
-    ("tp2", 542.8, 543.6),
-    ("sp2", 538.9, 541.4),
-    ("cp2", 514.5, 519.1),
-    ("pp2", 821.7, 813.0),
-)
-"""gpt2-large on H200: strategy, ms of two consecutive iterations."""
-
-
-@dataclass(frozen=True)
-class PaperCase:
-    """A row of arXiv:2205.05198, tables 3 and 5: A100, fp16, sequence 2048."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    tensor: int
-    pipeline: int
-    virtual: int
-    batch: Batch
-    full_seconds: float
-    """With full recomputation."""
-    selective_seconds: float
-    """With sequence parallelism and selective recomputation."""
-
-
-PAPER_CASES = (
-    PaperCase("22B", 48, 6144, 64, 8, 1, 1, Batch(4, 4), 1.42, 1.10),
-    PaperCase("175B", 96, 12288, 96, 8, 8, 3, Batch(1, 64), 18.13, 13.75),
-    PaperCase("530B", 105, 20480, 128, 8, 35, 3, Batch(1, 280), 49.05, 37.83),
-    PaperCase("1T", 128, 25600, 160, 8, 64, 1, Batch(1, 512), 94.42, 71.49),
-)
+from tools.spec.strategy import Batch, Parallelism, batch_for, devices_of, parse_strategy
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import MIB
 
 
 @dataclass(frozen=True)
@@ -78,62 +40,71 @@ class Residual:
         """Relative, positive if predicted too high."""
         return self.predicted / self.measured - 1
 
-    def row(self, digits: int) -> str:
-        """A row of a Markdown table."""
-        numbers = f"{self.measured:.{digits}f} | {self.predicted:.{digits}f}"
-        return f"| {self.case} | {numbers} | {100 * self.error:+.1f}% |"
+
+def residual_tables() -> str:
+    """The READMEs' tables, in Markdown."""
+    paper = load_paper()
+    tables = (
+        _table("gpt2-large, H200, MiB a device", memory_residuals(), 0),
+        _table("gpt2-large, H200, ms an iteration", h200_residuals(), 1),
+        _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2),
+    )
+    return "\n\n".join(tables) + "\n"
 
 
 def memory_residuals() -> list[Residual]:
-    """MiB a device."""
-    return [
-        Residual(
-            strategy if strategy != "pp2" else f"pp2, stage {rank}",
-            measured,
-            memory_of_rank(h200_spec(strategy), rank).total / MIB,
-        )
-        for strategy, rank, measured in MEMORY_READINGS
-    ]
+    """MiB a device, a row for each pipeline stage; ranks that read alike to 10 MiB are one reading."""
+    found = []
+    for figure in h200_figures():
+        spec = h200_spec(figure.strategy)
+        readings = {round(reading, -1): reading for reading in reversed(figure.device_memory_mib)}
+        stages = spec.parallelism.pipeline
+        for index, measured in enumerate(reversed(readings.values())):
+            stage = index if stages > 1 else 0
+            case = f"{figure.strategy}, stage {stage}" if stages > 1 else figure.strategy
+            found.append(Residual(case, measured, memory_of_rank(spec, stage).total / MIB))
+    return found
 
 
 def h200_residuals() -> list[Residual]:
     """Milliseconds an iteration."""
-    return [
-        Residual(strategy, (first + second) / 2, 1e3 * h200_seconds(strategy))
-        for strategy, first, second in ITERATION_TIMES
-    ]
+    found = []
+    for figure in h200_figures():
+        assert figure.mean_iteration_ms is not None
+        cluster = usual_cluster("h200", figure.devices)
+        seconds = iteration_seconds(h200_spec(figure.strategy), cluster).total
+        found.append(Residual(figure.strategy, figure.mean_iteration_ms, 1e3 * seconds))
+    return found
 
 
-def a100_residuals() -> list[Residual]:
+def paper_residuals(paper: Paper) -> list[Residual]:
     """Seconds an iteration."""
     found = []
-    for case in PAPER_CASES:
+    for case in paper.cases:
         devices = case.tensor * case.pipeline
-        full, selective = paper_specs(case)
+        cluster = usual_cluster(paper.device, devices)
+        full, selective = paper_specs(paper, case)
         for spec, measured, words in (
             (full, case.full_seconds, "full recomputation"),
             (selective, case.selective_seconds, "SP, selective"),
         ):
-            predicted = iteration_seconds(spec, usual_cluster("a100", devices)).total
+            predicted = iteration_seconds(spec, cluster).total
             found.append(Residual(f"{case.name} on {devices}, {words}", measured, predicted))
     return found
 
 
+def h200_figures() -> tuple[Figure, ...]:
+    """The published gpt2-large runs."""
+    return load_published().of(MAIN_SOURCE)
+
+
 def h200_spec(strategy: str) -> RunSpec:
     """A published gpt2-large run."""
-    model = load_model("gpt2-large")
-    parallelism = parse_strategy(strategy, 1 if strategy == "baseline" else 2)
-    return spec_of_model(model, parallelism, batch_for(model.batch, parallelism))
+    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
+    return spec_of_model(model, split, batch_for(model.batch, split))
 
 
-def h200_seconds(strategy: str) -> float:
-    """Its predicted iteration."""
-    spec = h200_spec(strategy)
-    devices = spec.parallelism.world_size
-    return iteration_seconds(spec, usual_cluster("h200", devices)).total
-
-
-def paper_specs(case: PaperCase) -> tuple[RunSpec, RunSpec]:
+def paper_specs(paper: Paper, case: PaperCase) -> tuple[RunSpec, RunSpec]:
     """A paper's case with full and with selective recomputation; attention was not fused then."""
     shape = ModelShape(
         layers=case.layers,
@@ -142,13 +113,16 @@ def paper_specs(case: PaperCase) -> tuple[RunSpec, RunSpec]:
         query_groups=case.heads,
         head_width=case.hidden // case.heads,
         ffn_hidden=4 * case.hidden,
-        seq_length=2048,
-        positions=2048,
-        vocabulary=51200,
+        seq_length=paper.seq_length,
+        positions=paper.seq_length,
+        vocabulary=paper.vocabulary,
     )
-    split = Parallelism(tensor=case.tensor, pipeline=case.pipeline, virtual_stages=case.virtual)
+    split = Parallelism(
+        tensor=case.tensor, pipeline=case.pipeline, virtual_stages=case.virtual_stages
+    )
+    batch = Batch(case.micro_batch_size, case.global_batch_size)
     full = RunSpec(
-        shape, split, case.batch, "fp16", recompute=Recompute.FULL, fused_attention=False
+        shape, split, batch, dtype="fp16", recompute=Recompute.FULL, fused_attention=False
     )
     sequence = replace(split, sequence_parallel=True)
     return full, replace(full, parallelism=sequence, recompute=Recompute.SELECTIVE)
@@ -160,14 +134,14 @@ def usual_cluster(gpu: str, devices: int) -> Cluster:
     return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
 
 
-def residual_tables() -> Iterator[str]:
-    """The README's tables, line by line."""
-    for title, residuals, digits in (
-        ("gpt2-large, H200, MiB a device", memory_residuals(), 0),
-        ("gpt2-large, H200, ms an iteration", h200_residuals(), 1),
-        ("arXiv:2205.05198, A100, s an iteration", a100_residuals(), 2),
-    ):
-        yield f"| {title} | measured | predicted | error |"
-        yield "|---|---|---|---|"
-        yield from (residual.row(digits) for residual in residuals)
-        yield ""
+def _table(title: str, residuals: list[Residual], digits: int) -> str:
+    def rounded(value: float) -> str:
+        return f"{value:.{digits}f}"
+
+    columns = (
+        Column[Residual](title, lambda residual: residual.case, right=False),
+        Column[Residual]("measured", lambda residual: residual.measured, rounded),
+        Column[Residual]("predicted", lambda residual: residual.predicted, rounded),
+        Column[Residual]("error", lambda residual: residual.error, "{:+.1%}".format),
+    )
+    return markdown_table(Table(columns, tuple(residuals)))
