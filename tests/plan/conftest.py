@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.plan.dryrun.process import DryRunner
+from tools.plan.dryrun.job import DryRunner
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key

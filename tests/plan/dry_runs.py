@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from tools.plan.dryrun.comparison import Comparison, compare
-from tools.plan.dryrun.job import Job, check, flags_of
-from tools.plan.dryrun.process import DryRunner
+from tools.plan.dryrun.job import DryRunner, Job, check, flags_of
 from tools.spec.model import Model, model_from_flags
 from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding

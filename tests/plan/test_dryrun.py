@@ -10,8 +10,7 @@ import pytest
 from tests.plan.dry_runs import Case, run_case, small_model
 from tools.plan.__main__ import main
 from tools.plan.dryrun.comparison import CallDifference, Comparison
-from tools.plan.dryrun.job import DryRunError, check, flags_of, ranks_named
-from tools.plan.dryrun.process import DryRunner
+from tools.plan.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
 from tools.plan.dryrun.rank.experts import even_loads
 from tools.plan.dryrun.show import as_data, verdict
 from tools.records.measurements import MemoryCategory, Operation, Phase
@@ -242,7 +241,7 @@ def test_the_best_of_a_plan_are_verified(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_asking_for_a_dry_run_imports_no_torch_here() -> None:
     program = (
-        "import sys, tools.plan.dryrun.command, tools.plan.dryrun.verify, tools.plan.dryrun.show; "
+        "import sys, tools.plan.dryrun.command, tools.plan.dryrun.comparison, tools.plan.dryrun.show; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.plan.dry_runs import Case, cases, run_case
-from tools.plan.dryrun.process import DryRunner
+from tools.plan.dryrun.job import DryRunner
 
 _LIMITS = settings(
     deadline=None,

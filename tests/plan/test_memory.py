@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.plan.memory import (
-    MIB,
     fullest_rank,
     layer_activation_bytes,
     layers_in_flight,
@@ -17,6 +16,7 @@ from tools.plan.tensors import parameters_total
 from tools.spec.model import Model, ModelShape, load_model
 from tools.spec.run import DeviceKind, Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
+from tools.text.units import MIB
 
 LARGE = load_model("gpt2-large")
 

@@ -5,8 +5,8 @@ from time import process_time
 
 import pytest
 
-from tools.plan.candidates import divisors, variants, virtual_stages
-from tools.plan.constraints import violations
+from tools.plan.candidates import variants, virtual_stages
+from tools.plan.constraints import divisors, violations
 from tools.plan.memory import fullest_rank
 from tools.plan.search import (
     Request,

@@ -55,7 +55,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, plan: Plan) -> None:
-    from tools.plan.dryrun.verify import print_verified, verified_as_data, verify
+    from tools.plan.dryrun.comparison import verify
+    from tools.plan.dryrun.show import print_verified, verified_as_data
     from tools.plan.search import scaling, training_days
 
     days = training_days(plan, options.tokens) if options.tokens else None

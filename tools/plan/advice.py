@@ -14,8 +14,7 @@ from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism, Sharding
-
-GIB = 2**30
+from tools.text.units import GIB, duration, joined
 
 _COMPONENT_WORDS = {
     "matmul": "matrix products",
@@ -120,9 +119,9 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
     }
     most = max(gaps, key=lambda name: gaps[name])
     text = (
-        f"{winner.strategy} takes {_milliseconds(winner)} an iteration, "
+        f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, "
         f"{100 * lead / winner.seconds.total:.1f}% less than {second.strategy}'s "
-        f"{_milliseconds(second)}"
+        f"{duration(second.seconds.total)}"
     )
     if gaps[most] <= 0:
         return f"{text}; the two do not differ in time, only in memory."
@@ -214,7 +213,9 @@ def _single_sentence(request: Request, alone: Candidate | None, winner: Candidat
         return "One device is not enough, whatever the micro batch and recomputation."
     speedup = alone.seconds.total / winner.seconds.total
     devices = request.cluster.devices
-    text = f"One device is enough: it takes {_milliseconds(alone)} for the same global batch"
+    text = (
+        f"One device is enough: it takes {duration(alone.seconds.total)} for the same global batch"
+    )
     return f"{text}; {devices} are {speedup:.2f} times as fast."
 
 
@@ -231,24 +232,15 @@ def _kind_sentence(plan: Plan, kinds: dict[Kind, Candidate]) -> str:
     illegal = [kind for kind in _PURE if kind not in kinds]
     if illegal and plan.request.cluster.devices > 1:
         devices = plan.request.cluster.devices
-        tail += f"; over all {devices} devices {_listed(illegal)} cannot be split evenly"
-    return f"Use {chosen} ({winner.strategy}, {_milliseconds(winner)}){tail}."
+        tail += f"; over all {devices} devices {joined(illegal)} cannot be split evenly"
+    return f"Use {chosen} ({winner.strategy}, {duration(winner.seconds.total)}){tail}."
 
 
 _PURE = (Kind.DATA, Kind.TENSOR, Kind.PIPELINE)
 
 
-def _listed(kinds: list[Kind]) -> str:
-    return " and ".join([", ".join(kinds[:-1]), kinds[-1]]) if kinds[1:] else str(kinds[0])
-
-
 def _outcome(candidate: Candidate, cluster: Cluster) -> str:
     if candidate.fits:
-        return f"takes {_milliseconds(candidate)}"
+        return f"takes {duration(candidate.seconds.total)}"
     capacity = cluster.device.memory_bytes / GIB
     return f"needs {candidate.memory.total / GIB:.0f} of {capacity:.0f} GiB"
-
-
-def _milliseconds(candidate: Candidate) -> str:
-    total = candidate.seconds.total
-    return f"{total:.1f} s" if total >= 10 else f"{1e3 * total:.0f} ms"

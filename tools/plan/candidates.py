@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.plan.constraints import CP_COMM_TYPES
+from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
 from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -93,12 +93,6 @@ def comm_types(shape: ModelShape, split: Parallelism) -> tuple[str, ...]:
         return ("p2p",)
     exchange = (shape.query_groups // split.tensor) % split.context == 0
     return CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _with_experts_and_sequence(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:

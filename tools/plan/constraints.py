@@ -19,6 +19,8 @@ CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 _EXPERTS_IN_FP16 = (0, 16)
 """First release without `Expert parallelism is not supported with fp16 training`."""
 
+_LARGEST_NAMED = 64
+
 _FSDP = (Sharding.ZERO2, Sharding.ZERO3)
 
 
@@ -40,9 +42,11 @@ def violations(spec: RunSpec, release: tuple[int, int] | None = None) -> tuple[s
     )
 
 
-def divisors(number: int, limit: int = 64) -> list[int]:
+def divisors(number: int, limit: int | None = None) -> list[int]:
     """Divisors of `number` up to `limit`, in order."""
-    return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    found = small + [number // d for d in reversed(small) if d * d != number]
+    return [d for d in found if limit is None or d <= limit]
 
 
 def _degree_below_one(spec: RunSpec) -> str | None:
@@ -70,7 +74,7 @@ def _tensor_rules(spec: RunSpec) -> Iterator[str]:
         splits["query groups"] = shape.query_groups
     for what, value in splits.items():
         if value % tensor:
-            ways = _choices(divisors(gcd(*splits.values())))
+            ways = _choices(_degrees(gcd(*splits.values())))
             yield (
                 f"{model} has {value} {what}, which TP {tensor} does not divide; "
                 f"use a TP of {ways}."
@@ -94,7 +98,7 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
         )
     elif shape.layers % (pipeline * virtual):
         stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
-        ways = _choices([d for d in divisors(shape.layers) if shape.layers % (d * virtual) == 0])
+        ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
         yield (
             f"{model} has {shape.layers} layers, which {stages} does not divide; "
             f"use a PP of {ways}."
@@ -125,7 +129,7 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
     if cp_comm_type == "a2a" and groups % context:
         yield (
             f"{model} keeps {groups} key/value heads a TP rank, which all-to-all CP {context} does "
-            f"not divide; use a CP of {_choices(divisors(groups))}, or --cp-comm-type p2p."
+            f"not divide; use a CP of {_choices(_degrees(groups))}, or --cp-comm-type p2p."
         )
 
 
@@ -162,7 +166,7 @@ def _expert_rules(spec: RunSpec) -> Iterator[str]:
     if shape.experts % expert:
         yield (
             f"{model} has {shape.experts} experts, which EP {expert} does not divide; use an EP of "
-            f"{_choices(divisors(shape.experts))}."
+            f"{_choices(_degrees(shape.experts))}."
         )
     if not 1 <= shape.experts_per_token <= shape.experts:
         yield (
@@ -182,7 +186,7 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
     if shape.expert_ffn_hidden % split:
         yield (
             f"{model}'s experts have {shape.expert_ffn_hidden} columns, which ETP {split} does not "
-            f"divide; use an ETP of {_choices(divisors(shape.expert_ffn_hidden))}."
+            f"divide; use an ETP of {_choices(_degrees(shape.expert_ffn_hidden))}."
         )
     ranks = parallelism.data * parallelism.context
     if split != tensor:
@@ -191,7 +195,7 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
         inside = "DP x CP" if split == tensor else f"what ETP {split} leaves of DP x CP x TP"
         yield (
             f"EP {parallelism.expert} lies inside {inside} = {ranks} and does not divide it; use an EP "
-            f"of {_choices([d for d in divisors(ranks) if shape.experts % d == 0])}."
+            f"of {_choices([d for d in _degrees(ranks) if shape.experts % d == 0])}."
         )
 
 
@@ -218,6 +222,11 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
         yield f"torch FSDP2 refuses EP {parallelism.expert}; use zero1 with experts, or EP 1."
     if spec.dtype == "fp16":
         yield "torch FSDP2 refuses fp16; use --bf16."
+
+
+def _degrees(number: int) -> list[int]:
+    """Degrees that divide `number`, as far as a fix names them."""
+    return divisors(number, _LARGEST_NAMED)
 
 
 def _called(spec: RunSpec) -> str:

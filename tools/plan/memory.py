@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
 from tools.spec.run import DeviceKind, Recompute, RunSpec
 from tools.spec.strategy import Parallelism, Sharding
+from tools.text.units import MIB
 
 _FP32_BYTES = 4
 
@@ -138,8 +139,6 @@ def _expert_bytes(spec: RunSpec) -> int:
     router = 2 * _FP32_BYTES * spec.tokens * shape.experts // spec.sequence_shards
     return spec.element_bytes * routed * (wide + ends) + router
 
-
-MIB = 2**20
 
 DEVICE_BASE_BYTES = 3870 * MIB
 """Fitted once, over all eight published readings: CUDA context, cuBLAS and cuDNN workspaces, NCCL

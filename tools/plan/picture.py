@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.plan.advice import GIB, Kind, kind_of
+from tools.plan.advice import Kind, kind_of
 from tools.plan.memory import COMPONENTS, RankMemory, memory_of_rank
 from tools.plan.search import Candidate, Plan, frontier
+from tools.spec.run import Recompute
+from tools.spec.strategy import Parallelism
+from tools.text.units import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,9 +134,10 @@ _CROWDED = 500
 def _shown(plan: Plan) -> list[Candidate]:
     """Of each strategy and recomputation what no other of it beats: thousands of points would be
     megabytes, and hide the picture."""
-    alike: dict[tuple[str, str], list[Candidate]] = {}
+    alike: dict[tuple[Parallelism, Recompute], list[Candidate]] = {}
     for candidate in plan.examined:
-        key = (candidate.strategy, str(candidate.spec.recompute))
+        split = replace(candidate.spec.parallelism, virtual_stages=1)
+        key = (split, candidate.spec.recompute)
         alike.setdefault(key, []).append(candidate)
     return [shown for group in alike.values() for shown in frontier(group)]
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from tools.plan.candidates import (
     base,
     comm_types,
-    divisors,
     micro_batches,
     min_memory_variant,
     recomputes,
@@ -23,7 +22,7 @@ from tools.plan.candidates import (
     splits,
     variants,
 )
-from tools.plan.constraints import violations
+from tools.plan.constraints import divisors, violations
 from tools.plan.memory import RankMemory, fullest_rank
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops

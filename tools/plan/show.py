@@ -1,27 +1,28 @@
-"""A plan as plain data, for `--json` and for other tools."""
+"""A plan for people and as data: advice, the ranking, what the winner is made of, how to train it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from tools.plan import memory
-from tools.plan.advice import GIB, advice, binding
-from tools.plan.collectives.call import CollectiveCall, by_group, total_wire_bytes
-from tools.plan.collectives.rank import communication_of_rank
+from tools.plan.advice import advice, binding
+from tools.plan.collectives.call import by_group, total_wire_bytes
+from tools.plan.collectives.rank import busiest_collectives
 from tools.plan.memory import COMPONENTS
 from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_candidates
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.spec.groups import Group
 from tools.spec.model import Model
 from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
 from tools.spec.strategy import batch_for, strategy_name
+from tools.text.table import Column, Table, rich_table
+from tools.text.units import GIB, percent
 
 
 def plan_as_data(
@@ -72,16 +73,8 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
-    """Calls of the pipeline rank that sends most: the first, the second or the last."""
-    pipeline = spec.parallelism.pipeline
-    ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
-    return max((communication_of_rank(spec, rank) for rank in ranks), key=total_wire_bytes)
-
-
 def _communication(spec: RunSpec) -> dict[str, int]:
-    groups: dict[Group, int] = by_group(busiest_collectives(spec))
-    return {str(group): sent for group, sent in groups.items()}
+    return {str(group): sent for group, sent in by_group(busiest_collectives(spec)).items()}
 
 
 def _request_as_data(request: Request) -> dict[str, Any]:
@@ -116,12 +109,14 @@ def print_plan(
         console.print(f"Training takes {days:,.1f} days.", highlight=False)
     if not plan.winner:
         return
-    console.print(_ranking(plan.ranked, f"The best of {plan.legal:,} legal configurations"))
+    console.print(
+        rich_table(_ranking(plan.ranked, f"The best of {plan.legal:,} legal configurations"))
+    )
     if plan.lightest:
-        console.print(_ranking([plan.lightest], "Least memory"))
+        console.print(rich_table(_ranking([plan.lightest], "Least memory")))
     if named := single_axis_candidates(plan.request):
-        console.print(_ranking(named, "As make train-<strategy> runs them"))
-    console.print(_details(plan.winner))
+        console.print(rich_table(_ranking(named, "As make train-<strategy> runs them")))
+    console.print(rich_table(_details(plan.winner)))
     command = make_command(plan.request.model, plan.winner.spec)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
 
@@ -136,52 +131,48 @@ def _scaling_sentence(plan: Plan, scaled: Scaling) -> str:
     )
 
 
-def _ranking(candidates: tuple[Candidate, ...] | list[Candidate], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("strategy")
-    for name in ("micro batch", "virtual", "recompute", "ms/iteration", "tokens/s", "MFU"):
-        table.add_column(name, justify="right")
-    table.add_column("GiB a rank", justify="right")
-    table.add_column("GB sent", justify="right")
-    for candidate in candidates:
-        table.add_row(*_row(candidate))
-    return table
-
-
-def _row(candidate: Candidate) -> tuple[str, ...]:
-    spec = candidate.spec
-    strategy = candidate.strategy
-    if spec.parallelism.context > 1:
-        strategy += f" ({spec.cp_comm_type})"
-    return (
-        strategy,
-        str(spec.batch.micro_batch_size),
-        str(spec.parallelism.virtual_stages),
-        str(spec.recompute),
-        f"{1e3 * candidate.seconds.total:,.1f}",
-        f"{candidate.tokens_per_second:,.0f}",
-        f"{100 * candidate.mfu:.1f}%",
-        f"{candidate.memory.total / GIB:.1f}" + ("" if candidate.fits else " (too much)"),
-        f"{total_wire_bytes(busiest_collectives(spec)) / _GB:,.2f}",
+def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
+    columns = (
+        Column[Candidate]("strategy", _strategy, right=False),
+        Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size),
+        Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages),
+        Column[Candidate]("recompute", lambda c: c.spec.recompute),
+        Column[Candidate]("ms/iteration", lambda c: 1e3 * c.seconds.total, "{:,.1f}".format),
+        Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format),
+        Column[Candidate]("MFU", lambda c: c.mfu, percent),
+        Column[Candidate]("GiB a rank", _memory),
+        Column[Candidate]("GB sent", lambda c: _sent(c.spec) / _GB, "{:,.2f}".format),
     )
+    return Table(columns, tuple(candidates), title)
 
 
-def _details(winner: Candidate) -> Table:
-    """Three columns of components, largest first."""
+def _strategy(candidate: Candidate) -> str:
+    split = candidate.spec.parallelism
+    return candidate.strategy + (f" ({candidate.spec.cp_comm_type})" if split.context > 1 else "")
+
+
+def _memory(candidate: Candidate) -> str:
+    return f"{candidate.memory.total / GIB:.1f}" + ("" if candidate.fits else " (too much)")
+
+
+def _sent(spec: RunSpec) -> int:
+    return total_wire_bytes(busiest_collectives(spec))
+
+
+def _details(winner: Candidate) -> Table[tuple[str, ...]]:
+    """Three lists of components beside one another, largest first."""
     memory = {name: getattr(winner.memory, name) for name in COMPONENTS}
     seconds = {name: getattr(winner.seconds, name) for name in TIME_COMPONENTS}
     sent = {str(g): b for g, b in by_group(busiest_collectives(winner.spec)).items()}
-    table = Table(
-        title=f"{winner.strategy}, by component", title_justify="left", box=box.SIMPLE_HEAD
+    lists = [_sorted(memory, GIB), _sorted(seconds, 1e-3), _sorted(sent, _GB)]
+    cells = zip_longest(*lists, fillvalue=("", ""))
+    rows = tuple(tuple(text for cell in row for text in cell) for row in cells)
+    names = ("memory", "GiB", "time", "ms", "sent, busiest rank", "GB")
+    columns = tuple(
+        Column[tuple[str, ...]](name, itemgetter(index), right=index % 2 == 1)
+        for index, name in enumerate(names)
     )
-    for name, unit in (("memory", "GiB"), ("time", "ms"), ("sent, busiest rank", "GB")):
-        table.add_column(name)
-        table.add_column(unit, justify="right")
-    columns = [_sorted(memory, GIB), _sorted(seconds, 1e-3), _sorted(sent, _GB)]
-    for row in range(max(map(len, columns))):
-        cells = [column[row] if row < len(column) else ("", "") for column in columns]
-        table.add_row(*(text for cell in cells for text in cell))
-    return table
+    return Table(columns, rows, f"{winner.strategy}, by component")
 
 
 def _sorted(values: Mapping[str, float], unit: float) -> list[tuple[str, str]]:

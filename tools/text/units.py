@@ -55,6 +55,11 @@ def milliseconds(seconds: float) -> str:
     return text.replace("-", "−")
 
 
+def duration(seconds: float) -> str:
+    """Seconds in a sentence: milliseconds below ten of them."""
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{1e3 * seconds:.0f} ms"
+
+
 def interval(low: float | None, high: float | None) -> str:
     """`12.1–12.9`."""
     return DASH if low is None or high is None else f"{number(low)}–{number(high)}"

@@ -7,9 +7,8 @@ import json
 import sys
 from dataclasses import replace
 
-from tools.plan.dryrun.comparison import Comparison, compare
-from tools.plan.dryrun.job import DryRunError, Job, check, flags_of, ranks_named
-from tools.plan.dryrun.process import DryRunner
+from tools.plan.dryrun.comparison import Comparison, dry_run
+from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
 from tools.spec.model import Model, load_model
@@ -32,15 +31,6 @@ def main(arguments: list[str]) -> int:
         return 2
     _show(options, model, spec, comparisons)
     return 0 if all(comparison.agrees for comparison in comparisons) else 1
-
-
-def dry_run(
-    runner: DryRunner, model: Model, spec: RunSpec, ranks: tuple[int, ...]
-) -> list[Comparison]:
-    """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
-    flags, world = flags_of(model, spec), spec.parallelism.world_size
-    reports = [runner.run(Job(flags, world, rank)) for rank in ranks]
-    return [compare(spec, report) for report in reports]
 
 
 def spec_from(options: argparse.Namespace, model: Model) -> RunSpec:

@@ -7,10 +7,22 @@ from dataclasses import dataclass
 
 from tools.plan.collectives.call import total_wire_bytes
 from tools.plan.collectives.rank import communication_of_rank
-from tools.plan.dryrun.job import RankReport, as_dry_run, pipeline_rank
+from tools.plan.dryrun.job import (
+    DryRunError,
+    DryRunner,
+    Job,
+    RankReport,
+    as_dry_run,
+    check,
+    flags_of,
+    pipeline_rank,
+    ranks_named,
+)
 from tools.plan.memory import layers_in_flight, memory_of_rank
+from tools.plan.search import Candidate, Plan
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Operation
+from tools.spec.model import Model
 from tools.spec.run import RunSpec
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
@@ -55,6 +67,15 @@ class Comparison:
         return same and self.parameters == self.report.parameters and not self.differences
 
 
+def dry_run(
+    runner: DryRunner, model: Model, spec: RunSpec, ranks: tuple[int, ...]
+) -> list[Comparison]:
+    """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
+    flags, world = flags_of(model, spec), spec.parallelism.world_size
+    reports = [runner.run(Job(flags, world, rank)) for rank in ranks]
+    return [compare(spec, report) for report in reports]
+
+
 def compare(spec: RunSpec, report: RankReport) -> Comparison:
     """Put the closed forms beside a rank's dry run."""
     stage = pipeline_rank(spec, report.rank)
@@ -74,6 +95,29 @@ def compare(spec: RunSpec, report: RankReport) -> Comparison:
         memory=_memory(as_run, report, stage),
         differences=tuple(_differences(_counted(report), expected)),
     )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A candidate and its first and last rank's dry runs, or why there are none."""
+
+    candidate: Candidate
+    comparisons: tuple[Comparison, ...]
+    refusal: str = ""
+
+
+def verify(plan: Plan, count: int) -> list[Verified]:
+    """Dry-run the first and last rank of the `count` best candidates that a dry run can show.
+
+    Those passed over are in the list with their refusal.
+    """
+    verified: list[Verified] = []
+    with DryRunner() as runner:
+        for candidate in plan.ranked:
+            if sum(not item.refusal for item in verified) == count:
+                break
+            verified.append(_verified(runner, plan, candidate))
+    return verified
 
 
 def _counted(report: RankReport) -> Counter[_Key]:
@@ -111,3 +155,13 @@ def _memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[in
         ),
         "peak": (report.memory.peak_bytes, closed.live),
     }
+
+
+def _verified(runner: DryRunner, plan: Plan, candidate: Candidate) -> Verified:
+    model, spec = plan.request.model, candidate.spec
+    try:
+        check(spec)
+        ranks = ranks_named("first,last", spec)
+        return Verified(candidate, tuple(dry_run(runner, model, spec, ranks)))
+    except DryRunError as error:
+        return Verified(candidate, (), str(error))

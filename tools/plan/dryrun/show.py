@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from tools.plan.dryrun.comparison import Comparison
+from tools.plan.dryrun.comparison import Comparison, Verified
 from tools.records.measurements import Calls
 from tools.spec.model import Model
 from tools.spec.run import RunSpec
 from tools.spec.strategy import strategy_name
+from tools.text.table import Column, Table, rich_table
+from tools.text.units import GIB, count
 
-_GIB, _GB = 2**30, 1e9
+_GB = 1e9
 
 NOTES = (
     "Attention is Megatron's own in both columns: it keeps its scores, which fused attention does not.",
@@ -54,14 +55,14 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[Comparison]
         highlight=False,
     )
     for comparison in comparisons:
-        console.print(figures_table(comparison))
-        console.print(_calls_table(comparison))
+        console.print(rich_table(figures_table(comparison)))
+        console.print(rich_table(_calls_table(comparison)))
         console.print(verdict(comparison), highlight=False)
     for note in NOTES:
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
 
-def figures_table(comparison: Comparison) -> Table:
+def figures_table(comparison: Comparison) -> Table[tuple[str, str, str]]:
     """Parameters, bytes and micro batches of one rank: dry run, closed form."""
     report = comparison.report
     where = report.memory.peak_module.removeprefix("module.module.")
@@ -69,25 +70,28 @@ def figures_table(comparison: Comparison) -> Table:
         f"rank {report.rank}, stage {comparison.pipeline_rank}; its peak is in "
         f"{report.memory.peak_phase}{f' ({where})' if where else ''}"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    table.add_column("dry run", justify="right")
-    table.add_column("closed form", justify="right")
-    table.add_row("parameters", f"{report.parameters:,}", f"{comparison.parameters:,}")
     sent = report.communication.wire_bytes
-    table.add_row("bytes sent", f"{sent:,}", f"{comparison.wire_bytes:,}")
-    table.add_row("micro batches in flight", str(report.in_flight), str(comparison.in_flight))
+    rows = [
+        ("parameters", count(report.parameters), count(comparison.parameters)),
+        ("bytes sent", count(sent), count(comparison.wire_bytes)),
+        ("micro batches in flight", str(report.in_flight), str(comparison.in_flight)),
+    ]
     for name, (measured, closed) in comparison.memory.items():
-        table.add_row(f"{name}, GiB", f"{measured / _GIB:,.3f}", f"{closed / _GIB:,.3f}")
+        rows.append((f"{name}, GiB", f"{measured / GIB:,.3f}", f"{closed / GIB:,.3f}"))
     for phase, size in report.memory.phase_peak_bytes.items():
-        table.add_row(f"peak in {phase}, GiB", f"{size / _GIB:,.3f}", "")
-    return table
+        rows.append((f"peak in {phase}, GiB", f"{size / GIB:,.3f}", ""))
+    columns = (
+        Column[tuple[str, str, str]]("", itemgetter(0), right=False),
+        Column[tuple[str, str, str]]("dry run", itemgetter(1)),
+        Column[tuple[str, str, str]]("closed form", itemgetter(2)),
+    )
+    return Table(columns, tuple(rows), title)
 
 
 def verdict(comparison: Comparison) -> str:
     """Whether the closed form holds, or every difference by name."""
     report = comparison.report
-    cost = f"({report.seconds:.1f} s, {report.process_bytes / _GIB:.2f} GiB of this machine)"
+    cost = f"({report.seconds:.1f} s, {report.process_bytes / GIB:.2f} GiB of this machine)"
     if comparison.agrees:
         calls = sum(row.calls for row in report.communication.calls if row.ranks > 1)
         return f"Parameters and all {calls:,} calls equal the closed form, byte for byte {cost}."
@@ -123,22 +127,82 @@ def _call_as_data(row: Calls) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name not in without}
 
 
-def _calls_table(comparison: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("group", "operation", "phase"):
-        table.add_column(name)
-    for name in ("ranks", "calls", "bytes a call", "GB sent"):
-        table.add_column(name, justify="right")
-    rows = [row for row in comparison.report.communication.calls if row.ranks > 1]
-    for row in sorted(rows, key=lambda row: -row.wire_bytes):
-        if row.wire_bytes:
-            table.add_row(
-                row.group,
-                row.operation,
-                row.phase,
-                str(row.ranks),
-                f"{row.calls:,}",
-                f"{row.payload_bytes:,}",
-                f"{row.wire_bytes / _GB:,.3f}",
-            )
-    return table
+def _calls_table(comparison: Comparison) -> Table[Calls]:
+    columns = (
+        Column[Calls]("group", lambda row: row.group, right=False),
+        Column[Calls]("operation", lambda row: row.operation, right=False),
+        Column[Calls]("phase", lambda row: row.phase, right=False),
+        Column[Calls]("ranks", lambda row: row.ranks),
+        Column[Calls]("calls", lambda row: row.calls, count),
+        Column[Calls]("bytes a call", lambda row: row.payload_bytes, count),
+        Column[Calls]("GB sent", lambda row: row.wire_bytes / _GB, "{:,.3f}".format),
+    )
+    calls = comparison.report.communication.calls
+    sent = [row for row in calls if row.ranks > 1 and row.wire_bytes]
+    return Table(columns, tuple(sorted(sent, key=lambda row: -row.wire_bytes)))
+
+
+def print_verified(verified: list[Verified], console: Console) -> None:
+    """One table over all candidates, then what could not be run or differs."""
+    rows = [(item.candidate.strategy, one) for item in verified for one in item.comparisons]
+    table = Table(_VERIFIED_COLUMNS, tuple(rows), "Closed form against Megatron's own code")
+    console.print(rich_table(table))
+    for sentence in _sentences(verified):
+        console.print(sentence, highlight=False)
+
+
+def verified_as_data(verified: list[Verified]) -> list[dict[str, object]]:
+    """The same for `--json`."""
+    return [
+        {
+            "strategy": item.candidate.strategy,
+            "refusal": item.refusal,
+            "ranks": [
+                {
+                    "rank": comparison.report.rank,
+                    "agrees": comparison.agrees,
+                    "parameters": [comparison.report.parameters, comparison.parameters],
+                    "wire_bytes": [
+                        comparison.report.communication.wire_bytes,
+                        comparison.wire_bytes,
+                    ],
+                    "in_flight": [comparison.report.in_flight, comparison.in_flight],
+                    "peak_bytes": list(comparison.memory["peak"]),
+                    "differences": [str(difference) for difference in comparison.differences],
+                }
+                for comparison in item.comparisons
+            ],
+        }
+        for item in verified
+    ]
+
+
+_Row = tuple[str, Comparison]
+_VERIFIED_COLUMNS = (
+    Column[_Row]("strategy", lambda row: row[0], right=False),
+    Column[_Row]("rank", lambda row: row[1].report.rank),
+    Column[_Row]("parameters", lambda row: row[1].report.parameters, count),
+    Column[_Row]("closed form", lambda row: row[1].parameters, count),
+    Column[_Row](
+        "GB sent", lambda row: row[1].report.communication.wire_bytes / _GB, "{:.3f}".format
+    ),
+    Column[_Row]("closed form", lambda row: row[1].wire_bytes / _GB, "{:.3f}".format),
+    Column[_Row]("in flight", lambda row: row[1].report.in_flight),
+    Column[_Row]("closed form", lambda row: row[1].in_flight),
+    Column[_Row]("peak GiB, live", lambda row: row[1].memory["peak"][0] / GIB, "{:.2f}".format),
+    Column[_Row]("closed form", lambda row: row[1].memory["peak"][1] / GIB, "{:.2f}".format),
+    Column[_Row]("", lambda row: "equal" if row[1].agrees else "differs", right=False),
+)
+
+
+def _sentences(verified: list[Verified]) -> list[str]:
+    sentences = [f"{item.candidate.strategy}: {item.refusal}" for item in verified if item.refusal]
+    for item in verified:
+        for comparison in item.comparisons:
+            name = f"{item.candidate.strategy}, rank {comparison.report.rank}"
+            sentences += [f"{name}: {difference}." for difference in comparison.differences]
+    sentences.append(
+        "Both columns are Megatron without Transformer Engine: unfused attention, keys and values "
+        "gathered under CP."
+    )
+    return sentences

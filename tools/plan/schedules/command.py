@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tools.plan.schedules.simulate import (
     figures,
     simulate,
 )
+from tools.text.table import Column, Table, rich_table
+from tools.text.units import percent
 
 
 def main(arguments: list[str]) -> int:
@@ -66,33 +69,29 @@ def timeline_as_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _print(timelines: list[Timeline]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     first = timelines[0]
     title = (
         f"{first.pipeline} stages, {first.microbatches} micro batches an iteration, "
         f"{first.iterations} iteration(s)"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("schedule")
-    columns = ("time", "idle", "bubble", "closed form", "held, by stage", "versions", "staleness")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for timeline in timelines:
-        measured = figures(timeline)
-        table.add_row(
-            str(timeline.schedule),
-            f"{timeline.length:g}",
-            f"{100 * measured.idle_share:.1f}%",
-            f"{measured.bubble:.4f}",
-            f"{closed_form_bubble(timeline):.4f}",
-            " ".join(f"{held:g}" for held in measured.activations),
-            " ".join(map(str, measured.weight_versions)),
-            " ".join(map(str, measured.staleness)),
-        )
+    columns = (
+        Column[Timeline]("schedule", lambda t: t.schedule, right=False),
+        Column[Timeline]("time", lambda t: t.length, "{:g}".format),
+        Column[Timeline]("idle", lambda t: figures(t).idle_share, percent),
+        Column[Timeline]("bubble", lambda t: figures(t).bubble, "{:.4f}".format),
+        Column[Timeline]("closed form", closed_form_bubble, "{:.4f}".format),
+        Column[Timeline]("held, by stage", lambda t: _listed(figures(t).activations)),
+        Column[Timeline]("versions", lambda t: _listed(figures(t).weight_versions)),
+        Column[Timeline]("staleness", lambda t: _listed(figures(t).staleness)),
+    )
+    table = rich_table(Table(columns, tuple(timelines), title))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
 
 
 def _parser() -> argparse.ArgumentParser:
