@@ -119,6 +119,12 @@ def _compare(command: argparse.Namespace, options: Options, console: Console) ->
     return run_named(command.what, options, console, command.model)
 
 
+def _experiment(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.experiment.commands import run_named
+
+    return run_named(command.name, options, console, command.model)
+
+
 def _sweep(_: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.experiment.sweep import sweep, sweep_from_environment
 
@@ -172,6 +178,7 @@ _HANDLERS = {
     "module": _module,
     "reproduce": _reproduce,
     "compare": _compare,
+    "experiment": _experiment,
     "sweep": _sweep,
     "target": _train,
     "run": _train,
@@ -203,6 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
     compare.add_argument("what", choices=("zero", "backends", "moe"))
     compare.add_argument("--model", default="gpt2-tiny")
+    named = commands.add_parser("experiment", help="one of examples/experiments, by its file's name")
+    named.add_argument("name")
+    named.add_argument("--model", help="in place of its own")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
     commands.add_parser(
         "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"

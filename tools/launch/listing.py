@@ -140,7 +140,7 @@ _SPLITS = {
 
 
 def _experts(models: Sequence[Model]) -> Table:
-    """All, what a token meets, what the fullest rank holds; ETP, else TP, ranks share an expert."""
+    """All, those a token uses, those of the fullest rank; ETP, else TP, ranks share an expert."""
     title = "Mixtures of experts: parameters"
     table = Table("", title=title, box=SIMPLE_HEAD, pad_edge=False)
     for model in models:

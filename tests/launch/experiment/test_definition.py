@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.launch.__main__ import main
 from tools.launch.errors import LaunchError
 from tools.launch.experiment import definition
 from tools.launch.experiment.cells import compose_cell
@@ -85,3 +86,31 @@ def test_cells_take_another_model_and_the_devices_that_are_here(folder: Path) ->
     assert experiment.defaults["global_batch_size"] == 8
     other = replace(Options(), global_batch_size=4)
     assert experiment.settings(other).global_batch_size == 4
+
+
+def test_the_readme_explains_every_key_and_names_every_file() -> None:
+    text = (FOLDER / "README.md").read_text()
+    for key in definition._File.__struct_fields__:
+        assert f"`{key}`" in text
+    for name in (*NAMES, "bench_gpu"):
+        assert f"`{name}.yaml`" in text
+
+
+def test_the_readmes_example_is_an_experiment(folder: Path) -> None:
+    text = (FOLDER / "README.md").read_text()
+    (folder / "mine.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    experiment = load_experiment("mine", Options())
+    assert [cell.strategy for cell in experiment.cells] == ["dp2", "tp2", "dp2"]
+    assert experiment.settings(Options()).iterations == 50
+
+
+def test_an_experiment_runs_by_the_name_of_its_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sample_prefix: Path
+) -> None:
+    for name, value in {"DRY_RUN": "1", "DATA": str(sample_prefix), "ITERS": "7"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["experiment", "demo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert all("--exit-interval 7 " in line for line in lines)
+    assert main(["experiment", "dmo"]) == 2

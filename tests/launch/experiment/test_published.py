@@ -28,7 +28,7 @@ from tools.spec.strategy import NAMED
 
 
 class Machine:
-    """Stands for training and reporting: runs leave folders, and end as the test says."""
+    """A stand-in for training and reporting: runs leave folders, and end as the test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trained: list[str] = []

@@ -34,7 +34,7 @@ LINE = (
 
 
 class Machine:
-    """Stands for training: runs leave a folder and a log, and end as the test says."""
+    """A stand-in for training: runs leave a folder and a log, and end as the test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trained: list[str] = []

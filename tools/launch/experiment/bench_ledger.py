@@ -2,7 +2,7 @@
 
 Every other iteration is watched, so a slow minute of the machine falls on both kinds alike. They are
 compared by the fastest half of each, because whatever else a machine does only adds; the interval is a
-bootstrap's. The same cost is told from the other end too: what a call costs, times the calls.
+bootstrap's. The same cost is counted from the other end too: what a call costs, times the calls.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from tools.launch.experiment.data import ensure_sample
-from tools.records.run import LOG_FILE
 from tools.report.read.runs import find_run_folders, load_folder
-from tools.report.read.scrape import scrape_log
 from tools.spec.files import ROOT
 
 TARGET, ITERATIONS = "train-tp2-gpt2-tiny-2cpu", 300
@@ -63,7 +61,7 @@ class Cost:
 
     @property
     def verdict(self) -> str:
-        """Whether the limit is kept, as far as the interval tells."""
+        """Whether the limit is kept, as far as the interval allows to say."""
         if self.high <= 1 + LIMIT:
             return f"at most {LIMIT:.0%}: kept"
         if self.low > 1 + LIMIT:
@@ -135,11 +133,14 @@ def _train(target: str, iterations: str) -> tuple[dict[int, float], int]:
     with tempfile.TemporaryDirectory() as folder:
         settings = {"KIT_LEDGER_ALTERNATE": "1", "ITERS": iterations, "RUNS": folder}
         _python("-m", "tools.launch", "target", target, SHARED_START="0", LEDGER="1", **settings)
-        run = find_run_folders(Path(folder))[-1]
-        found = scrape_log(run / LOG_FILE).iterations
-        record = load_folder(run).ledgers.communication
+        found = load_folder(find_run_folders(Path(folder))[-1])
+    record = found.ledgers.communication
     calls = [sum(c.calls for c in rank.calls) for rank in record.ranks] if record else [0]
-    times = {line.iteration: line.elapsed_ms for line in found if line.elapsed_ms is not None}
+    times = {
+        line.iteration: line.elapsed_ms
+        for line in found.log.iterations
+        if line.elapsed_ms is not None
+    }
     return times, max(calls)
 
 

@@ -254,7 +254,7 @@ def _published_seconds(launch: Launch) -> float:
 
 @dataclass(frozen=True)
 class Output:
-    """What an experiment does beside training."""
+    """What an experiment does before and after training."""
 
     finish: Callable[[Ended], int]
     """Make the tables; the exit code."""

@@ -57,7 +57,8 @@ def _require_an_answer(runs: Path) -> None:
     if job_states(jobs) is None:
         raise LaunchError(
             f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
-            "what is on its way cannot be told from what is missing; repeat the command once it does."
+            "what is on its way cannot be distinguished from what is missing; repeat the command once "
+            "it does."
         )
 
 

@@ -1,4 +1,4 @@
-"""The settings have never met a GPU; Megatron's own parser can at least tell whether it knows them."""
+"""The settings have never run on a GPU; Megatron's own parser can at least say whether it knows them."""
 
 from tests.launch.megatron_parser import MegatronParser
 from tools.launch.experiment.bench_gpu.settings import SETTINGS

@@ -1,7 +1,7 @@
 """Where an iteration's time goes, by group of kernels: a pure function of a PyTorch profiler's events.
 
-A kernel's own name tells a matrix product or an attention; elementwise kernels are called alike wherever
-they come from, so those are told by the operators that launched them (`correlation` leads from a kernel
+A kernel's own name says matrix product or attention; elementwise kernels have the same names wherever
+they come from, so those are known by the operators that launched them (`correlation` leads from a kernel
 to its launch). A trace without kernels, of a CPU, is split by the operators' own time.
 """
 

@@ -1,4 +1,4 @@
-"""What a run folder tells of its timed iterations."""
+"""What a run folder holds of its timed iterations."""
 
 from __future__ import annotations
 

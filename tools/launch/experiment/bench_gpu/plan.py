@@ -68,7 +68,7 @@ def fitting(planned: Sequence[Step], seconds: float) -> tuple[tuple[Step, ...], 
 
 
 def variables(setting: Setting, runs: str) -> dict[str, str]:
-    """What the train command is told by its environment."""
+    """The make variables of the train command."""
     fused = {"FUSED": ",".join(setting.fused)} if setting.fused else {}
     return {
         "RUNTIME": "host",
@@ -95,7 +95,7 @@ def describe(planned: Sequence[Step], budget: float, environment: Mapping[str, s
     )
     if left:
         names = ", ".join(step.title for step in left)
-        lines.append(f"Would not fit, for the next call (it goes on where this one ends): {names}")
+        lines.append(f"Would not fit, for the next call (it resumes where this one ends): {names}")
     return "\n".join(lines)
 
 

@@ -184,7 +184,7 @@ Train = Callable[[Step, Path, Mapping[str, str], float], Path]
 
 
 def _run_all(bench: Bench, planned: Sequence[Step], data: Mapping[str, str], train: Train) -> bool:
-    """Run what fits; whether any run failed. The longest run so far tells what still fits."""
+    """Run what fits; whether any run failed. The longest run so far decides what still fits."""
     failed: set[str] = set()
     longest: dict[int, float] = {}
     for step in planned:
