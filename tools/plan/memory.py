@@ -1,8 +1,9 @@
-"""Bytes that forward keeps for backward, from arXiv:2205.05198 (its equations 1 to 4), by tensor.
+"""What one rank holds at its fullest, by component, and what that figure assumes.
 
-Written per tensor instead of per coefficient so that other widths, dtypes, gated MLPs, grouped
-queries and dropout-free training follow; at h→4h, two bytes and dropout the sum is the paper's
-sbh(34 + 5as/h), sbh(10 + 24/t + 5as/(ht)) under TP and (sbh/t)(34 + 5as/h) under TP with SP.
+Activations are from arXiv:2205.05198 (its equations 1 to 4), written per tensor instead of per
+coefficient so that other widths, dtypes, gated MLPs, grouped queries and dropout-free training follow;
+at h→4h, two bytes and dropout the sum is the paper's sbh(34 + 5as/h), sbh(10 + 24/t + 5as/(ht)) under
+TP and (sbh/t)(34 + 5as/h) under TP with SP.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def load_calibration(path: Path | None) -> Calibration:
 
 
 def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:
-    """The configuration with another sequence length, and as many learned positions as it needs.
+    """The run with another sequence length, and as many learned positions as it needs.
 
     Raises:
         RequestError: The length is below 1.

@@ -3,7 +3,7 @@
 Each combination of degrees, micro batch and recomputation bounds its iteration time from below by
 the work of its slowest stage; sharding and the schedule only add to that. Going through them from
 the lowest bound up, the search stops when no bound is below the tenth best time: the ranking is
-that of an exhaustive search (a test holds it against one).
+that of an exhaustive search (a test compares the two).
 """
 
 from __future__ import annotations

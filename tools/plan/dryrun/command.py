@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
 
 
 def spec_from(options: argparse.Namespace, model: Model) -> RunSpec:
-    """The configuration that the options name.
+    """The run that the options describe.
 
     Raises:
         DryRunError: An unknown dtype.

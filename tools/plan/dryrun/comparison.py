@@ -80,17 +80,17 @@ def compare(spec: RunSpec, report: RankReport) -> Comparison:
     """Put the closed forms beside a rank's dry run."""
     stage = pipeline_rank(spec, report.rank)
     as_run = as_dry_run(spec)
-    traffic = communication_of_rank(as_run, stage)
+    calls = communication_of_rank(as_run, stage)
     expected: Counter[_Key] = Counter()
-    for item in traffic:
-        expected[item.group, item.operation, item.payload_bytes] += item.calls
+    for call in calls:
+        expected[call.group, call.operation, call.payload_bytes] += call.calls
     layers = layers_in_flight(as_run, stage)
     chunk = spec.layers_a_stage // spec.parallelism.virtual_stages
     return Comparison(
         report=report,
         pipeline_rank=stage,
         parameters=rank_parameters(as_run, stage).total,
-        wire_bytes=total_wire_bytes(traffic),
+        wire_bytes=total_wire_bytes(calls),
         in_flight=layers // chunk,
         memory=_memory(as_run, report, stage),
         differences=tuple(_differences(_counted(report), expected)),

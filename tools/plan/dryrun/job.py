@@ -74,7 +74,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def as_dry_run(spec: RunSpec) -> RunSpec:
-    """The configuration that runs where Transformer Engine is not.
+    """The run as it is without Transformer Engine.
 
     Megatron's own attention keeps its scores; under context parallelism the kit's gathers K and V,
     which sends the ring's bytes in other calls.
@@ -105,9 +105,9 @@ def check(spec: RunSpec) -> None:
 
 
 def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's arguments for a configuration, as `make train-…` would give them to CPU ranks.
+    """Megatron's arguments for a run, as `make train-…` would give them to CPU ranks.
 
-    Precision is the configuration's own, because it decides bytes.
+    Precision is the run's own, because it decides bytes.
     """
     shape = spec.shape
     training = read_args_file(ROOT / "examples" / model.family / "training.args")

@@ -61,7 +61,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank's traffic in a group runs over."""
+    """The link that one rank's calls in a group use."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -125,7 +125,7 @@ NODES = 2
 
 
 class Sent(Protocol):
-    """Calls of one rank: the planner's `Traffic` or a ledger's `Calls`."""
+    """Calls of one rank: the planner's `CollectiveCall` or a ledger's `Calls`."""
 
     @property
     def group(self) -> str:

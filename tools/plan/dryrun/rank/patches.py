@@ -1,4 +1,4 @@
-"""What must change, beyond the CPU patches, where tensors have no contents and nobody else is there."""
+"""Patches beyond the CPU's for tensors without contents in a world of one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _without_random_state(_: Any) -> Callable[..., Any]:
     return fork
 
 
-def _everybody_says_the_same(_: Any) -> Callable[..., None]:
+def _gathers_its_own_object(_: Any) -> Callable[..., None]:
     def all_gather_object(answers: list[Any], own: Any, _: Any = None, **__: Any) -> None:
         answers[:] = [own] * len(answers)
 
@@ -99,9 +99,7 @@ FAKE_PATCHES = (
         name="one_rank_alone",
         reason="objects gathered from other ranks would be unpickled from empty tensors",
         needed=lambda context: True,
-        replacements=(
-            Replacement("torch.distributed:all_gather_object", _everybody_says_the_same),
-        ),
+        replacements=(Replacement("torch.distributed:all_gather_object", _gathers_its_own_object),),
     ),
     Patch(
         name="no_random_numbers",

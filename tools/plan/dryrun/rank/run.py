@@ -78,7 +78,7 @@ def _fake_data(
     _: Any,
     vp_stage: int | None = None,  # noqa: ARG001 - Megatron asks for it by name
 ) -> tuple[Iterator[dict[str, torch.Tensor]], None, None]:
-    """Instead of the entry's data sets; Megatron broadcasts who trains, which nobody hears here."""
+    """Instead of the entry's data sets; Megatron would broadcast who trains."""
     from megatron.training import get_args
 
     arguments = get_args()
