@@ -1,4 +1,4 @@
-"""What can go wrong, each as one sentence that names the thing, the value and the way out."""
+"""What can go wrong, each as one sentence that names the thing, the value and the remedy."""
 
 
 class PreprocessError(Exception):

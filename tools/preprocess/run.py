@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tools.preprocess.dataset.files import Dataset, bin_path, idx_path, open_dataset
 from tools.preprocess.dataset.manifest import RunIdentity, difference, read_manifest
-from tools.preprocess.encode.encoders import choose_encoder
+from tools.preprocess.encode.encoders import Say, choose_encoder
 from tools.preprocess.encode.pipeline import Pipeline, default_threads
 from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, load_tokenizer, require_eod
 from tools.preprocess.errors import DatasetError, OutputError
 from tools.preprocess.input.source import Selection, Source, open_source
 from tools.preprocess.output.atomic_io import disk_errors, locked, retire
 from tools.preprocess.output.workspace import Workspace
-from tools.preprocess.output.writer import DatasetWriter, Say, Watch
+from tools.preprocess.output.writer import DatasetWriter, Watch
 
 PART_BYTES = 64 << 20
 CROSS_CHECK = 64

@@ -168,7 +168,7 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
 
 
 def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
-    """Ids lie in the vocabulary; without one, only negative ids can be told."""
+    """Ids lie in the vocabulary; without one, only negative ids are noticed."""
     limit = np.iinfo(dataset.dtype).max if vocabulary is None else vocabulary - 1
     first = 0
     for tokens in dataset.token_chunks():

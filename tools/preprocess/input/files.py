@@ -48,7 +48,7 @@ class Block:
     """Some whole lines, or some rows, of a slice; or one thing wrong with the input itself."""
 
     next_offset: int
-    """Where the block after this one starts: what a resumed run goes on from."""
+    """Where the block after this one starts: where a resumed run starts."""
     size_bytes: int
     """Text in it."""
     read_bytes: int

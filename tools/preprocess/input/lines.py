@@ -154,7 +154,7 @@ def _long_line(reader: _Reader, head: bytes, offset: int, limit: int | None) -> 
         size += end
         refused = limit is not None and size > limit
         if refused:
-            line.clear()  # go on counting, but hold nothing
+            line.clear()  # its size is still counted, but nothing is held
         else:
             line += chunk[:end]
         if cut or len(chunk) < BLOCK_BYTES:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tools.preprocess.encode.encoders import Say
 from tools.preprocess.encode.pipeline import Encoded, Pipeline
 from tools.preprocess.errors import InputError
 from tools.preprocess.input.documents import HARMLESS, Kind, Problem
@@ -23,8 +24,6 @@ UNBROKEN_MULTIPLE = 40
 """The same for a document without a space or a sign in it: one word of many MiB."""
 _NAMED_PROBLEMS = 10
 """Places named for each kind of problem; the others are only counted."""
-
-Say = Callable[[str], None]
 
 
 @dataclass
