@@ -166,11 +166,14 @@ class ExactEncoder:
         return _flat(rows)
 
     def _rare(self, texts: Sequence[str], ids: Ids, offsets: Offsets) -> list[int]:
-        """Texts with unassigned characters; most are ruled out by their ids, at little cost."""
+        """Texts with unassigned characters.
+
+        Where a token is several characters, looking at ids first costs less than looking at texts.
+        """
         if all(text.isascii() for text in texts):
             return []
         check = tokens_to_check(self._spec)
-        if check is None:
+        if check is None or 2 * len(ids) > sum(map(len, texts)):
             return [index for index, text in enumerate(texts) if has_unassigned(text)]
         candidates: set[int] = set()
         for start in range(0, len(ids), _CHECKED_IDS):
