@@ -15,7 +15,7 @@ from tools.report.analyse.regressions import BaselineError, compare_with_baselin
 from tools.report.analyse.report import Report, build_report
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import write_report
-from tools.report.render.terminal import print_report
+from tools.report.render.text import print_report
 from tools.spec.published import load_published
 
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tools.records.run import Status
-from tools.report.read.diagnosis import judge
+from tools.report.read.diagnosis import classify_exit
 from tools.report.read.scrape import scrape_runs
 from tools.report.render.dump import log_as_json
 
@@ -39,7 +39,7 @@ def _scrape(arguments: argparse.Namespace) -> int:
                 {"path": str(path), "status": Status.NO_LOG, "reason": reason, "iterations": []}
             )
             continue
-        results += [log_as_json(log, judge(log)) for log in logs]
+        results += [log_as_json(log, classify_exit(log)) for log in logs]
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     else:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
-from tools.report.read.diagnosis import judge
+from tools.report.read.diagnosis import classify_exit
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.window import select_window
 from tools.report.render.dump import log_as_json
@@ -35,7 +35,7 @@ FRAGMENTS = (
 
 def scrape_everything(path):
     for log in scrape_runs(path):
-        status = judge(log)
+        status = classify_exit(log)
         select_window(log)
         log_as_json(log, status)
 

@@ -10,7 +10,7 @@ from tools.records.run import Resumption, Status
 from tools.report.analyse.parity import loss_curve
 from tools.report.analyse.report import build_report
 from tools.report.read.runs import Run, load_folder
-from tools.report.render.chart_losses import draw_losses
+from tools.report.render.chart_curves import draw_losses
 from tools.spec.published import load_published
 
 PARENT, CHILD = "20260101T000000Z-tp2", "20260101T010000Z-pp2"
@@ -35,7 +35,7 @@ def test_a_run_in_another_layout_goes_on_with_its_parents_curve_up_to_the_checkp
     assert sorted(curve) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (curve[4], curve[5]) == (9.6, 19.5)
     assert child.restarts == (5,)
-    assert f"goes on from iteration 4 of {PARENT}" in child.notes
+    assert f"resumes from iteration 4 of {PARENT}" in child.notes
     assert (parent.before, parent.restarts) == ((), ())
 
 

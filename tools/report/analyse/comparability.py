@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.report.analyse.configurations import Configuration
-from tools.report.analyse.labels import fused_patches, link_rate
+from tools.report.analyse.configurations import Configuration, fused_patches, link_rate
 from tools.report.analyse.statistics import Comparison, compare
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec

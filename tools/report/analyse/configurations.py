@@ -1,8 +1,9 @@
-"""Runs of one configuration belong together: repeats are pooled, failures stay visible."""
+"""Rows of a report: repeats of what was trained are pooled, failures stay visible; and their labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tools.report.analyse.statistics import Estimate, estimate
@@ -55,7 +56,7 @@ class Identity:
 
 
 def identity(spec: RunSpec | None, device: str, run: str) -> Identity:
-    """The identity of a run, also of one that an earlier report tells of."""
+    """The identity of a run, also of one that an earlier report describes."""
     if spec is None:
         return Identity(None, device, run)
     return Identity(replace(spec, seed=0), device)
@@ -146,3 +147,64 @@ def _order(row: Configuration) -> tuple[object, ...]:
         run.strategy,
         run.name,
     )
+
+
+def labels(rows: Sequence[Configuration]) -> list[str]:
+    """`tp2 ×2`, with what sets it apart from others of that name: version, batch, …, else the run."""
+    result = [_plain(row.newest) for row in rows]
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        run = row.newest
+        dtype = run.spec.dtype if run.spec else ""
+        groups[run.model, run.device, dtype, result[place]].append(place)
+    for places in groups.values():
+        if len(places) > 1:
+            runs = [rows[place].newest for place in places]
+            for place, suffix in zip(places, _suffixes(runs), strict=True):
+                result[place] += f" {suffix}"
+    return result
+
+
+def link_rate(spec: RunSpec) -> str:
+    """The limit of the link between the two halves of the ranks, in words."""
+    bits = spec.link_bits_per_second
+    if bits is None:
+        return "unshaped"
+    return f"at {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"at {bits / 1e6:g} Mbit/s"
+
+
+def fused_patches(spec: RunSpec | None) -> str:
+    """The names of `FUSED=`, or `none`."""
+    return (",".join(spec.fused) if spec else "") or "none"
+
+
+def _plain(run: Run) -> str:
+    return f"{run.strategy} ×{run.spec.parallelism.world_size}" if run.spec else run.name
+
+
+def _suffixes(runs: Sequence[Run]) -> list[str]:
+    for say in _DISTINCTIONS:
+        found = [say(run) for run in runs]
+        if len(set(found)) == len(found) and all(found):
+            return found
+    varying = [say for say in _DISTINCTIONS if len({say(run) for run in runs}) > 1]
+    joined = [" ".join(filter(None, (say(run) for say in varying))) for run in runs]
+    distinct = len(set(joined)) == len(joined) and all(joined)
+    return joined if distinct else [run.name for run in runs]
+
+
+def _of_spec(say: Callable[[RunSpec], str]) -> Callable[[Run], str]:
+    return lambda run: say(run.spec) if run.spec else ""
+
+
+_DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
+    _of_spec(lambda spec: f"batch {spec.batch.micro_batch_size}/{spec.batch.global_batch_size}"),
+    _of_spec(lambda spec: f"seq {spec.shape.seq_length}"),
+    lambda run: run.megatron.split(" ")[0],
+    _of_spec(lambda spec: spec.backend),
+    lambda run: link_rate(run.record.spec) if run.record else "",
+    lambda run: f"patches {fused_patches(run.spec)}",
+    _of_spec(lambda spec: f"recompute {spec.recompute}"),
+    lambda run: run.status.status.value,
+    lambda run: run.record.host.name if run.record else "",
+)

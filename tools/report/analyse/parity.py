@@ -58,8 +58,8 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
     for places in models.values():
         main = min(places, key=lambda place: _rank(rows[place]))
         for group in _comparable(rows, places):
-            judged = _judge_group([rows[place] for place in group])
-            for place, parity in zip(group, judged, strict=True):
+            verdicts = _verdicts_of([rows[place] for place in group])
+            for place, parity in zip(group, verdicts, strict=True):
                 result[place] = parity
         for place in places:
             if place != main and not result[place].verdict:
@@ -101,18 +101,18 @@ def _comparable(rows: Sequence[Configuration], places: Sequence[int]) -> list[li
     return [group for group in groups if len(group) > 1]
 
 
-def _judge_group(rows: Sequence[Configuration]) -> list[Parity]:
+def _verdicts_of(rows: Sequence[Configuration]) -> list[Parity]:
     reference = min(rows, key=_rank)
     spread, pairs = _spread(rows)
     return [
         Parity(REFERENCE, reference=row.newest.name)
         if row is reference
-        else _judge(reference.newest, row.newest, spread, pairs)
+        else _verdict_between(reference.newest, row.newest, spread, pairs)
         for row in rows
     ]
 
 
-def _judge(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
+def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
     ours, theirs = loss_curve(reference), loss_curve(other)
     parted = _parted(reference, other)
     common = sorted(i for i in ours.keys() & theirs.keys() if parted is None or i < parted)

@@ -67,7 +67,7 @@ def match_figure(
     differs = _differences(run, figure)
     # Beside another model's figure a quantity that was not measured says nothing.
     shown = [m for m in matches if m.published and (m.measured or figure.model == run.model)]
-    return [_judge(match, differs) for match in shown]
+    return [_with_verdict(match, differs) for match in shown]
 
 
 def _range(figure: Figure, key: str) -> tuple[float | None, float | None]:
@@ -78,7 +78,7 @@ def _range(figure: Figure, key: str) -> tuple[float | None, float | None]:
     return min(values) * (1 - tolerance), max(values) * (1 + tolerance)
 
 
-def _judge(match: Match, differs: list[tuple[bool, str]]) -> Match:
+def _with_verdict(match: Match, differs: list[tuple[bool, str]]) -> Match:
     low, high, measured = match.expected_low, match.expected_high, match.measured
     if measured is None or low is None or high is None or any(grave for grave, _ in differs):
         verdict = "not comparable"
@@ -106,7 +106,7 @@ def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
         (False, "driver", driver, source.driver),
     )
     if run.model != figure.model:
-        wanted = wanted[:2]  # All else differs too, and need not be told.
+        wanted = wanted[:2]  # All else differs too, and need not be said.
     return [
         (grave, f"{name} {here if here not in (None, '') else 'unknown'} instead of {there}")
         for grave, name, here, there in wanted

@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 
 from tools.records.gpu_bench import GpuBench
 from tools.report.analyse.comparability import compare_speed
-from tools.report.analyse.configurations import Configuration, configurations, essential
+from tools.report.analyse.configurations import Configuration, configurations, essential, labels
 from tools.report.analyse.entry import Entry, device_memory
-from tools.report.analyse.labels import labels
 from tools.report.analyse.parity import Parity, parity_of
 from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import rates_of

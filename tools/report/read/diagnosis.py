@@ -1,4 +1,4 @@
-"""How a run ended, from its log: `diagnose` for a file, `judge` for a scraped log."""
+"""How a run ended, from its log: `diagnose` for a file, `classify_exit` for a scraped log."""
 
 from __future__ import annotations
 
@@ -34,31 +34,33 @@ def diagnose(log_path: Path, exit_code: int | None, interrupted: bool) -> Status
 
     Args:
         log_path: Its log, which need not exist.
-        exit_code: Of the launcher; None where nobody knows (a foreign log, a stale run folder).
-        interrupted: Whether the launcher was told to stop.
+        exit_code: Of the launcher; None where it is not known (a foreign log, a stale run folder).
+        interrupted: Whether the launcher was asked to stop.
     """
     try:
         log = scrape_log(log_path)
     except OSError as error:
         reason = f"{log_path.name} cannot be read: {error.strerror or error}."
         return StatusRecord(Status.NO_LOG, exit_code, reason)
-    return judge(log, exit_code, interrupted)
+    return classify_exit(log, exit_code, interrupted)
 
 
-def judge(log: ScrapedLog, exit_code: int | None = None, interrupted: bool = False) -> StatusRecord:
+def classify_exit(
+    log: ScrapedLog, exit_code: int | None = None, interrupted: bool = False
+) -> StatusRecord:
     """Say how the run of a scraped log ended; arguments as in `diagnose`."""
     if interrupted:
         return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, "on request"))
     if exit_code == 0 or (exit_code is None and _finished(log)):
-        return _judge_finished(log, exit_code)
+        return _classify_finished(log, exit_code)
     if log.trace.interrupted_by and log.trace.root_cause_exit_code in _STOPPED:
         # Noted only if nothing had failed before it: what a rank raises while it ends is no news.
         how = f"by {log.trace.interrupted_by}"
         return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, how))
     error = first_error(log)
     if error is not None:
-        return _judge_error(log, error, exit_code)
-    return _judge_silence(log, exit_code)
+        return _classify_error(log, error, exit_code)
+    return _classify_silence(log, exit_code)
 
 
 def first_error(log: ScrapedLog) -> LoggedError | None:
@@ -83,7 +85,7 @@ def _finished(log: ScrapedLog) -> bool:
     return last is not None and last.iteration == last.total_iterations
 
 
-def _judge_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
+def _classify_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
     if not log.iterations:
@@ -96,7 +98,7 @@ def _judge_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
     return StatusRecord(Status.OK, exit_code, "")
 
 
-def _judge_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) -> StatusRecord:
+def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) -> StatusRecord:
     rank = error.rank if error.rank is not None else log.trace.root_cause_rank
     text = f"{error.kind}: {error.message}" if error.message else error.kind
     if _MEMORY.search(text):
@@ -106,7 +108,7 @@ def _judge_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) -> 
     return StatusRecord(status, exit_code, f"{place}{text}{_after(log)}", rank)
 
 
-def _judge_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
+def _classify_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
     rank = log.trace.root_cause_rank
     code = log.trace.root_cause_exit_code
     code = code if code is not None else exit_code

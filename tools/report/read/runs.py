@@ -11,12 +11,16 @@ import msgspec
 
 from tools.records import run as records
 from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
-from tools.report.read.diagnosis import judge
-from tools.report.read.ledgers import Ledgers, read_ledgers
-from tools.report.read.samples import DeviceSamples, read_samples
+from tools.report.read.diagnosis import classify_exit
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import Iteration, ScrapedLog
-from tools.report.read.tensorboard import log_from_tensorboard
+from tools.report.read.sources import (
+    DeviceSamples,
+    Ledgers,
+    log_from_tensorboard,
+    read_ledgers,
+    read_samples,
+)
 from tools.report.read.window import Window, select_window
 from tools.spec.flags import Flags
 from tools.spec.model import ModelShape, load_model, model_names
@@ -51,7 +55,7 @@ class Run:
     ledgers: Ledgers = field(default_factory=Ledgers)
     notes: tuple[str, ...] = ()
     before: tuple[Iteration, ...] = ()
-    """Iterations of the run whose checkpoint it went on from in another layout, up to that checkpoint.
+    """Iterations of the run from whose checkpoint it resumed in another layout, up to that checkpoint.
 
     Part of its loss curve, not of its times."""
 
@@ -124,7 +128,7 @@ def find_run_folders(root: Path) -> list[Path]:
 
 
 def load_folder(folder: Path) -> Run:
-    """Load a run folder; whatever is missing or damaged in it is told in the run's notes."""
+    """Load a run folder; the run's notes say what is missing or damaged in it."""
     notes: list[str] = []
     record = _read(folder / records.RUN_FILE, records.read_run, notes)
     status = _read(folder / records.STATUS_FILE, records.read_status, notes)
@@ -133,9 +137,13 @@ def load_folder(folder: Path) -> Run:
     if not log.iterations:
         log = log_from_tensorboard(folder / records.TENSORBOARD_FOLDER, log) or log
     if status is None:
-        status = judge(log) if path.is_file() else StatusRecord(Status.NO_LOG, None, "No log.txt.")
+        status = (
+            classify_exit(log)
+            if path.is_file()
+            else StatusRecord(Status.NO_LOG, None, "No log.txt.")
+        )
     elif status.status is not Status.OK and not status.reason:
-        status = replace(status, reason=judge(log, status.exit_code).reason)
+        status = replace(status, reason=classify_exit(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
     before = _parents_iterations(folder, record, notes)
     run = Run(
@@ -161,7 +169,7 @@ def load_log(path: Path) -> list[Run]:
                 name=path.name if log.parts == 1 else f"{path.name}#{log.part}",
                 path=path,
                 spec=None,
-                status=judge(log),
+                status=classify_exit(log),
                 log=log,
                 window=select_window(log),
                 notes=log.notes,
@@ -245,7 +253,7 @@ def _model_of(shape: ModelShape) -> str:
 def _parents_iterations(
     folder: Path, record: RunRecord | None, notes: list[str]
 ) -> tuple[Iteration, ...]:
-    """What the run that was gone on from had trained by then, its own parents' part included."""
+    """What the run resumed from had trained by then, its own parents' part included."""
     if record is None or not record.resumptions:
         return ()
     origin = record.resumptions[0]
@@ -253,7 +261,7 @@ def _parents_iterations(
     if origin.run >= record.run or Path(origin.run).name != origin.run:
         return ()
     parent = folder.parent / origin.run
-    notes.append(f"goes on from iteration {origin.iteration} of {origin.run}")
+    notes.append(f"resumes from iteration {origin.iteration} of {origin.run}")
     if not (parent / records.LOG_FILE).is_file():
         notes.append(f"{origin.run} is not beside it, so its curve begins there")
         return ()

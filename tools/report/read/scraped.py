@@ -10,7 +10,7 @@ import msgspec
 
 
 class Dialect(StrEnum):
-    """Families of log formats, as far as a log itself tells them apart."""
+    """Families of log formats, as far as a log itself shows the difference."""
 
     UNKNOWN = ""
     SECONDS = "0.7 to 0.15"
@@ -141,7 +141,7 @@ class LoggedError:
 
 @dataclass(frozen=True)
 class ErrorTrace:
-    """What a log tells about failure."""
+    """What a log says about failure."""
 
     errors: tuple[LoggedError, ...] = ()
     root_cause_rank: int | None = None

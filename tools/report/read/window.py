@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tools.report.read.scraped import Iteration, ScrapedLog
 
 MIN_FOR_WARM_UP = 8
-"""Fewer samples than this show no trend that could be told from noise."""
+"""Fewer samples than this show no trend above the noise."""
 _MAD_TO_SIGMA = 1.4826
 
 
@@ -88,7 +88,7 @@ def warm_up_length(samples: Sequence[float]) -> int:
 
 
 def robust_spread(values: NDArray[np.float64]) -> float:
-    """Standard deviation as the median absolute deviation tells it."""
+    """Standard deviation as estimated from the median absolute deviation."""
     return _MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
 
 

@@ -12,10 +12,8 @@ from tools.report.canvas import Chart, draw
 from tools.report.explain.bandwidth import draw_bandwidth, rate_curves
 from tools.report.explain.chart_routing import draw_routing
 from tools.report.explain.routing import iterations_of
-from tools.report.render.chart_devices import draw_devices
-from tools.report.render.chart_losses import draw_losses
-from tools.report.render.chart_memory import draw_memory
-from tools.report.render.chart_times import MAX_TIMES, draw_times
+from tools.report.render.chart_curves import draw_devices, draw_losses
+from tools.report.render.chart_rows import MAX_TIMES, draw_memory, draw_times
 
 MAX_COHORTS = 4
 MAX_CURVES = 8
@@ -26,7 +24,7 @@ __all__ = ["Chart", "draw_charts"]
 
 
 def draw_charts(report: Report) -> list[Chart]:
-    """Draw every chart that the runs have data for; limits are told in the charts' texts."""
+    """Draw every chart that the runs have data for; the charts' texts name the limits."""
     charts = [*_times(report.entries), *_bandwidth(report.entries), *_losses(report.entries)]
     charts += _routing(report.entries)
     measured = [entry for entry in report.entries if memory_by_rank(entry.run)]

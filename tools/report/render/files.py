@@ -16,9 +16,9 @@ from tools.report.analyse.report import Report
 from tools.report.explain.explanation import Explanation, explain, explanation_markdown
 from tools.report.explain.timelines import timeline_charts
 from tools.report.render.charts import draw_charts
-from tools.report.render.markdown import render_markdown
 from tools.report.render.page import render_page
 from tools.report.render.sentences import sentences
+from tools.report.render.text import render_markdown
 from tools.text.table import Table, csv_table
 
 MAX_SAMPLES = 2000

@@ -1,0 +1,215 @@
+"""What a run folder holds beside its log: device samples, ledgers, TensorBoard's curves.
+
+Whatever is missing or damaged is empty or a note, never an error.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.records.measurements import (
+    CommunicationRecord,
+    MemoryRecord,
+    read_communication,
+    read_memory,
+)
+from tools.records.routing import RoutingRecord, read_routing
+from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE
+from tools.report.read.scraped import Iteration, ScrapedLog
+
+MAX_POINTS = 400
+"""A series keeps at most about so many points; a day at 1 Hz is drawn no better with more."""
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class DeviceSeries:
+    """One rank's device over time; a reading that it does not give is None."""
+
+    rank: int
+    seconds: tuple[float, ...]
+    utilisation_percent: tuple[float | None, ...]
+    memory_bytes: tuple[float | None, ...]
+    power_watts: tuple[float | None, ...]
+    temperature_celsius: tuple[float | None, ...]
+    sm_clock_mhz: tuple[float | None, ...]
+    peak_memory_bytes: int | None
+    throttled: tuple[str, ...] = ()
+    """Reasons for a lowered clock that were seen."""
+
+
+@dataclass(frozen=True)
+class DeviceSamples:
+    """All ranks' series."""
+
+    series: tuple[DeviceSeries, ...] = ()
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Largest reading of any device."""
+        peaks = [s.peak_memory_bytes for s in self.series if s.peak_memory_bytes]
+        return max(peaks, default=None)
+
+
+def read_samples(path: Path) -> DeviceSamples:
+    """Read `samples.csv`; a missing, foreign or empty file has no series, cut lines are skipped."""
+    if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+        return DeviceSamples()
+    by_rank: dict[int, list[dict[str, str]]] = {}
+    with path.open(newline="", errors="replace") as file:
+        try:
+            for row in csv.DictReader(line.replace("\0", "") for line in file):
+                if (row.get("rank") or "").isdigit() and _number(row, "seconds") is not None:
+                    by_rank.setdefault(int(row["rank"]), []).append(row)
+        except csv.Error:
+            pass  # A damaged line ends the file; what came before it counts.
+    return DeviceSamples(tuple(_series(rank, by_rank[rank]) for rank in sorted(by_rank)))
+
+
+def _series(rank: int, rows: list[dict[str, str]]) -> DeviceSeries:
+    memory = [value for row in rows if (value := _number(row, "memory_bytes"))]
+    reasons = {row.get("throttle_reasons") or "" for row in rows} - {"", "none", "0"}
+    thinned = rows[:: max(1, len(rows) // MAX_POINTS)]
+
+    def column(name: str) -> tuple[float | None, ...]:
+        return tuple(_number(row, name) for row in thinned)
+
+    return DeviceSeries(
+        rank=rank,
+        seconds=tuple(second or 0.0 for second in column("seconds")),
+        utilisation_percent=column("utilisation_percent"),
+        memory_bytes=column("memory_bytes"),
+        power_watts=column("power_watts"),
+        temperature_celsius=column("temperature_celsius"),
+        sm_clock_mhz=column("sm_clock_mhz"),
+        peak_memory_bytes=int(max(memory)) if memory else None,
+        throttled=tuple(sorted(reasons)),
+    )
+
+
+def _number(row: dict[str, str], name: str) -> float | None:
+    try:
+        return float(row.get(name) or "")
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """What the ledgers say; None where there is none."""
+
+    memory: MemoryRecord | None = None
+    communication: CommunicationRecord | None = None
+    routing: RoutingRecord | None = None
+
+    @property
+    def peak_memory_bytes_by_rank(self) -> Mapping[int, int]:
+        """Peak of each rank whose memory was counted."""
+        return {r.rank: r.peak_bytes for r in self.memory.ranks} if self.memory else {}
+
+    @property
+    def memory_categories_by_rank(self) -> Mapping[int, Mapping[str, int]]:
+        """What each rank's peak was for; sums to it."""
+        if self.memory is None:
+            return {}
+        return {
+            rank.rank: {category.value: size for category, size in rank.categories.items()}
+            for rank in self.memory.ranks
+        }
+
+    @property
+    def sent_bytes_by_rank(self) -> Mapping[int, int]:
+        """Bytes a rank puts on the wire in a steady iteration."""
+        return (
+            {r.rank: r.wire_bytes for r in self.communication.ranks} if self.communication else {}
+        )
+
+
+def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
+    """Read the ledgers of a run folder, and say what is wrong with them."""
+    notes: list[str] = []
+    memory = _read(read_memory, folder, MEMORY_FILE, notes)
+    communication = _read(read_communication, folder, COMMUNICATION_FILE, notes)
+    routing = _read(read_routing, folder, ROUTING_FILE, notes)
+    return Ledgers(memory, communication, routing), notes
+
+
+def _read[T](read: Callable[[Path], T], folder: Path, name: str, notes: list[str]) -> T | None:
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        notes.append(f"{name} cannot be used ({error})")
+        return None
+
+
+_TAGS = {
+    "lm loss": "lm_loss",
+    "iteration-time": "elapsed_ms",
+    "grad-norm": "grad_norm",
+    "throughput": "throughput_tflops_per_gpu",
+    "learning-rate": "learning_rate",
+    "batch-size": "global_batch_size",
+    "loss-scale": "loss_scale",
+}
+
+
+def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog | None:
+    """The log with iterations from event files; None where there are none."""
+    if not folder.is_dir() or not any(folder.rglob("events.out.tfevents.*")):
+        return None
+    scalars = read_scalars(folder)
+    steps = sorted({step for tag in _TAGS for step in scalars.get(tag, {})})
+    if not steps:
+        return None
+    iterations = [_iteration(step, scalars) for step in steps]
+    iterations[0] = _first(iterations[0])
+    note = "iterations come from TensorBoard's event files; the log has none"
+    return replace(log, iterations=tuple(iterations), notes=(*log.notes, note))
+
+
+def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Scalars by tag and step; of repeated steps the later counts."""
+    # Imported here: it takes a second, and most reports need none of it.
+    from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
+        EventFileLoader,
+    )
+
+    scalars: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.rglob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                number = _scalar(value)
+                if number is not None:
+                    scalars.setdefault(value.tag, {})[event.step] = number
+    return scalars
+
+
+def _scalar(value: Any) -> float | None:
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if value.HasField("tensor") and len(value.tensor.float_val) == 1:
+        return float(value.tensor.float_val[0])
+    return None
+
+
+def _iteration(step: int, scalars: dict[str, dict[int, float]]) -> Iteration:
+    values: dict[str, Any] = {
+        field: scalars[tag][step] for tag, field in _TAGS.items() if step in scalars.get(tag, {})
+    }
+    if "elapsed_ms" in values:
+        values["elapsed_ms"] *= 1000
+    if "global_batch_size" in values:
+        values["global_batch_size"] = int(values["global_batch_size"])
+    return Iteration(step, **values)
+
+
+def _first(found: Iteration) -> Iteration:
+    return msgspec.structs.replace(found, first_of_start=True)
