@@ -54,7 +54,9 @@ def execute(
         if folder is None:
             shutil.rmtree(made)
         raise
-    with deferred():  # A run that ended by itself is judged by that, whatever is asked meanwhile.
+    with (
+        deferred()
+    ):  # A run that ended by itself gets the status of that, whatever is asked meanwhile.
         status = _train_in(made, launch, console, title, group)
     return made, status
 
@@ -67,13 +69,13 @@ def run_ranks(
     group: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> int:
-    """Start a launch's ranks, follow their log, return torchrun's exit code; ends them on any way out.
+    """Start a launch's ranks, follow their log, return torchrun's exit code; none is left running.
 
     The log's folder is the run folder unless it is given; `also` is set for the ranks beside the
-    launch's environment. The other nodes are told of the end once this one's processes are gone.
+    launch's environment. The end is reported to the other nodes once this one's processes are gone.
 
     Raises:
-        HangError: The log stood still for the launch's timeout.
+        HangError: The log did not grow for the launch's timeout.
         Interrupted: A request to stop came, and they were ended.
     """
     with deferred():

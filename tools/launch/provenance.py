@@ -75,7 +75,7 @@ def _host(launch: Launch) -> records.Host:
 
 
 def _software_of_image(container: docker.Container, cache: Path) -> dict[str, str]:
-    """Versions inside an image; empty if it does not tell, because a run must not fail for that."""
+    """Versions inside an image; empty if it does not answer, because a run must not fail for that."""
     try:
         return dict(json.loads(cache.read_text()))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""From a run's record to the launch that goes on with it, in its own layout or in another."""
+"""From a run's record to the launch that resumes it, in its own layout or in another."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ _MEGATRONS_MULTIPLE = 128
 def relaunch(
     record: RunRecord, goes_on_from: GoesOnFrom, strategy: str | None, options: Options
 ) -> Launch:
-    """The launch that goes on with a run.
+    """The launch that resumes a run.
 
     Args:
         record: Of the run that was saved.
         goes_on_from: The checkpoint.
-        strategy: Another layout; None or the run's own goes on as it was.
+        strategy: Another layout; None or the run's own keeps it.
         options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
 
     Raises:
-        LaunchError: The run cannot go on here, or not so.
+        LaunchError: The run cannot be resumed here, or not so.
         StrategyError: The strategy is not in the grammar.
     """
     iterations = options.iterations or record.exit_interval
@@ -118,14 +118,14 @@ def relaunch(
     )
 
 
-def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
+def resume_if_saved(launch: Launch, folder: Path) -> Launch:
     """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
 
-    A job that is put back into its queue starts with the same words: it goes on from the newest whole
-    checkpoint, and begins where there is none.
+    A job that is put back into its queue starts with the same arguments: it resumes from the newest
+    valid checkpoint, and begins where there is none.
 
     Raises:
-        LaunchError: There are checkpoints, and none can be gone on from.
+        LaunchError: There are checkpoints, and none is valid.
     """
     stored = folder / CHECKPOINTS_FOLDER
     if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
@@ -141,7 +141,7 @@ def go_on_if_saved(launch: Launch, folder: Path) -> Launch:
 
 
 def _laid_out(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
-    """What the run was told, without what concerned one start, in this layout."""
+    """The run's arguments without those that concerned one start, in this layout."""
     if parallelism == record.spec.parallelism:
         return drop_flags(record.argv, OF_ONE_START)
     return merge_flags(

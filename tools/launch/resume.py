@@ -1,6 +1,6 @@
-"""`make resume RUN=…`: a run goes on from its newest whole and sound checkpoint.
+"""`make resume RUN=…`: a run resumes from its newest valid checkpoint.
 
-In its own layout it goes on in its own folder: log, events and checkpoints are added to, and what
+In its own layout it resumes in its own folder: log, events and checkpoints are added to, and what
 belongs to one attempt is kept in `attempts/`. In another layout (STRATEGY=pp2) it is another run, in a
 folder of its own that names its parent, because its times and its memory are not its parent's.
 """
@@ -27,10 +27,10 @@ from tools.spec.strategy import StrategyError
 
 
 def resume(run: Path, strategy: str | None, options: Options, console: Console) -> int:
-    """Go on with a run; 0 if it ended well.
+    """Resume a run; 0 if it ended well.
 
     Raises:
-        LaunchError: It cannot go on; nothing was changed.
+        LaunchError: It cannot be resumed; nothing was changed.
     """
     if options.slurm is not None:
         raise LaunchError(
@@ -46,25 +46,25 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         if options.dry_run:
             print(command_line(launch))
             return 0
-        if launch.nodes is None:  # Else each node tells the others what stops it.
+        if launch.nodes is None:  # Else each node reports to the others what stops it.
             check(launch, options.runs)
         _tell(run, launch, choice, console)
         own_folder = launch.spec.parallelism == record.spec.parallelism
-        if not own_folder:  # The run itself may go on beside this one.
+        if not own_folder:  # The run itself may be resumed at the same time.
             held.close()
         there = replace(options, run_folder=run if own_folder else None)
         return 0 if train_once(launch, there, console, launch.spec.name) else 1
 
 
 def _tell(run: Path, launch: Launch, choice: Choice, console: Console) -> None:
-    for checkpoint, flaw in choice.passed_over:
+    for checkpoint, flaw in choice.skipped:
         console.print(
             f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used.",
             style="yellow",
             highlight=False,
         )
     console.print(
-        f"{run.name} goes on after iteration {choice.checkpoint.iteration} as {launch.spec.name}: "
+        f"{run.name} resumes after iteration {choice.checkpoint.iteration} as {launch.spec.name}: "
         f"{describe(launch)}",
         highlight=False,
     )

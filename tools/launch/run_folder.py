@@ -32,7 +32,7 @@ def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) ->
     """Make the folder and write everything that is known before the run: record, command, first status.
 
     A folder that is given was made before, such as when the run was put into a queue. If the launch
-    goes on from a checkpoint in it, what the last attempt left there is kept in `attempts/`.
+    resumes from a checkpoint in it, what the last attempt left there is kept in `attempts/`.
 
     Raises:
         LaunchError: The disk refuses it.
@@ -83,7 +83,7 @@ def is_running(log: Path) -> bool:
 def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
     """Hold a run folder, from the choice of a checkpoint in it to the end of the attempt.
 
-    Nobody holds a folder that is still to be made, and of several nodes the first does.
+    A folder that is still to be made is not held; of several nodes the first holds it.
 
     Raises:
         LaunchError: Another launcher holds it, or a rank of the run still lives.
@@ -161,7 +161,7 @@ _OF_ONE_ATTEMPT = (
     *(records.COMMUNICATION_FILE, records.MEMORY_FILE, records.TIME_FILE, records.TRACE_FILE),
     *(records.ROUTING_FILE, node_files.FOLDER),
 )
-"""What is measured anew by each attempt; log, events and checkpoints go on."""
+"""What is measured anew by each attempt; log, events and checkpoints are continued."""
 
 
 def _begin(folder: Path, record: records.RunRecord) -> None:

@@ -20,7 +20,7 @@ from tools.records.run import SAMPLE_COLUMNS
 INTERVAL_SECONDS = 1.0
 
 Reading = Mapping[str, object]
-"""Of one device: values by column of `samples.csv`; what the device does not tell is left out."""
+"""Of one device: values by column of `samples.csv`; what the device does not report is left out."""
 
 
 THROTTLE_REASONS = {
@@ -91,7 +91,7 @@ class CpuRanks:
 class GpuRanks:
     """One reading a rank; the r-th rank of a machine trains on its r-th visible GPU.
 
-    `first` tells the machine's first rank, which torchrun decides when the nodes meet.
+    `first` gives the machine's first rank, which torchrun decides.
     """
 
     def __init__(self, gpus: Sequence[Gpu], first: Callable[[], int] = lambda: 0) -> None:
@@ -105,7 +105,7 @@ class GpuRanks:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
             except pynvml.NVMLError:
                 continue
-            yield rank, {"device": gpu.name, **_told(gpu, handle)}
+            yield rank, {"device": gpu.name, **_reported(gpu, handle)}
 
 
 def throttle_reasons(bits: int) -> str:
@@ -116,7 +116,7 @@ def throttle_reasons(bits: int) -> str:
 
 
 def event_reasons(handle: Any) -> int:
-    """The reasons' bits; raises NVMLError where the GPU does not tell."""
+    """The reasons' bits; raises NVMLError where the GPU does not report them."""
     try:
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     except pynvml.NVMLError:  # Drivers before 535 know the older name alone.
@@ -134,7 +134,7 @@ def _reading(process: psutil.Process) -> Reading | None:
         return None
 
 
-def _told(gpu: Gpu, handle: Any) -> dict[str, object]:
+def _reported(gpu: Gpu, handle: Any) -> dict[str, object]:
     questions: dict[str, Callable[[], object]] = {
         "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
         "memory_bytes": lambda: memory_used_bytes(gpu),
@@ -145,10 +145,10 @@ def _told(gpu: Gpu, handle: Any) -> dict[str, object]:
         "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         "throttle_reasons": lambda: throttle_reasons(event_reasons(handle)),
     }
-    told: dict[str, object] = {}
+    found: dict[str, object] = {}
     for column, ask in questions.items():
         try:
-            told[column] = ask()
+            found[column] = ask()
         except pynvml.NVMLError:
             continue  # Not every GPU and driver answers every question.
-    return told
+    return found

@@ -66,7 +66,7 @@ def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None
 
 
 def follow(runs: Path) -> list[RunStatus]:
-    """Every run as it stands; the caller's jobs that Slurm ended get the status that it tells."""
+    """Every run as it stands; the caller's jobs that Slurm ended get the status that it reports."""
     folders = find_run_folders(runs)
     jobs = {folder: job for folder in folders if (job := read_job(folder)) is not None}
     states = job_states([job.job_id for job in jobs.values()])
@@ -115,7 +115,7 @@ def _see(
 def _settled(
     folder: Path, job: records.JobRecord, state: JobState | None, status: StatusRecord
 ) -> StatusRecord:
-    """Its status, with Slurm's word where the launcher left none or was only told to stop."""
+    """Its status, from Slurm where the launcher left none or was only asked to stop."""
     if _open(status) and not _alive(folder):
         settled = replace(_how_it_ended(folder, job, state), finished_utc=utc_now())
     elif status.status is Status.INTERRUPTED and state and state.state in STOPPED_BY_SLURM:

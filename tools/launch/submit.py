@@ -91,7 +91,7 @@ def submit_array(
 
 
 def over_nodes(launch: Launch, slurm: Slurm) -> Launch:
-    """The launch as it will be spread; where its nodes meet is known once they are there."""
+    """The launch as it will be spread; their addresses are known once they are there."""
     return replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
 
 

@@ -17,7 +17,7 @@ from tools.launch.execute import execute
 from tools.launch.multi_node import train_first, train_other
 from tools.launch.options import Options
 from tools.launch.preflight import check
-from tools.launch.relaunch import go_on_if_saved
+from tools.launch.relaunch import resume_if_saved
 from tools.launch.run_folder import only_attempt
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
@@ -70,7 +70,7 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
     launch = compose_target(target, flags, options)
     with only_attempt(options.run_folder, options.nodes):
         if options.run_folder is not None:  # A job's; it may have been put back into the queue.
-            launch = go_on_if_saved(launch, options.run_folder)
+            launch = resume_if_saved(launch, options.run_folder)
         if options.dry_run:
             print(command_line(launch))
             return 0

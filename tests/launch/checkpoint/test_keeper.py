@@ -38,7 +38,7 @@ def test_it_proves_what_is_saved_and_at_a_good_end_lets_old_ones_go(
             keeper.ended_well()
         assert keeper.problems == []
     assert iterations(folder) == [3, 2]
-    assert all(checkpoint.is_proven for checkpoint in find_checkpoints(folder))
+    assert all(checkpoint.is_verified for checkpoint in find_checkpoints(folder))
 
 
 def test_it_lets_nothing_go_for_a_checkpoint_that_cannot_be_read(
@@ -97,7 +97,7 @@ def test_a_failed_runs_last_word_does_not_wait_for_a_proof(
         say(log, 4)
         write(folder, 4)
     [checkpoint] = find_checkpoints(folder)
-    assert not checkpoint.is_proven
+    assert not checkpoint.is_verified
 
 
 def test_an_iteration_that_is_saved_again_is_proven_again(
@@ -109,11 +109,11 @@ def test_an_iteration_that_is_saved_again_is_proven_again(
         write(folder, 8)
         keeper.ended_well()
     [checkpoint] = find_checkpoints(folder)
-    assert checkpoint.is_proven
+    assert checkpoint.is_verified
 
 
 def wait_until_proven(folder: Path, iteration: int) -> None:
     deadline = time.monotonic() + 10
-    while not all(checkpoint.is_proven for checkpoint in find_checkpoints(folder)):
-        assert time.monotonic() < deadline, f"{iteration} was not proven"
+    while not all(checkpoint.is_verified for checkpoint in find_checkpoints(folder)):
+        assert time.monotonic() < deadline, f"{iteration} was not verified"
         time.sleep(0.01)

@@ -11,7 +11,7 @@ from tools.launch.checkpoint.readable import (
     ReadingStoppedError,
     find_pieces,
     is_finished,
-    prove_readable,
+    verify_readable,
 )
 
 
@@ -25,7 +25,7 @@ def data_file(folder: Path) -> Path:
 
 
 def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -> None:
-    prove_readable(copy)
+    verify_readable(copy)
     pieces = find_pieces(copy)
     assert len(pieces) == 3
     assert sum(piece.length_bytes for piece in pieces) == data_file(copy).stat().st_size
@@ -34,14 +34,14 @@ def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -
 def test_without_metadata_it_was_not_finished(copy: Path) -> None:
     (copy / ".metadata").unlink()
     with pytest.raises(DamagedCheckpointError, match="not finished"):
-        prove_readable(copy)
+        verify_readable(copy)
 
 
 def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
     path = copy / ".metadata"
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DamagedCheckpointError, match="metadata cannot be read"):
-        prove_readable(copy)
+        verify_readable(copy)
 
 
 @pytest.mark.parametrize("text", [None, '{"sharded_back'])
@@ -55,7 +55,7 @@ def test_without_the_word_for_its_format_megatron_would_take_it_for_another(
     else:
         (copy / "metadata.json").write_text(text)
     with pytest.raises(DamagedCheckpointError, match=r"metadata\.json"):
-        prove_readable(copy)
+        verify_readable(copy)
 
 
 def test_no_flipped_bit_of_an_archives_own_words_does_more_than_to_be_noticed(copy: Path) -> None:
@@ -73,14 +73,14 @@ def test_no_flipped_bit_of_an_archives_own_words_does_more_than_to_be_noticed(co
 
 def test_a_reading_stops_when_nobody_waits_for_it(copy: Path) -> None:
     with pytest.raises(ReadingStoppedError):
-        prove_readable(copy, lambda: False)
+        verify_readable(copy, lambda: False)
 
 
 def test_a_missing_file_is_named(copy: Path) -> None:
     name = data_file(copy).name
     data_file(copy).unlink()
     with pytest.raises(DamagedCheckpointError, match=name):
-        prove_readable(copy)
+        verify_readable(copy)
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,7 +104,7 @@ def test_one_flipped_bit_or_a_shorter_file_is_noticed(saved: Path, data: st.Data
 
 def _is_readable(folder: Path) -> bool:
     try:
-        prove_readable(folder)
+        verify_readable(folder)
     except DamagedCheckpointError:
         return False
     return True
@@ -126,5 +126,5 @@ def test_nothing_that_a_metadata_pickle_names_is_run(copy: Path, tmp_path: Path)
 
     (copy / ".metadata").write_bytes(pickle.dumps(Touch()))
     with pytest.raises(DamagedCheckpointError):
-        prove_readable(copy)
+        verify_readable(copy)
     assert not target.exists()

@@ -10,7 +10,7 @@ from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.network import Rate
 from tools.launch.options import Options, options_from_environment
-from tools.launch.relaunch import go_on_if_saved, relaunch
+from tools.launch.relaunch import relaunch, resume_if_saved
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.records.run import DatasetIdentity, Entry, Host, RunRecord
@@ -190,18 +190,18 @@ def test_a_job_that_is_put_back_goes_on_from_what_its_folder_holds(
     tmp_path: Path, write: Write
 ) -> None:
     launch = composed("tp2")
-    assert go_on_if_saved(launch, tmp_path) is launch
+    assert resume_if_saved(launch, tmp_path) is launch
     stored = tmp_path / "checkpoints"
     stored.mkdir()
     write(stored, 4)
-    again = go_on_if_saved(launch, tmp_path)
+    again = resume_if_saved(launch, tmp_path)
     assert again.goes_on_from == GoesOnFrom(tmp_path.name, stored, 4)
     flags = Flags(again.arguments("runs/a"))
     assert not flags.has("--finetune")
     assert flags.text("--load") == str(stored)
     write(stored, 12)
     with pytest.raises(LaunchError, match="already reached iteration 12"):
-        go_on_if_saved(launch, tmp_path)
+        resume_if_saved(launch, tmp_path)
 
 
 def test_a_network_interface_is_of_the_machine_that_the_run_was_on() -> None:

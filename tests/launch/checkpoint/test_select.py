@@ -33,7 +33,7 @@ def test_the_newest_whole_one_is_chosen_and_damaged_ones_make_way(
     (write(stored, 15) / ".metadata").unlink()
     choice = select_checkpoint(tmp_path)
     assert choice.checkpoint.iteration == 5
-    assert [checkpoint.iteration for checkpoint, _ in choice.passed_over] == [15, 10]
+    assert [checkpoint.iteration for checkpoint, _ in choice.skipped] == [15, 10]
     quarantine(stored, choice.checkpoint.iteration)
     assert iterations(stored) == [5]
     assert (stored / "damaged-iter_0000010").is_dir()
@@ -66,7 +66,7 @@ def test_after_a_nan_only_what_has_given_a_loss_is_gone_on_from(
     ended(tmp_path, Status.NAN, *losses)
     choice = select_checkpoint(tmp_path)
     assert choice.checkpoint.iteration == chosen
-    assert all("NaN" in flaw for _, flaw in choice.passed_over)
+    assert all("NaN" in flaw for _, flaw in choice.skipped)
     ended(tmp_path, Status.CRASHED, *losses)
     assert select_checkpoint(tmp_path).checkpoint.iteration == 5
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tools.launch.checkpoint.readable import DamagedCheckpointError
-from tools.launch.checkpoint.stored import check, find_checkpoints, prove, prune
+from tools.launch.checkpoint.stored import check, find_checkpoints, prune, verify
 
 
 def test_checkpoints_come_newest_first_and_other_folders_are_none(
@@ -21,7 +21,7 @@ def test_a_proven_checkpoint_that_changes_is_refused_by_the_file(
 ) -> None:
     path = write(tmp_path, 5)
     [checkpoint] = find_checkpoints(tmp_path)
-    prove(checkpoint)
+    verify(checkpoint)
     check(checkpoint)
     damage(path)
     with pytest.raises(DamagedCheckpointError, match=r"\.distcp is not what was saved"):
@@ -33,9 +33,9 @@ def test_one_that_was_never_proven_is_proven_when_it_is_asked_for(
 ) -> None:
     write(tmp_path, 5)
     [checkpoint] = find_checkpoints(tmp_path)
-    assert not checkpoint.is_proven
+    assert not checkpoint.is_verified
     check(checkpoint)
-    assert checkpoint.is_proven
+    assert checkpoint.is_verified
 
 
 def test_only_what_is_older_than_the_newest_proven_ones_goes(tmp_path: Path, write: Write) -> None:
@@ -44,6 +44,6 @@ def test_only_what_is_older_than_the_newest_proven_ones_goes(tmp_path: Path, wri
     stored = find_checkpoints(tmp_path)
     assert prune(stored, keep=2) == ()
     for checkpoint in stored[1:3]:
-        prove(checkpoint)
+        verify(checkpoint)
     assert [checkpoint.iteration for checkpoint in prune(stored, keep=2)] == [1]
     assert iterations(tmp_path) == [4, 3, 2]

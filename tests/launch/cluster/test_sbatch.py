@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.launch.cluster.sbatch import CPUS, Cell, Container, Job, script
-from tools.launch.cluster.slurm import Slurm, slurm_from_environment, words_of
+from tools.launch.cluster.slurm import Slurm, argv_of_directives, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
@@ -200,7 +200,7 @@ def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
     slurm = slurm_from_environment(asked)
     assert slurm is not None
     assert slurm.directives == (line,)
-    assert words_of(slurm.directives) == (f"--comment={value}",)
+    assert argv_of_directives(slurm.directives) == (f"--comment={value}",)
 
 
 def test_a_site_line_whose_quotes_do_not_end_is_named(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tools.launch.checkpoint.readable import (
 from tools.launch.checkpoint.stored import (
     Checkpoint,
     find_checkpoints,
-    prove,
     prune,
+    verify,
 )
 from tools.launch.progress import LogFollower
 from tools.report.read.scraped import Iteration
@@ -29,7 +29,7 @@ class Keeper(BackgroundThread):
     """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end.
 
     Older checkpoints go once as many newer ones as shall be kept were read back and have each given
-    another loss: what was saved last may hold the damage that the next iteration meets.
+    another loss: what was saved last may hold the damage that shows in the next iteration.
     """
 
     def __init__(self, folder: Path, keep: int, log: Path) -> None:
@@ -60,7 +60,7 @@ class Keeper(BackgroundThread):
         newest, said = finished_iteration(self._folder), announced(self._folder)
         if newest is not None and said != self._seen:
             self._seen = said
-            self._prove(checkpoint for checkpoint in stored if checkpoint.iteration <= newest)
+            self._verify(checkpoint for checkpoint in stored if checkpoint.iteration <= newest)
         try:
             prune([checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep)
         except OSError as error:
@@ -72,17 +72,17 @@ class Keeper(BackgroundThread):
             return False
         return self._ended_well or checkpoint.iteration < newest.iteration
 
-    def _prove(self, checkpoints: Iterable[Checkpoint]) -> None:
+    def _verify(self, checkpoints: Iterable[Checkpoint]) -> None:
         for checkpoint in checkpoints:
-            if checkpoint.is_proven:
+            if checkpoint.is_verified:
                 continue
             try:
-                prove(checkpoint, self._has_time)
+                verify(checkpoint, self._has_time)
             except (DamagedCheckpointError, OSError) as error:
                 self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
 
     def _has_time(self) -> bool:
-        """A failed run's last word must not wait for gigabytes; its resume reads them back as well."""
+        """A failed run's status must not wait for gigabytes; its resume reads them back as well."""
         return self._ended_well or not self.done.is_set()
 
     def _note(self, problem: str) -> None:

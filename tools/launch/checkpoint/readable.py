@@ -74,7 +74,7 @@ def announced(folder: Path) -> int | None:
         return None
 
 
-def prove_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
+def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
     """Read every piece of a checkpoint back and compare it with its checksum.
 
     Raises:
@@ -255,7 +255,7 @@ class MetadataReader(pickle.Unpickler):
     """Reads `.metadata` with a stand-in for every class that it names."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ARG002 - pickle's signature
-        """A stand-in; keys are told apart by identity, so equal ones do not fall together."""
+        """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
         return type(name.rpartition(".")[2], (_StandIn,), {})
 
 

@@ -11,7 +11,7 @@ from tools.spec.run import DeviceKind
 from tools.spec.strategy import Parallelism, Sharding
 
 KEEP = 2
-"""Proven checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
+"""Verified checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
 
 _NOT_RESUMED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 _BYTES_A_PARAMETER = {"fp32": 12, "fp16": 14, "bf16": 14}
@@ -26,7 +26,7 @@ class Saving:
     """Iterations."""
     keep: int = KEEP
     asynchronous: bool = False
-    """Written by a process beside training, while training goes on."""
+    """Written by a process of its own, while training continues."""
 
 
 def saving_flags(saving: Saving, parallelism: Parallelism, entry: Entry) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from tools.launch.checkpoint.readable import (
     KeepGoing,
     ReadingStoppedError,
     is_finished,
-    prove_readable,
+    verify_readable,
 )
 from tools.launch.errors import LaunchError
 from tools.launch.progress import LogFollower
@@ -40,7 +40,7 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What a file of a checkpoint was when it was proven readable."""
+    """What a file of a checkpoint was when it was verified readable."""
 
     size_bytes: int
     sha256: str
@@ -67,7 +67,7 @@ class Checkpoint:
         return is_finished(self.path)
 
     @property
-    def is_proven(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether it was read back after it was written."""
         return (self.path / MANIFEST_FILE).is_file()
 
@@ -81,7 +81,7 @@ def find_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     return tuple(sorted(found, key=lambda checkpoint: -checkpoint.iteration))
 
 
-def prove(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
+def verify(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
     """Read a checkpoint back, and write down what its files are.
 
     Raises:
@@ -89,7 +89,7 @@ def prove(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
         OSError: The manifest cannot be written.
         ReadingStoppedError: `keep_going` says no.
     """
-    prove_readable(checkpoint.path, keep_going)
+    verify_readable(checkpoint.path, keep_going)
     files = {}
     for path in _files(checkpoint):
         if not keep_going():
@@ -99,14 +99,14 @@ def prove(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
 
 
 def check(checkpoint: Checkpoint) -> None:
-    """See that a checkpoint is what it was when it was proven; prove it now if it never was.
+    """See that a checkpoint is what it was when it was verified; verify it now if it never was.
 
     Raises:
         DamagedCheckpointError: It is not whole, and which file is not.
-        OSError: It was not proven, and its manifest cannot be written.
+        OSError: It was not verified, and its manifest cannot be written.
     """
-    if not checkpoint.is_proven:
-        prove(checkpoint)
+    if not checkpoint.is_verified:
+        verify(checkpoint)
         return
     for name, known in _read_manifest(checkpoint).files.items():
         path = checkpoint.path / name
@@ -122,14 +122,14 @@ def check(checkpoint: Checkpoint) -> None:
 
 
 def prune(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...]:
-    """Remove what is older than the `keep` newest proven checkpoints; return what was removed."""
-    proven = [checkpoint for checkpoint in checkpoints if checkpoint.is_proven]
-    if len(proven) < keep:
+    """Remove what is older than the `keep` newest verified checkpoints; return what was removed."""
+    verified = [checkpoint for checkpoint in checkpoints if checkpoint.is_verified]
+    if len(verified) < keep:
         return ()
-    oldest = min(checkpoint.iteration for checkpoint in proven[:keep])
+    oldest = min(checkpoint.iteration for checkpoint in verified[:keep])
     removed = tuple(c for c in checkpoints if c.iteration < oldest)
     for checkpoint in removed:
-        # Without its manifest first: what is cut short here must not look proven.
+        # Without its manifest first: what is cut short here must not look verified.
         (checkpoint.path / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(checkpoint.path)
     return removed
@@ -137,10 +137,10 @@ def prune(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint to go on from, and newer ones that are passed over."""
+    """A checkpoint to resume from, and newer ones that are skipped."""
 
     checkpoint: Checkpoint
-    passed_over: tuple[tuple[Checkpoint, str], ...] = ()
+    skipped: tuple[tuple[Checkpoint, str], ...] = ()
     """Newer ones, each with what is wrong with it."""
 
 
@@ -148,27 +148,27 @@ def select_checkpoint(run: Path) -> Choice:
     """Look at a run's checkpoints from the newest on; nothing is changed but for missing manifests.
 
     Raises:
-        LaunchError: None of them can be gone on from, or there is none.
+        LaunchError: None of them is valid, or there is none.
     """
-    passed_over: list[tuple[Checkpoint, str]] = []
+    skipped: list[tuple[Checkpoint, str]] = []
     newest_number = last_valid_iteration(run)
     stored = find_checkpoints(run / CHECKPOINTS_FOLDER)
     for checkpoint in stored:
         why_not = _flaw(checkpoint, newest_number)
         if why_not is None:
-            return Choice(checkpoint, tuple(passed_over))
-        passed_over.append((checkpoint, why_not))
+            return Choice(checkpoint, tuple(skipped))
+        skipped.append((checkpoint, why_not))
     if not stored:
         raise LaunchError(
             f"{run} holds no checkpoint; only a run that was started with SAVE_EVERY= and reached "
             "that iteration can be resumed."
         )
-    told = "; ".join(f"{checkpoint.path.name}: {flaw}" for checkpoint, flaw in passed_over)
-    raise LaunchError(f"No checkpoint of {run} can be gone on from ({told}); start the run again.")
+    flaws = "; ".join(f"{checkpoint.path.name}: {flaw}" for checkpoint, flaw in skipped)
+    raise LaunchError(f"No checkpoint of {run} can be resumed from ({flaws}); start the run again.")
 
 
 def quarantine(folder: Path, iteration: int) -> None:
-    """Make way for a run that goes on from `iteration`, because newer checkpoints are passed over.
+    """Move newer checkpoints out of the way of a run that resumes from `iteration`.
 
     Unfinished ones go, damaged ones get another name.
     """

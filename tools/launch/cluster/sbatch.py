@@ -28,7 +28,7 @@ FIRST_NODE = (
     'read -r MASTER_ADDR < <(sinfo --all --noheader --nodes="$first" --format=%o)',
     "export MASTER_ADDR",
 )
-"""Shell that finds where all meet, on any node of an allocation."""
+"""Shell that finds the address to which all nodes connect, on any node of an allocation."""
 
 
 CPUS = '[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'
@@ -137,14 +137,14 @@ def _devices(job: Job) -> str:
 
 
 def _srun(job: Job) -> tuple[str, ...]:
-    # srun no longer takes the CPUs of a task from the job, and must be told again.
+    # srun no longer takes the CPUs of a task from the job, and needs the option again.
     cpus = (f"--{_devices(job)}",) if job.device is DeviceKind.CPU else ()
     container = job.container.flags() if job.container else ()
     return ("--ntasks-per-node=1", *cpus, "--export=ALL", "--kill-on-bad-exit=0", *container)
 
 
 def _redirect(cells: Sequence[Cell]) -> Sequence[str]:
-    """An array's element has a folder of its own, where what goes wrong from here on is told."""
+    """An array's element has a folder of its own, which gets what the shell prints from here on."""
     if len(cells) == 1:
         return ()
     folders = shlex.join(cell.folder for cell in cells)

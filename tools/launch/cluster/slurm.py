@@ -87,7 +87,7 @@ def slurm_from_environment(environment: Mapping[str, str]) -> Slurm | None:
     )
 
 
-def words_of(directives: Sequence[str]) -> tuple[str, ...]:
+def argv_of_directives(directives: Sequence[str]) -> tuple[str, ...]:
     """Lines of `#SBATCH` as words of a command.
 
     Raises:
@@ -171,7 +171,7 @@ def _read_site(named: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
         line.removeprefix(_DIRECTIVE).strip() for line in lines if line.startswith(_DIRECTIVE)
     )
     try:
-        words_of(directives)
+        argv_of_directives(directives)
     except ValueError as error:
         raise LaunchError(f"SLURM_SITE={path} has a wrong #SBATCH line ({error}).") from None
     setup = tuple(line for line in lines if line and not line.startswith(("#!", _DIRECTIVE)))

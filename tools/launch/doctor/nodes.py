@@ -24,7 +24,7 @@ from rich.text import Text
 from tools.launch.checks.devices import check_rates
 from tools.launch.checks.finding import FAIL, PASS, WARN, Finding
 from tools.launch.cluster.sbatch import FIRST_NODE
-from tools.launch.cluster.slurm import slurm_from_environment, words_of
+from tools.launch.cluster.slurm import argv_of_directives, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 
@@ -133,7 +133,7 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
     slurm = slurm_from_environment(environment)
-    return ("srun", *count, *words_of(slurm.directives if slurm else ()))
+    return ("srun", *count, *argv_of_directives(slurm.directives if slurm else ()))
 
 
 def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:

@@ -1,4 +1,4 @@
-"""How a run ended, from its log and from what the machine tells, and the last words in its folder."""
+"""How a run ended, from its log and from what the machine reports, and the status in its folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIGKILL = 137
 
 
 def reserve_room(folder: Path) -> None:
-    """Hold room for the last words.
+    """Hold room for the status that is written at the end.
 
     Raises:
         OSError: There is none.
@@ -72,7 +72,7 @@ def classify_exit(
     Args:
         folder: The run folder.
         exit_code: The supervisor's; 128 + n if signal n ended torchrun itself, -n if the supervisor.
-        interrupted: Whether the launcher was told to stop.
+        interrupted: Whether the launcher was asked to stop.
         kills_before: What `memory_kills` said before it started.
         least_free_bytes: Of the folder's disk while it ran, where somebody looked.
     """
@@ -92,7 +92,7 @@ def classify_exit(
         reason = f"No space was left on the disk of {folder.name}; {_begin(status.reason)}"
         return replace(status, status=Status.CRASHED, reason=reason)
     if exit_code == _SIGKILL:
-        # What ranks said when they lost torchrun is no news.
+        # What ranks log when they lose torchrun is not the cause.
         reason = f"torchrun was killed by SIGKILL{_after(folder)}; its ranks were ended."
         status = replace(status, status=Status.CRASHED, reason=reason, rank=None)
     now = memory_kills()
@@ -104,7 +104,7 @@ def classify_exit(
 
 
 def launcher_was_killed(folder: Path) -> StatusRecord:
-    """The verdict where nobody is left to judge."""
+    """The status of a run whose launcher can no longer write one."""
     reason = f"The launcher was killed{_after(folder)}; all ranks were ended."
     return StatusRecord(Status.INTERRUPTED, None, reason)
 

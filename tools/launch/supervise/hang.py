@@ -1,4 +1,4 @@
-"""A hang: the log stands still. Who is stuck, where everybody is, and then the end."""
+"""A hang: the log has stopped growing. Finds the rank that is stuck, and collects the stacks of all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INNERMOST_FRAMES = 6
 
 
 class HangError(LaunchError):
-    """A run that stood still for as long as HANG_TIMEOUT= allows."""
+    """A run that was stalled for as long as HANG_TIMEOUT= allows."""
 
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class HangError(LaunchError):
 
 
 class HangWatch:
-    """Told of every growth of the log; says when it stood still for too long."""
+    """Watches the size of the log; reports when it has not grown for too long."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -45,7 +45,7 @@ class HangWatch:
         return now - self._since >= self._timeout_seconds
 
     def error(self, stopped: Sequence[int], stacks: Path) -> HangError:
-        """Name the rank that the others wait for, if the collected stacks of all tell."""
+        """Name the rank that the others wait for, if the collected stacks of all show it."""
         found = _read_stacks(stacks)
         rank, why = find_culprit(stopped, found)
         where = f"; where each rank was is in {stacks.name}/" if found else ""
@@ -57,7 +57,7 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
     """Ask every rank of this machine for its stacks and wait until they are there.
 
     Returns:
-        The ranks that a signal had stopped (SIGSTOP); they go on, in order to answer.
+        The ranks that a signal had stopped (SIGSTOP); they are continued, so that they answer.
     """
     asked = []
     stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
@@ -66,7 +66,7 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
             if not _answers(process):
                 continue
             process.send_signal(signal.SIGUSR1)
-            # A stopped process answers once it goes on; it is ended right after this.
+            # A stopped process answers once it is continued; it is ended right after this.
             process.send_signal(signal.SIGCONT)
         except psutil.NoSuchProcess:
             continue
@@ -122,7 +122,7 @@ def is_in_collective(stack: str) -> bool:
 
 
 def _read_stacks(stacks: Path) -> dict[int, str]:
-    """By rank; read before they are judged, as a network file system shows a file when it is opened."""
+    """By rank, all read first: a network file system shows what was written when a file is opened."""
     found = {}
     for path in stacks.glob("rank*.txt"):
         # Another node may clear up what is empty.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Slurm's `--signal=USR1@120` tells of the end of a job's time."""
+"""Slurm's `--signal=USR1@120` announces the end of a job's time."""
 
 
 class Interrupted(BaseException):
@@ -46,7 +46,7 @@ def deferred() -> Iterator[None]:
     """Let a request to stop wait for `raise_if_asked` in the block, or for the block's end.
 
     Raises:
-        Interrupted: At the end, if a request came that nobody has heard.
+        Interrupted: At the end, if a request came that was not heeded.
     """
     _Request.deferring += 1
     try:

@@ -53,7 +53,7 @@ class Ranks:
             ),
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, _MARK: self._mark},
-            # Never written to: its end tells the supervisor that this process is gone.
+            # Never written to: its end shows the supervisor that this process is gone.
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -4,7 +4,7 @@ python -m tools.launch.supervise.supervisor FOLDER CONTAINER -- COMMAND…
 
 The launcher holds the other end of this process's standard input, so its death, of whatever, is an end
 of file here. Orphans of torchrun become children of this process (a child subreaper), so none is lost.
-torchrun is told by the kernel when this process dies. What the launcher can no longer write, the status
+The kernel signals torchrun when this process dies. What the launcher can no longer write, the status
 of the run, is written here.
 """
 
@@ -105,5 +105,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    place, name, _, *words = sys.argv[1:]
-    sys.exit(main(Path(place), name, words))
+    place, name, _, *argv = sys.argv[1:]
+    sys.exit(main(Path(place), name, argv))

@@ -1,6 +1,6 @@
 """The side of every node but 0: reaches node 0, joins its run, and notices when that ends.
 
-All that is said to the store is said in a thread of its own, because torch waits in some calls without
+All access to the store is in a thread of its own, because torch waits in some calls without
 end: for a node 0 whose machine is lost, and for something else that listens at its address.
 """
 
