@@ -32,7 +32,7 @@ from tools.spec.files import ROOT
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-LOOK_SECONDS = 0.3
+LOOK_SECONDS = 0.15
 """Longer than between two heartbeats, so that a look finds a new one unless something is wrong."""
 
 STACK_SECONDS = 10.0

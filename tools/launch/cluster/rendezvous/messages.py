@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 300.0
 ANSWER_SECONDS = 30.0
 """For a node to answer; also for a network file system to show what another node wrote."""
 
-BEAT_SECONDS = 0.2
+BEAT_SECONDS = 0.1
 """Between two heartbeats of a worker."""
 
 SILENT_SECONDS = 20.0
