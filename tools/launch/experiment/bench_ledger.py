@@ -2,7 +2,8 @@
 
 Every other iteration is watched, so a slow minute of the machine falls on both kinds alike. They are
 compared by the fastest half of each, because whatever else a machine does only adds; the interval is a
-bootstrap's. The same cost is counted from the other end too: what a call costs, times the calls.
+bootstrap's, and half as wide under such load as that of the medians which tables compare. The same
+cost is counted from the other end too: what a call costs, times the calls.
 """
 
 from __future__ import annotations

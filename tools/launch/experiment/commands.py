@@ -16,7 +16,7 @@ from tools.launch.experiment.data import run_module
 from tools.launch.experiment.definition import Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
-from tools.launch.experiment.runner import CellResult, Runner
+from tools.launch.experiment.runner import CellResult, Runner, say
 from tools.launch.experiment.tables import backends, moe, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
 from tools.launch.options import Options
@@ -73,12 +73,8 @@ class Ended:
         folder = ROOT / "reports" / self.experiment.report
         folder.mkdir(parents=True, exist_ok=True)
         (folder / COMPARISON_FILE).write_text(text + "\n")
-        self.say(text)
-        self.say(f"Comparison: {(folder / COMPARISON_FILE).relative_to(ROOT)}")
-
-    def say(self, text: str, style: str | None = None) -> None:
-        """A line on the terminal."""
-        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text)
+        say(self.console, f"Comparison: {(folder / COMPARISON_FILE).relative_to(ROOT)}")
 
 
 def run_named(name: str, options: Options, console: Console, model: str | None = None) -> int:
@@ -128,8 +124,7 @@ def run_experiment(experiment: Experiment, options: Options, console: Console) -
         return 0
     planned = check_cells(planned, experiment, options)
     if output.announce is not None:
-        text = output.announce([launch for _, launch in planned.launches], options)
-        console.print(text, highlight=False, markup=False)
+        say(console, output.announce([launch for _, launch in planned.launches], options))
     runner = Runner(planned.launches, options, console, experiment.takes_finished)
     runner.train()
     return output.finish(Ended(experiment, options, runner.results(), console))
@@ -145,9 +140,9 @@ def parity_of(ended: Ended) -> int:
     code = report_of(ended)
     broken = disagreements(ended.measured())
     for sentence in broken:
-        ended.say(sentence, "red")
+        say(ended.console, sentence, "red")
     if not broken:
-        ended.say("Parity: every strategy's losses agree with baseline's.")
+        say(ended.console, "Parity: every strategy's losses agree with baseline's.")
     return code or int(bool(broken))
 
 
@@ -189,10 +184,11 @@ def published_of(ended: Ended) -> int:
     """The report, which shows the published figures too, and how many of the runs are there."""
     reported = ended.build_report()
     total, well = len(ended.results), sum(result.complete for result in ended.results)
-    ended.say(
+    say(
+        ended.console,
         f"{well} of {total} runs ended well; repeat 'make reproduce' for the others."
         if well < total
-        else "All six runs ended well."
+        else "All six runs ended well.",
     )
     return reported or int(well < total)
 
@@ -236,7 +232,9 @@ def loss_curve_of(ended: Ended) -> int:
             names = ", ".join(folder.name for folder in result.failed)
             raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
     found = loss_curve_table.distances([run.losses for run in ended.measured()])
-    ended.say(loss_curve_table.sentence(found, [result.launch for result in ended.results]))
+    say(
+        ended.console, loss_curve_table.sentence(found, [result.launch for result in ended.results])
+    )
     return int(not found.within)
 
 

@@ -78,13 +78,13 @@ class Runner:
                 title = self._title(cell, launch, number, repeat)
                 made = self._taken(launch)
                 if len(made) >= repeat:
-                    self._say(f"{title}: made before → {made[-repeat].name}")
+                    say(self.console, f"{title}: made before → {made[-repeat].name}")
                     continue
                 said = self._train(cell, launch, title)
                 ended = (repeat - 1) * len(self.cells) + number
                 seconds = (time.monotonic() - began) / ended * (total - ended)
                 left = f", about {seconds:.0f} s left" if ended < total else ""
-                self._say(f"{title}: {said}{left}")
+                say(self.console, f"{title}: {said}{left}")
 
     def results(self) -> list[CellResult]:
         """One a cell, in order."""
@@ -123,5 +123,7 @@ class Runner:
         name = cell.name if self.titles_in_full else short
         return f"[{number}/{len(self.cells)}]{which} {name}"
 
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """A line on the terminal, as it is."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import Planned, cell_options, check_cells, plan_cells
 from tools.launch.experiment.definition import Cell, Experiment
 from tools.launch.experiment.in_slurm import finished_in_slurm, submit_cells
-from tools.launch.experiment.runner import Runner
+from tools.launch.experiment.runner import Runner, say
 from tools.launch.experiment.tables.sweep import CELLS_FILE, swept, write_results
 from tools.launch.options import Options
 from tools.launch.target import parse_target
@@ -100,7 +100,7 @@ def sweep(
         print(cells.decode())
         return 0
     for skipped in planned.skipped:
-        _say(console, f"skipped: {skipped.cell.name}: {skipped.rule}")
+        say(console, f"skipped: {skipped.cell.name}: {skipped.rule}")
     if not planned.launches:
         raise LaunchError("No cell of this sweep can run here; the rules are above.")
     folder = reports / experiment.report
@@ -119,7 +119,7 @@ def sweep(
             runner.train()
     finally:  # Also after Ctrl-C: what is there is shown, and the next time resumes from it.
         results = runner.results()
-        _say(console, write_results(folder, swept(results), planned.skipped))
+        say(console, write_results(folder, swept(results), planned.skipped))
     return int(not all(result.complete for result in results))
 
 
@@ -143,10 +143,6 @@ def as_data(planned: Planned, options: Options) -> dict[str, Sequence[dict[str, 
         ],
         "skipped": [{"name": one.cell.name, "rule": one.rule} for one in planned.skipped],
     }
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _devices(text: str) -> tuple[int, DeviceKind]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import msgspec
 
@@ -13,19 +11,22 @@ from tools.launch.experiment.definition import FOLDER
 from tools.spec.files import read_yaml
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to train the same model and batch."""
 
     name: str
     why: str
-    dtype: str
-    fused: tuple[str, ...]
-    flags: tuple[str, ...]
+    dtype: str = "fp16"
+    fused: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
     """Megatron's, beside the model's own and those of every setting."""
-    repeats: int
-    timed: int
-    profiled: bool
+    repeats: int = 1
+    timed: int = 20
+    profiled: bool = False
+    beside: str = ""
+    """The setting whose type, patches and flags it adds to."""
+    without: str = ""
+    """A patch of that setting which is left out."""
 
     @property
     def iterations(self) -> int:
@@ -35,8 +36,7 @@ class Setting:
     @property
     def extra(self) -> tuple[str, ...]:
         """`EXTRA=` of the train command."""
-        precision = shlex.split(_BENCH.dtypes[self.dtype])
-        return (*shlex.split(_BENCH.flags), *precision, *self.flags, *self._profile)
+        return (*_BENCH.flags, *_BENCH.dtypes[self.dtype], *self.flags, *self._profile)
 
     @property
     def _profile(self) -> tuple[str, ...]:
@@ -66,57 +66,31 @@ def chosen(only: str) -> tuple[Setting, ...]:
     return tuple(s for s in KNOWN if s.name in names)
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    why: str
-    dtype: str = "fp16"
-    fused: tuple[str, ...] = ()
-    flags: str = ""
-    repeats: int = 1
-    timed: int = 20
-    profiled: bool = False
-    beside: str = ""
-    """The setting whose type, patches and flags it adds to."""
-    without: str = ""
-    """A patch of that setting which is left out."""
-
-
 class _Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: str
     warm_up: int
     profiled: int
-    flags: str
-    dtypes: Mapping[str, str]
-    settings: tuple[_Entry, ...]
-    on_request: tuple[_Entry, ...]
+    flags: tuple[str, ...]
+    dtypes: Mapping[str, tuple[str, ...]]
+    settings: tuple[Setting, ...]
+    on_request: tuple[Setting, ...]
 
 
-def _setting(entry: _Entry, known: Mapping[str, _Entry]) -> Setting:
-    base = known[entry.beside] if entry.beside else None
-    fused, dtype = entry.fused, entry.dtype
-    flags = shlex.split(entry.flags)
-    if base is not None:
-        patches = {*base.fused, *fused} - {entry.without}
-        fused, dtype = tuple(name for name in NAMES if name in patches), base.dtype
-        flags = [*shlex.split(base.flags), *flags]
-    return Setting(
-        entry.name,
-        entry.why,
-        dtype,
-        fused,
-        tuple(flags),
-        entry.repeats,
-        entry.timed,
-        entry.profiled,
+def _whole(setting: Setting) -> Setting:
+    """With what it takes from the setting beside it."""
+    if not setting.beside:
+        return setting
+    base = next(other for other in _BENCH.settings if other.name == setting.beside)
+    patches = {*base.fused, *setting.fused} - {setting.without}
+    return msgspec.structs.replace(
+        setting,
+        dtype=base.dtype,
+        fused=tuple(name for name in NAMES if name in patches),
+        flags=(*base.flags, *setting.flags),
     )
-
-
-def _settings(entries: Sequence[_Entry]) -> tuple[Setting, ...]:
-    known = {entry.name: entry for entry in _BENCH.settings}
-    return tuple(_setting(entry, known) for entry in entries)
 
 
 _BENCH = msgspec.convert(read_yaml(FOLDER / "bench_gpu.yaml"), type=_Bench)
 TARGET, WARM_UP = _BENCH.target, _BENCH.warm_up
-SETTINGS = _settings(_BENCH.settings)
-KNOWN = (*SETTINGS, *_settings(_BENCH.on_request))
+SETTINGS = tuple(map(_whole, _BENCH.settings))
+KNOWN = (*SETTINGS, *map(_whole, _BENCH.on_request))
