@@ -8,8 +8,14 @@ import pytest
 from rich.console import Console
 
 from tools.launch import auto
-from tools.launch.auto import as_options, plan_here, request_here, train_auto
-from tools.launch.calibration import calibration_path, from_figures
+from tools.launch.auto import (
+    as_options,
+    calibration_path,
+    from_figures,
+    plan_here,
+    request_here,
+    train_auto,
+)
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options, options_from_environment

@@ -1,3 +1,4 @@
+import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -6,14 +7,20 @@ import pytest
 
 from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import GIB, FakeNvml
-from tools.launch import devices, toolchain
+from tools.launch import devices, preflight_gpu
 from tools.launch.compose import Launch
 from tools.launch.container.docker import Container
 from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, Wandb
 from tools.launch.preflight import check
-from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, peak_bytes
+from tools.launch.preflight_gpu import (
+    compiler_problem,
+    gpu_memory_problems,
+    gpu_problems,
+    peak_bytes,
+    torch_problem,
+)
 from tools.launch.runtime import Runtime, docker_runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -144,8 +151,8 @@ def test_a_checkout_that_asks_nvcc_is_refused_where_there_is_none(
     (kernels / "__init__.py").touch()
     launch = composed("baseline")
     entry = replace(launch.entry, path=str(tmp_path / "mlm/pretrain_gpt.py"))
-    monkeypatch.setattr(toolchain, "CUDA_FOLDER", tmp_path / "no-cuda")
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    monkeypatch.setattr(preflight_gpu, "CUDA_FOLDER", tmp_path / "no-cuda")
+    monkeypatch.setattr(preflight_gpu.shutil, "which", lambda name: None)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"asks nvcc for its version.*CUDA_HOME"):
@@ -172,3 +179,38 @@ def test_wandb_needs_its_package_and_tensorboards(
         check(launch, tmp_path / "runs")
     in_image = replace(launch, runtime=replace(EQUIPPED, container=Container("i", "1:1")))
     check(in_image, tmp_path / "runs")  # the image has its own
+
+
+@pytest.fixture
+def everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a compiler, triton, and Python's headers in one folder of Debian's two."""
+    (tmp_path / "prefix").mkdir()
+    (tmp_path / "prefix" / "Python.h").touch()
+    monkeypatch.setattr(preflight_gpu.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(preflight_gpu.shutil, "which", lambda name: "/usr/bin/cc")
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")
+    folders = {"posix_prefix": "prefix", "posix_local": "local"}
+    monkeypatch.setattr(
+        sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / folders[scheme])}
+    )
+    return tmp_path
+
+
+def test_debians_own_python_has_its_headers_where_triton_looks(everything: Path) -> None:
+    assert compiler_problem() is None
+
+
+def test_missing_headers_are_named_with_the_package_that_brings_them(everything: Path) -> None:
+    (everything / "prefix" / "Python.h").unlink()
+    assert "install python3-dev" in (compiler_problem() or "")
+
+
+def test_a_missing_compiler_is_named(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_gpu.shutil, "which", lambda name: None)
+    assert "needs a C compiler" in (compiler_problem() or "")
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.8.1", False), ("2.9.0+cu130", True)])
+def test_an_old_torch_is_refused(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_gpu.importlib.metadata, "version", lambda name: version)
+    assert (torch_problem() is None) == fits

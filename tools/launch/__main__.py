@@ -102,7 +102,7 @@ def _image(_: argparse.Namespace, options: Options, __: Console) -> int:
 
 
 def _module(command: argparse.Namespace, options: Options, _: Console) -> int:
-    from tools.launch.module import run_module
+    from tools.launch.runtime import run_module
 
     return run_module(command.words, options)
 

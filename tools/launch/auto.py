@@ -1,29 +1,59 @@
-"""`make train-auto-<model>-<N>cpu|gpu`: plan for this machine, say what was chosen and why, train it."""
+"""`make train-auto-<model>-<N>cpu|gpu`: plan for this machine, say what was chosen and why, train it.
+
+With CALIBRATE=1 the planner's constants are measured on this machine first, and kept in a file.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import psutil
 from rich.console import Console
 
-from tools.launch.calibration import calibrate, calibration_path
+from tools.launch import microbenchmark
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
+from tools.launch.microbenchmark import Figures, Workload
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import train
 from tools.plan.request import load_calibration
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
-from tools.spec.hardware import Device, device_by_key, find_device, link_by_key
+from tools.spec.hardware import (
+    Device,
+    Link,
+    calibration_file,
+    device_by_key,
+    find_device,
+    link_by_key,
+)
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, cp_comm_flags, recompute_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 
-CPU_KEY = "cpu"
-
-AUTO = "train-auto-"
+TIMEOUT_SECONDS = 600.0
+WORKLOADS = {
+    DeviceKind.CPU: Workload(
+        matmul_size=1024,
+        attention_shape=(8, 256, 64),
+        copy_bytes=64 << 20,
+        layer=True,
+        all_reduce_bytes=16 << 20,
+        latency=True,
+    ),
+    DeviceKind.GPU: Workload(
+        matmul_size=8192,
+        attention_shape=(32, 2048, 128),
+        copy_bytes=1 << 30,
+        layer=True,
+        all_reduce_bytes=16 << 20,
+        latency=True,
+    ),
+}
 
 
 def train_auto(name: str, options: Options, console: Console) -> int:
@@ -32,7 +62,7 @@ def train_auto(name: str, options: Options, console: Console) -> int:
     Raises:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
-    target = parse_target(f"train-baseline-{name.removeprefix(AUTO)}")
+    target = parse_target(f"train-baseline-{name.removeprefix('train-auto-')}")
     plan = plan_here(target, options, console)
     explain(plan, console)
     chosen = plan.winner
@@ -99,7 +129,7 @@ def as_options(chosen: Candidate, target: Target, options: Options) -> Options:
 
 def _device(target: Target) -> Device:
     if target.device is DeviceKind.CPU:
-        nominal = device_by_key(CPU_KEY)
+        nominal = device_by_key("cpu")
         share = psutil.virtual_memory().available // target.devices
         return replace(nominal, memory_bytes=share)
     names = [gpu.name for gpu in visible_gpus()]
@@ -129,3 +159,52 @@ def _calibration(target: Target, device: Device, options: Options, console: Cons
     if target.device is DeviceKind.CPU:
         return Calibration(source="nominal ones of a CPU core; CALIBRATE=1 measures this machine's")
     return Calibration()
+
+
+def calibration_path(runs: Path, device: Device) -> Path:
+    """Where this machine's constants for a device are kept; `make plan GPU=<key>` looks there too."""
+    return runs / calibration_file(device.key)
+
+
+def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Link) -> Calibration:
+    """Measure for a few seconds on `ranks` devices at once, keep the result, return it.
+
+    Raises:
+        LaunchError: The measurement failed; with the last error of a rank.
+    """
+    try:
+        figures = microbenchmark.measure(
+            WORKLOADS[kind], kind, ranks, timeout_seconds=TIMEOUT_SECONDS
+        )
+    except LaunchError as error:
+        raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {error}") from None
+    assert figures is not None  # There is one node.
+    calibration = from_figures(figures, kind, device, link)
+    path = calibration_path(runs, device)
+    runs.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
+    return calibration
+
+
+def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link) -> Calibration:
+    """Shares of the datasheet's (for a CPU: nominal) rates; what was not measured keeps its default."""
+    peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
+    assert peak_flops is not None
+    measured = {
+        "matmul": _share(figures.matmul_flops, peak_flops),
+        "attention": _share(figures.attention_flops, peak_flops),
+        "memory": _share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
+        "link": _share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
+        "layer_launch_seconds": figures.layer_seconds,
+        "link_latency_seconds": figures.all_reduce_latency_seconds,
+    }
+    known = {name: value for name, value in measured.items() if value is not None}
+    calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
+    if kind is DeviceKind.GPU:
+        return calibration
+    # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
+    return replace(calibration, contention=1.0, launch_beside_work=False)
+
+
+def _share(measured: float | None, nominal: float) -> float | None:
+    return None if measured is None else measured / nominal

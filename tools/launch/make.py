@@ -6,7 +6,6 @@ option of a tool says `tools/spec/settings.py`; here stands which tool a target 
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.spec import settings
 from tools.spec.files import ROOT
+from tools.spec.hardware import calibration_file
 from tools.spec.settings import check_given, options_of
 
 TRACE = "trace-"
@@ -129,7 +129,7 @@ def _call_of(target: str, environment: Mapping[str, str]) -> Call:
 def _measured_here(environment: Mapping[str, str]) -> list[str]:
     """What CALIBRATE=1 measured on this machine's own devices, if it did."""
     gpu = settings.GPU.value(environment) or "h200"
-    path = Path("runs") / f"calibration-{platform.node()}-{gpu}.json"
+    path = Path("runs") / calibration_file(gpu)
     return ["--calibration", str(path)] if (ROOT / path).is_file() else []
 
 

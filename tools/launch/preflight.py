@@ -18,8 +18,14 @@ from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems
-from tools.launch.no_te import attention_problems, fused_problems, sharing_problems
-from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems, runtime_problems
+from tools.launch.preflight_gpu import (
+    attention_problems,
+    fused_problems,
+    gpu_memory_problems,
+    gpu_problems,
+    runtime_problems,
+    sharing_problems,
+)
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import UnevenSplitError, parameters_total

@@ -1,31 +1,44 @@
-"""Checks before GPUs train: enough of them, free, large enough; and a container that starts."""
+"""Checks before GPUs train: enough of them, free and large enough; container, compilers and torch.
+
+Also why `FUSED=` (patches for GPUs without Transformer Engine) or `SHARE_GPU=1` does not apply to a run.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import re
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from tools.launch.checks.devices import GIB, check_busy
 from tools.launch.checks.docker import check_container
 from tools.launch.checks.finding import refusals
 from tools.launch.compose import Launch
 from tools.launch.devices import all_gpus, gpu_use, visible_gpus
-from tools.launch.toolchain import nvcc_problem
+from tools.launch.flags import FSDP
 from tools.plan.constraints import divisors
 from tools.plan.memory import memory_of_rank
+from tools.records.run import Entry
+from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Batch
+
+OLDEST_TORCH = (2, 9)
+CUDA_FOLDER = Path("/usr/local/cuda")
+"""Where torch looks for the toolkit last."""
 
 
 def gpu_problems(launch: Launch) -> Iterator[str]:
     """Why the GPUs here cannot do it, a sentence each."""
     gpus = visible_gpus()
     if len(gpus) < (1 if launch.spec.shares_gpu else launch.local_devices):
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         tiny = "moe-tiny" if launch.model.shape.experts else "gpt2-tiny"
-        shown = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
         yield (
-            f"{launch.local_devices} GPU(s) are wanted and {len(gpus)} found{shown}; run "
+            f"{launch.local_devices} GPU(s) are wanted and {len(gpus)} found{_chosen()}; run "
             f"'make train-{launch.spec.name}-{tiny}-{launch.devices}cpu' to see the strategy on CPU "
             "ranks, or 'make plan' for what it would need."
         )
@@ -38,7 +51,7 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
 def gpu_memory_problems(launch: Launch) -> Iterator[str]:
     """Whether the smallest GPU holds the fullest rank; a sentence with the batch that would fit.
 
-    Of a combination that Megatron refuses there is nothing to say, so the others are asked first.
+    Undefined for a combination that Megatron refuses, so `preflight` checks that first.
     """
     gpu = min(visible_gpus()[: launch.local_devices], key=lambda gpu: gpu.memory_bytes)
     ranks = launch.local_devices if launch.spec.shares_gpu else 1
@@ -81,3 +94,119 @@ def peak_bytes(launch: Launch, batch: Batch) -> int:
     # Attention is fused: Transformer Engine's, or the kit's on SDPA.
     spec = replace(launch.spec, batch=batch, fused_attention=True)
     return max(memory_of_rank(spec, rank).total for rank in range(spec.parallelism.pipeline))
+
+
+RESET_MASK = "--reset-attention-mask"
+
+
+def fused_problems(launch: Launch) -> Iterator[str]:
+    """Why the patches that are asked for do not fit the run, a sentence each."""
+    asked = launch.environment.get("KIT_FUSED")
+    if not asked:
+        return
+    if launch.spec.backend is not Backend.MEGATRON:
+        yield f"FUSED={asked} changes Megatron, and BACKEND={launch.spec.backend} trains without it."
+    elif launch.runtime.transformer_engine:
+        yield (
+            f"FUSED={asked} replaces what Transformer Engine does, and this runtime has it; set "
+            "RUNTIME=host with a torch that it is not installed for, or leave FUSED= out."
+        )
+    if "gradient_gemm" in asked.split(",") and launch.spec.parallelism.sharding in FSDP:
+        yield (
+            f"FUSED=gradient_gemm adds to gradient buffers that {launch.spec.name} does not have; "
+            "leave it out."
+        )
+    if "attention_flash" in asked.split(",") and launch.spec.parallelism.context > 1:
+        yield (
+            f"FUSED=attention_flash takes no mask, and {launch.spec.name} masks by position; leave it "
+            "out, or name attention_cudnn."
+        )
+
+
+def attention_problems(launch: Launch) -> Iterator[str]:
+    """Why attention on SDPA would not be what the flags say, a sentence."""
+    own = launch.spec.device is DeviceKind.GPU and not launch.runtime.transformer_engine
+    if own and launch.spec.backend is Backend.MEGATRON and RESET_MASK in launch.flags:
+        yield (
+            f"{RESET_MASK} masks documents from one another, and attention without Transformer Engine "
+            "is causal over the whole sequence on GPUs; leave it out."
+        )
+
+
+def sharing_problems(launch: Launch) -> Iterator[str]:
+    """Why the ranks cannot share a GPU, a sentence each."""
+    if not launch.spec.shares_gpu:
+        return
+    if launch.spec.device is not DeviceKind.GPU:
+        yield "SHARE_GPU=1 puts GPU ranks on one device; CPU ranks need nothing of the kind."
+    elif launch.devices == 1:
+        yield "SHARE_GPU=1 is for several ranks on one GPU, and this run has one rank; leave it out."
+    elif launch.nodes is not None:
+        yield "SHARE_GPU=1 is for one machine; leave NNODES= and LAUNCHER= out."
+    elif launch.runtime.container is not None:
+        yield "SHARE_GPU=1 stages transfers in the patches of the host runtime; set RUNTIME=host."
+    elif len(visible_gpus()) != 1:
+        yield (
+            f"SHARE_GPU=1 needs exactly one visible GPU and {len(visible_gpus())} are{_chosen()}; "
+            "choose one with CUDA_VISIBLE_DEVICES=, or leave it out."
+        )
+    if launch.spec.backend is not Backend.MEGATRON:
+        yield f"SHARE_GPU=1 patches Megatron's groups, and BACKEND={launch.spec.backend} has its own."
+
+
+def torch_problem() -> str | None:
+    """Why the installed torch cannot be used by the GPU bench, a sentence; None if it can."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch is not installed; the bench uses the machine's own, 2.9 or newer, with CUDA."
+    major, minor = (int(number) for number in re.findall(r"\d+", version)[:2])
+    if (major, minor) < OLDEST_TORCH:
+        return f"torch {version} is too old; the bench needs 2.9 or newer."
+    return None
+
+
+def compiler_problem() -> str | None:
+    """What torch.compile lacks on this machine, a sentence; None if nothing.
+
+    Triton builds the launchers of its kernels with a C compiler.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "torch.compile needs the package triton, which CUDA builds of torch bring along."
+    named = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang", "cc"])):
+        return "torch.compile needs a C compiler and none is on PATH; install gcc, or set CC=."
+    header = Path(sysconfig.get_paths(_scheme())["include"]) / "Python.h"
+    if not header.is_file():
+        return (
+            f"torch.compile needs Python's headers and there is no {header}; install python3-dev."
+        )
+    return None
+
+
+def nvcc_problem(entry: Entry) -> str | None:
+    """Why a checkout whose fused kernels ask nvcc cannot start, a sentence; None if it can."""
+    kernels = Path(entry.path).parent / "megatron/legacy/fused_kernels/__init__.py"
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if (
+        not kernels.is_file()
+        or named
+        or shutil.which("nvcc")
+        or (CUDA_FOLDER / "bin/nvcc").exists()
+    ):
+        return None
+    return (
+        f"Megatron {entry.megatron_version} asks nvcc for its version at start-up, and there is none; "
+        "install the CUDA toolkit and set CUDA_HOME, or unset MEGATRON_LM for the wheel."
+    )
+
+
+def _scheme() -> str:
+    """Where Triton looks: Debian's own Python names a folder for what is installed locally, too."""
+    scheme = sysconfig.get_default_scheme()
+    return "posix_prefix" if scheme == "posix_local" else scheme
+
+
+def _chosen() -> str:
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"

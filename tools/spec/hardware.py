@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -106,6 +107,11 @@ def link_by_key(key: str) -> Link:
     if key.lower() not in links:
         raise UnknownHardwareError(_hint("link", key, links))
     return links[key.lower()]
+
+
+def calibration_file(key: str) -> str:
+    """Name of the file with this machine's measured constants for a device, in the folder of runs."""
+    return f"calibration-{platform.node()}-{key}.json"
 
 
 def _hint(what: str, key: str, known: Mapping[str, object]) -> str:

@@ -31,10 +31,10 @@ from tools.launch.experiment.bench_gpu.plan import (
 from tools.launch.experiment.bench_gpu.settings import KNOWN, TARGET, Setting, chosen
 from tools.launch.experiment.data import ensure_sample
 from tools.launch.megatron_entry import kit_commit
+from tools.launch.preflight_gpu import compiler_problem, torch_problem
 from tools.launch.run_folder import utc_now
 from tools.launch.supervise.interruption import Interrupted
 from tools.launch.target import parse_target
-from tools.launch.toolchain import compiler_problem, torch_problem
 from tools.plan.time.flops import model_flops
 from tools.preprocess.dataset import idx_path
 from tools.records.gpu_bench import (

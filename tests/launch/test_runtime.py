@@ -8,8 +8,8 @@ import pytest
 from tests.launch.conftest import FakeDocker
 from tools.launch.container.docker import bind
 from tools.launch.errors import LaunchError
-from tools.launch.module import docker_command, folders_named, run_module
 from tools.launch.options import Options
+from tools.launch.runtime import docker_command, folders_named, run_module
 from tools.spec.files import ROOT
 from tools.spec.run import RuntimeName
 

@@ -6,9 +6,14 @@ import pytest
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.no_te import attention_problems, fused_problems, sharing_problems
 from tools.launch.options import Options, options_from_environment
-from tools.launch.preflight_gpu import gpu_memory_problems, gpu_problems
+from tools.launch.preflight_gpu import (
+    attention_problems,
+    fused_problems,
+    gpu_memory_problems,
+    gpu_problems,
+    sharing_problems,
+)
 from tools.launch.provenance import find_provenance
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.target import parse_target
