@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tools.report.read.runs import Run
 from tools.spec.published import MAIN_SOURCE, Figure, Published
+from tools.spec.strategy import Parallelism
 
 _MIB = 2**20
 
@@ -46,7 +47,7 @@ def figure_for(run: Run, published: Published) -> Figure | None:
 def relative_to_baseline(figure: Figure, published: Published) -> float | None:
     """The published time a sample over that of the same write-up's baseline."""
     same = [f for f in published.figures if f.source == figure.source and f.model == figure.model]
-    baseline = next((f for f in same if f.strategy == "baseline"), None)
+    baseline = next((f for f in same if f.parallelism == Parallelism()), None)
     if baseline is None or not baseline.ms_per_sample or not figure.ms_per_sample:
         return None
     return figure.ms_per_sample / baseline.ms_per_sample

@@ -16,7 +16,6 @@ from tools.report.read import events
 from tools.report.read.errors import ErrorCollector
 from tools.report.read.iteration_line import (
     MARK,
-    find_iterations,
     iterations_in,
     time_stamp,
     usual_iteration,
@@ -34,8 +33,6 @@ from tools.report.read.scraped import (
     TimerSummary,
     Validation,
 )
-
-__all__ = ["find_iterations", "scrape_log", "scrape_runs"]
 
 _SHORTEST = 8
 """Characters of the shortest line that can say anything."""
