@@ -210,7 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
     compare.add_argument("what", choices=("zero", "backends", "moe"))
     compare.add_argument("--model", default="gpt2-tiny")
-    named = commands.add_parser("experiment", help="one of examples/experiments, by its file's name")
+    named = commands.add_parser(
+        "experiment", help="one of examples/experiments, by its file's name"
+    )
     named.add_argument("name")
     named.add_argument("--model", help="in place of its own")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")

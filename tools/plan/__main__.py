@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from tools.plan.request import RequestError, request_from_options
 from tools.plan.search import Plan, Request, search
+from tools.spec.settings import add_options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,21 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tools.plan",
         description="Rank every legal way to split a model, with memory, communication and time.",
     )
-    parser.add_argument("--model", required=True, help="a model of examples/*/models")
-    parser.add_argument("--gpus", type=int, help="devices in all")
-    parser.add_argument("--gpu", default="h200", help="key in hardware.yaml, or a driver's name")
-    parser.add_argument("--global-batch", type=int, help="samples an iteration")
-    parser.add_argument("--nodes", type=int, help="machines")
-    parser.add_argument("--gpus-per-node", type=int, help="devices in each (8)")
-    parser.add_argument("--intra", help="link inside a node (the device's own)")
-    parser.add_argument("--inter", help="link between nodes (the device's usual network)")
-    parser.add_argument("--seq", type=int, help="sequence length (the model's)")
-    parser.add_argument("--dtype", help="fp16, bf16 or fp32 (the model's)")
-    parser.add_argument("--tokens", type=float, help="tokens to train on: adds days and efficiency")
-    parser.add_argument("--calibration", type=Path, help="JSON file of measured constants")
-    parser.add_argument("--verify", type=int, default=0, help="dry-run so many of the best")
-    parser.add_argument("--svg", type=Path, help="write the picture here")
-    parser.add_argument("--json", action="store_true", help="print data instead of tables")
+    add_options(parser, "plan", required={"MODEL"}, GPU="h200")
     return parser
 
 

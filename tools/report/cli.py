@@ -16,6 +16,7 @@ from tools.records.run import Status
 from tools.report.read.diagnosis import classify_exit
 from tools.report.read.scrape import scrape_runs
 from tools.report.render.dump import log_as_json
+from tools.spec.settings import add_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,9 +57,9 @@ def _build(arguments: argparse.Namespace) -> int:
     options = BuildOptions(
         name=arguments.name,
         paths=tuple(arguments.paths) + tuple(arguments.logs or ()),
-        runs_root=arguments.runs,
+        runs_root=Path(arguments.runs),
         reports_root=arguments.reports,
-        baseline=arguments.baseline,
+        baseline=arguments.baseline and Path(arguments.baseline),
         strict=arguments.strict,
         all_conditions=arguments.all,
     )
@@ -106,14 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument(
         "paths", nargs="*", type=Path, metavar="RUN_OR_LOG", help="default: all run folders"
     )
-    build.add_argument("--name", help="of the report's folder (default: the UTC time)")
+    add_options(build, "report", RUNS="runs")
     build.add_argument("--logs", nargs="*", type=Path, metavar="LOG", help="foreign logs")
-    build.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are")
     build.add_argument("--reports", type=Path, default=Path("reports"), help="where reports go")
-    build.add_argument("--baseline", type=Path, help="an earlier report's folder to compare with")
-    build.add_argument(
-        "--strict", action="store_true", help="exit 1 if anything changed against the baseline"
-    )
     build.add_argument(
         "--all", action="store_true", help="also rows of older versions and other machines"
     )

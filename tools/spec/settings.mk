@@ -2,7 +2,7 @@
 ## Variables
 ##   ITERS            iterations (100; 25 for a tiny model) [training]
 ##   MICRO_BATCH      samples of a rank's forward pass [training dryrun]
-##   GLOBAL_BATCH     samples of an iteration [training plan dryrun]
+##   GLOBAL_BATCH     samples of an iteration [training]
 ##   SEED             of weights, dropout and sample order (1234) [training]
 ##   DROPOUT          both of Megatron's [training]
 ##   OPTIMIZER        adamw or muon [training]
@@ -61,6 +61,7 @@
 ##   GPUS_PER_NODE    devices a machine (8) [plan]
 ##   INTRA            link inside a machine [plan]
 ##   INTER            link between machines [plan]
+##   GLOBAL_BATCH     samples of an iteration [plan dryrun]
 ##   SEQ              sequence length [plan dryrun]
 ##   DTYPE            fp16, bf16 or fp32 [plan dryrun]
 ##   TOKENS           tokens to train on [plan]

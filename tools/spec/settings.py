@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -145,14 +145,7 @@ MICRO_BATCH = Setting(
     (*_TRAIN, "dryrun"),
     "--micro-batch",
 )
-GLOBAL_BATCH = Setting(
-    "GLOBAL_BATCH",
-    positive,
-    _NUMBER,
-    "samples of an iteration",
-    (*_TRAIN, "plan", "dryrun"),
-    "--global-batch",
-)
+GLOBAL_BATCH = Setting("GLOBAL_BATCH", positive, _NUMBER, "samples of an iteration", _TRAIN)
 SEED = Setting(
     "SEED", positive, _NUMBER, "of weights, dropout and sample order (1234)", _TRAIN, default=1234
 )
@@ -314,6 +307,14 @@ GPUS_PER_NODE = Setting(
 )
 INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", ("plan",), "--intra")
 INTER = Setting("INTER", str, _TEXT, "link between machines", ("plan",), "--inter")
+PLANNED_BATCH = Setting(
+    "GLOBAL_BATCH",
+    int,
+    "a whole number",
+    "samples of an iteration",
+    ("plan", "dryrun"),
+    "--global-batch",
+)
 SEQ = Setting("SEQ", int, "a whole number", "sequence length", ("plan", "dryrun"), "--seq")
 DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", ("plan", "dryrun"), "--dtype")
 TOKENS = Setting("TOKENS", float, "a number", "tokens to train on", ("plan",), "--tokens")
@@ -432,12 +433,15 @@ def options_of(target: str, environment: Mapping[str, str]) -> list[str]:
     return [*options, *positional]
 
 
-def add_options(parser: ArgumentParser, target: str, **defaults: object) -> None:
+def add_options(
+    parser: ArgumentParser, target: str, required: Collection[str] = (), **defaults: object
+) -> None:
     """Give a tool's parser the options that the target's variables become.
 
     Args:
         parser: The tool's.
         target: The make target that calls the tool.
+        required: Variables without which the tool cannot run.
         defaults: By variable, where this tool's default is not the table's.
     """
     for setting in SETTINGS:
@@ -447,8 +451,13 @@ def add_options(parser: ArgumentParser, target: str, **defaults: object) -> None
         if setting.read is switch:
             parser.add_argument(setting.option, action="store_true", help=setting.help)
         else:
-            reader = _argument(setting)
-            parser.add_argument(setting.option, type=reader, default=default, help=setting.help)
+            parser.add_argument(
+                setting.option,
+                type=_argument(setting),
+                default=default,
+                required=setting.name in required,
+                help=setting.help,
+            )
 
 
 def _argument[T](setting: Setting[T]) -> Callable[[str], T]:

@@ -13,6 +13,7 @@ from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
 from tools.spec.model import Model, load_model
 from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.settings import add_options
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 
@@ -81,25 +82,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tools.plan dryrun",
         description="One iteration of Megatron's own code for chosen ranks, without devices.",
     )
-    parser.add_argument("--model", required=True, help="a model of examples/*/models")
-    for name, what in (
-        ("data", "data-parallel replicas"),
-        ("tensor", "TP degree"),
-        ("pipeline", "PP degree"),
-        ("context", "CP degree"),
-        ("expert", "EP degree, inside data and context"),
-        ("virtual", "virtual stages a rank"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=1, help=what)
-    parser.add_argument("--sequence-parallel", action="store_true", help="with TP")
-    parser.add_argument("--distributed-optimizer", action="store_true", help="ZeRO-1 over DP x CP")
-    parser.add_argument("--micro-batch", type=int, help="samples (the model's)")
-    parser.add_argument("--global-batch", type=int, help="samples (2 x PP micro batches a rank)")
-    parser.add_argument("--seq", type=int, help="sequence length (the model's)")
-    parser.add_argument("--dtype", help="fp16, bf16 or fp32 (the model's)")
-    recomputes = [str(choice) for choice in Recompute]
-    parser.add_argument("--recompute", choices=recomputes, default=str(Recompute.NONE))
-    parser.add_argument("--ranks", default="first,last", help="first,middle,last or numbers")
-    parser.add_argument("--json", action="store_true", help="print data instead of tables")
+    add_options(
+        parser,
+        "dryrun",
+        required={"MODEL"},
+        PP=1,
+        VPP=1,
+        RECOMPUTE=Recompute.NONE.value,
+        RANKS="first,last",
+    )
     parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")
     return parser

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tools.plan.schedules.simulate import (
@@ -18,6 +17,7 @@ from tools.plan.schedules.simulate import (
     figures,
     simulate,
 )
+from tools.spec.settings import add_options
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import percent
 
@@ -99,13 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tools.plan schedules",
         description="Compare GPipe, 1F1B, interleaved 1F1B and PipeDream, event by event.",
     )
-    parser.add_argument("--pipeline", type=int, default=4, help="stages")
-    parser.add_argument("--microbatches", type=int, default=8, help="in one iteration")
+    add_options(parser, "schedules", PP=4, MICROBATCHES=8, VPP=2)
     parser.add_argument("--iterations", type=int, default=2, help="PipeDream fills once over all")
-    parser.add_argument("--virtual", type=int, default=2, help="virtual stages, interleaved")
     parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
     parser.add_argument("--backward", type=float, default=2.0, help="time of a stage's backward")
     parser.add_argument("--transfer", type=float, default=0.0, help="time of a message")
-    parser.add_argument("--svg", type=Path, help="write the picture here")
-    parser.add_argument("--json", action="store_true", help="print data instead of a table")
     return parser
