@@ -10,7 +10,7 @@ from tests.launch.fake_nvml import FakeNvml
 from tools.launch.checks.devices import check_rates
 from tools.launch.checks.finding import PASS, WARN
 from tools.launch.devices import visible_gpus
-from tools.launch.exchange import Clock, ClockWatch, link_here, loopback_bytes_per_second
+from tools.launch.exchange import ClockWatch, GpuClock, link_here, loopback_bytes_per_second
 from tools.spec.files import ROOT
 
 RATE = {"backend": "NCCL", "ranks": 2, "link": "NVLink 4", "clocks": []}
@@ -22,8 +22,8 @@ def test_the_highest_clock_and_every_throttle_reason_are_kept(two_h200: FakeNvml
     with ClockWatch(visible_gpus()) as watch:
         pass
     assert watch.clocks() == [
-        Clock(0, 1980, 1980, "none"),
-        Clock(1, 1200, 1980, "software power cap + hardware thermal slowdown"),
+        GpuClock(0, 1980, 1980, "none"),
+        GpuClock(1, 1200, 1980, "software power cap + hardware thermal slowdown"),
     ]
 
 
@@ -32,7 +32,7 @@ def test_a_gpu_that_tells_nothing_is_no_error(two_h200: FakeNvml) -> None:
     two_h200.lost.add(0)
     with ClockWatch(gpus) as watch:
         pass
-    assert watch.clocks()[0] == Clock(0, None, None, "none")
+    assert watch.clocks()[0] == GpuClock(0, None, None, "none")
 
 
 def test_gpus_over_nvlink_are_compared_with_its_rate_and_others_with_nothing(

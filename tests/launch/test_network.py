@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.launch.errors import LaunchError
-from tools.launch.network import Rate, network_problems, parse_rate, run
+from tools.launch.network import LinkRate, network_problems, parse_rate, run
 from tools.launch.options import Options, options_from_environment
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -49,7 +49,7 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
 def test_each_obstacle_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    problems = "\n".join(network_problems(Rate(10**11), 3, DeviceKind.GPU))
+    problems = "\n".join(network_problems(LinkRate(10**11), 3, DeviceKind.GPU))
     assert "name a target that ends in cpu" in problems
     assert "3 is odd" in problems
     assert "use 10gbps or less, and 'make plan' for faster links" in problems
@@ -74,7 +74,7 @@ def test_ranks_meet_across_the_link_and_leave_nothing_behind(
 ) -> None:
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)
-    ended = run(Rate(10**9), 2, (str(script), str(code)))
+    ended = run(LinkRate(10**9), 2, (str(script), str(code)))
     assert (ended == 0) == (code == 0)
     sent = [int(line.split()[-2]) for line in capfd.readouterr().out.splitlines() if "sent" in line]
     # Each side sends the million bytes once, and some tens of kB of headers and of the rendezvous.

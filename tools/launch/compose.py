@@ -25,7 +25,7 @@ from tools.launch.flags import (
     tokenizer_flags,
 )
 from tools.launch.megatron_entry import find_entry
-from tools.launch.network import Rate
+from tools.launch.network import LinkRate
 from tools.launch.network import command as shaped
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Options
 from tools.launch.runtime import ON_HOST, Runtime
@@ -96,10 +96,10 @@ class Launch:
         return self.spec.parallelism.world_size
 
     @property
-    def network(self) -> Rate | None:
+    def network(self) -> LinkRate | None:
         """Limit of the link between the two halves of the ranks."""
         limit = self.spec.link_bits_per_second
-        return Rate(limit) if limit else None
+        return LinkRate(limit) if limit else None
 
     @property
     def local_devices(self) -> int:

@@ -41,7 +41,7 @@ WORKLOADS = {
 
 
 @dataclass(frozen=True)
-class Clock:
+class GpuClock:
     """The clock of one GPU's multiprocessors while it worked; None is what NVML does not report."""
 
     gpu: int
@@ -67,7 +67,7 @@ class Exchange:
     nodes: tuple[str, ...] = ()
     pairs: tuple[float, ...] = ()
     """Bytes a second of each node with the next, alone."""
-    clocks: tuple[Clock, ...] = ()
+    clocks: tuple[GpuClock, ...] = ()
 
 
 def measure(nodes: Nodes | None = None) -> Exchange | None:
@@ -133,7 +133,7 @@ class ClockWatch(BackgroundThread):
         self._readings: list[tuple[int, Reading]] = []
         super().__init__()
 
-    def clocks(self) -> list[Clock]:
+    def clocks(self) -> list[GpuClock]:
         """What was seen, by GPU."""
         return [self._clock(place, gpu) for place, gpu in enumerate(self._gpus)]
 
@@ -145,13 +145,13 @@ class ClockWatch(BackgroundThread):
             if self.done.wait(CLOCK_INTERVAL_SECONDS):
                 return
 
-    def _clock(self, place: int, gpu: Gpu) -> Clock:
+    def _clock(self, place: int, gpu: Gpu) -> GpuClock:
         mine = [reading for rank, reading in self._readings if rank == place]
         clocks = [int(str(each["sm_clock_mhz"])) for each in mine if "sm_clock_mhz" in each]
         texts = [str(each.get("throttle_reasons", "none")) for each in mine]
         reasons = dict.fromkeys(reason for text in texts for reason in text.split(" + "))
         reasons.pop("none", None)
-        return Clock(
+        return GpuClock(
             gpu=gpu.index,
             highest_mhz=max(clocks, default=None),
             limit_mhz=clock_limit_mhz(gpu),

@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
 
 
 @dataclass(frozen=True)
-class Call:
+class Command:
     """`python -m MODULE WORDS`, with variables set that make was not given."""
 
     module: str
@@ -87,7 +87,7 @@ COMMANDS = frozenset(
 )
 
 
-def calls_of(target: str, environment: Mapping[str, str]) -> list[Call]:
+def calls_of(target: str, environment: Mapping[str, str]) -> list[Command]:
     """The commands that a make target is, in order.
 
     Args:
@@ -104,7 +104,7 @@ def calls_of(target: str, environment: Mapping[str, str]) -> list[Call]:
             return _trace(target, environment)
         call = _call_of(target, environment)
     if target == "report" and any(ROOT.glob("runs/*/job.json")):
-        return [Call("tools.launch", ("status", "--quiet")), call]  # What Slurm ended since.
+        return [Command("tools.launch", ("status", "--quiet")), call]  # What Slurm ended since.
     return [call]
 
 
@@ -113,17 +113,17 @@ def given_names(makeflags: str) -> list[str]:
     return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
 
 
-def _call_of(target: str, environment: Mapping[str, str]) -> Call:
+def _call_of(target: str, environment: Mapping[str, str]) -> Command:
     tool = TOOLS.get(target)
     if tool is None:
-        return Call("tools.launch", (target,) if target in COMMANDS else ("target", target))
+        return Command("tools.launch", (target,) if target in COMMANDS else ("target", target))
     for setting, sentence in tool.needs:
         if setting.value(environment) is None:
             raise LaunchError(sentence)
     words = [*tool.words, *options_of(target, environment)]
     if target == "plan" and settings.CALIBRATION.value(environment) is None:
         words += _measured_here(environment)
-    return Call(tool.module, tuple(words))
+    return Command(tool.module, tuple(words))
 
 
 def _measured_here(environment: Mapping[str, str]) -> list[str]:
@@ -133,11 +133,11 @@ def _measured_here(environment: Mapping[str, str]) -> list[str]:
     return ["--calibration", str(path)] if (ROOT / path).is_file() else []
 
 
-def _trace(target: str, environment: Mapping[str, str]) -> list[Call]:
+def _trace(target: str, environment: Mapping[str, str]) -> list[Command]:
     traced = target.removeprefix(TRACE)
-    train = Call(
+    train = Command(
         "tools.launch", ("target", f"train-{traced}"), ((settings.ITERS.name, TRACED_ITERATIONS),)
     )
     if settings.DRY_RUN.value(environment):
         return [train]
-    return [train, Call("tools.report", ("trace", traced, *options_of(target, environment)))]
+    return [train, Command("tools.report", ("trace", traced, *options_of(target, environment)))]

@@ -43,7 +43,7 @@ _GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Rate:
+class LinkRate:
     """A link's limit, each way."""
 
     bits_per_second: int
@@ -62,7 +62,7 @@ class Rate:
         return f"{self.bits_per_second / _UNIT_BITS[unit]:g}{unit}bps"
 
 
-def parse_rate(text: str) -> Rate:
+def parse_rate(text: str) -> LinkRate:
     """Read `1gbps`, `2.5gbps` or `200mbps`.
 
     Raises:
@@ -71,10 +71,10 @@ def parse_rate(text: str) -> Rate:
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match["number"]) == 0:
         raise ValueError(f"{text} is not a rate such as 1gbps or 200mbps")
-    return Rate(round(float(match["number"]) * _UNIT_BITS[match["unit"].lower()]))
+    return LinkRate(round(float(match["number"]) * _UNIT_BITS[match["unit"].lower()]))
 
 
-def network_problems(rate: Rate, ranks: int, device: DeviceKind) -> Iterator[str]:
+def network_problems(rate: LinkRate, ranks: int, device: DeviceKind) -> Iterator[str]:
     """Why this machine cannot shape this run's traffic."""
     if device is not DeviceKind.CPU:
         yield f"NET={rate.text} shapes traffic between CPU ranks; name a target that ends in cpu."
@@ -92,7 +92,7 @@ def network_problems(rate: Rate, ranks: int, device: DeviceKind) -> Iterator[str
         yield "NET= needs root to make network namespaces; run as root, or leave NET= out."
 
 
-def command(rate: Rate, ranks: int, python: str, program: Sequence[str]) -> tuple[str, ...]:
+def command(rate: LinkRate, ranks: int, python: str, program: Sequence[str]) -> tuple[str, ...]:
     """What runs a program's ranks on both sides of a shaped link."""
     return (python, "-m", "tools.launch.network", rate.text, str(ranks), "--", *program)
 
@@ -108,7 +108,7 @@ class Side:
 
 
 @contextmanager
-def link(rate: Rate, name: str) -> Iterator[tuple[Side, ...]]:
+def link(rate: LinkRate, name: str) -> Iterator[tuple[Side, ...]]:
     """Two namespaces, whose names begin with `name`, connected while the block runs."""
     _remove_left_over()
     sides = tuple(
@@ -133,7 +133,7 @@ def link(rate: Rate, name: str) -> Iterator[tuple[Side, ...]]:
             subprocess.run(("ip", "netns", "del", side.namespace), check=False, capture_output=True)
 
 
-def run(rate: Rate, ranks: int, program: Sequence[str]) -> int:
+def run(rate: LinkRate, ranks: int, program: Sequence[str]) -> int:
     """One torchrun in each namespace; the first exit code that is not 0."""
     with link(rate, f"kit{os.getpid()}") as sides:
         nodes = [
@@ -156,7 +156,7 @@ def _remove_left_over() -> None:
             _do("ip", "netns", "del", line.split()[0])
 
 
-def _bucket(rate: Rate) -> tuple[str, ...]:
+def _bucket(rate: LinkRate) -> tuple[str, ...]:
     # A millisecond's worth, and never less than a segment of 64 KiB, which veth hands over whole.
     burst = max(rate.bits_per_second // 8 // 1000, 128 << 10)
     return ("tbf", "rate", f"{rate.bits_per_second}bit", "burst", str(burst), "latency", "50ms")

@@ -12,7 +12,7 @@ from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import wrong_settings_refused
-from tools.launch.network import Rate, parse_rate
+from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.run import Backend, OptimizerName, RuntimeName
@@ -73,7 +73,7 @@ class Options:
     """Count what ranks send, hold and wait for."""
     backend: Backend = Backend.MEGATRON
     optimizer: OptimizerName = OptimizerName.ADAMW
-    network: Rate | None = None
+    network: LinkRate | None = None
     repeats: int = 1
     """The same run so often; the report pools them."""
     calibrate: bool = False

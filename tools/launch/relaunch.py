@@ -11,7 +11,7 @@ from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import GoesOnFrom, Launch, entry_of, model_for, with_mounts
 from tools.launch.errors import LaunchError
-from tools.launch.network import Rate
+from tools.launch.network import LinkRate
 from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, Entry, RunRecord
@@ -179,9 +179,9 @@ def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
     return parallelism
 
 
-def _link(record: RunRecord) -> Rate | None:
+def _link(record: RunRecord) -> LinkRate | None:
     bits = record.spec.link_bits_per_second
-    return Rate(bits) if bits else None
+    return LinkRate(bits) if bits else None
 
 
 def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tools.native.parallel import Ranks
+from tools.native.parallel import RankLayout
 from tools.native.settings import Settings
 from tools.preprocess.dataset import Part, open_dataset, split_documents
 
@@ -79,7 +79,7 @@ class SplitSamples:
 
 
 def micro_batches(
-    settings: Settings, ranks: Ranks, samples: SplitSamples, first: int
+    settings: Settings, ranks: RankLayout, samples: SplitSamples, first: int
 ) -> list[MicroBatch]:
     """This rank's micro batches of the global batch from sample `first` on, one from each step.
 

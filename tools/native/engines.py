@@ -23,7 +23,13 @@ from tools.ledger.recorder import Recorder
 from tools.native.batches import MicroBatch
 from tools.native.model import GPT, mean_loss, mixtures
 from tools.native.optimizer import RATE, adamw, clip_gradients, muon_adamw
-from tools.native.parallel import Ranks, average_experts, expert_ranks, parallelise, spread_experts
+from tools.native.parallel import (
+    RankLayout,
+    average_experts,
+    expert_ranks,
+    parallelise,
+    spread_experts,
+)
 from tools.native.settings import Settings
 
 _DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
@@ -84,7 +90,7 @@ class LedgerTimers:
 class TorchEngine:
     """DDP, FSDP2, tensor or expert parallelism with PyTorch's AdamW or Muon."""
 
-    def __init__(self, model: GPT, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
         self._settings, self._timers = settings, LedgerTimers()
         self._tensor_parallel = ranks.tensor_size > 1
         self._half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
@@ -183,7 +189,7 @@ def count_parameters(model: nn.Module) -> int:
 class DeepSpeedEngine:
     """DeepSpeed wraps model and optimizer, accumulates, clips, and communicates as its stage does."""
 
-    def __init__(self, model: GPT, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
         self._timers = LedgerTimers()
         # Stage 0 in fp32 clips with torch's fp32 norm, which is off for a large embedding (see
         # megatron_patches/cpu/gradient_norm.py): this engine clips itself, before DeepSpeed's update.

@@ -112,7 +112,7 @@ class MixtureOfExperts(nn.Module):
         return counts
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One transformer layer."""
 
     def __init__(self, settings: Settings, layer: int) -> None:
@@ -143,7 +143,7 @@ class GPT(nn.Module):
             None if is_rotary(settings) else nn.Embedding(settings.max_position_embeddings, width)
         )
         layers = range(1, settings.num_layers + 1)
-        self.blocks = nn.ModuleList(Block(settings, layer) for layer in layers)
+        self.blocks = nn.ModuleList(TransformerBlock(settings, layer) for layer in layers)
         self.norm = norm(settings)
         self.output_layer = nn.Linear(width, settings.padded_vocabulary, bias=False)
         self.output_layer.weight = self.word_embeddings.weight

@@ -30,7 +30,7 @@ COPIES = "expert_copies"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankLayout:
     """This process's place; data parallelism takes the ranks that tensor parallelism leaves."""
 
     rank: int
@@ -83,7 +83,7 @@ def refuse_combinations(settings: Settings, world_size: int) -> None:
         )
 
 
-def parallelise(model: GPT, settings: Settings, ranks: Ranks) -> nn.Module:
+def parallelise(model: GPT, settings: Settings, ranks: RankLayout) -> nn.Module:
     """Wrap or split a model that already has its weights."""
     if ranks.world_size == 1 or settings.engine == "bare":
         return model
@@ -136,7 +136,7 @@ def shard_fully(model: GPT, mesh: DeviceMesh, settings: Settings) -> GPT:
     return model
 
 
-def start_ranks(settings: Settings) -> Ranks:
+def start_ranks(settings: Settings) -> RankLayout:
     """Join the process group: NCCL between GPUs, gloo between CPU ranks."""
     on_gpu = os.environ.get("KIT_DEVICE") == "gpu"
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -146,7 +146,7 @@ def start_ranks(settings: Settings) -> Ranks:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     world_size = dist.get_world_size()
     refuse_combinations(settings, world_size)
-    return Ranks(dist.get_rank(), world_size, settings.tensor_model_parallel_size, device)
+    return RankLayout(dist.get_rank(), world_size, settings.tensor_model_parallel_size, device)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tools.native.engines import DeepSpeedEngine, Engine, TorchEngine, count_par
 from tools.native.log_lines import Log, exit_line, parameters_line, validation_lines
 from tools.native.model import GPT, initialise
 from tools.native.optimizer import learning_rate
-from tools.native.parallel import Ranks, start_ranks
+from tools.native.parallel import RankLayout, start_ranks
 from tools.native.settings import Settings, parse_settings
 from tools.native.weights import load_start
 from tools.preprocess.dataset import Part
@@ -32,7 +32,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def build_engine(settings: Settings, ranks: Ranks) -> Engine:
+def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
     """The model with its starting weights, under the engine of `--engine`."""
     model = GPT(settings)
     if settings.start_weights:
@@ -51,7 +51,7 @@ def build_engine(settings: Settings, ranks: Ranks) -> Engine:
     return engine
 
 
-def train(settings: Settings, ranks: Ranks, engine: Engine, samples: SplitSamples) -> None:
+def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitSamples) -> None:
     """The loop; the last rank writes the log, as in Megatron."""
     log = Log(settings)
     evaluator = _evaluator(settings, ranks)
@@ -81,7 +81,7 @@ class Evaluator:
     Every evaluation continues in the validation samples where the one before it ended.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: Settings, ranks: RankLayout) -> None:
         self._settings, self._ranks = settings, ranks
         self._batches = 0
         # As many as Megatron prepares, because their number decides their order
@@ -111,7 +111,7 @@ def _token_sums(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack((loss.double(), right.double(), count.double()))
 
 
-def _evaluator(settings: Settings, ranks: Ranks) -> Evaluator | None:
+def _evaluator(settings: Settings, ranks: RankLayout) -> Evaluator | None:
     """None where no evaluation lies within the run; the bare engine trains nothing to evaluate."""
     wanted = 0 < settings.eval_interval <= settings.exit_interval and settings.eval_iters > 0
     if not wanted or settings.engine == "bare":

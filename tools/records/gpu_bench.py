@@ -28,7 +28,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchRun:
     """One run of a setting."""
 
     run: str
@@ -56,7 +56,7 @@ class SettingResult:
     dtype: str
     fused: tuple[str, ...]
     flags: tuple[str, ...]
-    runs: tuple[Measured, ...] = ()
+    runs: tuple[BenchRun, ...] = ()
     reason: str = ""
     """Why it was left out, or failed."""
 

@@ -25,7 +25,7 @@ Reading = int | float
 
 
 @dataclass(frozen=True)
-class Source:
+class Publication:
     """A write-up."""
 
     key: str
@@ -44,7 +44,7 @@ class Source:
 class Figure:
     """What a write-up says of one run; what it does not give is None or empty."""
 
-    source: Source
+    source: Publication
     backend: str
     model: str
     strategy: str

@@ -8,7 +8,7 @@ from tests.report.factory import changed
 from tools.launch.checkpoint.saving import Saving, saving_flags, saving_problems
 from tools.launch.compose import GoesOnFrom, Launch
 from tools.launch.errors import LaunchError
-from tools.launch.network import Rate
+from tools.launch.network import LinkRate
 from tools.launch.options import Options, options_from_environment
 from tools.launch.relaunch import relaunch, resume_if_saved
 from tools.launch.target import parse_target
@@ -182,8 +182,8 @@ def test_a_model_that_was_changed_goes_on_as_what_it_became() -> None:
 
 def test_a_shaped_link_stays_unless_another_is_named() -> None:
     record = changed(record_of(composed("dp2")), link_bits_per_second=10**9)
-    assert relaunch(record, FROM, None, Options()).network == Rate(10**9)
-    assert relaunch(record, FROM, None, Options(network=Rate(5))).network == Rate(5)
+    assert relaunch(record, FROM, None, Options()).network == LinkRate(10**9)
+    assert relaunch(record, FROM, None, Options(network=LinkRate(5))).network == LinkRate(5)
 
 
 def test_a_job_that_is_put_back_goes_on_from_what_its_folder_holds(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.launch.network import Rate, link
+from tools.launch.network import LinkRate, link
 from tools.records.run import Status, read_run, read_status
 from tools.report.read.scrape import scrape_log
 from tools.spec.files import ROOT
@@ -27,7 +27,7 @@ ITERATIONS = 4
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, ...]]:
     """How a command is run on each of two hosts, whose addresses are 10.77.0.1 and 10.77.0.2."""
-    with link(Rate(10**9), f"kit{os.getpid()}") as sides:
+    with link(LinkRate(10**9), f"kit{os.getpid()}") as sides:
         yield tuple(side.namespace for side in sides)
 
 

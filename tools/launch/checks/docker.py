@@ -13,7 +13,7 @@ REPOSITORY = "megatron-parallelism-kit"
 DESCRIBE = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
 
 
-class Engine(NamedTuple):
+class DockerEngine(NamedTuple):
     """What Docker's engine says of itself."""
 
     runtimes: "tuple[str, ...]"
@@ -46,7 +46,7 @@ def check_container(image: str = "", tag: str = "") -> "list[Finding]":
     return [row, _check_image(image, tag)]
 
 
-def check_engine() -> "tuple[Finding, Engine | None]":
+def check_engine() -> "tuple[Finding, DockerEngine | None]":
     """Whether there is a client and its engine answers; without one a fix, and no engine."""
     if shutil.which("docker") is None:
         found = "Docker is not installed (no 'docker' on PATH)"
@@ -63,7 +63,7 @@ def check_engine() -> "tuple[Finding, Engine | None]":
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
         return Finding(WARN, "Docker", found, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
-    engine = Engine(tuple(described["runtimes"]), rootless)
+    engine = DockerEngine(tuple(described["runtimes"]), rootless)
     return Finding(PASS, "Docker", "its engine answers"), engine
 
 

@@ -32,7 +32,7 @@ class Finding(NamedTuple):
         return self.found + "; " + self.fix + "."
 
 
-class Answer(NamedTuple):
+class CommandOutput(NamedTuple):
     """Of another program; `code` is None where it is missing or did not answer in time."""
 
     code: "int | None"
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
         return self.code == 0
 
 
-def ask(command: "list[str]", seconds: float = 20.0) -> Answer:
+def ask(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
     """Run a program and take its answer; never raises for what the program does."""
     try:
         # As run() would, but `capture_output` is newer than 3.6.
@@ -58,14 +58,14 @@ def ask(command: "list[str]", seconds: float = 20.0) -> Answer:
             stderr=subprocess.PIPE,
         )
     except OSError as error:
-        return Answer(None, "", error.strerror or str(error))
+        return CommandOutput(None, "", error.strerror or str(error))
     with process:
         try:
             out, complaint = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.kill()
-            return Answer(None, "", f"no answer within {seconds:.0f} s")
-    return Answer(process.returncode, _text(out), _first_line(complaint) or _first_line(out))
+            return CommandOutput(None, "", f"no answer within {seconds:.0f} s")
+    return CommandOutput(process.returncode, _text(out), _first_line(complaint) or _first_line(out))
 
 
 def refusals(findings: "list[Finding]") -> "list[str]":

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from tools.launch.checks import docker as checks
-from tools.launch.checks.docker import Engine
+from tools.launch.checks.docker import DockerEngine
 from tools.launch.checks.finding import ask, refusals
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
@@ -102,7 +102,7 @@ def bind(path: Path) -> str:
     return line.getvalue().strip()
 
 
-def caller(engine: Engine | None = None) -> str:
+def caller(engine: DockerEngine | None = None) -> str:
     """`--user` for what the container writes to belong to the caller.
 
     A rootless engine maps the container's root to the caller, and every other user to a stranger.
@@ -129,7 +129,7 @@ def data_folders(prefix: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((prefix.parent, *(file.resolve().parent for file in files))))
 
 
-def ask_engine() -> Engine:
+def ask_engine() -> DockerEngine:
     """Ask the engine what it has.
 
     Raises:

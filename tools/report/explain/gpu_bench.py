@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tools.records.gpu_bench import MARK_MS, GpuBench, Measured, SettingResult
+from tools.records.gpu_bench import MARK_MS, BenchRun, GpuBench, SettingResult
 from tools.text.table import TextTable
 from tools.text.units import DASH, GIB
 
@@ -90,5 +90,5 @@ def _split(settings: Sequence[SettingResult]) -> TextTable | None:
     )
 
 
-def _profiled(setting: SettingResult) -> Measured | None:
+def _profiled(setting: SettingResult) -> BenchRun | None:
     return next((run for run in reversed(setting.runs) if run.groups_ms), None)

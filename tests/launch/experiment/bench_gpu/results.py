@@ -1,11 +1,11 @@
 """Results of a bench that was never run, for tests."""
 
-from tools.records.gpu_bench import Ceilings, GpuBench, Measured, SettingResult
+from tools.records.gpu_bench import BenchRun, Ceilings, GpuBench, SettingResult
 
 
 def result(name: str, *medians_ms: float, reason: str = "") -> SettingResult:
     runs = tuple(
-        Measured(
+        BenchRun(
             f"run{n}", (ms - 1, ms, ms + 1), 60.0, 70 << 30, 80 << 30, (9.5, 9.25), {"GEMM": 200}
         )
         for n, ms in enumerate(medians_ms)

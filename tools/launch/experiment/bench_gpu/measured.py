@@ -11,7 +11,7 @@ from tools.launch.experiment.bench_gpu.kernels import (
     saw_the_device,
 )
 from tools.launch.experiment.bench_gpu.settings import WARM_UP, Setting
-from tools.records.gpu_bench import Measured
+from tools.records.gpu_bench import BenchRun
 from tools.report.analyse.entry import memory_by_rank
 from tools.report.read.runs import load_folder
 from tools.spec.run import DeviceKind
@@ -36,7 +36,7 @@ class UnfinishedError(MeasureError):
         self.folder = folder
 
 
-def measured(folder: Path, setting: Setting, wall_seconds: float) -> Measured:
+def measured(folder: Path, setting: Setting, wall_seconds: float) -> BenchRun:
     """Times, memory, losses and the split of an iteration; a trace that cannot be read is a note.
 
     Raises:
@@ -52,7 +52,7 @@ def measured(folder: Path, setting: Setting, wall_seconds: float) -> Measured:
         )
     on_gpu = run.record is not None and run.record.spec.device is DeviceKind.GPU
     groups, note = _split(folder, on_gpu) if setting.profiled else ({}, "")
-    return Measured(
+    return BenchRun(
         run=folder.name,
         iteration_ms=times,
         wall_seconds=wall_seconds,

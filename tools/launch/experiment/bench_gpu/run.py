@@ -39,9 +39,9 @@ from tools.plan.time.flops import model_flops
 from tools.preprocess.dataset import idx_path
 from tools.records.gpu_bench import (
     FOLDER,
+    BenchRun,
     Ceilings,
     GpuBench,
-    Measured,
     SettingResult,
     read_bench,
     write_bench,
@@ -77,7 +77,7 @@ class Bench:
         """Of the budget."""
         return self.budget_seconds - (time.monotonic() - self.started)
 
-    def add(self, setting: Setting, run: Measured | None, reason: str = "") -> None:
+    def add(self, setting: Setting, run: BenchRun | None, reason: str = "") -> None:
         """Keep a run, or why there is none, and write all that is known so far."""
         kept = [s for s in self.result.settings if s.name != setting.name]
         before = next((s for s in self.result.settings if s.name == setting.name), None)
@@ -224,7 +224,7 @@ def _run_one(bench: Bench, step: Step, data: Mapping[str, str], train: Train) ->
     return note
 
 
-def _told(step: Step, found: Measured) -> str:
+def _told(step: Step, found: BenchRun) -> str:
     middle = sorted(found.iteration_ms)[len(found.iteration_ms) // 2]
     return f"{step.title}: {middle:.1f} ms an iteration, {found.wall_seconds:.0f} s"
 
