@@ -9,50 +9,50 @@ export PYTHONPATH := $(CURDIR)
 no_variables = $(if $(strip $(MAKEOVERRIDES)),$(error 'make $@' takes no variables; leave $(MAKEOVERRIDES) out))
 
 help: ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-36s %s\n", $$1, $$2} \
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-27s %s\n", $$1, $$2} \
 		/^## / {print substr($$0, 4)}' $(firstword $(MAKEFILE_LIST)) tools/spec/settings.mk
 
 ## First steps
-setup: ## .venv with everything in requirements.txt, each file by its hash (other targets do it by themselves)
+setup: ## .venv from requirements.txt, with hashes; other targets do it too
 	@tools/setup.sh
-demo: ## six strategies of gpt2-tiny on CPU ranks, and a report that compares them
-parity: ## the demo as a check: fails unless every strategy's losses agree with baseline's
-doctor: ## what this machine can do, and how to fix what is missing; LAUNCHER=slurm NODES=2 compares nodes
+demo: ## six strategies of gpt2-tiny on CPU ranks, and a report
+parity: ## the demo as a check: every strategy's losses must agree
+doctor: ## what this machine can do, and fixes; LAUNCHER=slurm compares nodes
 	@tools/doctor.sh
-list: ## models with their true sizes, strategies, what this machine can run
+list: ## models, strategies, and what this machine can run
 
 ## Data
-prepare-ds-sample: ## owt-ds/sample: text that every Python ships, as GPT-2 tokens
-prepare-ds-openwebtext-10k: ## the published data set, from the hub; HF_ENDPOINT= names a mirror
+prepare-ds-sample: ## owt-ds/sample, from text that comes with Python
+prepare-ds-openwebtext-10k: ## the published data set, from the hub
 prepare-ds: ## owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
 install-dependencies: setup ## the published name of setup
 setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-deepspeed.txt
 
 ## Training, on one machine or several
-train-%: setup ## train-<strategy>-<model>-<N>cpu or -<N>gpu; train-auto-<model>-<N>… plans, says why, trains
+train-%: setup ## train-<strategy>-<model>-<N>cpu or …gpu; strategy auto plans first
 	@$(VENV_PYTHON) -m tools.launch make $@
-trace-%: setup ## one iteration of such a run as a picture, and for Perfetto (6 iterations are trained)
+trace-%: setup ## one iteration of such a run as a picture, and for Perfetto
 	@$(VENV_PYTHON) -m tools.launch make $@
-status: ## all runs: queued, running or ended, iteration, loss, time left; asks Slurm where it is
-resume: ## continue from the newest whole checkpoint: RUN=runs/…, in another layout with STRATEGY=pp2
-image: ## docker/Dockerfile for RUNTIME=docker: NVIDIA's PyTorch with the paired Megatron-LM
-reproduce: ## the six published runs on two GPUs, then the report; repeating continues
+status: ## all runs: queued, running or ended, iteration, loss, time left
+resume: ## continue from the newest valid checkpoint: RUN=runs/… STRATEGY=pp2
+image: ## build the container for RUNTIME=docker
+reproduce: ## the six published runs on two GPUs, and a report; resumable
 
-## On equal terms: the same weights, batches and schedule (MODEL=gpt2-tiny unless you name one)
-compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as the tables of write-up 002
-compare-backends: ## Megatron, plain PyTorch and DeepSpeed, against bare forward and backward
-compare-moe: ## Megatron and plain PyTorch on a mixture of experts, with write-up 000's table (MODEL=moe-tiny)
-sweep: ## sizes against devices, continues when repeated: MODELS= STRATEGIES= BACKENDS= DEVICES="1cpu 2cpu" REPEATS= NAME=
+## Comparisons from the same weights, batches and schedule
+compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in write-up 002
+compare-backends: ## Megatron, plain PyTorch, DeepSpeed, bare forward and backward
+compare-moe: ## Megatron and plain PyTorch on experts, as in write-up 000
+sweep: ## MODELS × STRATEGIES × BACKENDS × DEVICES; resumable
 
-## Before buying anything
-plan: ## every legal way to split MODEL on GPUS, ranked, with reasons; VERIFY=3 SVG=file JSON=1 CALIBRATION=file
-dryrun: ## Megatron's own iteration without devices: MODEL= TP= PP= DP= CP= EP= VPP= SP=1 ZERO1=1 RANKS=first,middle,last
-schedules: ## GPipe, 1F1B, interleaved and PipeDream beside one another: PP=4 MICROBATCHES=8 VPP=2 SVG=file JSON=1
+## Planning, without devices
+plan: ## every layout of MODEL on GPUS, ranked, with reasons
+dryrun: ## Megatron's own iteration without devices: MODEL= TP= PP= DP= …
+schedules: ## GPipe, 1F1B, interleaved and PipeDream: PP=4 MICROBATCHES=8 VPP=2
 
-## Looking at results
-report: ## all runs, or LOGS="a.log b.log"; BASELINE=reports/old compares, STRICT=1 fails on a finding
-explain: ## which cost, why uneven, why less, what if: sentences from all runs' ledgers, or RUNS="a b"
+## Results
+report: ## all runs, or LOGS="a.log b.log"
+explain: ## why runs differ, in sentences from their ledgers
 
 ## Working on the kit
 test: setup ## the default suite
@@ -61,10 +61,10 @@ test-slow: setup ## the long tests
 	@$(VENV_PYTHON) -m pytest -q -m slow
 bench: bench-scrape bench-preprocess bench-ledger ## all benchmarks below
 bench-scrape: ## lines a second that the report reads from a log
-bench-preprocess: ## text a second, beside Hugging Face tokenizers and MEGATRON_LM's own script
-bench-ledger: ## what the ledger costs: every other iteration on (TARGET= ITERS=)
-bench-gpu: ## Megatron on one GPU without Transformer Engine, in under 9 minutes: ONLY= BUDGET= DRY_RUN=1
-loss-curve: ## 200 losses with FUSED= beside those of another seed: TARGET= (gpt2-tiny on a CPU) EXTRA=--bf16 ITERS=
+bench-preprocess: ## text a second, against Hugging Face tokenizers and Megatron's script
+bench-ledger: ## what the ledger costs, switched on every other iteration
+bench-gpu: ## Megatron on one GPU without Transformer Engine, in under 9 minutes
+loss-curve: ## 200 losses with FUSED=, compared with those of another seed
 lint: setup ## ruff, mypy, shellcheck, hadolint, import-linter
 	@$(no_variables)tools/lint.sh
 clean: ## remove runs, reports and caches; keeps .venv and owt-ds

@@ -1,91 +1,93 @@
 # Made by `python -m tools.spec.settings > tools/spec/settings.mk`; a test compares.
-## Variables
-##   ITERS            iterations (100; 25 for a tiny model) [training]
-##   MICRO_BATCH      samples of a rank's forward pass [training dryrun]
-##   GLOBAL_BATCH     samples of an iteration [training]
-##   SEED             of weights, dropout and sample order (1234) [training]
-##   DROPOUT          both of Megatron's [training]
-##   OPTIMIZER        adamw or muon [training]
-##   DATA             data set, such as owt-ds/mine_text_document [training]
-##   EXTRA            more flags of Megatron, "--lr 1e-4" [training]
-##   SHARED_START     start from the shared weights (1 on CPU ranks) [training]
-##   BACKEND          megatron, native (plain PyTorch) or deepspeed [train-* …]
-##   FUSED            kernels without Transformer Engine: norm,adamw,… [training]
-##   MEGATRON_LM      a Megatron-LM checkout in place of the wheel [training bench-preprocess list test-slow]
-##   DRY_RUN          1 prints the command and trains nothing [training prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k image]
-##   RUNS             folder of run folders (runs) [training status report]
-##   RUNS             the runs that are explained (all) [explain]
-##   RUNTIME          docker or host, on GPUs [training prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k]
-##   IMAGE            one of docker/versions.env [training prepare-ds prepare-ds-sample prepare-ds-openwebtext-10k image]
-##   HOST_NETWORK     1 gives containers this host's network [training]
-##   SHARE_GPU        1 puts all ranks on one GPU [training]
-##   NET              shaped link between CPU ranks, 1gbps; needs root [training]
-##   REPEATS          the same run so often [training]
-##   WANDB            1 logs to Weights & Biases [training]
-##   WANDB_PROJECT    its project [training]
-##   WANDB_ENTITY     its team [training]
-##   WANDB_MODE       online or offline [training]
-##   LEDGER           0 counts nothing [training]
-##   CALIBRATE        1 measures first (train-auto-…) [train-auto-*]
-##   HANG_TIMEOUT     seconds without a line (900) [training]
-##   SAVE_EVERY       iterations between checkpoints [train-* …]
-##   KEEP             checkpoints that stay (2) [train-* …]
-##   ASYNC_SAVE       1 saves beside training, on GPUs [train-* …]
-##   RUN_FOLDER       made before, for this run [train-*]
+## Variables: what is trained [every training target]
+##   ITERS            iterations (100; 25 for a tiny model)
+##   MICRO_BATCH      samples in a rank's forward pass [also dryrun]
+##   GLOBAL_BATCH     samples in an iteration
+##   SEED             seed of weights, dropout and sample order (1234)
+##   DROPOUT          attention and hidden dropout
+##   OPTIMIZER        adamw or muon
+##   DATA             data set, such as owt-ds/mine_text_document
+##   EXTRA            further Megatron flags, "--lr 1e-4"
+##   SHARED_START     start from the shared weights (1 on CPU ranks)
+##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-*]
+##   FUSED            kernels without Transformer Engine: norm,adamw,…
+##   MEGATRON_LM      a Megatron-LM checkout instead of the wheel [also bench-preprocess list test-slow]
+## Variables: where and how it is trained [every training target]
+##   DRY_RUN          1 prints the command and trains nothing [also prepare-ds* image]
+##   RUNS             folder of run folders (runs) [also status report]
+##   RUNS             run folders to explain (all) [explain]
+##   RUNTIME          docker or host, on GPUs [also prepare-ds*]
+##   IMAGE            one of docker/versions.env [also prepare-ds* image]
+##   HOST_NETWORK     1 gives containers this host's network
+##   SHARE_GPU        1 puts all ranks on one GPU
+##   NET              shaped link between CPU ranks, 1gbps; needs root
+##   REPEATS          repetitions of the run; the report pools them
+##   WANDB            1 logs to Weights & Biases
+##   WANDB_PROJECT WANDB_ENTITY  the names in W&B
+##   WANDB_MODE       online or offline
+##   LEDGER           0 switches the ledgers off
+##   CALIBRATE        1 measures this machine before planning [train-auto-*]
+##   HANG_TIMEOUT     seconds without a log line before the run is ended (900)
+## Variables: checkpoints [train-* trace-* resume sweep loss-curve bench-gpu bench-ledger]
+##   SAVE_EVERY       iterations between checkpoints
+##   KEEP             checkpoints to keep (2)
+##   ASYNC_SAVE       1 saves in the background, on GPUs
+##   RUN_FOLDER       an existing folder for this run [train-*]
 ##   RUN              the run folder to resume [resume]
-##   STRATEGY         another layout [resume]
-##   NNODES           machines, without Slurm [train-* resume]
-##   NODE_RANK        0 to NNODES-1, one a machine [train-* resume]
-##   MASTER_ADDR      address of the machine with NODE_RANK=0 [train-* resume]
-##   MASTER_PORT      its port (29500) [train-* resume]
-##   RENDEZVOUS       torchrun's: static or c10d [train-* resume]
-##   LAUNCHER         slurm submits a job [train-* sweep doctor]
-##   NODES            machines [train-* sweep doctor plan]
-##   SLURM_PARTITION  sbatch's [train-* sweep doctor]
-##   SLURM_ACCOUNT    sbatch's [train-* sweep doctor]
-##   SLURM_QOS        sbatch's [train-* sweep doctor]
-##   SLURM_TIME       sbatch's [train-* sweep doctor]
-##   SLURM_LINES      more of its options, "--exclusive" [train-* sweep doctor]
-##   SLURM_IMAGE      the container's image, for Pyxis [train-* sweep doctor]
-##   SLURM_SITE       the site's lines (site.slurm) [train-* sweep doctor]
-##   MODELS           of a sweep [sweep]
-##   STRATEGIES       of a sweep [sweep]
-##   BACKENDS         of a sweep [sweep]
-##   DEVICES          of a sweep, "1cpu 2cpu" [sweep]
-##   ONLY             settings of the bench [bench-gpu]
-##   BUDGET           seconds (510) [bench-gpu]
-##   TARGET           the target that is trained [loss-curve bench-ledger]
-##   MODEL            a model of make list [plan dryrun compare-zero compare-backends compare-moe]
-##   GPUS             devices in all [plan]
-##   GPU              h200, a100-80g, … (h200) [plan]
-##   GPUS_PER_NODE    devices a machine (8) [plan]
-##   INTRA            link inside a machine [plan]
-##   INTER            link between machines [plan]
-##   GLOBAL_BATCH     samples of an iteration [plan dryrun]
-##   SEQ              sequence length [plan dryrun]
-##   DTYPE            fp16, bf16 or fp32 [plan dryrun]
-##   TOKENS           tokens to train on [plan]
-##   CALIBRATION      measured constants [plan]
-##   VERIFY           dry-run so many of the best [plan]
-##   DP               data-parallel replicas [dryrun]
-##   TP               TP degree [dryrun]
-##   PP               pipeline stages [dryrun schedules]
-##   CP               CP degree [dryrun]
-##   EP               EP degree, inside DP and CP [dryrun]
-##   VPP              virtual stages a rank [dryrun schedules]
-##   SP               1 is sequence parallelism [dryrun]
-##   ZERO1            1 shards optimizer states [dryrun]
-##   RECOMPUTE        none, selective or full [dryrun]
-##   RANKS            first,middle,last or numbers [dryrun]
-##   MICROBATCHES     in an iteration [schedules]
-##   SVG              write the picture here [plan schedules]
-##   JSON             1 prints data [plan dryrun schedules]
-##   LOGS             anybody's Megatron logs [report]
-##   NAME             of the report or sweep [report sweep]
-##   NAME             of the data set [prepare-ds]
-##   BASELINE         an earlier report [report]
-##   STRICT           1 fails on a finding [report]
-##   INPUT            your text: JSONL, also .gz .zst, parquet [prepare-ds]
-##   TOKENIZER        gpt2, or a folder with tokenizer.json [prepare-ds]
-##   HF_ENDPOINT      a mirror of the hub [prepare-ds-openwebtext-10k doctor]
-##   MEGATRON_URL     a mirror of Megatron-LM [image]
+##   STRATEGY         resume in another layout [resume]
+## Variables: several machines without Slurm [train-* resume]
+##   NNODES           number of machines
+##   NODE_RANK        0 to NNODES-1, another on each machine
+##   MASTER_ADDR      address of the machine with NODE_RANK=0
+##   MASTER_PORT      port on that machine (29500)
+##   RENDEZVOUS       torchrun's: static or c10d
+## Variables: Slurm [train-* sweep doctor]
+##   LAUNCHER         slurm submits a job instead of training here
+##   NODES            machines [also plan]
+##   SLURM_PARTITION SLURM_ACCOUNT SLURM_QOS SLURM_TIME  as in sbatch
+##   SLURM_LINES      further sbatch options, "--exclusive"
+##   SLURM_IMAGE      container image, for Pyxis
+##   SLURM_SITE       file of shell lines for every job (site.slurm)
+## Variables: several runs [sweep]
+##   MODELS STRATEGIES BACKENDS DEVICES  every combination is trained, DEVICES="1cpu 2cpu"
+##   ONLY             these settings alone [bench-gpu]
+##   BUDGET           seconds for all settings (510) [bench-gpu]
+##   TARGET           the training target to use [loss-curve bench-ledger]
+## Variables: planning [plan]
+##   MODEL            a model of make list [also dryrun compare-*]
+##   GPUS             number of devices
+##   GPU              h200, a100-80g, … (h200)
+##   GPUS_PER_NODE    devices per machine (8)
+##   INTRA            link inside a machine
+##   INTER            link between machines
+##   GLOBAL_BATCH     samples in an iteration [also dryrun]
+##   SEQ              sequence length [also dryrun]
+##   DTYPE            fp16, bf16 or fp32 [also dryrun]
+##   TOKENS           tokens to train on
+##   CALIBRATION      file of measured constants
+##   VERIFY           dry-run this many of the best
+## Variables: dry run and schedules [dryrun]
+##   DP               data-parallel replicas
+##   TP               TP degree
+##   PP               pipeline stages [also schedules]
+##   CP               CP degree
+##   EP               EP degree, inside DP and CP
+##   VPP              virtual stages per rank [also schedules]
+##   SP               1 adds sequence parallelism
+##   ZERO1            1 shards optimizer states
+##   RECOMPUTE        none, selective or full
+##   RANKS            first,middle,last or numbers
+##   MICROBATCHES     microbatches in an iteration [schedules]
+##   SVG              write a picture to this file [plan schedules]
+##   JSON             1 prints JSON [also plan schedules]
+## Variables: reports [report]
+##   LOGS             Megatron logs, wherever they were made
+##   NAME             name of the report or sweep [also sweep]
+##   BASELINE         an earlier report to compare with
+##   STRICT           1 exits with an error on a finding
+## Variables: data [prepare-ds]
+##   NAME             name of the data set
+##   INPUT            text files: JSONL, also .gz or .zst; parquet
+##   TOKENIZER        gpt2, or a folder with tokenizer.json
+##   HF_ENDPOINT      mirror of the Hugging Face hub [prepare-ds-openwebtext-10k doctor]
+##   MEGATRON_URL     mirror of Megatron-LM's repository [image]

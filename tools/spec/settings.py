@@ -13,6 +13,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 
 from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
@@ -141,16 +142,25 @@ MICRO_BATCH = Setting(
     "MICRO_BATCH",
     positive,
     _NUMBER,
-    "samples of a rank's forward pass",
+    "samples in a rank's forward pass",
     (*_TRAIN, "dryrun"),
     "--micro-batch",
 )
-GLOBAL_BATCH = Setting("GLOBAL_BATCH", positive, _NUMBER, "samples of an iteration", _TRAIN)
+GLOBAL_BATCH = Setting("GLOBAL_BATCH", positive, _NUMBER, "samples in an iteration", _TRAIN)
 SEED = Setting(
-    "SEED", positive, _NUMBER, "of weights, dropout and sample order (1234)", _TRAIN, default=1234
+    "SEED",
+    positive,
+    _NUMBER,
+    "seed of weights, dropout and sample order (1234)",
+    _TRAIN,
+    default=1234,
 )
 DROPOUT = Setting(
-    "DROPOUT", share, "a number from 0 up to, not including, 1", "both of Megatron's", _TRAIN
+    "DROPOUT",
+    share,
+    "a number from 0 up to, not including, 1",
+    "attention and hidden dropout",
+    _TRAIN,
 )
 OPTIMIZER = Setting(
     "OPTIMIZER",
@@ -165,7 +175,7 @@ EXTRA: Setting[tuple[str, ...]] = Setting(
     "EXTRA",
     words,
     "flags with closed quotes",
-    'more flags of Megatron, "--lr 1e-4"',
+    'further Megatron flags, "--lr 1e-4"',
     _TRAIN,
     default=(),
 )
@@ -176,7 +186,7 @@ BACKEND = Setting(
     "BACKEND",
     Backend,
     "megatron, native, deepspeed or bare",
-    "megatron, native (plain PyTorch) or deepspeed",
+    "megatron, native (PyTorch) or deepspeed",
     _ONE_RUN,
     default=Backend.MEGATRON,
 )
@@ -185,7 +195,7 @@ MEGATRON_LM = Setting(
     "MEGATRON_LM",
     checkout,
     "a folder with pretrain_gpt.py",
-    "a Megatron-LM checkout in place of the wheel",
+    "a Megatron-LM checkout instead of the wheel",
     (*_TRAIN, "bench-preprocess", "list", "test-slow"),
 )
 
@@ -201,7 +211,7 @@ DRY_RUN = Setting(
 RUNS = Setting(
     "RUNS", str, "a folder", "folder of run folders (runs)", (*_TRAIN, "status", "report"), "--runs"
 )
-EXPLAINED = Setting("RUNS", words, _TEXT, "the runs that are explained (all)", ("explain",), "*")
+EXPLAINED = Setting("RUNS", words, _TEXT, "run folders to explain (all)", ("explain",), "*")
 RUNTIME = Setting(
     "RUNTIME", RuntimeName, "docker or host", "docker or host, on GPUs", (*_TRAIN, *_DATA)
 )
@@ -221,17 +231,19 @@ NET = Setting(
     "shaped link between CPU ranks, 1gbps; needs root",
     _TRAIN,
 )
-REPEATS = Setting("REPEATS", positive, _NUMBER, "the same run so often", _TRAIN, default=1)
+REPEATS = Setting(
+    "REPEATS", positive, _NUMBER, "repetitions of the run; the report pools them", _TRAIN, default=1
+)
 WANDB = Setting("WANDB", switch, _SWITCH, "1 logs to Weights & Biases", _TRAIN, default=False)
-WANDB_PROJECT = Setting("WANDB_PROJECT", str, _TEXT, "its project", _TRAIN)
-WANDB_ENTITY = Setting("WANDB_ENTITY", str, _TEXT, "its team", _TRAIN)
+WANDB_PROJECT = Setting("WANDB_PROJECT", str, _TEXT, "the names in W&B", _TRAIN)
+WANDB_ENTITY = Setting("WANDB_ENTITY", str, _TEXT, "the names in W&B", _TRAIN)
 WANDB_MODE = Setting("WANDB_MODE", str, _TEXT, "online or offline", _TRAIN)
-LEDGER = Setting("LEDGER", switch, _SWITCH, "0 counts nothing", _TRAIN, default=True)
+LEDGER = Setting("LEDGER", switch, _SWITCH, "0 switches the ledgers off", _TRAIN, default=True)
 CALIBRATE = Setting(
     "CALIBRATE",
     switch,
     _SWITCH,
-    "1 measures first (train-auto-…)",
+    "1 measures this machine before planning",
     ("train-auto-*",),
     default=False,
 )
@@ -239,7 +251,7 @@ HANG_TIMEOUT = Setting(
     "HANG_TIMEOUT",
     positive,
     "a whole number of seconds above 0",
-    "seconds without a line (900)",
+    "seconds without a log line before the run is ended (900)",
     _TRAIN,
 )
 SAVE_EVERY = Setting(
@@ -249,61 +261,70 @@ SAVE_EVERY = Setting(
     "iterations between checkpoints",
     _ONE_RUN,
 )
-KEEP = Setting("KEEP", positive, _NUMBER, "checkpoints that stay (2)", _ONE_RUN)
+KEEP = Setting("KEEP", positive, _NUMBER, "checkpoints to keep (2)", _ONE_RUN)
 ASYNC_SAVE = Setting(
-    "ASYNC_SAVE", switch, _SWITCH, "1 saves beside training, on GPUs", _ONE_RUN, default=False
+    "ASYNC_SAVE", switch, _SWITCH, "1 saves in the background, on GPUs", _ONE_RUN, default=False
 )
-RUN_FOLDER = Setting("RUN_FOLDER", Path, "a folder", "made before, for this run", ("train-*",))
+RUN_FOLDER = Setting(
+    "RUN_FOLDER", Path, "a folder", "an existing folder for this run", ("train-*",)
+)
 RUN = Setting("RUN", str, _TEXT, "the run folder to resume", ("resume",), "*")
-STRATEGY = Setting("STRATEGY", str, _TEXT, "another layout", ("resume",), "--strategy")
+STRATEGY = Setting("STRATEGY", str, _TEXT, "resume in another layout", ("resume",), "--strategy")
 
 # Several machines.
 NNODES = Setting(
     "NNODES",
     whole_below(100_000, 1),
     "a whole number from 1 to 99999",
-    "machines, without Slurm",
+    "number of machines",
     _NODES,
 )
-NODE_RANK = Setting("NODE_RANK", str, _TEXT, "0 to NNODES-1, one a machine", _NODES)
+NODE_RANK = Setting("NODE_RANK", str, _TEXT, "0 to NNODES-1, another on each machine", _NODES)
 MASTER_ADDR = Setting("MASTER_ADDR", str, _TEXT, "address of the machine with NODE_RANK=0", _NODES)
 MASTER_PORT = Setting(
     "MASTER_PORT",
     whole_below(65536, 1024),
     "a whole number from 1024 to 65535",
-    "its port (29500)",
+    "port on that machine (29500)",
     _NODES,
 )
 RENDEZVOUS = Setting("RENDEZVOUS", str, "static or c10d", "torchrun's: static or c10d", _NODES)
 LAUNCHER = Setting(
-    "LAUNCHER", one_of("torchrun", "slurm"), "torchrun or slurm", "slurm submits a job", _SLURM
+    "LAUNCHER",
+    one_of("torchrun", "slurm"),
+    "torchrun or slurm",
+    "slurm submits a job instead of training here",
+    _SLURM,
 )
 NODES = Setting("NODES", positive, _NUMBER, "machines", (*_SLURM, "plan"), "--nodes")
-SLURM_PARTITION = Setting("SLURM_PARTITION", str, _TEXT, "sbatch's", _SLURM)
-SLURM_ACCOUNT = Setting("SLURM_ACCOUNT", str, _TEXT, "sbatch's", _SLURM)
-SLURM_QOS = Setting("SLURM_QOS", str, _TEXT, "sbatch's", _SLURM)
-SLURM_TIME = Setting("SLURM_TIME", str, _TEXT, "sbatch's", _SLURM)
-SLURM_LINES = Setting("SLURM_LINES", str, _TEXT, 'more of its options, "--exclusive"', _SLURM)
-SLURM_IMAGE = Setting("SLURM_IMAGE", str, _TEXT, "the container's image, for Pyxis", _SLURM)
-SLURM_SITE = Setting("SLURM_SITE", str, _TEXT, "the site's lines (site.slurm)", _SLURM)
+SLURM_PARTITION = Setting("SLURM_PARTITION", str, _TEXT, "as in sbatch", _SLURM)
+SLURM_ACCOUNT = Setting("SLURM_ACCOUNT", str, _TEXT, "as in sbatch", _SLURM)
+SLURM_QOS = Setting("SLURM_QOS", str, _TEXT, "as in sbatch", _SLURM)
+SLURM_TIME = Setting("SLURM_TIME", str, _TEXT, "as in sbatch", _SLURM)
+SLURM_LINES = Setting("SLURM_LINES", str, _TEXT, 'further sbatch options, "--exclusive"', _SLURM)
+SLURM_IMAGE = Setting("SLURM_IMAGE", str, _TEXT, "container image, for Pyxis", _SLURM)
+SLURM_SITE = Setting(
+    "SLURM_SITE", str, _TEXT, "file of shell lines for every job (site.slurm)", _SLURM
+)
 
 # Several runs.
-MODELS = Setting("MODELS", str, _TEXT, "of a sweep", ("sweep",))
-STRATEGIES = Setting("STRATEGIES", str, _TEXT, "of a sweep", ("sweep",))
-BACKENDS = Setting("BACKENDS", str, _TEXT, "of a sweep", ("sweep",))
-DEVICES = Setting("DEVICES", str, _TEXT, 'of a sweep, "1cpu 2cpu"', ("sweep",))
-ONLY = Setting("ONLY", str, _TEXT, "settings of the bench", ("bench-gpu",))
-BUDGET = Setting("BUDGET", str, _TEXT, "seconds (510)", ("bench-gpu",))
-TARGET = Setting("TARGET", str, _TEXT, "the target that is trained", ("loss-curve", "bench-ledger"))
+_AXES = 'every combination is trained, DEVICES="1cpu 2cpu"'
+MODELS = Setting("MODELS", str, _TEXT, _AXES, ("sweep",))
+STRATEGIES = Setting("STRATEGIES", str, _TEXT, _AXES, ("sweep",))
+BACKENDS = Setting("BACKENDS", str, _TEXT, _AXES, ("sweep",))
+DEVICES = Setting("DEVICES", str, _TEXT, _AXES, ("sweep",))
+ONLY = Setting("ONLY", str, _TEXT, "these settings alone", ("bench-gpu",))
+BUDGET = Setting("BUDGET", str, _TEXT, "seconds for all settings (510)", ("bench-gpu",))
+TARGET = Setting("TARGET", str, _TEXT, "the training target to use", ("loss-curve", "bench-ledger"))
 
 # Before a run: planner, dry run, schedules.
 MODEL = Setting(
     "MODEL", str, _TEXT, "a model of make list", ("plan", "dryrun", *_COMPARE), "--model"
 )
-GPUS = Setting("GPUS", int, "a whole number", "devices in all", ("plan",), "--gpus")
+GPUS = Setting("GPUS", int, "a whole number", "number of devices", ("plan",), "--gpus")
 GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", ("plan",), "--gpu")
 GPUS_PER_NODE = Setting(
-    "GPUS_PER_NODE", int, "a whole number", "devices a machine (8)", ("plan",), "--gpus-per-node"
+    "GPUS_PER_NODE", int, "a whole number", "devices per machine (8)", ("plan",), "--gpus-per-node"
 )
 INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", ("plan",), "--intra")
 INTER = Setting("INTER", str, _TEXT, "link between machines", ("plan",), "--inter")
@@ -311,7 +332,7 @@ PLANNED_BATCH = Setting(
     "GLOBAL_BATCH",
     int,
     "a whole number",
-    "samples of an iteration",
+    "samples in an iteration",
     ("plan", "dryrun"),
     "--global-batch",
 )
@@ -319,10 +340,16 @@ SEQ = Setting("SEQ", int, "a whole number", "sequence length", ("plan", "dryrun"
 DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", ("plan", "dryrun"), "--dtype")
 TOKENS = Setting("TOKENS", float, "a number", "tokens to train on", ("plan",), "--tokens")
 CALIBRATION = Setting(
-    "CALIBRATION", Path, "a file", "measured constants", ("plan",), "--calibration"
+    "CALIBRATION", Path, "a file", "file of measured constants", ("plan",), "--calibration"
 )
 VERIFY = Setting(
-    "VERIFY", int, "a whole number", "dry-run so many of the best", ("plan",), "--verify", default=0
+    "VERIFY",
+    int,
+    "a whole number",
+    "dry-run this many of the best",
+    ("plan",),
+    "--verify",
+    default=0,
 )
 DP = Setting(
     "DP", int, "a whole number", "data-parallel replicas", ("dryrun",), "--data", default=1
@@ -334,9 +361,11 @@ EP = Setting(
     "EP", int, "a whole number", "EP degree, inside DP and CP", ("dryrun",), "--expert", default=1
 )
 VPP = Setting(
-    "VPP", int, "a whole number", "virtual stages a rank", ("dryrun", "schedules"), "--virtual"
+    "VPP", int, "a whole number", "virtual stages per rank", ("dryrun", "schedules"), "--virtual"
 )
-SP = Setting("SP", switch, _SWITCH, "1 is sequence parallelism", ("dryrun",), "--sequence-parallel")
+SP = Setting(
+    "SP", switch, _SWITCH, "1 adds sequence parallelism", ("dryrun",), "--sequence-parallel"
+)
 ZERO1 = Setting(
     "ZERO1", switch, _SWITCH, "1 shards optimizer states", ("dryrun",), "--distributed-optimizer"
 )
@@ -350,29 +379,42 @@ RECOMPUTE = Setting(
 )
 RANKS = Setting("RANKS", str, _TEXT, "first,middle,last or numbers", ("dryrun",), "--ranks")
 MICROBATCHES = Setting(
-    "MICROBATCHES", int, "a whole number", "in an iteration", ("schedules",), "--microbatches"
+    "MICROBATCHES",
+    int,
+    "a whole number",
+    "microbatches in an iteration",
+    ("schedules",),
+    "--microbatches",
 )
-SVG = Setting("SVG", Path, "a file", "write the picture here", ("plan", "schedules"), "--svg")
-JSON = Setting("JSON", switch, _SWITCH, "1 prints data", ("plan", "dryrun", "schedules"), "--json")
+SVG = Setting("SVG", Path, "a file", "write a picture to this file", ("plan", "schedules"), "--svg")
+JSON = Setting("JSON", switch, _SWITCH, "1 prints JSON", ("plan", "dryrun", "schedules"), "--json")
 
 # After a run, and data.
-LOGS = Setting("LOGS", words, _TEXT, "anybody's Megatron logs", ("report",), "*")
-NAME = Setting("NAME", str, _TEXT, "of the report or sweep", ("report", "sweep"), "--name")
-DATASET = Setting(
-    "NAME", dataset_prefix, _TEXT, "of the data set", ("prepare-ds",), "--output-prefix"
+LOGS = Setting("LOGS", words, _TEXT, "Megatron logs, wherever they were made", ("report",), "*")
+NAME = Setting("NAME", str, _TEXT, "name of the report or sweep", ("report", "sweep"), "--name")
+BASELINE = Setting(
+    "BASELINE", str, _TEXT, "an earlier report to compare with", ("report",), "--baseline"
 )
-BASELINE = Setting("BASELINE", str, _TEXT, "an earlier report", ("report",), "--baseline")
-STRICT = Setting("STRICT", switch, _SWITCH, "1 fails on a finding", ("report",), "--strict")
+STRICT = Setting(
+    "STRICT", switch, _SWITCH, "1 exits with an error on a finding", ("report",), "--strict"
+)
+DATASET = Setting(
+    "NAME", dataset_prefix, _TEXT, "name of the data set", ("prepare-ds",), "--output-prefix"
+)
 INPUT = Setting(
-    "INPUT", str, _TEXT, "your text: JSONL, also .gz .zst, parquet", ("prepare-ds",), "--input"
+    "INPUT", str, _TEXT, "text files: JSONL, also .gz or .zst; parquet", ("prepare-ds",), "--input"
 )
 TOKENIZER = Setting(
     "TOKENIZER", str, _TEXT, "gpt2, or a folder with tokenizer.json", ("prepare-ds",), "--tokenizer"
 )
 HF_ENDPOINT = Setting(
-    "HF_ENDPOINT", str, _TEXT, "a mirror of the hub", ("prepare-ds-openwebtext-10k", "doctor")
+    "HF_ENDPOINT",
+    str,
+    _TEXT,
+    "mirror of the Hugging Face hub",
+    ("prepare-ds-openwebtext-10k", "doctor"),
 )
-MEGATRON_URL = Setting("MEGATRON_URL", str, _TEXT, "a mirror of Megatron-LM", ("image",))
+MEGATRON_URL = Setting("MEGATRON_URL", str, _TEXT, "mirror of Megatron-LM's repository", ("image",))
 
 SETTINGS: tuple[Setting[object], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Setting)
@@ -471,22 +513,57 @@ def _argument[T](setting: Setting[T]) -> Callable[[str], T]:
 
 
 def make_help() -> str:
-    """`settings.mk`: what `make help` prints of the variables."""
-    lines = [
-        "# Made by `python -m tools.spec.settings > tools/spec/settings.mk`; a test compares.",
-        "## Variables",
-    ]
-    for setting in SETTINGS:
-        targets = " ".join(_short(setting.targets))
-        lines.append(f"##   {setting.name:<16} {setting.help} [{targets}]")
+    """`settings.mk`: what `make help` prints of the variables.
+
+    A heading names the targets that use its variables; a variable that others use as well, or others
+    alone, names them in brackets. Neighbours with the same help share a line.
+    """
+    lines = ["# Made by `python -m tools.spec.settings > tools/spec/settings.mk`; a test compares."]
+    usual: tuple[str, ...] = ()
+    for (targets, text), neighbours in groupby(SETTINGS, lambda each: (each.targets, each.help)):
+        settings = tuple(neighbours)
+        if section := _SECTIONS.get(settings[0]):
+            title, usual = section
+            lines.append(f"## {title} [{_short(usual)}]")
+        names = " ".join(setting.name for setting in settings)
+        lines.append(f"##   {names:<15}  {text}{_others(targets, usual)}")
     return "\n".join(lines) + "\n"
 
 
-def _short(targets: tuple[str, ...]) -> tuple[str, ...]:
-    for group, name in ((_TRAIN, "training"), (_ONE_RUN, "train-* …")):
-        if set(group) <= set(targets):
-            return (name, *(target for target in targets if target not in group))
-    return targets
+_SECTIONS: Mapping[object, tuple[str, tuple[str, ...]]] = {
+    ITERS: ("Variables: what is trained", _TRAIN),
+    DRY_RUN: ("Variables: where and how it is trained", _TRAIN),
+    SAVE_EVERY: ("Variables: checkpoints", _ONE_RUN),
+    NNODES: ("Variables: several machines without Slurm", _NODES),
+    LAUNCHER: ("Variables: Slurm", _SLURM),
+    MODELS: ("Variables: several runs", ("sweep",)),
+    MODEL: ("Variables: planning", ("plan",)),
+    DP: ("Variables: dry run and schedules", ("dryrun",)),
+    LOGS: ("Variables: reports", ("report",)),
+    DATASET: ("Variables: data", ("prepare-ds",)),
+}
+"""Headings of `make help`, by the first variable below each, with the targets that mostly use them."""
+
+
+def _short(targets: Iterable[str]) -> str:
+    text = " ".join(targets)
+    for group, name in (
+        (_TRAIN, "every training target"),
+        (_DATA, "prepare-ds*"),
+        (_COMPARE, "compare-*"),
+    ):
+        text = text.replace(" ".join(group), name)
+    return text
+
+
+def _others(targets: tuple[str, ...], usual: tuple[str, ...]) -> str:
+    if targets == usual:
+        return ""
+    if set(usual) <= set(targets):
+        return f" [also {_short(target for target in targets if target not in usual)}]"
+    if len(targets) > 4 and set(targets) <= set(usual):
+        return f" [not {_short(target for target in usual if target not in targets)}]"
+    return f" [{_short(targets)}]"
 
 
 if __name__ == "__main__":
