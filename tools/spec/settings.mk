@@ -11,7 +11,7 @@
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
 ##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…
-##   MEGATRON_LM      a Megatron-LM checkout instead of the wheel [also bench-preprocess list test-slow]
+##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also bench-preprocess list test-slow]
 ## Variables: where and how it is trained [every training target]
 ##   DRY_RUN          1 prints the command and trains nothing [also prepare-ds* image]
 ##   RUNS             folder of run folders (runs) [also status report]

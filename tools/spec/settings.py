@@ -195,7 +195,7 @@ MEGATRON_LM = Setting(
     "MEGATRON_LM",
     checkout,
     "a folder with pretrain_gpt.py",
-    "a Megatron-LM checkout instead of the wheel",
+    "a Megatron-LM checkout, not the wheel",
     (*_TRAIN, "bench-preprocess", "list", "test-slow"),
 )
 
