@@ -4,8 +4,8 @@ python -m tools.launch make TARGET                            what every recipe 
 python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a training target
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
-python -m tools.launch compare zero|backends|moe --model NAME  ZeRO's stages, the backends, or experts
-python -m tools.launch resume runs/…  [--strategy pp2]        go on from the newest whole checkpoint
+python -m tools.launch experiment NAME [--model NAME]        a file of examples/experiments
+python -m tools.launch resume runs/…  [--strategy pp2]       continue from the newest valid checkpoint
 python -m tools.launch demo | parity | list | image | reproduce | sweep | status | bench-gpu | loss-curve
 """
 
@@ -35,7 +35,7 @@ INTERRUPTED_EXIT = 130
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; 0 if it went well, 2 if it was refused, 130 if it was interrupted."""
-    console = Console(markup=False)  # what a log says is no markup
+    console = Console(markup=False)  # log lines must not be read as markup
     try:
         with interruptible():
             return _dispatch(_parser().parse_args(arguments), console)
@@ -48,13 +48,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make(target: str, console: Console) -> int:
-    """Run what a make target is: the last command takes this process's place."""
+    """Run the commands of a make target; the last one replaces this process."""
     *before, last = calls_of(target, os.environ)
     for call in (*before, last):
         for name, value in call.defaults:
             os.environ.setdefault(name, value)
     for call in before:
-        # Ctrl-C reaches the command too, which ends in its own way; a handler is not inherited by it.
+        # Ctrl-C reaches the command too, which handles it itself; a Python handler is not inherited.
         signal.signal(signal.SIGINT, lambda *_: None)
         if code := subprocess.call((sys.executable, "-m", call.module, *call.words)):
             return code
@@ -66,7 +66,7 @@ def _make(target: str, console: Console) -> int:
 def _dispatch(command: argparse.Namespace, console: Console) -> int:
     if command.command == "make":
         return _make(command.target, console)
-    # Each command imports what it needs: `list` must not wait for what `demo` loads.
+    # Each command imports what it needs, so that `list` starts without what `demo` loads.
     if command.command == "list":
         from tools.launch.listing import show_list
 
@@ -78,15 +78,9 @@ def _dispatch(command: argparse.Namespace, console: Console) -> int:
     if options.slurm and command.command not in SUBMITTING:
         raise LaunchError(
             f"'{command.command}' runs on this machine alone; leave LAUNCHER= to train-… targets and "
-            "sweep ('scontrol requeue' lets a job go on)."
+            "sweep ('scontrol requeue' continues a job)."
         )
     return _HANDLERS[command.command](command, options, console)
-
-
-def _demo(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.experiment.commands import run_named
-
-    return run_named("demo", options, console)
 
 
 def _parity(_: argparse.Namespace, options: Options, console: Console) -> int:
@@ -105,18 +99,6 @@ def _module(command: argparse.Namespace, options: Options, _: Console) -> int:
     from tools.launch.runtime import run_module
 
     return run_module(command.words, options)
-
-
-def _reproduce(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.experiment.commands import run_named
-
-    return run_named("published", options, console)
-
-
-def _compare(command: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.experiment.commands import run_named
-
-    return run_named(command.what, options, console, command.model)
 
 
 def _experiment(command: argparse.Namespace, options: Options, console: Console) -> int:
@@ -172,12 +154,11 @@ def _resume(command: argparse.Namespace, options: Options, console: Console) -> 
 
 
 _HANDLERS = {
-    "demo": _demo,
+    "demo": _experiment,
     "parity": _parity,
     "image": _image,
     "module": _module,
-    "reproduce": _reproduce,
-    "compare": _compare,
+    "reproduce": _experiment,
     "experiment": _experiment,
     "sweep": _sweep,
     "target": _train,
@@ -202,29 +183,30 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("model")
     run.add_argument("devices", type=_devices, help="such as 2gpu or 2cpu")
     run.add_argument("flags", nargs="*", help="after --")
-    resume = commands.add_parser("resume", help="go on with a run from its newest whole checkpoint")
+    resume = commands.add_parser("resume", help="continue a run from its newest valid checkpoint")
     resume.add_argument("run", type=lambda text: Path(text).absolute(), help="its folder")
     resume.add_argument("--strategy", help="another layout")
-    commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
+    demo = commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
+    demo.set_defaults(name="demo", model=None)
     commands.add_parser("parity", help="the demo as a check of the losses")
-    compare = commands.add_parser("compare", help="a set of runs on equal terms, as a table")
-    compare.add_argument("what", choices=("zero", "backends", "moe"))
-    compare.add_argument("--model", default="gpt2-tiny")
     named = commands.add_parser(
         "experiment", help="one of examples/experiments, by its file's name"
     )
     named.add_argument("name")
-    named.add_argument("--model", help="in place of its own")
+    named.add_argument("--model", help="instead of its own")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
     commands.add_parser(
         "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"
     )
-    commands.add_parser("loss-curve", help="what FUSED= does to the losses, beside another seed")
+    commands.add_parser(
+        "loss-curve", help="what FUSED= does to the losses, compared with another seed"
+    )
     commands.add_parser("list", help="models, strategies, and what runs here")
     status = commands.add_parser("status", help="every run: waiting, running or ended")
-    status.add_argument("--quiet", action="store_true", help="only record what Slurm ended")
+    status.add_argument("--quiet", action="store_true", help="only record which jobs Slurm ended")
     commands.add_parser("image", help="build the container's image")
-    commands.add_parser("reproduce", help="the six published runs, then the report")
+    reproduce = commands.add_parser("reproduce", help="the six published runs, then the report")
+    reproduce.set_defaults(name="published", model=None)
     module = commands.add_parser("module", help="run a module of the kit where RUNTIME says")
     module.add_argument("words", nargs=argparse.REMAINDER, help="its name and arguments")
     return parser

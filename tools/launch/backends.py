@@ -1,7 +1,7 @@
-"""Backends beside Megatron: the same run, composed for plain PyTorch or DeepSpeed.
+"""Backends other than Megatron: the same run, composed for plain PyTorch or DeepSpeed.
 
 A launch is composed for Megatron first, so model, data, batch, seed and schedule are decided once. What
-only Megatron's layouts need is then taken out of its flags, and what the backend is told instead put in.
+only Megatron's layouts need is then removed from its flags, and the backend's own flags are added.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_DEEPSPEED = (
 )
 
 FIRST_MUON_RELEASE = (0, 17)
-"""Of Megatron with Muon in the published coefficients, which it calls `simple`."""
+"""First Megatron whose Muon has the published coefficients, which it calls `simple`."""
 
 MUON_PACKAGE = "emerging_optimizers"
 
@@ -75,7 +75,7 @@ def for_backend(launch: Launch, options: Options) -> Launch:
 
 
 def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
-    """How the backend is told its parallelism; data parallelism is what the others leave over."""
+    """The backend's flags for its parallelism; data parallelism takes the remaining ranks."""
     parallelism = launch.spec.parallelism
     if backend is Backend.DEEPSPEED:
         stage = _ZERO_STAGES.get(parallelism.sharding, 0)
@@ -138,7 +138,7 @@ def _layout_problems(launch: Launch) -> Iterator[str]:
 
 
 def optimizer_problems(launch: Launch) -> Iterator[str]:
-    """Why the optimizer cannot be had here, each in one sentence."""
+    """Why the optimizer cannot be used here, each in one sentence."""
     if Flags(launch.flags).text("--optimizer") != "muon":
         return
     sharding = launch.spec.parallelism.sharding

@@ -15,7 +15,7 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self.watch, daemon=True)
 
     def watch(self) -> None:
-        """The work; returns soon after `done` is set."""
+        """The work; must return soon after `done` is set."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -31,6 +31,6 @@ class BackgroundThread:
         self.stop()
 
     def stop(self) -> None:
-        """End the work; what the block's end does."""
+        """End the work, as the end of the block does."""
         self.done.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""From what was asked to the exact command: nothing here touches the disk or a device."""
+"""Compose a run's exact command from its options; reads no disk and no device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
 """The sample with every paragraph once."""
 
 GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
-"""What the kit prepares holds GPT-2 tokens: whatever is trained on it has GPT-2's vocabulary."""
+"""The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
 
 RUN_PLACEHOLDER = "<run folder>"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -68,7 +68,7 @@ class GoesOnFrom:
 
 @dataclass(frozen=True)
 class Launch:
-    """One run, decided in full except for the folder it will be written to."""
+    """One run, complete except for its run folder."""
 
     spec: RunSpec
     """What is trained, and how it is split."""
@@ -108,7 +108,7 @@ class Launch:
 
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Megatron's arguments for a run written to `run_folder`."""
-        # TensorBoard always: Megatron hands W&B only what it writes there.
+        # TensorBoard always: Megatron passes to W&B only what it writes there.
         written = ["--tensorboard-dir", f"{run_folder}/tensorboard"]
         if self.saving is not None:
             written += ["--save", saving_folder(run_folder)]
@@ -131,7 +131,7 @@ class Launch:
     def _program(self) -> tuple[str, ...]:
         if self.spec.backend == Backend.MEGATRON:
             return ("-m", "megatron_patches", self.entry.path)
-        # As a module, so that it finds the kit beside it.
+        # As a module, so that Python finds the kit's packages.
         return ("-m", self.entry.path.removesuffix(".py").replace("/", "."))
 
 
@@ -226,7 +226,7 @@ def start_checkpoint_path(
 ) -> Path:
     """Where the shared starting weights of this model, seed and Megatron are kept.
 
-    A model with an output layer of its own (`untied`) is another model, with other weights.
+    A model with a separate output layer (`untied`) has other weights, so another folder.
     """
     own = (UNTIED,) if untied else ()
     identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))
@@ -235,14 +235,14 @@ def start_checkpoint_path(
 
 
 def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
-    """torchrun with so many ranks on this machine; alone it finds a free port by itself."""
+    """torchrun with `ranks` ranks on this machine; without other nodes it chooses a free port."""
     alone = ("--standalone", "--nproc-per-node", str(ranks))
     place = nodes.torchrun_flags(ranks) if nodes else alone
     return (python, "-m", "torch.distributed.run", *place)
 
 
 def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
-    """A container sees the kit, and what was named outside it: the data set, the runs."""
+    """Mount the data set's folders and the folder of runs, which may lie outside the kit."""
     if runtime.container is None:
         return runtime
     folders = (*docker.data_folders(ROOT / data), options.runs.absolute())
@@ -265,7 +265,7 @@ def _batch(model: Model, parallelism: Parallelism, options: Options) -> Batch:
 def _wandb_folders(flags: Sequence[str], run_folder: str) -> tuple[str, ...]:
     """The run's name and place for a run that is logged to W&B, else nothing.
 
-    The client makes its own `wandb` folder in the place it is given.
+    W&B's client makes a folder `wandb` below the one it is given.
     """
     if "--wandb-project" not in flags:
         return ()

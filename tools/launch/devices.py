@@ -58,7 +58,7 @@ def all_gpus() -> tuple[Gpu, ...]:
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     """The GPUs that CUDA shows to the ranks, in rank order: all, or those of CUDA_VISIBLE_DEVICES.
 
-    Like CUDA, a name that fits nothing ends the list.
+    Like CUDA, an entry that names no GPU ends the list.
     """
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
@@ -78,7 +78,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def memory_used_bytes(gpu: Gpu) -> int:
-    """Memory in use by anybody, as nvidia-smi shows it: without what the driver reserves."""
+    """Memory in use by all processes, as nvidia-smi shows it: without what the driver reserves."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
@@ -107,7 +107,7 @@ def clock_limit_mhz(gpu: Gpu) -> int | None:
 
 
 def gpu_use(gpu: Gpu) -> GpuUse:
-    """A GPU with what is in use of it now, for the doctor's and the preflight's checks."""
+    """A GPU with its present use, for the checks of doctor and preflight."""
     used, processes = memory_used_bytes(gpu), process_ids(gpu)
     return GpuUse(gpu.index, gpu.name, gpu.memory_bytes, used, processes)
 
@@ -143,7 +143,7 @@ def describe() -> dict[str, Any]:
 
 @cache
 def processor_name() -> str:
-    """The CPU's own name for itself."""
+    """The CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

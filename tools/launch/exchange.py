@@ -3,7 +3,7 @@
 An all-reduce between all visible GPUs with NCCL, or between two CPU ranks with gloo; with NNODES= and
 its like one rank of each node. The rate of the link is given beside it: NVLink's, the network
 card's, or for CPU ranks what a plain TCP connection over loopback moves. Meanwhile the clocks of the
-GPUs are watched, with the reasons for throttling.
+GPUs are sampled, with the reasons for throttling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Megatron's command line and its environment say, by why they say it."""
+"""Groups of Megatron's flags and environment variables, one function for each reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
 def runtime_flags(
     device: DeviceKind, parallelism: Parallelism, runtime: Runtime = ON_HOST
 ) -> tuple[str, ...]:
-    """What the machine needs, whatever is trained; nothing where NVIDIA's image has it all."""
+    """Flags that the device needs for any model; none where NVIDIA's image has every library."""
     if device is DeviceKind.CPU:
         # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
         fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
@@ -43,7 +43,7 @@ def runtime_flags(
 
 
 def bare_flags(flags: Sequence[str], options: Options) -> tuple[str, ...]:
-    """A runtime's flags without those that would switch off what `FUSED=` provides; gloo to share."""
+    """A runtime's flags without those that would disable `FUSED=` patches; SHARE_GPU=1 adds gloo."""
     gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
     return (*(flag for flag in flags if flag not in dropped_flags(options.fused)), *gloo)
 
@@ -55,7 +55,7 @@ def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[st
 
 
 def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
-    """A tokenizer that knows only its size: training reads ids, and must never need the hub.
+    """A tokenizer without files: training reads token ids, and must never need the hub.
 
     Up to 0.17 Megatron's NullTokenizer adds an end-of-document entry to the size it is given.
     """
@@ -69,7 +69,7 @@ def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
 
 
 def dropout_flags(probability: float) -> tuple[str, ...]:
-    """Both of Megatron's dropouts."""
+    """Attention and hidden dropout."""
     return ("--attention-dropout", str(probability), "--hidden-dropout", str(probability))
 
 
@@ -110,13 +110,13 @@ def environment_for(
 
 
 def bare_environment(options: Options) -> dict[str, str]:
-    """What tells the patches of `FUSED=` and `SHARE_GPU=`."""
+    """Variables that enable the patches of `FUSED=` and `SHARE_GPU=`."""
     fused = {"KIT_FUSED": ",".join(options.fused)} if options.fused else {}
     return fused | ({"KIT_SHARE_GPU": "1"} if options.share_gpu else {})
 
 
 def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:
-    """Muon as published with Blueberry: rate 0.01, and 0.001 for the AdamW beside it.
+    """Muon as published with Blueberry: learning rate 0.01, and 0.001 for parameters that AdamW updates.
 
     Megatron calls its AdamW `adam`, which is its default.
     """

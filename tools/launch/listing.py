@@ -1,4 +1,4 @@
-"""`make list`: the models with what they really are, the strategies, and what this machine can run."""
+"""`make list`: models with their parameter counts, strategies, and what this machine can run."""
 
 from __future__ import annotations
 

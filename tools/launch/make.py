@@ -1,7 +1,7 @@
-"""From a make target to the command that it is: variables are checked against the table and passed on.
+"""From a make target to its commands: variables are checked against the table and become options.
 
-Every recipe of the Makefile calls `python -m tools.launch make TARGET`. What a variable is called as an
-option of a tool says `tools/spec/settings.py`; here stands which tool a target is.
+Every recipe of the Makefile calls `python -m tools.launch make TARGET`. `TOOLS` names the tool behind a
+target; which option a variable becomes is in `tools/spec/settings.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
 
 @dataclass(frozen=True)
 class Command:
-    """`python -m MODULE WORDS`, with variables set that make was not given."""
+    """`python -m MODULE WORDS`; `defaults` are variables to set where make was not given them."""
 
     module: str
     words: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Tool:
     module: str
     words: tuple[str, ...] = ()
     needs: tuple[tuple[settings.Setting[str], str], ...] = ()
-    """Variables without which the target says nothing, each with the sentence that asks for it."""
+    """Variables that the target requires, each with the sentence that asks for it."""
 
 
 _MODEL_OF_PLAN = "Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200"
@@ -58,9 +58,9 @@ TOOLS = {
     "bench-scrape": Tool("tools.report", ("bench",)),
     "bench-preprocess": Tool("tools.bench.preprocess"),
     "bench-ledger": Tool("tools.launch.experiment.bench_ledger"),
-    "compare-zero": Tool("tools.launch", ("compare", "zero")),
-    "compare-backends": Tool("tools.launch", ("compare", "backends")),
-    "compare-moe": Tool("tools.launch", ("compare", "moe", "--model", "moe-tiny")),
+    "compare-zero": Tool("tools.launch", ("experiment", "zero")),
+    "compare-backends": Tool("tools.launch", ("experiment", "backends")),
+    "compare-moe": Tool("tools.launch", ("experiment", "moe")),
     "resume": Tool("tools.launch", ("resume",), needs=((settings.RUN, _WHICH_RUN),)),
     "prepare-ds": Tool(
         "tools.launch",
@@ -79,8 +79,7 @@ TOOLS = {
         ),
     ),
 }
-"""Targets that are a tool's command; any other is a command of `tools.launch` of the same name, or a
-training target."""
+"""Targets with another command than their name; the rest are commands of `tools.launch`, or train."""
 
 COMMANDS = frozenset(
     {"demo", "parity", "list", "image", "reproduce", "sweep", "status", "bench-gpu", "loss-curve"}
@@ -88,7 +87,7 @@ COMMANDS = frozenset(
 
 
 def calls_of(target: str, environment: Mapping[str, str]) -> list[Command]:
-    """The commands that a make target is, in order.
+    """The commands of a make target, in order.
 
     Args:
         target: Its name.
@@ -104,7 +103,10 @@ def calls_of(target: str, environment: Mapping[str, str]) -> list[Command]:
             return _trace(target, environment)
         call = _call_of(target, environment)
     if target == "report" and any(ROOT.glob("runs/*/job.json")):
-        return [Command("tools.launch", ("status", "--quiet")), call]  # What Slurm ended since.
+        return [
+            Command("tools.launch", ("status", "--quiet")),
+            call,
+        ]  # Record jobs that Slurm ended.
     return [call]
 
 

@@ -36,7 +36,7 @@ def find_entry(megatron_lm: Path | None) -> Entry:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit a folder is at, with `-dirty` where it was changed; None outside a repository."""
+    """The commit of a folder, with `-dirty` where it was changed; None outside a repository."""
     describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     command = ("git", "-C", str(folder), *describe)
     try:

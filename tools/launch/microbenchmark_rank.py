@@ -50,7 +50,7 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
 
 
 def local_figures(workload: Workload, device: str) -> Figures:
-    """What this rank's device does by itself."""
+    """Rates of this rank's device, without communication."""
     timer = _Timer(workload, device)
     return Figures(
         matmul_flops=_matmul(timer, workload.matmul_size) if workload.matmul_size else None,

@@ -3,7 +3,7 @@
 python -m tools.launch.network 1gbps 2 -- -m megatron_patches ENTRY FLAGS…
 
 CPU ranks are split evenly between the two; what they send each other crosses a veth pair whose ends a
-token bucket (tc tbf) limits. Namespaces and link are gone when the run is, however it ends.
+token bucket (tc tbf) limits. Namespaces and link are removed at the end of the run, however it ends.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _remove_left_over() -> None:
 
 
 def _bucket(rate: LinkRate) -> tuple[str, ...]:
-    # A millisecond's worth, and never less than a segment of 64 KiB, which veth hands over whole.
+    # A millisecond's worth, and never less than a segment of 64 KiB, which veth passes on undivided.
     burst = max(rate.bits_per_second // 8 // 1000, 128 << 10)
     return ("tbf", "rate", f"{rate.bits_per_second}bit", "burst", str(burst), "latency", "50ms")
 
@@ -190,7 +190,7 @@ def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask, then force: torchrun waits minutes for a node that has failed."""
+    """SIGTERM, then SIGKILL: torchrun itself would wait minutes for a failed node."""
     family = [psutil.Process(node.pid) for node in nodes if node.poll() is None]
     family += [child for parent in family for child in parent.children(recursive=True)]
     for process in family:

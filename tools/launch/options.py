@@ -1,4 +1,4 @@
-"""What a user may set beside the target: make variables, read from the environment in one place."""
+"""The make variables of a run, read from the environment in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.spec.run import Backend, OptimizerName, RuntimeName
 from tools.spec.settings import Setting
 
 HANG_TIMEOUT_SECONDS = 900.0
-"""Longer than NCCL waits for a collective by itself (600 s), so that its own word is heard first."""
+"""Longer than NCCL's own timeout of a collective (600 s), so that NCCL reports its error first."""
 
 
 _FUSIONS = f"a list with commas of {', '.join(NAMES)}"
@@ -39,13 +39,13 @@ class Wandb:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's flags but for those that name the run (`folder_flags`)."""
+        """Megatron's flags, except those that name the run folder (`compose.Launch.arguments`)."""
         entity = ("--wandb-entity", self.entity) if self.entity else ()
         return ("--wandb-project", self.project, *entity)
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the ranks; the client reads the mode from here."""
+        """Variables for the ranks: W&B's client reads its mode from the environment."""
         return {"WANDB_MODE": self.mode}
 
 
@@ -75,25 +75,25 @@ class Options:
     optimizer: OptimizerName = OptimizerName.ADAMW
     network: LinkRate | None = None
     repeats: int = 1
-    """The same run so often; the report pools them."""
+    """Runs of the same launch; the report pools them."""
     calibrate: bool = False
     """Measure this machine before `train-auto-…` plans for it."""
     nodes: Nodes | None = None
     host_network: bool = False
     """Let containers use this machine's network."""
     run_folder: Path | None = None
-    """Of a run that was given one before it starts, as jobs are."""
+    """A folder that exists before the run starts, as a Slurm job's does."""
     slurm: Slurm | None = None
     """Submit a job instead of training here."""
     given: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """The variables behind all this as they were set, for a run that starts elsewhere."""
+    """The variables as they were set, for a run that starts on another machine."""
     saving: Saving | None = None
     hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
-    """A run whose log stands still for so long is ended, with the stacks of its ranks."""
+    """A run whose log does not grow for this long is ended, and the stacks of its ranks are written."""
     fused: tuple[str, ...] = ()
     """Patches of `megatron_patches/fused` by name; none unless asked for."""
     share_gpu: bool = False
-    """Put all ranks on one GPU: true memory and losses, no comparable times."""
+    """Put all ranks on one GPU: memory and losses are valid, times are not comparable."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:

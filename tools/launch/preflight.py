@@ -141,7 +141,7 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
 
 
 def _number(text: str) -> float | None:
-    """None where there is no number; Megatron says what is wrong with other text."""
+    """None where the text is no number; Megatron refuses such text itself."""
     try:
         return float(text)
     except ValueError:
@@ -168,7 +168,7 @@ def _data_problems(launch: Launch) -> Iterator[str]:
             f"{launch.model.shape.seq_length}; prepare a longer one with 'make prepare-ds'."
         )
     for name, share in empty_splits(Flags(launch.flags).text("--split"), dataset.documents):
-        # Megatron counts epochs until it has enough tokens, and adds up nothing for ever.
+        # Megatron adds epochs until it has enough tokens, which never ends for an empty split.
         yield (
             f"Data set {launch.data} has {dataset.documents} documents, so its {name} split of "
             f"{share:.2%} is empty; prepare more documents, or set EXTRA='--split 90,9,1'."
@@ -231,7 +231,7 @@ def _checkpoint_problems(launch: Launch) -> Iterator[str]:
 def _wandb_problems(launch: Launch) -> Iterator[str]:
     if "--wandb-project" not in launch.flags or launch.runtime.container is not None:
         return
-    # Without TensorBoard Megatron hands W&B no training metric, and says so only in passing.
+    # Without TensorBoard Megatron passes no training metric to W&B, and only logs that.
     for package in ("wandb", "tensorboard"):
         if importlib.util.find_spec(package) is None:
             yield f"WANDB=1 needs the package {package}, which is not installed; run 'make setup'."
@@ -251,5 +251,5 @@ def _stored_bytes(launch: Launch) -> int:
     written = 4 * parameters if start and not start.is_dir() and not launch.goes_on_from else 0
     if launch.saving is None:
         return written
-    # One more than are kept: an old one goes only after the new one was proven.
+    # One more than are kept: an old one is removed only after the new one was verified.
     return written + (launch.saving.keep + 1) * checkpoint_bytes(parameters, launch.spec.dtype)

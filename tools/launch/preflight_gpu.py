@@ -33,7 +33,7 @@ CUDA_FOLDER = Path("/usr/local/cuda")
 
 
 def gpu_problems(launch: Launch) -> Iterator[str]:
-    """Why the GPUs here cannot do it, a sentence each."""
+    """Why the GPUs here cannot run it, a sentence each."""
     gpus = visible_gpus()
     if len(gpus) < (1 if launch.spec.shares_gpu else launch.local_devices):
         tiny = "moe-tiny" if launch.model.shape.experts else "gpt2-tiny"
@@ -100,7 +100,7 @@ RESET_MASK = "--reset-attention-mask"
 
 
 def fused_problems(launch: Launch) -> Iterator[str]:
-    """Why the patches that are asked for do not fit the run, a sentence each."""
+    """Why the patches that FUSED= names do not apply to the run, a sentence each."""
     asked = launch.environment.get("KIT_FUSED")
     if not asked:
         return
@@ -138,7 +138,7 @@ def sharing_problems(launch: Launch) -> Iterator[str]:
     if not launch.spec.shares_gpu:
         return
     if launch.spec.device is not DeviceKind.GPU:
-        yield "SHARE_GPU=1 puts GPU ranks on one device; CPU ranks need nothing of the kind."
+        yield "SHARE_GPU=1 puts GPU ranks on one device; leave it out for CPU ranks."
     elif launch.devices == 1:
         yield "SHARE_GPU=1 is for several ranks on one GPU, and this run has one rank; leave it out."
     elif launch.nodes is not None:

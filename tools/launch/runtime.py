@@ -39,7 +39,7 @@ ON_HOST = Runtime()
 
 
 def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
-    """The runtime that is asked for or fits; whether it works is the preflight's question.
+    """The runtime that RUNTIME= names or that fits the machine; the preflight checks that it works.
 
     CPU ranks run on the host: no image is needed for them, and RUNTIME= does not move them.
 
@@ -92,7 +92,7 @@ def inside_image(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def inside_container() -> bool:
-    """Whether this is a container of any kind; mounts would name another machine's paths."""
+    """Whether this is a container of any kind; a mount would name paths of the host."""
     markers = (Path("/.dockerenv"), Path("/run/.containerenv"))
     return inside_image() or any(marker.exists() for marker in markers)
 
@@ -118,7 +118,7 @@ def _caller() -> str:
 
 
 def run_module(words: Sequence[str], options: Options) -> int:
-    """Become `python -m WORDS…`; with DRY_RUN=1 print the command. Does not return otherwise.
+    """Replace this process by `python -m WORDS…`; with DRY_RUN=1 print the command and return 0.
 
     Raises:
         LaunchError: The container cannot be started.
@@ -140,7 +140,7 @@ def run_module(words: Sequence[str], options: Options) -> int:
 
 
 def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
-    """The same in a container, without GPUs, which also sees the folders that the words name."""
+    """The command in a container without GPUs; folders that the words name are mounted."""
     container = docker_runtime(find_pair(options.image), *docker.HUB).container
     assert container is not None
     command = (docker.PYTHON, "-m", *words)
@@ -158,7 +158,7 @@ def folders_named(words: Sequence[str]) -> Iterator[Path]:
             continue
         path = ROOT / Path(word).expanduser()
         folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
-        if folder != Path(folder.root):  # Else the word is no path, and the whole machine no mount.
+        if folder != Path(folder.root):  # The root itself is never mounted: the word is no path.
             yield Path(os.path.normpath(folder))
             yield folder.resolve()
             if path.exists():

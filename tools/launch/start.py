@@ -1,7 +1,7 @@
 """The shared starting checkpoint: the same weights for every strategy, so that losses can be compared.
 
 Without it TP and PP initialise differently. One rank writes it in Megatron's distributed format, which
-every layout loads resharded. It is written under another name and takes its own when it is whole.
+every layout loads resharded. It is written under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
     try:
         partial.rename(path)
     except OSError:
-        # Another run has written the same meanwhile, such as an element of the same array.
+        # Another run wrote the same meanwhile, such as an element of the same Slurm array.
         if not path.is_dir():
             raise
         shutil.rmtree(partial)
@@ -60,7 +60,7 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
 
 
 def _own_partial(path: Path) -> Path:
-    """A folder for this process alone; those that ended processes of this machine left are removed."""
+    """A temporary folder for this process; removes those left by ended processes of this machine."""
     mine = f"{path.name}.partial-{platform.node()}-"
     for left in path.parent.glob(f"{mine}*"):
         number = left.name.removeprefix(
@@ -74,13 +74,13 @@ def _own_partial(path: Path) -> Path:
 
 
 def check_owner(folder: Path) -> None:
-    """Refuse a checkpoint that somebody else could have put there: its metadata is a pickle.
+    """Refuse a checkpoint that another user could have written: its metadata is a pickle.
 
     torch reads `.metadata` of a distributed checkpoint with `pickle.load`, and Megatron up to 0.15 its
     `common.pt` too, which runs whatever is in them.
 
     Raises:
-        LaunchError: It is another user's, or everybody may write there.
+        LaunchError: It belongs to another user, or is world-writable.
     """
     for path in (folder, *folder.rglob("*")):
         found = path.lstat()

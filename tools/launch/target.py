@@ -14,14 +14,14 @@ from tools.spec.run import DeviceKind
 from tools.spec.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy
 
 ALIASES = {"train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu"}
-"""Names that the published experiments used."""
+"""Target names of the published experiments."""
 
 _TARGET = re.compile(r"train-(?P<middle>.+)-(?P<devices>\d+)(?P<device>gpu|cpu)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a target's name says."""
+    """The parts of a target's name."""
 
     strategy: str
     model: str
@@ -50,13 +50,13 @@ def parse_target(name: str) -> Target:
 
 
 def script_of(target: Target) -> str | None:
-    """The launch script that this strategy has of its own, relative to the repository root."""
+    """The strategy's own launch script, relative to the repository root; None if it has none."""
     script = f"examples/{load_model(target.model).family}/train_{target.strategy}.sh"
     return script if (ROOT / script).is_file() else None
 
 
 def published_names() -> tuple[str, ...]:
-    """The six strategies over every model, as completions for help and hints."""
+    """Targets of the six strategies for every model, as candidates for hints."""
     return tuple(
         f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
         for model in model_names()
@@ -80,7 +80,7 @@ def _split(middle: str, name: str) -> tuple[str, str]:
 
 
 def _check_strategy(strategy: str) -> None:
-    """Refuse words outside the grammar here; degrees are checked against devices later."""
+    """Refuse words outside the grammar; degrees are checked against the devices later."""
     try:
         parse_strategy(strategy, devices=-1)
     except StrategyError as error:

@@ -69,7 +69,7 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
         )
     launch = compose_target(target, flags, options)
     with only_attempt(options.run_folder, options.nodes):
-        if options.run_folder is not None:  # A job's; it may have been put back into the queue.
+        if options.run_folder is not None:  # A job's; Slurm may have requeued it.
             launch = resume_if_saved(launch, options.run_folder)
         if options.dry_run:
             print(command_line(launch))
@@ -78,7 +78,7 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
 
 
 def _train(target: Target, launch: Launch, options: Options, console: Console) -> int:
-    if launch.nodes is None:  # Else each node tells the others what stops it.
+    if launch.nodes is None:  # Else each node reports its problems to the others.
         check(launch, options.runs)
         ensure_start_checkpoint(launch, options, console)
     console.print(f"{target.name}: {describe(launch)}", highlight=False)
@@ -90,7 +90,7 @@ def _train(target: Target, launch: Launch, options: Options, console: Console) -
 
 
 def train_once(launch: Launch, options: Options, console: Console, title: str) -> bool:
-    """Train on this machine, or this machine's share; whether it went well."""
+    """Train on this machine, or this node's ranks of a run on several; True if the run ended `ok`."""
     nodes = launch.nodes
     if nodes is not None and nodes.rank > 0:
         folder, code = train_other(launch, nodes, options, console, title)
@@ -143,7 +143,7 @@ def describe(launch: Launch) -> str:
 
 
 def _vocabulary(model: Model) -> str:
-    """Says so where the data's tokens are not those of the model's own tokenizer."""
+    """A note where the vocabulary is the data's and not that of the model's own tokenizer."""
     own, trained = load_model(model.name).shape.vocabulary, model.shape.vocabulary
     if own == trained:
         return ""

@@ -1,4 +1,4 @@
-"""Driver, GPUs, how they are connected, what they send each other and how fast they clock meanwhile.
+"""Driver, GPUs, their connection, the all-reduce rate between them and their clocks under load.
 
 The kit's Python describes them (`tools.launch.devices`, NVML) and measures (`tools.launch.exchange`).
 """

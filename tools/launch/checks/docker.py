@@ -1,4 +1,4 @@
-"""What RUNTIME=docker takes: client, engine, NVIDIA runtime and image."""
+"""What RUNTIME=docker needs: client, engine, NVIDIA runtime and image."""
 
 import json
 import os
@@ -14,7 +14,7 @@ DESCRIBE = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
 
 
 class DockerEngine(NamedTuple):
-    """What Docker's engine says of itself."""
+    """What Docker's engine reports."""
 
     runtimes: "tuple[str, ...]"
     rootless: bool
@@ -26,14 +26,14 @@ class DockerEngine(NamedTuple):
 
 
 def check_docker() -> "list[Finding]":
-    """Rows for what is there, up to the first that is missing."""
+    """Rows for client, engine, NVIDIA runtime and image, up to the first that is missing."""
     if os.environ.get("KIT_IMAGE"):
         return [Finding(PASS, "Docker", "inside the kit's image, where targets run directly")]
     return check_container()
 
 
 def check_container(image: str = "", tag: str = "") -> "list[Finding]":
-    """The same for a GPU container of one image, whose NGC tag is named in the fix; or of any."""
+    """The same for one image, whose NGC tag the fix names; without arguments for any of the kit's."""
     row, engine = check_engine()
     if engine is None:
         return [row]

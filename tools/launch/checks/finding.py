@@ -1,4 +1,4 @@
-"""What a check found, and how other programs are asked."""
+"""The result of a check, and how a check runs other programs."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
-"""Nothing is missing; some runs are stopped or slowed; every run is stopped."""
+"""Nothing is missing; some runs are refused or slower; no run works."""
 
 ROOT = str(Path(__file__).resolve().parents[3])
 SETUP_STAMP = ".requirements.sha256"
@@ -22,9 +22,9 @@ class Finding(NamedTuple):
     found: str
     """A clause that can open a sentence, where the finding is no pass."""
     fix: str = ""
-    """The way to a pass, or what works without one."""
+    """How to fix it, or what works without."""
     value: "float | None" = None
-    """What was measured, where two machines will not find exactly the same."""
+    """A measured value, where two machines never give exactly the same."""
 
     @property
     def refusal(self) -> str:
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 class CommandOutput(NamedTuple):
-    """Of another program; `code` is None where it is missing or did not answer in time."""
+    """Of another program; `code` is None where it is missing or timed out."""
 
     code: "int | None"
     out: str
@@ -47,7 +47,7 @@ class CommandOutput(NamedTuple):
 
 
 def ask(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
-    """Run a program and take its answer; never raises for what the program does."""
+    """Run a program and return its output; never raises for what the program does."""
     try:
         # As run() would, but `capture_output` is newer than 3.6.
         process = subprocess.Popen(
@@ -69,7 +69,7 @@ def ask(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
 
 
 def refusals(findings: "list[Finding]") -> "list[str]":
-    """What stops a run, a sentence each."""
+    """The findings that are no pass, a sentence each."""
     return [finding.refusal for finding in findings if finding.status != PASS]
 
 

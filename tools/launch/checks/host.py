@@ -39,7 +39,7 @@ LIST_PACKAGES = (
 
 
 def check_python() -> Finding:
-    """Whether setup has a fitting Python to work with; asks what setup itself would take."""
+    """Whether there is a Python that setup can use, by setup's own search."""
     if os.environ.get("KIT_IMAGE"):
         return Finding(PASS, "Python", "of the image {}".format(os.environ["KIT_IMAGE"]))
     answer = ask(["tools/setup.sh", "--python"])
@@ -136,7 +136,7 @@ def check_limits() -> Finding:
 
 
 def check_disk(folder: str = ROOT) -> Finding:
-    """Room for setup or a run, and the rate at which the disk takes a file that is really written."""
+    """Room for setup or a run, and the disk's write rate, flushed."""
     needed, by = (SETUP_BYTES, "setup") if kit_python() is None else (GIB, "a run")
     row = check_room(folder, needed, by, "clone the kit where there is more")
     if row.status != PASS:

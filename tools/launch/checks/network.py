@@ -28,7 +28,7 @@ def check_hub() -> Finding:
 
 
 def check_package_index() -> Finding:
-    """Whichever index pip is set up for: pip itself is asked for a small package."""
+    """The index that pip is configured for: pip downloads a small package."""
     python = kit_python() or sys.executable
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
     timeout = ["--timeout", str(int(SECONDS)), "--retries", "0"]
@@ -46,7 +46,7 @@ def check_package_index() -> Finding:
 
 
 def check_image_registry() -> Finding:
-    """The registry of the Dockerfile's FROM; its refusal of strangers is an answer."""
+    """The registry of the Dockerfile's FROM; an HTTP error (such as 401) also means that it answers."""
     dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
     match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
@@ -73,7 +73,7 @@ def check_wandb() -> Finding:
 
 
 def unreachable(address: str) -> str:
-    """Why an address gives no answer at all; empty if it gives any."""
+    """Why an address does not answer; empty if it does, also with an HTTP error."""
     request = urllib.request.Request(address, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=SECONDS):

@@ -1,4 +1,4 @@
-"""How a command is wrapped in a container; what Docker has here, `checks/docker.py` says."""
+"""How a command is wrapped in a container; `checks/docker.py` finds what Docker has here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")
 INHERITED_PREFIXES = ("NCCL_", "NVTE_", "TORCH_NCCL_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 HUB = ("HF_ENDPOINT", "HF_TOKEN")
-"""Only for what fetches data; training is given no token it has no use for."""
+"""Only for commands that fetch data; training needs no token and gets none."""
 
 CONFINED = {
     "--read-only": True,
@@ -37,8 +37,8 @@ CONFINED = {
     "--cap-drop": "ALL",
     "--security-opt": "no-new-privileges",
 }
-"""Nothing of the image can be changed, and no right gained. Compiled kernels are loaded from /tmp, the
-container's home, which is memory and gone with it."""
+"""The image is read-only and no privilege can be gained. Compiled kernels are loaded from /tmp, the
+container's home, which is a tmpfs and removed with it."""
 
 FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
 """NCCL moves data between ranks through shared memory and pins pages of it."""
@@ -46,7 +46,7 @@ FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"
 
 @dataclass(frozen=True)
 class Container:
-    """Everything of a `docker run` but the command and the container's name."""
+    """A `docker run` without the command and the container's name."""
 
     image: str
     user: str
@@ -80,7 +80,7 @@ class Container:
         return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
 
     def mounting(self, *folders: Path) -> Container:
-        """The same with those folders too that no mount holds yet."""
+        """The same with mounts of those folders that are not mounted yet."""
         mounts = list(self.mounts)
         for folder in folders:
             if not any(folder.is_relative_to(mount) for mount in mounts):
@@ -105,7 +105,7 @@ def bind(path: Path) -> str:
 def caller(engine: DockerEngine | None = None) -> str:
     """`--user` for what the container writes to belong to the caller.
 
-    A rootless engine maps the container's root to the caller, and every other user to a stranger.
+    A rootless engine maps the container's root to the caller, and other users to unprivileged ids.
     """
     return "0:0" if engine and engine.rootless else f"{os.getuid()}:{os.getgid()}"
 
@@ -119,12 +119,12 @@ def inherited_names(*also: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def container_name(folder: str) -> str:
-    """Of a run's container; run folders are named by the second, so their names serve."""
+    """Name of a run's container, from its run folder's, which is unique."""
     return f"kit-{Path(folder).name.removeprefix('.')}"
 
 
 def data_folders(prefix: Path) -> tuple[Path, ...]:
-    """Folders that hold a data set: where it is named, and where its files' links lead."""
+    """Folders that hold a data set: its own, and those that its files link to."""
     files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
     return tuple(dict.fromkeys((prefix.parent, *(file.resolve().parent for file in files))))
 
@@ -152,5 +152,5 @@ def check_container(image: str, tag: str) -> None:
 
 
 def remove_container(name: str) -> None:
-    """Remove a container that outlived its client, such as after SIGKILL; quiet if there is none."""
+    """Remove a container that outlived its client, such as after SIGKILL; no error if there is none."""
     ask(["docker", "rm", "--force", name])

@@ -1,4 +1,4 @@
-"""Versions of what trains: torch, CUDA, NCCL, cuDNN, Transformer Engine; of the host or of an image.
+"""Versions of torch, CUDA, NCCL, cuDNN, Transformer Engine and others, of the host or of an image.
 
 Standard library alone at import, so that it runs in any image: `python -m
 tools.launch.container.versions` prints them as JSON, asking torch itself. On the host the packages'
@@ -66,7 +66,7 @@ def _dotted(number: int | None) -> str:
 
 
 def _of_image(library: str) -> str | None:
-    """NVIDIA's images bring the libraries outside pip, and say their versions in the environment."""
+    """NVIDIA's images have the libraries outside pip, and their versions in the environment."""
     return os.environ.get(f"{library.upper()}_VERSION") if "KIT_IMAGE" in os.environ else None
 
 

@@ -56,7 +56,7 @@ class Outlier:
 
 
 def main() -> int:
-    """Print what the nodes have alike, where one differs, and what they send each other."""
+    """Print every node's checks, where one differs, and the all-reduce between them."""
     console = Console()
     try:
         srun = srun_command(os.environ)
