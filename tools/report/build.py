@@ -60,7 +60,9 @@ def build(options: BuildOptions, console: Console) -> int:
         console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
         return 2
     print_report(report, console)
-    console.print(f"Report: {options.reports_root / name / 'report.html'}", markup=False)
+    page = options.reports_root / name / "report.html"
+    # Not wrapped: a path in two lines can be neither clicked nor copied.
+    console.print(f"Report: {page}", markup=False, soft_wrap=True)
     return _exit_code(report, options)
 
 
