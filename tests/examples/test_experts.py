@@ -11,13 +11,14 @@ from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import (
     ROUTED_GROUPS,
+    LayerRouting,
     MemoryCategory,
     Operation,
     RankCommunication,
     read_communication,
     read_memory,
+    read_routing,
 )
-from tools.records.routing import LayerRouting, read_routing
 from tools.records.run import Status
 from tools.report.explain.closed_form import configuration_of_run, pipeline_rank
 from tools.report.explain.routing import iterations_of, loads

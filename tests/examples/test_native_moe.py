@@ -3,8 +3,7 @@
 import pytest
 
 from tests.examples.conftest import ITERATIONS, Run, Trainer
-from tools.records.measurements import Operation, read_communication
-from tools.records.routing import read_routing
+from tools.records.measurements import Operation, read_communication, read_routing
 from tools.records.run import Status
 from tools.spec.run import Backend, OptimizerName
 

@@ -9,8 +9,14 @@ import torch
 from tools.ledger.collect import RankLedger, collect
 from tools.ledger.routing import RoutingLedger, record_routing
 from tools.records import run as records
-from tools.records.measurements import RankCommunication, RankTime
-from tools.records.routing import LayerRouting, RankRouting, RoutingRecord, read_routing
+from tools.records.measurements import (
+    LayerRouting,
+    RankCommunication,
+    RankRouting,
+    RankTime,
+    RoutingRecord,
+    read_routing,
+)
 
 CHOSEN = torch.tensor([[True, True, False], [True, False, True]])
 

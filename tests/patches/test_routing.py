@@ -7,7 +7,7 @@ import torch
 
 from megatron_patches.routing import _RouterHooks
 from tools.ledger.routing import RoutingLedger
-from tools.records.routing import LayerRouting
+from tools.records.measurements import LayerRouting
 
 LOGITS = torch.zeros(2, 1, 3)
 CHOSEN = torch.tensor([[True, True, False], [True, False, True]])

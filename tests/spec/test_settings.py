@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from tools.spec import settings
-from tools.spec.settings import SettingError, add_options, check_given, make_help, options_of
+from tools.spec.setting import SettingError
+from tools.spec.settings import add_options, check_given, make_help, options_of
 
 
 def test_a_value_is_of_its_kind_or_the_refusal_names_variable_value_and_kind() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tools.spec.settings import SettingError
+from tools.spec.setting import SettingError
 
 
 class LaunchError(Exception):

@@ -15,6 +15,7 @@ from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.hardware import calibration_file
+from tools.spec.setting import Setting
 from tools.spec.settings import check_given, options_of
 
 TRACE = "trace-"
@@ -39,7 +40,7 @@ class Tool:
 
     module: str
     words: tuple[str, ...] = ()
-    needs: tuple[tuple[settings.Setting[str], str], ...] = ()
+    needs: tuple[tuple[Setting[str], str], ...] = ()
     """Variables that the target requires, each with the sentence that asks for it."""
 
 

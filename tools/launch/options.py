@@ -16,7 +16,7 @@ from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.run import Backend, OptimizerName, RuntimeName
-from tools.spec.settings import Setting
+from tools.spec.setting import Setting
 
 HANG_TIMEOUT_SECONDS = 900.0
 """Longer than NCCL's own timeout of a collective (600 s), so that NCCL reports its error first."""

@@ -16,10 +16,11 @@ from tools.records.measurements import (
     MemoryRecord,
     RankCommunication,
     RankMemory,
+    RankRouting,
     RankTime,
+    RoutingRecord,
     TimeRecord,
 )
-from tools.records.routing import RankRouting, RoutingRecord
 
 
 class RankLedger(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from tools.records.routing import LayerRouting, RankRouting
+from tools.records.measurements import LayerRouting, RankRouting
 
 KEPT_ITERATIONS = 1024
 """With more, every other one is dropped, and from then on the distance between kept ones doubles."""

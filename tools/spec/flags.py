@@ -1,8 +1,4 @@
-"""Files of plain Megatron flags (`*.args`): one flag a line, `#` starts a comment.
-
-The launch scripts hand these flags to Megatron as they stand; planner and report read the same
-files, so a model is described in one place.
-"""
+"""Lists of Megatron flags: merge, pick, drop and look up; the last occurrence counts, as in argparse."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 
 
 def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
-    """Flags with their values as words; True is a flag alone, None and False leave it out."""
+    """A dict of flags as a list of words; True gives the flag alone, None and False leave it out."""
     words: list[str] = []
     for name, value in flags.items():
         if value is True:
@@ -23,7 +19,7 @@ def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
     """Join groups of flags, each flag once: a later one replaces an earlier one with its values.
 
-    argparse would let the last count as well; a command that names each flag once can be read.
+    argparse takes the last one as well; a command that names each flag once is easier to read.
     """
     merged: dict[str, list[str]] = {}
     for words in groups:
@@ -32,13 +28,13 @@ def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
 
 
 def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """Those flags among `words` that are named, with their values."""
+    """The flags of `words` that `names` contains, with their values."""
     given = _by_name(words).items()
     return tuple(word for name, values in given if name in names for word in (name, *values))
 
 
 def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """The words without the flags that are named and without their values, in their order."""
+    """The words without the flags in `names` and their values, in order."""
     kept: list[str] = []
     keeping = True
     for word in words:
@@ -50,7 +46,7 @@ def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
 
 
 class Flags:
-    """Look-ups in a list of Megatron flags; the last occurrence counts, as in argparse."""
+    """Look-ups in a list of Megatron flags."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._values = _by_name(words)

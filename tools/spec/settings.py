@@ -1,131 +1,32 @@
 """Every variable that a make target takes, once: name, kind, help, and which targets use it.
 
-From this table follow what launch reads from the environment, the options of planner, report and
-preprocessing, the variables that `make help` prints (`settings.mk`), and the refusal of a variable that
-a target does not use. `python -m tools.spec.settings` prints `settings.mk` anew.
+The options of planner, report and preprocessing, what launch reads from the environment, the variables
+of `make help` (`settings.mk`) and the refusal of a variable that a target does not use all follow from
+this table. `python -m tools.spec.settings` prints `settings.mk`.
 """
 
 from __future__ import annotations
 
 import difflib
-import shlex
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
 from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
-
-
-class SettingError(ValueError):
-    """A variable that is not known, not used or not of its kind; one sentence that names it."""
-
-
-@dataclass(frozen=True)
-class Setting[T]:
-    """One variable."""
-
-    name: str
-    read: Callable[[str], T]
-    """Its value from text; raises ValueError for text that is not of its kind."""
-    wanted: str
-    """Its kind, as a refusal names it: `a whole number above 0`."""
-    help: str
-    targets: tuple[str, ...]
-    """Those that use it; `*` stands for the rest of a name."""
-    option: str = ""
-    """The option of the target's tool that takes it; empty where the tool reads the environment, or
-    `*` for positional words."""
-    default: T | None = None
-
-    def value(self, environment: Mapping[str, str]) -> T | None:
-        """What it is set to; its default where it is not set or empty.
-
-        Raises:
-            SettingError: The text is not of its kind.
-        """
-        text = environment.get(self.name, "")
-        if not text:
-            return self.default
-        try:
-            return self.read(text)
-        except ValueError:
-            raise SettingError(f"{self.name}={text} is not {self.wanted}.") from None
-
-    def read_as[U](self, read: Callable[[str], U], wanted: str = "") -> Setting[U]:
-        """The same variable with a reader that this package cannot know, and no default."""
-        wanted = wanted or self.wanted
-        return Setting(self.name, read, wanted, self.help, self.targets, self.option)
-
-    def used_by(self, target: str) -> bool:
-        """Whether a target uses it."""
-        return any(fnmatchcase(target, pattern) for pattern in self.targets)
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
-def share(text: str) -> float:
-    """A number from 0 up to, not including, 1."""
-    number = float(text)
-    if not 0 <= number < 1:
-        raise ValueError(text)
-    return number
-
-
-def switch(text: str) -> bool:
-    """0 or 1."""
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Words as a shell splits them."""
-    return tuple(shlex.split(text))
-
-
-def checkout(text: str) -> Path:
-    """A folder with `pretrain_gpt.py`."""
-    folder = Path(text).expanduser().resolve()
-    if not (folder / "pretrain_gpt.py").is_file():
-        raise ValueError(text)
-    return folder
-
-
-def whole_below(limit: int, first: int = 0) -> Callable[[str], int]:
-    """A reader of whole numbers from `first` to `limit - 1`."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) not in range(first, limit):
-            raise ValueError(text)
-        return int(text)
-
-    return read
-
-
-def dataset_prefix(text: str) -> str:
-    """A data set's name as the prefix of its files."""
-    return f"owt-ds/{text}"
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A reader of one of these words."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(text)
-        return text
-
-    return read
-
+from tools.spec.setting import (
+    Setting,
+    SettingError,
+    checkout,
+    dataset_prefix,
+    one_of,
+    positive,
+    share,
+    switch,
+    whole_below,
+    words,
+)
 
 _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
 _COMPARE = ("compare-zero", "compare-backends", "compare-moe")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.report.factory import log_text, run_record, write_run
 from tools.records.io import write_record
-from tools.records.routing import LayerRouting, RankRouting, RoutingRecord
+from tools.records.measurements import LayerRouting, RankRouting, RoutingRecord
 from tools.records.run import ROUTING_FILE
 from tools.report.analyse.configurations import configurations
 from tools.report.analyse.parity import last_digit, parity_of

@@ -15,8 +15,14 @@ from tests.report.ledger_factory import (
     write_times,
 )
 from tools.records import run as records
-from tools.records.measurements import CommunicationRecord, Phase, RankCommunication
-from tools.records.routing import LayerRouting, RankRouting, RoutingRecord
+from tools.records.measurements import (
+    CommunicationRecord,
+    LayerRouting,
+    Phase,
+    RankCommunication,
+    RankRouting,
+    RoutingRecord,
+)
 from tools.report.explain.chart_routing import chosen_layers, draw_routing
 from tools.report.explain.explanation import explain
 from tools.report.explain.routing import busiest, iterations_of, loads, shares

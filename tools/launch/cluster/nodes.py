@@ -12,7 +12,7 @@ from typing import Protocol
 from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.records.run import StatusRecord
 from tools.spec import settings
-from tools.spec.settings import whole_below
+from tools.spec.setting import whole_below
 
 DEFAULT_PORT = 29500
 PORTS = range(1024, 65536)

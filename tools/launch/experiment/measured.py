@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.records.measurements import Phase, RankTime
-from tools.records.routing import Counts, choices
+from tools.records.measurements import Counts, Phase, RankTime, choices
 from tools.records.run import RunRecord, Status
 from tools.report.analyse.entry import Entry, final_loss, peak_memory
 from tools.report.analyse.parity import loss_curve

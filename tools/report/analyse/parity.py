@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.records.routing import choices, first_other_choice
+from tools.records.measurements import choices, first_other_choice
 from tools.report.analyse.configurations import Configuration
 from tools.report.read.runs import Run
 

@@ -6,8 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.records.measurements import ROUTED_GROUPS, CommunicationRecord, Phase
-from tools.records.routing import LayerRouting, RoutingRecord
+from tools.records.measurements import (
+    ROUTED_GROUPS,
+    CommunicationRecord,
+    LayerRouting,
+    Phase,
+    RoutingRecord,
+)
 from tools.report.explain.subjects import Subject
 from tools.report.explain.time_shares import mean
 from tools.spec.strategy import Parallelism

@@ -16,10 +16,11 @@ import msgspec
 from tools.records.measurements import (
     CommunicationRecord,
     MemoryRecord,
+    RoutingRecord,
     read_communication,
     read_memory,
+    read_routing,
 )
-from tools.records.routing import RoutingRecord, read_routing
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE
 from tools.report.read.scraped import Iteration, ScrapedLog
 

@@ -15,7 +15,7 @@ from statistics import mean
 from tools.launch.compose import Launch
 from tools.launch.experiment.measured import Estimate, Measured, Verdict, compare, pooled
 from tools.launch.experiment.tables.windows import commonest_share, shared_windows
-from tools.records.routing import first_other_choice
+from tools.records.measurements import first_other_choice
 from tools.records.run import Status
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
