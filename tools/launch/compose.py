@@ -52,7 +52,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 
 @dataclass(frozen=True)
-class GoesOnFrom:
+class ResumePoint:
     """The checkpoint that a resumed run loads."""
 
     run: str
@@ -88,7 +88,7 @@ class Launch:
     """The machines it runs on, where there are several."""
     hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
     saving: Saving | None = None
-    goes_on_from: GoesOnFrom | None = None
+    resume_point: ResumePoint | None = None
 
     @property
     def devices(self) -> int:
@@ -112,7 +112,7 @@ class Launch:
         written = ["--tensorboard-dir", f"{run_folder}/tensorboard"]
         if self.saving is not None:
             written += ["--save", saving_folder(run_folder)]
-        loaded = self.goes_on_from.flags if self.goes_on_from else ()
+        loaded = self.resume_point.flags if self.resume_point else ()
         folders = _wandb_folders(self.flags, run_folder)
         return (*self.flags, *loaded, *written, *folders)
 

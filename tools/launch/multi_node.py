@@ -96,7 +96,7 @@ def node_info(launch: Launch, nodes: Nodes) -> NodeInfo:
         "flags": f"{flags} (a hash)",
         "data set": data,
         "its first iteration after": str(
-            launch.goes_on_from.iteration if launch.goes_on_from else 0
+            launch.resume_point.iteration if launch.resume_point else 0
         ),
     }
     if launch.spec.device is DeviceKind.GPU:

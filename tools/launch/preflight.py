@@ -248,7 +248,7 @@ def _stored_bytes(launch: Launch) -> int:
     """Of the start, if it is yet to be written, and of the checkpoints that are there at one time."""
     parameters = parameters_total(launch.model.shape)
     start = launch.start_checkpoint
-    written = 4 * parameters if start and not start.is_dir() and not launch.goes_on_from else 0
+    written = 4 * parameters if start and not start.is_dir() and not launch.resume_point else 0
     if launch.saving is None:
         return written
     # One more than are kept: an old one is removed only after the new one was verified.

@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
 from tools.launch.cluster.nodes import INTERFACES
-from tools.launch.compose import GoesOnFrom, Launch, entry_of, model_for, with_mounts
+from tools.launch.compose import Launch, ResumePoint, entry_of, model_for, with_mounts
 from tools.launch.errors import LaunchError
 from tools.launch.network import LinkRate
 from tools.launch.options import Options
@@ -56,13 +56,13 @@ _MEGATRONS_MULTIPLE = 128
 
 
 def relaunch(
-    record: RunRecord, goes_on_from: GoesOnFrom, strategy: str | None, options: Options
+    record: RunRecord, resume_point: ResumePoint, strategy: str | None, options: Options
 ) -> Launch:
     """The launch that resumes a run.
 
     Args:
         record: Of the run that was saved.
-        goes_on_from: The checkpoint.
+        resume_point: The checkpoint.
         strategy: Another layout; None or the run's own keeps it.
         options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
 
@@ -71,10 +71,10 @@ def relaunch(
         StrategyError: The strategy is not in the grammar.
     """
     iterations = options.iterations or record.exit_interval
-    if goes_on_from.iteration >= iterations:
+    if resume_point.iteration >= iterations:
         raise LaunchError(
-            f"{record.run} has a checkpoint of iteration {goes_on_from.iteration} and was to end at "
-            f"{iterations}; set ITERS= above {goes_on_from.iteration}."
+            f"{record.run} has a checkpoint of iteration {resume_point.iteration} and was to end at "
+            f"{iterations}; set ITERS= above {resume_point.iteration}."
         )
     parallelism = _parallelism(record, strategy)
     batch = _batch(record, parallelism, options)
@@ -114,7 +114,7 @@ def relaunch(
         nodes=options.nodes,
         hang_timeout_seconds=options.hang_timeout_seconds,
         saving=saving,
-        goes_on_from=goes_on_from,
+        resume_point=resume_point,
     )
 
 
@@ -136,7 +136,7 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
     return replace(
         launch,
         flags=drop_flags(launch.flags, _OF_THE_START),
-        goes_on_from=GoesOnFrom(folder.name, stored, iteration),
+        resume_point=ResumePoint(folder.name, stored, iteration),
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from tools.launch.checkpoint.stored import Choice, select_checkpoint
-from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.preflight import check
@@ -41,7 +41,9 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
     with ExitStack() as held:
         held.enter_context(only_attempt(run, options.nodes))
         choice = select_checkpoint(run)
-        loaded = GoesOnFrom(run.name, run / records.CHECKPOINTS_FOLDER, choice.checkpoint.iteration)
+        loaded = ResumePoint(
+            run.name, run / records.CHECKPOINTS_FOLDER, choice.checkpoint.iteration
+        )
         launch = _relaunch(record, loaded, strategy, options)
         if options.dry_run:
             print(command_line(launch))
@@ -71,10 +73,10 @@ def _tell(run: Path, launch: Launch, choice: Choice, console: Console) -> None:
 
 
 def _relaunch(
-    record: records.RunRecord, goes_on_from: GoesOnFrom, strategy: str | None, options: Options
+    record: records.RunRecord, resume_point: ResumePoint, strategy: str | None, options: Options
 ) -> Launch:
     try:
-        return relaunch(record, goes_on_from, strategy, options)
+        return relaunch(record, resume_point, strategy, options)
     except StrategyError as error:
         raise LaunchError(str(error)) from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tools.launch.checkpoint.stored import quarantine
 from tools.launch.cluster import node_files
 from tools.launch.cluster.nodes import Nodes
-from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight import data_path
@@ -37,8 +37,8 @@ def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) ->
     Raises:
         LaunchError: The disk refuses it.
     """
-    if folder is not None and launch.goes_on_from and launch.goes_on_from.run == folder.name:
-        return _reopen(folder, launch, launch.goes_on_from)
+    if folder is not None and launch.resume_point and launch.resume_point.run == folder.name:
+        return _reopen(folder, launch, launch.resume_point)
     with _refused_by_the_disk(runs):
         folder = folder or _make_folder(launch, runs)
         record = describe(launch, folder, find_provenance(launch, runs))
@@ -48,7 +48,7 @@ def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) ->
     return folder
 
 
-def _reopen(folder: Path, launch: Launch, goes_on_from: GoesOnFrom) -> Path:
+def _reopen(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
     """Make a run's folder ready for its next attempt; what the last one left goes to `attempts/`."""
     before = records.read_run(folder)
     with _refused_by_the_disk(folder):
@@ -59,7 +59,7 @@ def _reopen(folder: Path, launch: Launch, goes_on_from: GoesOnFrom) -> Path:
         for name in _OF_ONE_ATTEMPT:
             if (folder / name).exists():
                 (folder / name).rename(past / name)
-        quarantine(goes_on_from.folder, goes_on_from.iteration)
+        quarantine(resume_point.folder, resume_point.iteration)
         now = describe(launch, folder, find_provenance(launch, folder.parent))
         resumptions = (*before.resumptions, *now.resumptions)
         record = replace(now, created_utc=before.created_utc, resumptions=resumptions)
@@ -152,7 +152,7 @@ def _still(run: Path) -> str:
 
 
 def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:
-    loaded = launch.goes_on_from
+    loaded = launch.resume_point
     return (records.Resumption(loaded.run, loaded.iteration),) if loaded else ()
 
 

@@ -33,7 +33,6 @@ CHECKPOINTS_FOLDER = "checkpoints"
 ATTEMPTS_FOLDER = "attempts"
 """What earlier attempts of a resumed run left, `1/`, `2/`, …; log, events and checkpoints continue."""
 TENSORBOARD_FOLDER = "tensorboard"
-WANDB_FOLDER = "wandb"
 
 
 class Status(StrEnum):

@@ -6,7 +6,7 @@ import pytest
 from tests.launch.checkpoint.conftest import Write
 from tests.report.factory import changed
 from tools.launch.checkpoint.saving import Saving, saving_flags, saving_problems
-from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.network import LinkRate
 from tools.launch.options import Options, options_from_environment
@@ -25,7 +25,7 @@ from tools.spec.strategy import (
     parse_strategy,
 )
 
-FROM = GoesOnFrom("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoints"), 8)
+FROM = ResumePoint("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoints"), 8)
 
 
 def composed(strategy: str, **options: object) -> Launch:
@@ -195,7 +195,7 @@ def test_a_job_that_is_put_back_goes_on_from_what_its_folder_holds(
     stored.mkdir()
     write(stored, 4)
     again = resume_if_saved(launch, tmp_path)
-    assert again.goes_on_from == GoesOnFrom(tmp_path.name, stored, 4)
+    assert again.resume_point == ResumePoint(tmp_path.name, stored, 4)
     flags = Flags(again.arguments("runs/a"))
     assert not flags.has("--finetune")
     assert flags.text("--load") == str(stored)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.launch.cluster.conftest import program, run_folders
 from tools.launch.cluster.slurm import Slurm
-from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.definition import Experiment
@@ -146,8 +146,8 @@ def test_an_element_that_was_requeued_and_went_on_is_its_cells(
     (folder,) = run_folders(options.runs)
     launch = first_launch(one, options)
     create_run_folder(launch, options.runs, folder)  # the first attempt
-    loaded = GoesOnFrom(folder.name, folder / "checkpoints", 10)
-    again = replace(launch, flags=drop_flags(launch.flags, START), goes_on_from=loaded)
+    loaded = ResumePoint(folder.name, folder / "checkpoints", 10)
+    again = replace(launch, flags=drop_flags(launch.flags, START), resume_point=loaded)
     other_node = {**launch.environment, "GLOO_SOCKET_IFNAME": "eth1"}
     again = replace(again, environment=other_node)
     create_run_folder(again, options.runs, folder)

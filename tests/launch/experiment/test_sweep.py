@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tools.launch.checkpoint.saving import Saving
-from tools.launch.compose import GoesOnFrom, Launch
+from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.experiment import runner as module
 from tools.launch.experiment.cells import compose_cell
@@ -191,7 +191,7 @@ def test_a_cells_target_and_variables_make_exactly_its_run(
 
 def resume(folder: Path, changed: Options) -> None:
     """As `make resume` does: the folder's next attempt, which ends well."""
-    loaded = GoesOnFrom(folder.name, folder / records.CHECKPOINTS_FOLDER, 10)
+    loaded = ResumePoint(folder.name, folder / records.CHECKPOINTS_FOLDER, 10)
     loaded.folder.mkdir(exist_ok=True)
     launch = relaunch(records.read_run(folder), loaded, None, changed)
     create_run_folder(launch, folder.parent, folder)
