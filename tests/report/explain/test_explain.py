@@ -15,8 +15,17 @@ from tests.report.ledger_factory import (
     write_memory,
     write_times,
 )
-from tools.records.measurements import MemoryCategory, Phase, TimeRecord
+from tools.launch.experiment.measured import measure
+from tools.records.measurements import (
+    CommunicationRecord,
+    MemoryCategory,
+    Phase,
+    RankCommunication,
+    RankTime,
+    TimeRecord,
+)
 from tools.records.run import RUN_FILE
+from tools.report.analyse.entry import sent_bytes
 from tools.report.cli import main
 from tools.report.explain.costs import costs_above
 from tools.report.explain.explanation import NOTHING, Explanation, explain, explanation_markdown
@@ -253,3 +262,21 @@ def test_experts_under_tensor_parallelism_are_not_compared_with_themselves(tmp_p
     write_memory(folder, held(0, {}, kept={"decoder.final_layernorm": 1024}))
     questions = [topic.question for topic in explain(report_of(folder)).topics]
     assert "What does sequence parallelism save?" not in questions
+
+
+def test_a_run_that_crashed_before_a_steady_iteration_has_no_figures(
+    tmp_path: Path, baseline: Path
+) -> None:
+    folder = write(tmp_path, "dp2")
+    write_times(folder, *(RankTime(rank, 0.0, {}, {}) for rank in (0, 1)))
+    empty = [RankCommunication(rank, 0, 0, ()) for rank in (0, 1)]
+    write_calls(folder, CommunicationRecord(tuple(empty)))
+    write_memory(folder)
+    found = sentence(COST, folder, baseline)
+    assert found == "dp2 ×2: dp2 ×2 left no usable time ledger, so its cost cannot be split up."
+    assert "no communication ledger" in sentence("What does each strategy send?", folder, baseline)
+    (row,) = (entry for entry in report_of(folder, baseline).entries if entry.run.strategy == "dp2")
+    assert sent_bytes(row.run) is None
+    (measured,) = measure([[folder]])
+    assert measured is not None
+    assert measured.sent_bytes is measured.nccl_bytes is measured.communication_seconds is None

@@ -46,13 +46,17 @@ class TimeShares:
 
 
 def read_time_ledger(folder: Path) -> tuple[TimeRecord | None, str]:
-    """The time ledger of a run folder, or why there is none."""
+    """The time ledger of a run folder, ranks with a steady iteration only; or why there is none."""
     try:
-        return read_time(folder), ""
+        record = read_time(folder)
     except (FileNotFoundError, NotADirectoryError):
         return None, f"no {TIME_FILE}"
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         return None, f"{TIME_FILE} cannot be used ({error})"
+    timed = tuple(rank for rank in record.ranks if rank.iteration_seconds > 0)
+    if not timed:
+        return None, f"{TIME_FILE} holds no steady iteration"
+    return replace(record, ranks=timed), ""
 
 
 def time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:

@@ -9,7 +9,7 @@ from tools.records.measurements import Phase
 from tools.report.explain.predicted import CallComparison, CallRow
 from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
-from tools.text.units import amount, count, joined
+from tools.text.units import DASH, amount, count, joined
 
 _LARGEST = 3
 """Groups of calls that are named in a sentence."""
@@ -92,11 +92,13 @@ def _against(subject: Subject, other: Subject) -> str:
         return f"{subject.label} against {other.label}: a communication ledger is missing."
     fewer = "less" if ours[0] < theirs[0] else "more"
     ratio = ours[0] / theirs[0] if theirs[0] else float("inf")
-    exposed = _exposed(subject), _exposed(other)
+    exposed = [
+        f"{share:.0%}" if share is not None else DASH for share in map(_exposed, (subject, other))
+    ]
     return (
         f"{subject.label} against {other.label}, in forward and backward: {amount(ours[0])} instead of "
         f"{amount(theirs[0])} on the wire (×{ratio:.2f}, {fewer}), in {count(ours[1])} instead of "
-        f"{count(theirs[1])} calls; waiting for them is {exposed[0]:.0%} instead of {exposed[1]:.0%} of "
+        f"{count(theirs[1])} calls; waiting for them is {exposed[0]} instead of {exposed[1]} of "
         f"the iteration. The gradients it also has to sum add {amount(ours[2])}; {other.label} sums "
         f"{amount(theirs[2])}."
     )
@@ -131,10 +133,11 @@ def _inside_layers(subject: Subject) -> tuple[int, int, int] | None:
     )
 
 
-def _exposed(subject: Subject) -> float:
+def _exposed(subject: Subject) -> float | None:
+    """Share of an iteration spent waiting for calls; None without a time ledger."""
     times = subject.findings.times
     if times is None:
-        return 0.0
+        return None
     return mean(
         sum(rank.communication_seconds.get(phase, 0.0) for phase in _INSIDE)
         / rank.iteration_seconds

@@ -103,7 +103,7 @@ def _number(row: dict[str, str], name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Ledgers:
-    """What the ledgers say; None where there is none."""
+    """What the ledgers measured; None where there is none, or it counted no rank's iteration."""
 
     memory: MemoryRecord | None = None
     communication: CommunicationRecord | None = None
@@ -138,7 +138,15 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
     memory = _read(read_memory, folder, MEMORY_FILE, notes)
     communication = _read(read_communication, folder, COMMUNICATION_FILE, notes)
     routing = _read(read_routing, folder, ROUTING_FILE, notes)
-    return Ledgers(memory, communication, routing), notes
+    if communication:
+        # A rank that crashed before a steady iteration counted nothing, which is not zero bytes.
+        counted = tuple(rank for rank in communication.ranks if rank.steady_iterations)
+        communication = replace(communication, ranks=counted)
+    return Ledgers(
+        memory if memory and memory.ranks else None,
+        communication if communication and communication.ranks else None,
+        routing if routing and routing.ranks else None,
+    ), notes
 
 
 def _read[T](read: Callable[[Path], T], folder: Path, name: str, notes: list[str]) -> T | None:
