@@ -18,7 +18,7 @@ from tools.launch.auto import (
 )
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.plan.request import load_calibration
 from tools.plan.search import search
@@ -142,12 +142,6 @@ def test_a_gpu_without_published_rates_is_not_planned_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(auto, "visible_gpus", lambda: (SimpleNamespace(name="Tesla T4"),))
     with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to tools/spec/hardware"):
         train_auto("train-auto-gpt2-large-1gpu", Options(), QUIET)
-
-
-def test_calibrate_is_a_make_variable() -> None:
-    assert options_from_environment({"CALIBRATE": "1"}).calibrate
-    with pytest.raises(LaunchError, match="CALIBRATE=yes is not 0 or 1"):
-        options_from_environment({"CALIBRATE": "yes"})
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ import pytest
 
 from tools.launch.backends import NO_DEEPSPEED, backend_problems
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.spec.flags import Flags, drop_flags
@@ -80,11 +79,6 @@ def test_fsdp2_of_pytorch_keeps_the_tied_embedding_that_megatrons_must_untie() -
 
 def test_a_flag_goes_with_its_values() -> None:
     assert drop_flags(("--a", "1", "2", "--b", "--c", "3"), ("--a", "--b")) == ("--c", "3")
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(LaunchError, match="BACKEND=jax is not megatron, native, deepspeed or bare"):
-        options_from_environment({"BACKEND": "jax"})
 
 
 @pytest.mark.parametrize(

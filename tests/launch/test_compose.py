@@ -83,7 +83,7 @@ def test_iterations_are_an_exit_interval_and_never_change_the_order_of_samples()
     assert Flags(short.flags).text("--train-iters") == Flags(long.flags).text("--train-iters")
 
 
-def test_cpu_runs_share_their_start_unless_told_otherwise_and_gpu_runs_do_not() -> None:
+def test_cpu_runs_share_their_start_by_default_and_gpu_runs_do_not() -> None:
     tiny = [composed(f"train-{s}-gpt2-tiny-2cpu").start_checkpoint for s in ("dp2", "tp2")]
     assert tiny[0] == tiny[1] is not None
     assert composed("train-dp2-gpt2-tiny-2cpu", shared_start=False).start_checkpoint is None

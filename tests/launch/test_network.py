@@ -46,7 +46,7 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
         options_from_environment({"NET": text})
 
 
-def test_each_obstacle_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_obstacle_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     problems = "\n".join(network_problems(LinkRate(10**11), 3, DeviceKind.GPU))
@@ -69,7 +69,7 @@ def test_a_shaped_run_is_the_same_program_behind_the_link() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_SHAPE, reason="needs root, ip and tc")
 @pytest.mark.parametrize("code", [0, 7])
-def test_ranks_meet_across_the_link_and_leave_nothing_behind(
+def test_ranks_connect_across_the_link_and_leave_nothing_behind(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], code: int
 ) -> None:
     script = tmp_path / "all_reduce.py"

@@ -6,7 +6,7 @@ import pytest
 from tools.launch.backends import optimizer_problems
 from tools.launch.compose import Launch
 from tools.launch.flags import optimizer_flags
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.native.settings import parse_settings
@@ -76,7 +76,3 @@ def test_muon_is_refused_where_matrices_are_sharded_or_the_backend_has_it_not() 
     assert problem.startswith("Muon needs whole matrices, which fsdp2 shards")
     (problem,) = optimizer_problems(launch(Backend.DEEPSPEED, name="train-dp2-gpt2-tiny-2cpu"))
     assert problem.startswith("BACKEND=deepspeed has AdamW alone")
-
-
-def test_the_variable_names_the_optimizer() -> None:
-    assert options_from_environment({"OPTIMIZER": "muon"}).optimizer is OptimizerName.MUON

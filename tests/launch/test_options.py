@@ -4,6 +4,7 @@ import pytest
 
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, options_from_environment
+from tools.spec.run import Backend, OptimizerName
 
 
 def test_nothing_set_means_the_defaults() -> None:
@@ -24,6 +25,9 @@ def test_every_variable_arrives(tmp_path: Path) -> None:
         "DRY_RUN": "1",
         "MEGATRON_LM": str(tmp_path),
         "RUNS": "elsewhere",
+        "OPTIMIZER": "muon",
+        "BACKEND": "native",
+        "CALIBRATE": "1",
     }
     assert options_from_environment(environment) == Options(
         iterations=7,
@@ -37,6 +41,9 @@ def test_every_variable_arrives(tmp_path: Path) -> None:
         dry_run=True,
         megatron_lm=tmp_path.resolve(),
         runs=Path("elsewhere"),
+        optimizer=OptimizerName.MUON,
+        backend=Backend.NATIVE,
+        calibrate=True,
     )
 
 
@@ -47,6 +54,8 @@ def test_every_variable_arrives(tmp_path: Path) -> None:
         ("MICRO_BATCH", "two", "a whole number above 0"),
         ("DROPOUT", "1", "a number from 0 up to"),
         ("DRY_RUN", "yes", "0 or 1"),
+        ("CALIBRATE", "yes", "0 or 1"),
+        ("BACKEND", "jax", "megatron, native, deepspeed or bare"),
         ("EXTRA", "'open", "flags with closed quotes"),
         ("MEGATRON_LM", "/nowhere", "a folder with pretrain_gpt.py"),
     ],

@@ -64,7 +64,7 @@ def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Pa
         ),
     ],
 )
-def test_what_cannot_run_is_one_sentence_with_the_way_out(
+def test_what_cannot_run_is_one_sentence_with_the_fix(
     composed: Composer, tmp_path: Path, target: str, changes: dict[str, object], message: str
 ) -> None:
     import re

@@ -48,7 +48,7 @@ def host_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
-def test_marks_of_a_device_are_told_on_the_hosts_clock(host_ns: list[int]) -> None:
+def test_marks_of_a_device_are_read_on_the_hosts_clock(host_ns: list[int]) -> None:
     host_ns.extend([5_000_000])
     clock = DeviceClock(ScriptedDevice(iter([100.0, 102.5])))
     assert clock.nanoseconds(clock.mark()) == 7_500_000

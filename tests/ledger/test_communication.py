@@ -26,7 +26,7 @@ def test_the_most_frequent_kind_of_iteration_is_the_steady_one() -> None:
     ]
 
 
-def test_waiting_is_told_apart_from_the_transfer_and_belongs_to_the_phase_it_happens_in() -> None:
+def test_waiting_is_distinct_from_the_transfer_and_belongs_to_its_own_phase() -> None:
     ledger = CommunicationLedger()
     later = (Phase.OPTIMIZER, 700_000_000, 900_000_000)
     iteration(ledger, Watched(REDUCE, 0, 100_000_000, [later]))

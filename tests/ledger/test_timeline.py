@@ -93,7 +93,7 @@ def test_megatrons_timer_names_stand_for_phases(name: str, phase: Phase) -> None
     assert phase_of(name) is phase
 
 
-def test_spans_pass_unseen_while_nobody_watches() -> None:
+def test_spans_are_not_kept_while_recording_is_off() -> None:
     line = timeline(0, 1, 5, 9, 20)
     line.begin("forward-compute")
     line.watch(active=False)

@@ -125,7 +125,7 @@ def test_the_width_inside_an_mlp_is_megatrons(flags: tuple[str, ...], width: int
     assert settings(*flags).ffn_hidden_size == width  # two thirds of 64, rounded down to 64s: 0
 
 
-def test_an_evaluation_reports_to_nobody(layer: MixtureOfExperts) -> None:
+def test_an_evaluation_is_not_reported_to_the_ledger(layer: MixtureOfExperts) -> None:
     layer.eval()
     with torch.no_grad():
         assert layer(torch.randn(1, 4, 16)).shape == (1, 4, 16)

@@ -138,7 +138,7 @@ CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. I
         ),
     ],
 )
-def test_what_docker_lacks_is_one_sentence_with_the_way_out(
+def test_what_docker_lacks_is_one_sentence_with_the_fix(
     docker: FakeDocker, verb: str, answer: dict[str, object], message: str
 ) -> None:
     docker.answer(verb, **answer)  # type: ignore[arg-type]
@@ -201,7 +201,3 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
     options = Options(runtime=RuntimeName.DOCKER, megatron_lm=tmp_path)
     with pytest.raises(LaunchError, match="image's own trains; unset it, or set RUNTIME=host"):
         choose_runtime(options, DeviceKind.GPU)
-
-
-def test_the_fake_client_is_the_one_that_is_found(docker: FakeDocker) -> None:
-    assert shutil.which("docker") == str(docker.folder / "docker")

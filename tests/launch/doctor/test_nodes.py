@@ -14,7 +14,7 @@ def rate(value: float) -> Finding:
     return Finding(PASS, "All-reduce", f"{value} GB/s", "", value)
 
 
-def test_nodes_that_are_alike_have_no_odd_one() -> None:
+def test_nodes_that_are_alike_have_no_outlier() -> None:
     answers = {node: [driver("580.82"), rate(100 + number)] for number, node in enumerate("abc")}
     assert outliers(answers) == []
 
@@ -37,7 +37,7 @@ def test_of_two_nodes_that_differ_both_are_named() -> None:
     ]
 
 
-def test_a_node_that_lacks_a_row_is_odd() -> None:
+def test_a_node_that_lacks_a_row_is_an_outlier() -> None:
     gpus = Finding(PASS, "GPUs", "8 H200")
     answers = {"a": [gpus], "b": [], "c": [gpus]}
     assert outliers(answers) == [Outlier("b", "GPUs", "no such row", "8 H200")]
