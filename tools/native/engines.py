@@ -38,7 +38,7 @@ _DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
 
 @dataclass(frozen=True)
 class Update:
-    """What the log says of an optimizer step."""
+    """Values of an optimizer step for the log."""
 
     gradient_norm: float | None = None
     loss_scale: float = 1.0

@@ -1,6 +1,6 @@
-"""How the kit writes files that must be whole, and how it locks: one atomic write, one lock.
+"""The kit's one atomic write and its one file lock.
 
-For everything that leaves files others read: run records, ledgers, data sets, reports. No torch.
+For all files that other processes read: run records, ledgers, data sets, reports. No torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, BinaryIO
 import msgspec
 
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What flock answers on Lustre without `-o flock`, and on NFS without its lock manager."""
+"""Errors of flock on Lustre without `-o flock`, and on NFS without its lock manager."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def written_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
         durable: Flush content and name to the disk before returning.
 
     Raises:
-        OSError: The disk refuses it; a file of that name is as it was.
+        OSError: It cannot be written; a file of that name is unchanged.
     """
     partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
     try:

@@ -98,7 +98,7 @@ def _gloo_reduce_bytes(payload_bytes: int, ranks: int) -> int:
 
 
 ROUTED_GROUPS = ("ep", "expert_tp", "tp_ep")
-"""Groups over which tokens are brought to experts and back: a router decides how many."""
+"""Groups over which tokens are sent to experts and back; a router decides how many."""
 
 
 class Phase(StrEnum):
@@ -120,7 +120,7 @@ class Calls:
     """Equal calls of one rank in one steady iteration."""
 
     group: str
-    """`tp`, `cp`, `dp`, `dp_cp`, `pp`, …; of a group this kit does not know, the name it was given."""
+    """`tp`, `cp`, `dp`, `dp_cp`, `pp`, …; of an unknown group, its own description."""
     ranks: int
     operation: Operation
     phase: Phase
@@ -134,7 +134,7 @@ class Calls:
     wait_seconds: float
     """Seconds that the rank waited, in the call and for its result; mean of an iteration."""
     transfer_seconds: float
-    """From issuing a call to having its result; more than the wait where work went on meanwhile."""
+    """From issuing a call to having its result; more than the wait where computation overlapped."""
 
     def wire_bytes_over(self, transport: Transport) -> int:
         """What the same calls would send over another library."""
@@ -204,13 +204,13 @@ class MemoryCategory(StrEnum):
     LOGITS = "logits"
     """Tensors with a column for each word of the rank's vocabulary, kept or not."""
     COMMUNICATION = "communication"
-    """What other ranks' bytes arrive in, until autograd keeps it."""
+    """Buffers that receive other ranks' bytes, until autograd keeps them."""
     TEMPORARY = "temporary"
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a GPU's allocator and its driver say at the end of the measured iteration."""
+    """Readings of a GPU's allocator and driver at the end of the measured iteration."""
 
     allocated_peak_bytes: int
     """Live blocks, each rounded up, at their most since the start."""
@@ -300,7 +300,7 @@ Counts = tuple[tuple[int, ...], ...]
 
 
 def choices(record: RoutingRecord) -> dict[int, Counts]:
-    """What the routers chose in each iteration, over all ranks."""
+    """Tokens of each expert by iteration and layer, summed over ranks."""
     sums: dict[tuple[int, int], tuple[int, ...]] = {}
     for row in (row for rank in record.ranks for row in rank.layers):
         place, new = (row.iteration, row.layer), row.tokens_per_expert

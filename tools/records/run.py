@@ -49,7 +49,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class DatasetIdentity:
-    """Which tokens a run was given."""
+    """The data set of a run."""
 
     prefix: str
     sha256: str | None = None
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """How two ranks' GPUs are joined; None is what the driver does not tell."""
+    """How the GPUs of two ranks are connected; None is what the driver does not report."""
 
     first: int
     second: int
@@ -81,7 +81,7 @@ class DeviceLink:
 
 @dataclass(frozen=True)
 class Host:
-    """Where a run was made."""
+    """The machine or machines of a run."""
 
     name: str
     cpu: str
@@ -99,7 +99,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run went on from."""
+    """The checkpoint that a run was resumed from."""
 
     run: str
     """The run folder whose checkpoint was loaded: its own, or its parent's where the layout changed."""
@@ -114,7 +114,7 @@ class RunRecord:
     run: str
     created_utc: str
     spec: RunSpec
-    """In the file its fields stand beside the others; see `encode_run`."""
+    """In the file its fields are on the level of the others; see `encode_run`."""
     exit_interval: int
     """Iterations asked for: Megatron's `--exit-interval`."""
     argv: tuple[str, ...]
@@ -148,7 +148,7 @@ class StatusRecord:
     exit_code: int | None = None
     reason: str = ""
     rank: int | None = None
-    """The rank that failed first, where the log tells."""
+    """The rank that failed first, where the log names it."""
     finished_utc: str | None = None
     wall_seconds: float | None = field(default=None)
 
@@ -165,7 +165,7 @@ class JobRecord:
     """The container's image that was asked for, taken where the site has Pyxis; None is the host."""
     submitted: dict[str, Any] | None = None
     """`run.json` as composed where the run was submitted. Nodes compose it anew, with the Megatron, the
-    fused kernels and the checkpoints that they find, so the file may say something else later."""
+    fused kernels and the checkpoints that they find, so the file may change later."""
 
 
 SAMPLE_COLUMNS = (

@@ -1,4 +1,4 @@
-"""Where the kit lies, how a path is written in commands, and its own text files: `*.args` and YAML.
+"""The repository's root, paths as commands take them, and readers of `*.args` and YAML files.
 
 `*.args` files are plain Megatron flags, one a line, `#` starts a comment. The launch scripts pass these
 flags to Megatron as they are; planner and report read the same files.
@@ -43,10 +43,10 @@ def read_args_file(path: Path) -> tuple[str, ...]:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file holds.
+    """Parse a YAML file.
 
     Raises:
         OSError: It cannot be read.
-        yaml.YAMLError: It is no YAML, or names a Python object.
+        yaml.YAMLError: It is not YAML, or names a Python object.
     """
     return yaml.load(path.read_text(), Loader=SafeLoader)

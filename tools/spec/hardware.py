@@ -56,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Everything `hardware.yaml` holds."""
+    """Contents of `hardware.yaml`."""
 
     devices: Mapping[str, Device]
     links: Mapping[str, Link]

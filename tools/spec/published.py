@@ -1,7 +1,7 @@
-"""What write-ups published of their runs (`examples/gpt3/published.yaml`), and what they got wrong.
+"""Published figures of runs (`examples/gpt3/published.yaml`), and corrections of them.
 
-The one place that reads the file: the report and the comparisons set these figures beside what is
-measured, `reproduce` makes the runs again, the planner predicts them.
+The one place that reads the file: the report compares measured values with these figures, `reproduce`
+repeats the runs, the planner predicts them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAIN_SOURCE = "003"
 """The write-up whose runs this kit reproduces: gpt2-large on two H200."""
 
 Reading = int | float
-"""A number as the write-up has it, whole where it is."""
+"""A number as published; an integer where it is one."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Publication:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a write-up says of one run; what it does not give is None or empty."""
+    """The published figures of one run; None or empty where the write-up gives none."""
 
     source: Publication
     backend: str
@@ -58,7 +58,7 @@ class Figure:
     """The devices' own readings, by rank."""
     caution: str = ""
     published_as: str = ""
-    """What the write-up calls the run."""
+    """The write-up's name of the run."""
     peak_memory_gb: tuple[Reading, ...] = ()
     samples_per_second: float | None = None
     speedup: float | None = None

@@ -1,4 +1,4 @@
-"""What a run is, said once: `RunSpec`, and the codecs to Megatron's flags and printed arguments.
+"""What a run is: `RunSpec`, and the codecs to Megatron's flags and printed arguments.
 
 Launch composes one, records keep it in `run.json` (`tools/records/run.py`), the planner's closed forms
 and the report compute from it. Two runs train the same thing if their specs are equal.
@@ -23,7 +23,7 @@ from tools.spec.strategy import (
 
 
 class Backend(StrEnum):
-    """What trains; `bare` is forward and backward of the native model alone, to measure against."""
+    """The trainer; `bare` is forward and backward of the native model alone, as a reference."""
 
     MEGATRON = "megatron"
     NATIVE = "native"

@@ -31,7 +31,7 @@ class Setting[T]:
     default: T | None = None
 
     def value(self, environment: Mapping[str, str]) -> T | None:
-        """What it is set to; its default where it is not set or empty.
+        """Its value; the default where it is not set or empty.
 
         Raises:
             SettingError: The text is not of its kind.

@@ -1,7 +1,7 @@
-"""A table said once, written anywhere: terminal, Markdown, HTML, CSV.
+"""A table defined once and rendered for a terminal, Markdown, HTML or CSV.
 
-A column says its name, how its value is made from a row's subject, and how that value is written. What
-is not known is None: an empty cell in CSV, a dash elsewhere.
+A column has a name, a function from a row's subject to its value, and a format. Unknown is None: an
+empty cell in CSV, a dash elsewhere.
 """
 
 from __future__ import annotations
