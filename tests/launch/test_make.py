@@ -3,7 +3,7 @@ import re
 import pytest
 
 from tools.launch.errors import LaunchError
-from tools.launch.make import COMMANDS, TOOLS, Command, calls_of, given_names
+from tools.launch.make import COMMANDS, TOOLS, ToolCall, calls_of, given_names
 from tools.spec.files import ROOT
 
 
@@ -15,10 +15,10 @@ def test_names_are_read_from_makes_own_flags() -> None:
 def test_a_target_is_a_command_with_its_variables_as_options() -> None:
     plan = calls_of("plan", {"MODEL": "gpt2-large", "GPUS": "2", "CALIBRATION": "c.json"})
     words = ("--model", "gpt2-large", "--gpus", "2", "--calibration", "c.json")
-    assert plan == [Command("tools.plan", words)]
-    assert calls_of("demo", {}) == [Command("tools.launch", ("demo",))]
+    assert plan == [ToolCall("tools.plan", words)]
+    assert calls_of("demo", {}) == [ToolCall("tools.launch", ("demo",))]
     train = "train-tp2-gpt2-tiny-2cpu"
-    assert calls_of(train, {}) == [Command("tools.launch", ("target", train))]
+    assert calls_of(train, {}) == [ToolCall("tools.launch", ("target", train))]
 
 
 def test_tracing_trains_few_iterations_and_then_draws_them() -> None:

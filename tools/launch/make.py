@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
 
 
 @dataclass(frozen=True)
-class Command:
+class ToolCall:
     """`python -m MODULE WORDS`; `defaults` are variables to set where make was not given them."""
 
     module: str
@@ -87,7 +87,7 @@ COMMANDS = frozenset(
 )
 
 
-def calls_of(target: str, environment: Mapping[str, str]) -> list[Command]:
+def calls_of(target: str, environment: Mapping[str, str]) -> list[ToolCall]:
     """The commands of a make target, in order.
 
     Args:
@@ -105,7 +105,7 @@ def calls_of(target: str, environment: Mapping[str, str]) -> list[Command]:
         call = _call_of(target, environment)
     if target == "report" and any(ROOT.glob("runs/*/job.json")):
         return [
-            Command("tools.launch", ("status", "--quiet")),
+            ToolCall("tools.launch", ("status", "--quiet")),
             call,
         ]  # Record jobs that Slurm ended.
     return [call]
@@ -116,17 +116,17 @@ def given_names(makeflags: str) -> list[str]:
     return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
 
 
-def _call_of(target: str, environment: Mapping[str, str]) -> Command:
+def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
     tool = TOOLS.get(target)
     if tool is None:
-        return Command("tools.launch", (target,) if target in COMMANDS else ("target", target))
+        return ToolCall("tools.launch", (target,) if target in COMMANDS else ("target", target))
     for setting, sentence in tool.needs:
         if setting.value(environment) is None:
             raise LaunchError(sentence)
     words = [*tool.words, *options_of(target, environment)]
     if target == "plan" and settings.CALIBRATION.value(environment) is None:
         words += _measured_here(environment)
-    return Command(tool.module, tuple(words))
+    return ToolCall(tool.module, tuple(words))
 
 
 def _measured_here(environment: Mapping[str, str]) -> list[str]:
@@ -136,11 +136,11 @@ def _measured_here(environment: Mapping[str, str]) -> list[str]:
     return ["--calibration", str(path)] if (ROOT / path).is_file() else []
 
 
-def _trace(target: str, environment: Mapping[str, str]) -> list[Command]:
+def _trace(target: str, environment: Mapping[str, str]) -> list[ToolCall]:
     traced = target.removeprefix(TRACE)
-    train = Command(
+    train = ToolCall(
         "tools.launch", ("target", f"train-{traced}"), ((settings.ITERS.name, TRACED_ITERATIONS),)
     )
     if settings.DRY_RUN.value(environment):
         return [train]
-    return [train, Command("tools.report", ("trace", traced, *options_of(target, environment)))]
+    return [train, ToolCall("tools.report", ("trace", traced, *options_of(target, environment)))]
