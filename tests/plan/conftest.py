@@ -7,11 +7,25 @@ from tools.plan.dryrun.job import DryRunner
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import load_model
+from tools.spec.model import ModelShape, load_model
 from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch, Parallelism
 
 MakeRequest = Callable[..., Request]
+
+TINY = ModelShape(
+    layers=4,
+    hidden=8,
+    heads=4,
+    query_groups=4,
+    head_width=2,
+    ffn_hidden=32,
+    seq_length=16,
+    positions=16,
+    vocabulary=100,
+    vocabulary_multiple=8,
+)
+"""Small enough to count by hand."""
 
 
 @pytest.fixture(scope="session")

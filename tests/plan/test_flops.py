@@ -4,21 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plan.conftest import TINY as TINY_OF_FOUR
 from tools.plan.time.flops import mfu, model_flops, token_flops
-from tools.spec.model import ModelShape, load_model
+from tools.spec.model import load_model
 
-TINY = ModelShape(
-    layers=2,
-    hidden=8,
-    heads=4,
-    query_groups=2,
-    head_width=2,
-    ffn_hidden=32,
-    seq_length=16,
-    positions=16,
-    vocabulary=100,
-    vocabulary_multiple=8,
-)
+TINY = replace(TINY_OF_FOUR, layers=2, query_groups=2)
 
 
 def test_gpt2_large_takes_the_published_work_an_iteration() -> None:

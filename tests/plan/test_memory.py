@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plan.conftest import TINY
 from tools.plan.memory import (
     fullest_rank,
     layer_activation_bytes,
@@ -13,25 +14,12 @@ from tools.plan.memory import (
 )
 from tools.plan.residuals import Residual, h200_spec, memory_residuals
 from tools.plan.tensors import parameters_total
-from tools.spec.model import Model, ModelShape, load_model
+from tools.spec.model import Model, load_model
 from tools.spec.run import DeviceKind, Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import MIB
 
 LARGE = load_model("gpt2-large")
-
-TINY = ModelShape(
-    layers=4,
-    hidden=8,
-    heads=4,
-    query_groups=4,
-    head_width=2,
-    ffn_hidden=32,
-    seq_length=16,
-    positions=16,
-    vocabulary=100,
-    vocabulary_multiple=8,
-)
 
 
 def tiny(parallelism: Parallelism | None = None, **changes: object) -> RunSpec:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plan.conftest import TINY
 from tools.plan.tensors import (
     Parameters,
     UnevenSplitError,
@@ -15,18 +16,6 @@ from tools.spec.model import ModelShape, load_model
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy
 
-TINY = ModelShape(
-    layers=4,
-    hidden=8,
-    heads=4,
-    query_groups=4,
-    head_width=2,
-    ffn_hidden=32,
-    seq_length=16,
-    positions=16,
-    vocabulary=100,
-    vocabulary_multiple=8,
-)
 BLUEBERRY = load_model("blueberry-79m").shape
 
 
