@@ -14,7 +14,7 @@ from tools.launch.preflight_gpu import (
     gpu_problems,
     sharing_problems,
 )
-from tools.launch.provenance import find_provenance
+from tools.launch.run_folder import find_provenance
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar

@@ -23,7 +23,7 @@ from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, Source
 from tools.launch.supervise import exit_status
 from tools.launch.supervise.hang import HangError, HangWatch, collect_stacks, kept_if_filled
 from tools.launch.supervise.interruption import Interrupted, deferred, raise_if_asked
-from tools.launch.supervise.ranks import Ranks
+from tools.launch.supervise.ranks import RankProcesses
 from tools.records import run as records
 from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
@@ -102,7 +102,7 @@ def _run_share(
     environment = {**launch.environment, **also, "KIT_STACKS": from_root(stacks)}
     with (
         kept_if_filled(stacks, clear_up=folder == log.parent),
-        Ranks(launch.command(where), environment, log, container) as ranks,
+        RankProcesses(launch.command(where), environment, log, container) as ranks,
         Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
         follower = LogFollower(log, logged_before)
@@ -177,7 +177,7 @@ def _train(launch: Launch, folder: Path, console: Console, title: str, group: No
         if launch.saving is not None:
             log.touch()
             keeper = Keeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep, log)
-            around.callback(_tell, keeper, console)
+            around.callback(_print_problems, keeper, console)
             around.enter_context(keeper)
         progress = around.enter_context(RunProgress(console, title, launch.iterations))
         exit_code = run_ranks(launch, log, progress, ledger, group)
@@ -186,19 +186,19 @@ def _train(launch: Launch, folder: Path, console: Console, title: str, group: No
         return exit_code
 
 
-def _tell(keeper: Keeper, console: Console) -> None:
+def _print_problems(keeper: Keeper, console: Console) -> None:
     for problem in keeper.problems:
         console.print(problem, style="yellow", highlight=False)
 
 
-def _source(launch: Launch, ranks: Ranks) -> Source:
+def _source(launch: Launch, ranks: RankProcesses) -> Source:
     if launch.spec.device is DeviceKind.GPU:
         gpus = visible_gpus()[: launch.local_devices]
         return GpuRanks(gpus, lambda: _first_rank(launch, ranks))
     return CpuRanks(ranks)
 
 
-def _first_rank(launch: Launch, ranks: Ranks) -> int:
+def _first_rank(launch: Launch, ranks: RankProcesses) -> int:
     """This machine's first rank: as its processes say, or as nodes are numbered where none is seen."""
     if launch.nodes is None:
         return 0

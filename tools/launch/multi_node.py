@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.cluster.node_files import node_folder
-from tools.launch.cluster.nodes import INTERFACES, Nodes
+from tools.launch.cluster.nodes import INTERFACES, Nodes, node_folder
 from tools.launch.cluster.rendezvous.coordinator import Coordinator
 from tools.launch.cluster.rendezvous.messages import NodeInfo
 from tools.launch.cluster.rendezvous.worker import Worker

@@ -1,31 +1,50 @@
-"""The run folder: made before the first process starts, complete also when the run fails."""
+"""The run folder, with machine and software of the run: made before the first process starts."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
+
 from tools.launch.checkpoint.stored import quarantine
-from tools.launch.cluster import node_files
-from tools.launch.cluster.nodes import Nodes
+from tools.launch.checks.docker import image_id
+from tools.launch.cluster.nodes import NODES_FOLDER, Nodes
 from tools.launch.compose import Launch, ResumePoint
+from tools.launch.container import docker
+from tools.launch.container.versions import installed_versions
+from tools.launch.devices import (
+    describe_links,
+    driver_version,
+    find_links,
+    gpu_names,
+    processor_name,
+    visible_gpus,
+)
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight import data_path
-from tools.launch.provenance import Provenance, find_provenance
 from tools.launch.supervise.exit_status import reserve_room
 from tools.preprocess.dataset import open_dataset
 from tools.records import run as records
 from tools.records.io import lock, write_record
 from tools.spec.files import from_root
+from tools.spec.run import DeviceKind
 
 LOCK_FILE = ".lock"
+PROBE_SECONDS = 180.0
+IMAGES_FOLDER = ".images"
+"""In the runs folder: what was found in each image, by digest, so that it is asked once."""
 
 
 def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) -> Path:
@@ -159,7 +178,7 @@ def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:
 _OF_ONE_ATTEMPT = (
     *(records.STATUS_FILE, records.SAMPLES_FILE, records.LEDGER_FOLDER, records.STACKS_FOLDER),
     *(records.COMMUNICATION_FILE, records.MEMORY_FILE, records.TIME_FILE, records.TRACE_FILE),
-    *(records.ROUTING_FILE, node_files.FOLDER),
+    *(records.ROUTING_FILE, NODES_FOLDER),
 )
 """What is measured anew by each attempt; log, events and checkpoints are continued."""
 
@@ -197,3 +216,69 @@ def _make_folder(launch: Launch, runs: Path) -> Path:
             time.sleep(0.2)  # The same run was started within this second; names are by the second.
             continue
         return folder
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What `run.json` says about where."""
+
+    host: records.Host
+    software: dict[str, str]
+    image: str | None = None
+
+
+def find_provenance(launch: Launch, runs: Path) -> Provenance:
+    """Look at machine and software."""
+    container = launch.runtime.container
+    if container is None:
+        return Provenance(_host(launch), installed_versions(), os.environ.get("KIT_IMAGE"))
+    digest = image_id(container.image) or "unknown"
+    software = _software_of_image(container, runs / IMAGES_FOLDER / f"{digest}.json")
+    return Provenance(_host(launch), software, f"{container.image}@{digest}")
+
+
+def _host(launch: Launch) -> records.Host:
+    on_cpu = launch.spec.device is DeviceKind.CPU
+    nodes, local = launch.nodes, launch.local_devices
+    # Node 0 has seen that all have the same GPUs, or it would not have started.
+    own = gpu_names()[:1] * local if launch.spec.shares_gpu else gpu_names()[:local]
+    names = (processor_name(),) * local if on_cpu else own
+    links = () if on_cpu else find_links(visible_gpus()[:local])
+    over = f"a link shaped to {launch.network}" if launch.network else "loopback"
+    if nodes is not None:
+        over = f"{nodes.count} nodes, which connect at {nodes.address}"
+    loopback = f"gloo over {over}" if on_cpu and launch.devices > 1 else None
+    return records.Host(
+        name=platform.node(),
+        cpu=processor_name(),
+        cores=psutil.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        devices=names * (nodes.count if nodes else 1),
+        driver=driver_version(),
+        interconnect=describe_links(links) or loopback,
+        links=links,
+        nodes=nodes.hosts if nodes else (),
+    )
+
+
+def _software_of_image(container: docker.Container, cache: Path) -> dict[str, str]:
+    """Versions inside an image; empty if it does not answer, because a run must not fail for that."""
+    try:
+        return dict(json.loads(cache.read_text()))
+    except (OSError, ValueError):
+        pass
+    probe = docker.Container(container.image, container.user, gpus=False)
+    command = probe.wrap(
+        (docker.PYTHON, "-m", "tools.launch.container.versions"), (), "kit-versions"
+    )
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PROBE_SECONDS
+        )
+        # The image prints a banner first; the versions are the last line.
+        software = dict(json.loads(answer.stdout.strip().rpartition("\n")[2]))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.write_text(json.dumps(software, indent=2) + "\n")
+    return software

@@ -14,7 +14,7 @@ import pynvml
 
 from tools.launch.background import BackgroundThread
 from tools.launch.devices import Gpu, memory_used_bytes, processor_name
-from tools.launch.supervise.ranks import Ranks
+from tools.launch.supervise.ranks import RankProcesses
 from tools.records.run import SAMPLE_COLUMNS
 
 INTERVAL_SECONDS = 1.0
@@ -75,7 +75,7 @@ class Sampler(BackgroundThread):
 class CpuRanks:
     """CPU ranks: each process's share of a core and resident memory, through psutil."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankProcesses) -> None:
         self._ranks = ranks
         self._known: dict[int, psutil.Process] = {}
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.launch.cluster.node_files import FOLDER
+from tools.launch.cluster.nodes import NODES_FOLDER
 from tools.launch.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
 from tools.launch.run_folder import utc_now
 from tools.records import run as records
@@ -161,7 +161,7 @@ def _status(folder: Path) -> StatusRecord:
 
 def _alive(folder: Path) -> bool:
     """Whether a launcher is at work: it writes samples all the time."""
-    places = (folder, *(folder / FOLDER).glob("*"))
+    places = (folder, *(folder / NODES_FOLDER).glob("*"))
     for place in places:
         try:
             if time.time() - (place / records.SAMPLES_FILE).stat().st_mtime < ALIVE_SECONDS:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.cluster.nodes import Nodes
-from tools.launch.cluster.sbatch import Cell, Container, Job, script
+from tools.launch.cluster.sbatch import ArrayTask, BatchJob, PyxisContainer, script
 from tools.launch.cluster.slurm import Slurm
 from tools.launch.compose import RUN_PLACEHOLDER, Launch
 from tools.launch.container import docker
@@ -113,12 +113,12 @@ def argv_of(target: Target, flags: Sequence[str]) -> tuple[str, ...]:
     return ("run", target.strategy, target.model, devices, "--", *flags)
 
 
-def _job(name: str, launch: Launch, options: Options) -> Job:
+def _job(name: str, launch: Launch, options: Options) -> BatchJob:
     slurm = options.slurm
     assert slurm is not None
     container = _container(launch, options, slurm)
     on_host = str(Path(sys.executable)) if not container else docker.PYTHON
-    return Job(
+    return BatchJob(
         name=name,
         device=launch.spec.device,
         devices_a_node=launch.local_devices,
@@ -141,7 +141,7 @@ def inherited(options: Options) -> tuple[str, ...]:
     return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
 
 
-def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | None:
+def _container(launch: Launch, options: Options, slurm: Slurm) -> PyxisContainer | None:
     """The kit's image where Pyxis is, for GPU ranks; None for the host."""
     if image_asked(launch.spec.device, options) is None:
         return None
@@ -162,16 +162,16 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> Container | No
         )
     folders = (ROOT, *docker.data_folders(data_path(launch)), options.runs.absolute())
     mounts = docker.Container("", "", mounts=()).mounting(*folders).mounts
-    return Container(slurm.image or str(squashed), mounts)
+    return PyxisContainer(slurm.image or str(squashed), mounts)
 
 
-def _cell(folder: str, one: PendingRun) -> Cell:
+def _cell(folder: str, one: PendingRun) -> ArrayTask:
     settings = {name: value for name, value in one.settings.items() if name not in ONLY_HERE}
     # The job is in its container already, or to have none.
-    return Cell(folder, one.argv, {**settings, "RUNTIME": RuntimeName.HOST.value})
+    return ArrayTask(folder, one.argv, {**settings, "RUNTIME": RuntimeName.HOST.value})
 
 
-def _hand_over(job: Job, folders: Sequence[Path], image: str | None) -> str:
+def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:
     """Write the script into every run folder and submit it; the job's number."""
     refused = True
     try:

@@ -17,8 +17,7 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from tools.launch.cluster.node_files import node_folder
-from tools.launch.cluster.nodes import NodeGroup, Nodes
+from tools.launch.cluster.nodes import NodeGroup, Nodes, node_folder
 from tools.launch.cluster.rendezvous.coordinator import Coordinator
 from tools.launch.cluster.rendezvous.messages import NodeInfo
 from tools.launch.cluster.rendezvous.worker import Worker

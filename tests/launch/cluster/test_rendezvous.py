@@ -16,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tools.launch.cluster.node_files import node_folder
-from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.nodes import Nodes, node_folder
 from tools.launch.cluster.rendezvous import coordinator as coordinators
 from tools.launch.cluster.rendezvous import messages
 from tools.launch.cluster.rendezvous.coordinator import Coordinator

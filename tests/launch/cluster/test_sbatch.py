@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.launch.cluster.sbatch import CPUS, Cell, Container, Job, script
+from tools.launch.cluster.sbatch import CPUS, ArrayTask, BatchJob, PyxisContainer, script
 from tools.launch.cluster.slurm import Slurm, argv_of_directives, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 
 GOLDEN = Path(__file__).parent / "golden"
-CELL = Cell("runs/R1", ("run", "dp2", "gpt2-tiny", "2cpu", "--"), {"ITERS": "5"})
+CELL = ArrayTask("runs/R1", ("run", "dp2", "gpt2-tiny", "2cpu", "--"), {"ITERS": "5"})
 
 
-def job(*cells: Cell, **changes: object) -> Job:
+def job(*cells: ArrayTask, **changes: object) -> BatchJob:
     known = {
         "name": "dp2-gpt2-tiny-2cpu",
         "device": DeviceKind.CPU,
@@ -29,7 +29,7 @@ def job(*cells: Cell, **changes: object) -> Job:
         "slurm": Slurm(nodes=2),
         "python": ".venv/bin/python",
     }
-    return Job(cells=cells or (CELL,), **(known | changes))  # type: ignore[arg-type]
+    return BatchJob(cells=cells or (CELL,), **(known | changes))  # type: ignore[arg-type]
 
 
 SITE = Slurm(
@@ -40,16 +40,16 @@ SITE = Slurm(
 TP8 = ("--tensor-model-parallel-size", "8")
 JOBS = {
     "two-cpu-nodes": job(),
-    "repeats-are-an-array": job(CELL, Cell("runs/R2", CELL.argv, CELL.settings)),
+    "repeats-are-an-array": job(CELL, ArrayTask("runs/R2", CELL.argv, CELL.settings)),
     "gpus-in-the-image": job(
-        Cell("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8)),
+        ArrayTask("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8)),
         name="tp8dp4-gpt2-large-32gpu",
         device=DeviceKind.GPU,
         devices_a_node=8,
         slurm=SITE,
         python="python3",
         inherited=("NCCL_DEBUG", "WANDB_API_KEY"),
-        container=Container("/shared/kit.sqsh", (ROOT, Path("/data"))),
+        container=PyxisContainer("/shared/kit.sqsh", (ROOT, Path("/data"))),
     ),
 }
 
@@ -123,7 +123,7 @@ def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes
 
 def test_an_elements_own_run_is_chosen_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "runs" / "R2").mkdir(parents=True)
-    two = job(CELL, Cell("runs/R2", ("run", "pp2"), {"SEED": "2"}), python="python")
+    two = job(CELL, ArrayTask("runs/R2", ("run", "pp2"), {"SEED": "2"}), python="python")
     with pytest.raises(json.JSONDecodeError):  # its output goes to its own run folder
         run_script(script(two), tmp_path, SLURM_ARRAY_TASK_ID="1")
     words, seen = json.loads((tmp_path / "runs" / "R2" / "slurm.txt").read_text())
@@ -133,7 +133,7 @@ def test_an_elements_own_run_is_chosen_by_its_number(tmp_path: Path) -> None:
 
 @given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=40))
 def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
-    text = script(job(Cell("runs/R", ("run", value), {"EXTRA": value})))
+    text = script(job(ArrayTask("runs/R", ("run", value), {"EXTRA": value})))
     start = text.index("export EXTRA=")
     chosen = text[start : text.index("\nexport PYTHONPATH", start)]
     answer = subprocess.run(
@@ -159,7 +159,7 @@ def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
     folders = [tmp_path / "a b", tmp_path / "c"]
     for folder in folders:
         folder.mkdir()
-    cells = (Cell(str(folder), CELL.argv, CELL.settings) for folder in folders)
+    cells = (ArrayTask(str(folder), CELL.argv, CELL.settings) for folder in folders)
     lines = script(job(*cells, slurm=site)).splitlines()
     text = "\n".join((*lines[: lines.index("esac") + 1], 'echo "$ITERS $RUN_FOLDER"'))
     environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
@@ -252,7 +252,7 @@ def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
 
 def test_a_folder_that_pyxis_would_misread_is_refused() -> None:
     with pytest.raises(LaunchError, match="/a:b cannot be mounted by Pyxis"):
-        Container("image", (Path("/a:b"),)).flags()
+        PyxisContainer("image", (Path("/a:b"),)).flags()
 
 
 def test_a_slurm_job_is_for_training_targets_alone() -> None:

@@ -14,7 +14,7 @@ from tools.launch import sampler
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.options import Options, Wandb
-from tools.launch.supervise.ranks import Ranks
+from tools.launch.supervise.ranks import RankProcesses
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.records import run as records
@@ -100,7 +100,7 @@ def test_the_container_is_removed_whatever_became_of_its_client(
 def test_a_run_that_is_stopped_takes_its_container_along(
     docker: FakeDocker, tmp_path: Path
 ) -> None:
-    with Ranks(("sleep", "60"), {}, tmp_path / "log.txt", "kit-x") as ranks:
+    with RankProcesses(("sleep", "60"), {}, tmp_path / "log.txt", "kit-x") as ranks:
         assert ranks.exit_code() is None
     assert ranks.exit_code() is not None
     assert docker.calls == [["rm", "--force", "kit-x"]]

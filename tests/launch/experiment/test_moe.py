@@ -8,7 +8,7 @@ from tools.launch.experiment import definition
 from tools.launch.experiment.cells import cell_options
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.measured import Measured
-from tools.launch.experiment.tables.moe import Parity, parity, render
+from tools.launch.experiment.tables.moe import RoutedParity, parity, render
 from tools.launch.options import Options
 from tools.spec.run import Backend, OptimizerName
 
@@ -59,7 +59,7 @@ def test_native_is_called_faster_only_beyond_the_noise() -> None:
 def test_losses_are_compared_with_those_of_the_same_seed() -> None:
     reference = [run("megatron", seed=seed) for seed in (1, 2)]
     same = [run("native", seed=seed) for seed in (2, 1)]
-    assert parity(same, reference) == Parity(0, 4, None)
+    assert parity(same, reference) == RoutedParity(0, 4, None)
     off = [run("native", losses={1: 11.0, 3: 9.009})]
     assert parity(off, reference).difference == pytest.approx(1e-3)
     assert not parity([run("native", seed=9)], reference).held
@@ -68,7 +68,7 @@ def test_losses_are_compared_with_those_of_the_same_seed() -> None:
 def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
     routing = {1: ((3, 5),), 2: ((4, 4),), 3: ((1, 7),)}
     diverged = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
-    assert parity([diverged], [run("megatron")]) == Parity(0, 1, 3)
+    assert parity([diverged], [run("megatron")]) == RoutedParity(0, 1, 3)
     text = render("m", [run("megatron"), diverged], ())
     assert "until a token took another expert (iteration 3 at the earliest" in text
     assert row(text, "native")[8] == "0.0e+00 to iteration 2"

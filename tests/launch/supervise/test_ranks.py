@@ -6,12 +6,12 @@ import psutil
 import pytest
 
 from tools.launch.supervise import ranks as ranks_module
-from tools.launch.supervise.ranks import Ranks, alive
+from tools.launch.supervise.ranks import RankProcesses, alive
 
 STUBBORN = "trap '' TERM; RANK=0 bash -c \"trap '' TERM; while :; do sleep 0.1; done\" & wait; wait"
 
 
-def wait_for(ranks: Ranks, rank: int) -> psutil.Process:
+def wait_for(ranks: RankProcesses, rank: int) -> psutil.Process:
     for _ in range(100):
         if rank in ranks.by_rank():
             return ranks.by_rank()[rank]
@@ -21,7 +21,9 @@ def wait_for(ranks: Ranks, rank: int) -> psutil.Process:
 
 def test_the_exit_code_and_both_streams_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    with Ranks(("bash", "-c", "echo out; echo $WORD >&2; exit 3"), {"WORD": "err"}, log) as ranks:
+    with RankProcesses(
+        ("bash", "-c", "echo out; echo $WORD >&2; exit 3"), {"WORD": "err"}, log
+    ) as ranks:
         while ranks.exit_code() is None:
             time.sleep(0.01)
         assert ranks.exit_code() == 3
@@ -30,7 +32,7 @@ def test_the_exit_code_and_both_streams_are_kept(tmp_path: Path) -> None:
 
 def test_ranks_are_found_by_their_environment(tmp_path: Path) -> None:
     command = ("bash", "-c", "RANK=1 sleep 60 & RANK=0 sleep 60 & wait")
-    with Ranks(command, {}, tmp_path / "log.txt") as ranks:
+    with RankProcesses(command, {}, tmp_path / "log.txt") as ranks:
         assert wait_for(ranks, 0).pid != wait_for(ranks, 1).pid
 
 
@@ -38,13 +40,13 @@ def test_processes_that_ignore_sigterm_are_gone_after_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.5)
-    with Ranks(("bash", "-c", STUBBORN), {}, tmp_path / "log.txt") as ranks:
+    with RankProcesses(("bash", "-c", STUBBORN), {}, tmp_path / "log.txt") as ranks:
         rank = wait_for(ranks, 0)
     assert not alive(rank)
 
 
 def test_a_rank_orphaned_by_torchruns_death_is_ended_before_the_end_is_told(tmp_path: Path) -> None:
-    with Ranks(("bash", "-c", "RANK=0 sleep 60 & wait"), {}, tmp_path / "log.txt") as ranks:
+    with RankProcesses(("bash", "-c", "RANK=0 sleep 60 & wait"), {}, tmp_path / "log.txt") as ranks:
         rank = wait_for(ranks, 0)
         os.kill(rank.ppid(), 9)
         while ranks.exit_code() is None:

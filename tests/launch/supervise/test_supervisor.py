@@ -21,9 +21,9 @@ TORCHRUN = "RANK=0 sleep 100 & trap '' TERM; RANK=1 sleep 100 & wait; wait"
 LAUNCHER = """
 import sys
 from pathlib import Path
-from tools.launch.supervise.ranks import Ranks
+from tools.launch.supervise.ranks import RankProcesses
 folder = Path(sys.argv[1])
-with Ranks(("bash", "-c", sys.argv[2]), {}, folder / "log.txt") as ranks:
+with RankProcesses(("bash", "-c", sys.argv[2]), {}, folder / "log.txt") as ranks:
     while ranks.exit_code() is None:
         pass
     print(ranks.exit_code(), flush=True)

@@ -45,7 +45,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPart:
     """Bytes of a file that hold one piece of one tensor."""
 
     file: str
@@ -82,17 +82,17 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
         ReadingStoppedError: `keep_going` says no.
     """
     _check_format(folder / FORMAT)
-    by_file: dict[str, list[Piece]] = {}
+    by_file: dict[str, list[StoredPart]] = {}
     for piece in find_pieces(folder):
         by_file.setdefault(piece.file, []).append(piece)
     for name, pieces in by_file.items():
         _check_file(folder / name, pieces, keep_going)
     common = folder / "common.pt"
     if common.exists():
-        _check_file(common, [Piece(common.name, 0, common.stat().st_size)], keep_going)
+        _check_file(common, [StoredPart(common.name, 0, common.stat().st_size)], keep_going)
 
 
-def find_pieces(folder: Path) -> tuple[Piece, ...]:
+def find_pieces(folder: Path) -> tuple[StoredPart, ...]:
     """What `.metadata` says is where.
 
     Raises:
@@ -103,7 +103,8 @@ def find_pieces(folder: Path) -> tuple[Piece, ...]:
         with path.open("rb") as file:
             stored = MetadataReader(file).load().storage_data
         return tuple(
-            Piece(str(at.relative_path), int(at.offset), int(at.length)) for at in stored.values()
+            StoredPart(str(at.relative_path), int(at.offset), int(at.length))
+            for at in stored.values()
         )
     except FileNotFoundError:
         raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
@@ -169,7 +170,7 @@ def _check_format(path: Path) -> None:
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
 
 
-def _check_file(path: Path, pieces: Iterable[Piece], keep_going: KeepGoing) -> None:
+def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing) -> None:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -186,7 +187,7 @@ def _check_file(path: Path, pieces: Iterable[Piece], keep_going: KeepGoing) -> N
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def _check_piece(file: BinaryIO, piece: Piece) -> None:
+def _check_piece(file: BinaryIO, piece: StoredPart) -> None:
     try:
         with zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive:
             damaged = archive.testzip()

@@ -47,7 +47,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """`manifest.json` in a checkpoint: it was read back once, and these were its files."""
 
     iteration: int
@@ -95,7 +95,7 @@ def verify(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None
         if not keep_going():
             raise ReadingStoppedError
         files[path.name] = _describe(path)
-    write_record(checkpoint.path / MANIFEST_FILE, Manifest(checkpoint.iteration, files))
+    write_record(checkpoint.path / MANIFEST_FILE, CheckpointManifest(checkpoint.iteration, files))
 
 
 def check(checkpoint: Checkpoint) -> None:
@@ -216,10 +216,10 @@ def last_valid_iteration(run: Path) -> int | None:
     return newest
 
 
-def _read_manifest(checkpoint: Checkpoint) -> Manifest:
+def _read_manifest(checkpoint: Checkpoint) -> CheckpointManifest:
     try:
         data = (checkpoint.path / MANIFEST_FILE).read_bytes()
-        return msgspec.json.decode(data, type=Manifest)
+        return msgspec.json.decode(data, type=CheckpointManifest)
     except msgspec.DecodeError as error:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read ({error})") from error
 

@@ -1,4 +1,4 @@
-"""Which node of a run this machine is, and what its launcher does about the others."""
+"""Which node of a run this machine is, what its launcher does about the others, and where they write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tools.launch.errors import LaunchError, wrong_settings_refused
-from tools.records.run import StatusRecord
+from tools.records.run import LOG_FILE, SAMPLES_FILE, StatusRecord
 from tools.spec import settings
 from tools.spec.setting import whole_below
 
@@ -18,6 +18,13 @@ DEFAULT_PORT = 29500
 PORTS = range(1024, 65536)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Variables that name the network interface between the nodes, of this machine alone."""
+
+NODES_FOLDER = "nodes"
+"""In the run folder: a folder for each node but 0.
+
+Megatron's last rank prints the iterations, and it lives on the last node: each node's ranks write
+`nodes/<n>/log.txt`, and node 0 adds what is new there to its own `log.txt` as it comes.
+"""
 
 
 class Rendezvous(StrEnum):
@@ -95,10 +102,10 @@ class SingleNode:
     cause = None
 
     def announce(self, folder: Path) -> None:
-        """There is nobody else."""
+        """There is no other node."""
 
     def failure(self) -> str | None:
-        """There is nobody who could fail."""
+        """There is no other node that could fail."""
         return None
 
     def hangs(self, is_stalled: bool) -> bool:
@@ -106,11 +113,11 @@ class SingleNode:
         return is_stalled
 
     def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """Nobody else has ranks."""
+        """No other node has ranks."""
         return own
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
-        """Nobody is waited for."""
+        """There is no other node to wait for."""
         return exit_code
 
 
@@ -138,3 +145,59 @@ def nodes_from_environment(environment: Mapping[str, str] = os.environ) -> Nodes
     rendezvous = settings.RENDEZVOUS.read_as(Rendezvous).value(environment) or Rendezvous.STATIC
     port = settings.MASTER_PORT.value(environment) or DEFAULT_PORT
     return Nodes(count, rank, address, port, rendezvous)
+
+
+def node_folder(run_folder: Path, node: int) -> Path:
+    """Where a node other than 0 writes."""
+    return run_folder / NODES_FOLDER / str(node)
+
+
+class NodeFiles:
+    """The other nodes' logs and samples, on their way into node 0's."""
+
+    def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
+        self._folder = folder
+        # Made before the others start, so what is there is from an attempt before this one.
+        self._read = {place: _size(place / LOG_FILE) for place in map(self._of, nodes)}
+
+    def bring(self) -> None:
+        """Add the whole lines that came since the last call."""
+        for folder in self._read:
+            self._add(folder, whole_lines=True)
+
+    def complete(self) -> None:
+        """Add the rest, and the samples, once all nodes have ended."""
+        for folder in self._read:
+            self._add(folder, whole_lines=False)
+            samples = _lines_of(folder / SAMPLES_FILE)[1:]
+            with (self._folder / SAMPLES_FILE).open("ab") as file:
+                file.writelines(samples)
+
+    def _of(self, node: int) -> Path:
+        return node_folder(self._folder, node)
+
+    def _add(self, folder: Path, whole_lines: bool) -> None:
+        try:
+            # Opened anew each time: a network file system shows what others wrote when it is opened.
+            with (folder / LOG_FILE).open("rb") as file:
+                file.seek(self._read[folder])
+                text = file.read()
+        except OSError:
+            return
+        if whole_lines:
+            text = text[: text.rfind(b"\n") + 1]
+        if text:
+            self._read[folder] += len(text)
+            with (self._folder / LOG_FILE).open("ab") as log:
+                log.write(text if text.endswith(b"\n") else text + b"\n")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _lines_of(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return []

@@ -36,7 +36,7 @@ CPUS = '[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPU
 
 
 @dataclass(frozen=True)
-class Cell:
+class ArrayTask:
     """One run of a job."""
 
     folder: str
@@ -48,7 +48,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Container:
+class PyxisContainer:
     """The kit's image through Pyxis and Enroot."""
 
     image: str
@@ -75,21 +75,21 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """What one call of sbatch starts; several cells are an array."""
 
     name: str
     device: DeviceKind
     devices_a_node: int
     slurm: Slurm
-    cells: tuple[Cell, ...]
+    cells: tuple[ArrayTask, ...]
     python: str
     inherited: tuple[str, ...] = ()
     """Names of the submitter's variables that ranks use."""
-    container: Container | None = None
+    container: PyxisContainer | None = None
 
 
-def script(job: Job) -> str:
+def script(job: BatchJob) -> str:
     """The script; every value in it is quoted, and none is a secret."""
     lines = [
         "#!/usr/bin/env bash",
@@ -113,7 +113,7 @@ def script(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _directives(job: Job) -> Sequence[str]:
+def _directives(job: BatchJob) -> Sequence[str]:
     array = len(job.cells) > 1
     output = f"{ROOT / job.cells[0].folder}/{OUTPUT_FILE}".replace("%", "%%")
     return (
@@ -131,19 +131,19 @@ def _directives(job: Job) -> Sequence[str]:
     )
 
 
-def _devices(job: Job) -> str:
+def _devices(job: BatchJob) -> str:
     kind = "gpus-per-node" if job.device is DeviceKind.GPU else "cpus-per-task"
     return f"{kind}={job.devices_a_node}"
 
 
-def _srun(job: Job) -> tuple[str, ...]:
+def _srun(job: BatchJob) -> tuple[str, ...]:
     # srun no longer takes the CPUs of a task from the job, and needs the option again.
     cpus = (f"--{_devices(job)}",) if job.device is DeviceKind.CPU else ()
     container = job.container.flags() if job.container else ()
     return ("--ntasks-per-node=1", *cpus, "--export=ALL", "--kill-on-bad-exit=0", *container)
 
 
-def _redirect(cells: Sequence[Cell]) -> Sequence[str]:
+def _redirect(cells: Sequence[ArrayTask]) -> Sequence[str]:
     """An array's element has a folder of its own, which gets what the shell prints from here on."""
     if len(cells) == 1:
         return ()
@@ -154,7 +154,7 @@ def _redirect(cells: Sequence[Cell]) -> Sequence[str]:
     )
 
 
-def _choose(cells: Sequence[Cell]) -> Sequence[str]:
+def _choose(cells: Sequence[ArrayTask]) -> Sequence[str]:
     if len(cells) == 1:
         return _cell(cells[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
@@ -163,7 +163,7 @@ def _choose(cells: Sequence[Cell]) -> Sequence[str]:
     return (*lines, "esac")
 
 
-def _cell(cell: Cell) -> tuple[str, ...]:
+def _cell(cell: ArrayTask) -> tuple[str, ...]:
     settings = {**cell.settings, "RUN_FOLDER": cell.folder}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     return (f"export {assigned}", f"words=({shlex.join(cell.argv)})")

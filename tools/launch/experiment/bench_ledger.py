@@ -37,7 +37,7 @@ class BenchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Cost:
+class LedgerCost:
     """Watched iterations over the others."""
 
     off_ms: float
@@ -70,7 +70,7 @@ class Cost:
         return f"the interval holds {LIMIT:.0%}: too noisy to tell; measure longer (ITERS=)"
 
 
-def cost_of(off_ms: Sequence[float], on_ms: Sequence[float]) -> Cost:
+def cost_of(off_ms: Sequence[float], on_ms: Sequence[float]) -> LedgerCost:
     """Compare iterations with and without the ledger.
 
     Raises:
@@ -86,7 +86,7 @@ def cost_of(off_ms: Sequence[float], on_ms: Sequence[float]) -> Cost:
         for _ in range(_DRAWS)
     ]
     low, high = np.quantile(drawn, (0.025, 0.975))
-    return Cost(_fastest_half(off), _fastest_half(on), float(low), float(high), count)
+    return LedgerCost(_fastest_half(off), _fastest_half(on), float(low), float(high), count)
 
 
 def kinds(iteration_ms: Mapping[int, float]) -> tuple[list[float], list[float]]:

@@ -24,7 +24,7 @@ from tools.spec.strategy import devices_of
 
 FOLDER = ROOT / "examples" / "experiments"
 
-Setting = str | int | float | bool
+VariableValue = str | int | float | bool
 """A make variable's value, as YAML has it."""
 
 
@@ -115,11 +115,11 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Literal["cpu", "gpu", "any"] = "any"
     devices: int = 2
     batch: Literal["strategy", "model", "model_each_rank"] = "strategy"
-    defaults: dict[str, Setting] = {}
-    on_cpu: dict[str, Setting] = {}
-    on_gpu: dict[str, Setting] = {}
-    on_models: dict[str, dict[str, Setting]] = {}
-    fixed: dict[str, Setting] = {}
+    defaults: dict[str, VariableValue] = {}
+    on_cpu: dict[str, VariableValue] = {}
+    on_gpu: dict[str, VariableValue] = {}
+    on_models: dict[str, dict[str, VariableValue]] = {}
+    fixed: dict[str, VariableValue] = {}
     evaluation_batches: int | None = None
     repeats: int = 1
     repeats_change_seed: bool = False
@@ -214,7 +214,7 @@ def _defaults(file: _File, name: str, model: str, device: DeviceKind) -> dict[st
     }
 
 
-def _fields(variables: Mapping[str, Setting], name: str) -> dict[str, Any]:
+def _fields(variables: Mapping[str, VariableValue], name: str) -> dict[str, Any]:
     """Fields of `Options` that make variables set; each must be known and change something."""
     texts = {
         key: str(int(value)) if isinstance(value, bool) else str(value)

@@ -1,4 +1,9 @@
-"""Runs that were made before: the same command, on the same kind of machine, ended well."""
+"""Runs that were made before: the same command, on the same kind of machine, ended well.
+
+Stricter than the report's `Identity`, which groups repeats into a row by specification and device. A
+run that stands for one not made must agree also in what a specification leaves out: the seed, the data
+set, the number of iterations, software, image and commit of Megatron.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ from pathlib import Path
 
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch
-from tools.launch.provenance import Provenance, find_provenance
 from tools.launch.relaunch import OF_ONE_START
+from tools.launch.run_folder import Provenance, find_provenance
 from tools.records import run as records
 from tools.records.run import RunRecord
 from tools.spec.files import from_root

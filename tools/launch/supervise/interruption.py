@@ -46,7 +46,7 @@ def deferred() -> Iterator[None]:
     """Let a request to stop wait for `raise_if_asked` in the block, or for the block's end.
 
     Raises:
-        Interrupted: At the end, if a request came that was not heeded.
+        Interrupted: At the end, if a request came and was not raised in the block.
     """
     _Request.deferring += 1
     try:
@@ -58,7 +58,7 @@ def deferred() -> Iterator[None]:
 
 
 def raise_if_asked() -> None:
-    """Heed a request to stop that has come.
+    """Act on a request to stop that has come.
 
     Raises:
         Interrupted: One has.

@@ -26,7 +26,7 @@ _MARK = "KIT_RUN_MARK"
 _SUPERVISOR = (sys.executable, "-m", "tools.launch.supervise.supervisor")
 
 
-class Ranks:
+class RankProcesses:
     """torchrun with its ranks under a supervisor, in a session of their own, all output to one file."""
 
     def __init__(

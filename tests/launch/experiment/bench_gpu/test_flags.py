@@ -1,7 +1,7 @@
 """The settings have never run on a GPU; Megatron's own parser can at least say whether it knows them."""
 
 from tests.launch.megatron_parser import MegatronParser
-from tools.launch.experiment.bench_gpu.settings import SETTINGS
+from tools.launch.experiment.bench_gpu.plan import SETTINGS
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
 from tools.launch.target import parse_target

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.launch.experiment.bench_gpu.kernels import (
+from tools.launch.experiment.bench_gpu.measured import (
     GAPS,
     GROUPS,
     group_of,

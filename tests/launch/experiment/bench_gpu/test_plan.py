@@ -7,15 +7,13 @@ from megatron_patches.fusions import NAMES
 from tests.launch.experiment.bench_gpu.results import bench, result
 from tools.launch.experiment.bench_gpu.plan import (
     BUDGET_SECONDS,
+    SETTINGS,
+    WARM_UP,
+    chosen,
     describe,
     fitting,
     steps,
     variables,
-)
-from tools.launch.experiment.bench_gpu.settings import (
-    SETTINGS,
-    WARM_UP,
-    chosen,
 )
 from tools.spec.model import load_model
 

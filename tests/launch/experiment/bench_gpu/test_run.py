@@ -16,16 +16,15 @@ from tests.report.factory import log_text, run_record, write_run
 from tools.launch import microbenchmark
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.bench_gpu import run
-from tools.launch.experiment.bench_gpu.kernels import GAPS
 from tools.launch.experiment.bench_gpu.measured import (
+    GAPS,
     TRACE,
     MeasureError,
     UnfinishedError,
     measured,
 )
-from tools.launch.experiment.bench_gpu.plan import Step, steps
+from tools.launch.experiment.bench_gpu.plan import SETTINGS, BenchSetting, PlannedRun, chosen, steps
 from tools.launch.experiment.bench_gpu.run import Bench, _run_all, bench_gpu
-from tools.launch.experiment.bench_gpu.settings import SETTINGS, Setting, chosen
 from tools.records.gpu_bench import read_bench, write_bench
 from tools.spec.run import DeviceKind
 
@@ -43,7 +42,7 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     yield from machine_with(monkeypatch, FakeGpu())
 
 
-def made(folder: Path, count: int, setting: Setting) -> Path:
+def made(folder: Path, count: int, setting: BenchSetting) -> Path:
     record = run_record("r", dtype=setting.dtype)
     return write_run(folder, record, log_text([400.0 + n for n in range(count)]))
 
@@ -141,7 +140,7 @@ def test_every_result_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
     planned = steps(chosen("bf16 published+norm"))
     seen: list[int] = []
 
-    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
         before = read_bench(tmp_path)
         seen.append(len(before.settings) if before else 0)
         return made(folder, 40, step.setting)
@@ -154,7 +153,7 @@ def test_every_result_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
-    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
         if step.setting.name == "bf16":
             raise MeasureError("it fell over")
         return made(folder, 40, step.setting)
@@ -169,7 +168,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
 def test_a_setting_that_failed_is_not_repeated_in_the_same_call(tmp_path: Path) -> None:
     tried: list[str] = []
 
-    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
         tried.append(step.title)
         raise MeasureError("it fell over")
 
@@ -180,7 +179,7 @@ def test_a_setting_that_failed_is_not_repeated_in_the_same_call(tmp_path: Path) 
 def test_iterations_that_were_timed_before_a_run_fell_over_count_with_a_note(
     tmp_path: Path,
 ) -> None:
-    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
         count = 40 if step.setting.name == "bf16" else 20
         raise UnfinishedError(made(folder, count, step.setting), "the profiler fell over")
 
@@ -205,7 +204,7 @@ def test_without_ceilings_the_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_no_time_is_left_for_is_recorded_as_left_out(tmp_path: Path) -> None:
-    def train(step: Step, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
         raise AssertionError("there was no time")
 
     assert _run_all(bench_of(tmp_path, 1.0), steps(SETTINGS), {}, train) is False
@@ -264,11 +263,11 @@ def test_a_run_that_is_refused_tells_its_last_line(
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("setting", [PUBLISHED, TUNED], ids=lambda setting: setting.name)
 def test_the_main_settings_train_and_are_measured_on_a_small_model_here(
-    setting: Setting, tmp_path: Path, sample_prefix: Path, monkeypatch: pytest.MonkeyPatch
+    setting: BenchSetting, tmp_path: Path, sample_prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "TARGET", "train-baseline-gpt2-tiny-1cpu")
     monkeypatch.setenv("SHARED_START", "0")
-    folder = run._train(Step(setting, 1, 60.0), tmp_path, {"DATA": str(sample_prefix)}, 180.0)
+    folder = run._train(PlannedRun(setting, 1, 60.0), tmp_path, {"DATA": str(sample_prefix)}, 180.0)
     found = measured(folder, setting, 60.0)
     assert (len(found.iteration_ms), len(found.losses), found.note) == (50, 50, "")
     assert found.losses[-1] < found.losses[0]

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.launch.background import BackgroundThread
-from tools.launch.cluster.node_files import NodeFiles
-from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.nodes import NodeFiles, Nodes
 from tools.launch.cluster.rendezvous import messages
 from tools.launch.cluster.rendezvous.messages import (
     CoordinatorRecord,
@@ -101,7 +100,7 @@ class Coordinator(BackgroundThread):
         super().__init__()
 
     def stop(self) -> None:
-        """As `BackgroundThread.stop`; nobody can connect any more."""
+        """As `BackgroundThread.stop`; no node can connect any more."""
         super().stop()
         # It listens as long as it is referred to, such as by an error's traceback.
         self._entrance = self._store = None  # type: ignore[assignment]
@@ -117,7 +116,7 @@ class Coordinator(BackgroundThread):
             self._look()
 
     def gather(self) -> tuple[NodeInfo, ...]:
-        """Wait for all others; everybody in node order.
+        """Wait for all others; all nodes in node order.
 
         Raises:
             LaunchError: One did not come, has something else than this node, or cannot run its share.
@@ -130,11 +129,11 @@ class Coordinator(BackgroundThread):
             time.sleep(0.05)
         self._refuse_what_cannot_run()
         self._entrance = None  # torchrun listens there from now on.
-        everybody = (self._info, *(self._workers[node].record.info for node in self._others))
-        for other in everybody:
+        all_nodes = (self._info, *(self._workers[node].record.info for node in self._others))
+        for other in all_nodes:
             if difference := _difference(self._info, other):
                 self._refuse(difference)
-        return everybody
+        return all_nodes
 
     def interface(self) -> str | None:
         """The network interface by which the others reach this node."""

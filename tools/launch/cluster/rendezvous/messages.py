@@ -4,9 +4,9 @@ Node 0 keeps two `TCPStore`s. The one on MASTER_PORT holds the port of the other
 torchrun, which needs MASTER_PORT, starts. In the other each node keeps one record of its own, which it
 replaces, and a count that it raises as its heartbeat.
 
-Strangers cannot harm it: what is not of the store's protocol is dropped by the store. It has no
+Other programs' bytes do no harm: the store drops what is not of its protocol. It has no
 authentication, as torchrun's own has none: whoever can reach the ports can end a run. torch asks the
-resolver for the name of each host that connects, and serves nobody meanwhile: nothing here takes a slow
+resolver for the name of each host that connects, and serves no host meanwhile: nothing here takes a slow
 answer of the store for a lost node.
 """
 
@@ -68,7 +68,7 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """What a worker says."""
+    """What a worker reports."""
 
     info: NodeInfo
     connection: str = ""
@@ -85,7 +85,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True)
 class CoordinatorRecord:
-    """What node 0 says."""
+    """What node 0 reports."""
 
     nodes: int
     refused: str | None = None
@@ -100,7 +100,7 @@ class CoordinatorRecord:
 
 
 def decode[Record](data: bytes, kind: type[Record]) -> Record | None:
-    """A record; None for what is none, which a stranger may have written."""
+    """A record; None for what is none, which another program may have written."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -137,7 +137,7 @@ def reach_store(address: str, port: int) -> TCPStore:
 
 
 def load_torch() -> None:
-    """Import torch, without what it prints for each connection that ends and each stranger's bytes.
+    """Import torch, without its lines on connections that end or speak another protocol.
 
     Raises:
         LaunchError: It is not installed.

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.launch.background import BackgroundThread
-from tools.launch.cluster.node_files import node_folder
-from tools.launch.cluster.nodes import Nodes
+from tools.launch.cluster.nodes import Nodes, node_folder
 from tools.launch.cluster.rendezvous import messages
 from tools.launch.cluster.rendezvous.messages import (
     CoordinatorRecord,
@@ -129,7 +128,7 @@ class Worker(BackgroundThread):
         return self._failed
 
     def hangs(self, is_stalled: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
-        """As `NodeGroup.hangs`: whether node 0 says so."""
+        """As `NodeGroup.hangs`: whether node 0 reports it."""
         return self._theirs is not None and self._theirs.hangs
 
     def stopped(self, own: Sequence[int]) -> Sequence[int]:
@@ -218,7 +217,7 @@ class Worker(BackgroundThread):
 def _own_address_towards(nodes: Nodes, timeout: float) -> str:
     """Wait until something listens at node 0's address; this machine's address in between.
 
-    A plain connection, because torch would not heed a request to stop while it waits for one.
+    A plain connection, because torch ignores a request to stop while it waits for one.
     """
     deadline = time.monotonic() + timeout
     while True:

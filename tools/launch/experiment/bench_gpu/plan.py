@@ -1,4 +1,4 @@
-"""In which order the settings are run, how long each may take, and all of it as text."""
+"""What is measured, as `bench_gpu.yaml` says it; in which order, how long each run may take, as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.launch.experiment.bench_gpu.settings import TARGET, Setting
+import msgspec
+
+from megatron_patches.fusions import NAMES
+from tools.launch.experiment.definition import FOLDER
 from tools.launch.microbenchmark import Workload
 from tools.records.gpu_bench import MARK_MS, GpuBench
+from tools.spec.files import read_yaml
 
 BUDGET_SECONDS = 510.0
 """One call stays under 9 minutes, what starts and ends it included."""
@@ -19,14 +23,99 @@ CEILINGS = Workload(
 """A product of 8.8e12 FLOP, a few hundredths of a second, and a copy of 4 GiB, far beyond any cache;
 over several seconds, so that the clocks settle as they do in training."""
 START_SECONDS = 40.0
-"""From the command to the first iteration. Assumed: nobody has run this on a GPU yet."""
+"""From the command to the first iteration. Assumed, not measured."""
+
+
+class BenchSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to train the same model and batch."""
+
+    name: str
+    why: str
+    dtype: str = "fp16"
+    fused: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    """Megatron's, beside the model's own and those of every setting."""
+    repeats: int = 1
+    timed: int = 20
+    profiled: bool = False
+    beside: str = ""
+    """The setting whose type, patches and flags it adds to."""
+    without: str = ""
+    """A patch of that setting which is left out."""
+
+    @property
+    def iterations(self) -> int:
+        """All that are trained, the profiled ones included."""
+        return WARM_UP + self.timed + (_BENCH.profiled + 3 if self.profiled else 0)
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """`EXTRA=` of the train command."""
+        return (*_BENCH.flags, *_BENCH.dtypes[self.dtype], *self.flags, *self._profile)
+
+    @property
+    def _profile(self) -> tuple[str, ...]:
+        if not self.profiled:
+            return ()
+        start = WARM_UP + self.timed + 2
+        end = start + _BENCH.profiled
+        return (
+            *("--profile", "--use-pytorch-profiler", "--profile-ranks", "0"),
+            *("--profile-step-start", str(start), "--profile-step-end", str(end)),
+        )
+
+
+def chosen(only: str) -> tuple[BenchSetting, ...]:
+    """The settings that `ONLY="a b"` names, or `SETTINGS` if it is empty.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    names = only.split()
+    if not names:
+        return SETTINGS
+    known = {setting.name: setting for setting in KNOWN}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"ONLY knows no setting '{name}'; it knows {', '.join(known)}.")
+    return tuple(s for s in KNOWN if s.name in names)
+
+
+class _Bench(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    target: str
+    warm_up: int
+    profiled: int
+    flags: tuple[str, ...]
+    dtypes: Mapping[str, tuple[str, ...]]
+    settings: tuple[BenchSetting, ...]
+    on_request: tuple[BenchSetting, ...]
+
+
+def _whole(setting: BenchSetting) -> BenchSetting:
+    """With what it takes from the setting beside it."""
+    if not setting.beside:
+        return setting
+    base = next(other for other in _BENCH.settings if other.name == setting.beside)
+    patches = {*base.fused, *setting.fused} - {setting.without}
+    return msgspec.structs.replace(
+        setting,
+        dtype=base.dtype,
+        fused=tuple(name for name in NAMES if name in patches),
+        flags=(*base.flags, *setting.flags),
+    )
+
+
+_BENCH = msgspec.convert(read_yaml(FOLDER / "bench_gpu.yaml"), type=_Bench)
+TARGET, WARM_UP = _BENCH.target, _BENCH.warm_up
+SETTINGS = tuple(map(_whole, _BENCH.settings))
+KNOWN = (*SETTINGS, *map(_whole, _BENCH.on_request))
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedRun:
     """One run of a setting."""
 
-    setting: Setting
+    setting: BenchSetting
     repeat: int
     """From 1."""
     expected_seconds: float
@@ -37,7 +126,9 @@ class Step:
         return f"{self.setting.name} {self.repeat}/{self.setting.repeats}"
 
 
-def steps(settings: Sequence[Setting], before: GpuBench | None = None) -> tuple[Step, ...]:
+def steps(
+    settings: Sequence[BenchSetting], before: GpuBench | None = None
+) -> tuple[PlannedRun, ...]:
     """Every run that is still to be made: first all settings once, then the repeats of two and more.
 
     The main settings come before the others also with their repeats, because a median of one run has
@@ -48,18 +139,22 @@ def steps(settings: Sequence[Setting], before: GpuBench | None = None) -> tuple[
     others = [setting for setting in settings if setting.repeats == 1]
     rounds = range(1, 1 + max((setting.repeats for setting in main), default=0))
     ordered = [(s, r) for r in rounds for s in main if r <= s.repeats] + [(s, 1) for s in others]
-    return tuple(Step(s, r, expected_seconds(s)) for s, r in ordered if r > done.get(s.name, 0))
+    return tuple(
+        PlannedRun(s, r, expected_seconds(s)) for s, r in ordered if r > done.get(s.name, 0)
+    )
 
 
-def expected_seconds(setting: Setting) -> float:
+def expected_seconds(setting: BenchSetting) -> float:
     """Start-up as assumed and iterations at the published time: a guess that plans, not a result."""
     return START_SECONDS + setting.iterations * MARK_MS / 1000
 
 
-def fitting(planned: Sequence[Step], seconds: float) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def fitting(
+    planned: Sequence[PlannedRun], seconds: float
+) -> tuple[tuple[PlannedRun, ...], tuple[PlannedRun, ...]]:
     """Steps that fit one after another in so many seconds, and those that are left out."""
-    kept: list[Step] = []
-    left: list[Step] = []
+    kept: list[PlannedRun] = []
+    left: list[PlannedRun] = []
     for step in planned:
         fits = step.expected_seconds <= seconds
         (kept if fits else left).append(step)
@@ -67,7 +162,7 @@ def fitting(planned: Sequence[Step], seconds: float) -> tuple[tuple[Step, ...], 
     return tuple(kept), tuple(left)
 
 
-def variables(setting: Setting, runs: str) -> dict[str, str]:
+def variables(setting: BenchSetting, runs: str) -> dict[str, str]:
     """The make variables of the train command."""
     fused = {"FUSED": ",".join(setting.fused)} if setting.fused else {}
     return {
@@ -80,7 +175,7 @@ def variables(setting: Setting, runs: str) -> dict[str, str]:
     }
 
 
-def describe(planned: Sequence[Step], budget: float, environment: Mapping[str, str]) -> str:
+def describe(planned: Sequence[PlannedRun], budget: float, environment: Mapping[str, str]) -> str:
     """The plan as text: what, with which patches, by which command, how long."""
     kept, left = fitting(planned, budget - CEILINGS_SECONDS)
     lines = [
@@ -99,7 +194,7 @@ def describe(planned: Sequence[Step], budget: float, environment: Mapping[str, s
     return "\n".join(lines)
 
 
-def _lines(step: Step, environment: Mapping[str, str]) -> list[str]:
+def _lines(step: PlannedRun, environment: Mapping[str, str]) -> list[str]:
     setting = step.setting
     patches = ", ".join(setting.fused) or "none"
     settings = {**variables(setting, "runs/bench-gpu"), **environment}

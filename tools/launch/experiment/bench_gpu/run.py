@@ -23,12 +23,15 @@ from tools.launch.experiment.bench_gpu.plan import (
     BUDGET_SECONDS,
     CEILINGS,
     CEILINGS_SECONDS,
-    Step,
+    KNOWN,
+    TARGET,
+    BenchSetting,
+    PlannedRun,
+    chosen,
     describe,
     steps,
     variables,
 )
-from tools.launch.experiment.bench_gpu.settings import KNOWN, TARGET, Setting, chosen
 from tools.launch.experiment.data import ensure_sample
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
@@ -77,7 +80,7 @@ class Bench:
         """Of the budget."""
         return self.budget_seconds - (time.monotonic() - self.started)
 
-    def add(self, setting: Setting, run: BenchRun | None, reason: str = "") -> None:
+    def add(self, setting: BenchSetting, run: BenchRun | None, reason: str = "") -> None:
         """Keep a run, or why there is none, and write all that is known so far."""
         kept = [s for s in self.result.settings if s.name != setting.name]
         before = next((s for s in self.result.settings if s.name == setting.name), None)
@@ -112,7 +115,7 @@ def bench_gpu(
     return int(failed)
 
 
-def _asked(environment: Mapping[str, str]) -> tuple[tuple[Setting, ...], float]:
+def _asked(environment: Mapping[str, str]) -> tuple[tuple[BenchSetting, ...], float]:
     if given := [name for name in FIXED if environment.get(name)]:
         raise LaunchError(f"{given[0]}= is the settings' own in bench-gpu; leave it out.")
     if environment.get("RUNTIME", "host") not in ("", "host"):
@@ -139,7 +142,7 @@ def _check(environment: Mapping[str, str]) -> None:
 
 
 def _begin(runs: Path) -> GpuBench:
-    """Go on with what was measured under equal conditions; else begin anew."""
+    """Resume from what was measured under equal conditions; else begin anew."""
     model = load_model(parse_target(TARGET).model)
     fresh = GpuBench(
         created_utc=utc_now(),
@@ -180,10 +183,12 @@ def _ceilings(console: Console) -> Ceilings | None:
     return Ceilings(figures.matmul_flops, figures.copy_bytes_per_second)
 
 
-Train = Callable[[Step, Path, Mapping[str, str], float], Path]
+Train = Callable[[PlannedRun, Path, Mapping[str, str], float], Path]
 
 
-def _run_all(bench: Bench, planned: Sequence[Step], data: Mapping[str, str], train: Train) -> bool:
+def _run_all(
+    bench: Bench, planned: Sequence[PlannedRun], data: Mapping[str, str], train: Train
+) -> bool:
     """Run what fits; whether any run failed. The longest run so far decides what still fits."""
     failed: set[str] = set()
     longest: dict[int, float] = {}
@@ -206,7 +211,7 @@ def _run_all(bench: Bench, planned: Sequence[Step], data: Mapping[str, str], tra
     return bool(failed)
 
 
-def _run_one(bench: Bench, step: Step, data: Mapping[str, str], train: Train) -> str:
+def _run_one(bench: Bench, step: PlannedRun, data: Mapping[str, str], train: Train) -> str:
     """Run and keep; what went wrong, also where its timed iterations were there by then."""
     began, problem = time.monotonic(), ""
     try:
@@ -220,16 +225,16 @@ def _run_one(bench: Bench, step: Step, data: Mapping[str, str], train: Train) ->
         return problem or str(error)
     note = "; ".join(filter(None, (problem, found.note)))
     bench.add(step.setting, replace(found, note=note))
-    bench.console.print(_told(step, found), highlight=False)
+    bench.console.print(_result_line(step, found), highlight=False)
     return note
 
 
-def _told(step: Step, found: BenchRun) -> str:
+def _result_line(step: PlannedRun, found: BenchRun) -> str:
     middle = sorted(found.iteration_ms)[len(found.iteration_ms) // 2]
     return f"{step.title}: {middle:.1f} ms an iteration, {found.wall_seconds:.0f} s"
 
 
-def _train(step: Step, runs: Path, data: Mapping[str, str], seconds: float) -> Path:
+def _train(step: PlannedRun, runs: Path, data: Mapping[str, str], seconds: float) -> Path:
     """The kit's own train command; the run folder it made.
 
     Raises:

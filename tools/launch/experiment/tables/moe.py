@@ -34,7 +34,7 @@ Group = Sequence[Measured]
 
 
 @dataclass(frozen=True)
-class Parity:
+class RoutedParity:
     """How far losses are apart while the same tokens go to the same experts.
 
     A router decides: where two experts are all but equal, rounding decides which, and from that
@@ -78,13 +78,13 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     )
 
 
-def parities(runs: Group) -> list[Parity]:
+def parities(runs: Group) -> list[RoutedParity]:
     """Of every kind against the first of its optimizer."""
     kinds = _by_kind(runs)
     return [parity(group, _reference(group, kinds)) for group in kinds.values()]
 
 
-def parity(group: Group, reference: Group) -> Parity:
+def parity(group: Group, reference: Group) -> RoutedParity:
     """A kind's runs against the reference's of the same seeds."""
     theirs = {run.seed: run for run in reference}
     pairs = [(run, theirs[run.seed]) for run in group if run.seed in theirs]
@@ -97,7 +97,7 @@ def parity(group: Group, reference: Group) -> Parity:
         differences += [abs(one.losses[i] - two.losses[i]) / abs(two.losses[i]) for i in common]
     firsts = [first_other_choice(one.routing, two.routing) for one, two in pairs]
     diverged = min((first for first in firsts if first is not None), default=None)
-    return Parity(max(differences), compared, diverged)
+    return RoutedParity(max(differences), compared, diverged)
 
 
 def is_well(run: Measured) -> bool:
@@ -120,7 +120,7 @@ def evaluation_notes(launch: Launch) -> list[str]:
 @dataclass(frozen=True)
 class _Row:
     group: Group
-    parity: Parity
+    parity: RoutedParity
 
     @property
     def runs(self) -> str:
@@ -187,7 +187,7 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
     return sentences
 
 
-def _parity_sentence(found: Sequence[Parity]) -> str:
+def _parity_sentence(found: Sequence[RoutedParity]) -> str:
     worst = max(parity.difference for parity in found)
     held = "parity held" if all(parity.held for parity in found) else "parity is broken"
     diverged = min((p.diverged for p in found if p.diverged is not None), default=None)

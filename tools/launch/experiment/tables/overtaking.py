@@ -58,7 +58,7 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class Point:
+class SizeVerdict:
     """Both backends at one size."""
 
     model: str
@@ -108,7 +108,7 @@ def verdicts(results: Sequence[Swept]) -> list[str]:
     return sentences
 
 
-def overtaking(devices: Devices, one: Backend, two: Backend, points: Sequence[Point]) -> str:
+def overtaking(devices: Devices, one: Backend, two: Backend, points: Sequence[SizeVerdict]) -> str:
     """What the sizes, small to large, allow to say of the pair."""
     where = f"On {devices[0]} {devices[1].upper()} rank{'s' * (devices[0] > 1)}"
     clear = [p for p in points if p.verdict in (Verdict.FASTER, Verdict.SLOWER)]
@@ -134,17 +134,17 @@ def overtaking(devices: Devices, one: Backend, two: Backend, points: Sequence[Po
     return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no size measured turns it round."
 
 
-def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[Point]:
+def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizeVerdict]:
     others = {result.cell.model: result for result in two}
     points = []
     for result in one:
         other = others.get(result.cell.model)
         found = compare_tokens(result, other) if other else None
         if found:
-            points.append(Point(result.cell.model, result.parameters, found.verdict))
+            points.append(SizeVerdict(result.cell.model, result.parameters, found.verdict))
     return points
 
 
-def _in_order(point: Point, one: Backend, two: Backend) -> tuple[Backend, Backend]:
+def _in_order(point: SizeVerdict, one: Backend, two: Backend) -> tuple[Backend, Backend]:
     """The faster and the slower."""
     return (two, one) if point.verdict is Verdict.FASTER else (one, two)
