@@ -16,7 +16,7 @@ import pytest
 from tests.launch.cluster.conftest import program, run_folders
 from tests.report.factory import run_record
 from tools.launch.__main__ import main
-from tools.launch.cluster.sbatch import Cell, Job
+from tools.launch.cluster.sbatch import ArrayTask, BatchJob
 from tools.launch.cluster.slurm import JobState, Slurm, job_states
 from tools.launch.errors import LaunchError
 from tools.launch.status import follow
@@ -112,7 +112,9 @@ def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
     program(programs, "sbatch", "exec sleep 20")
     folder = tmp_path / "R1"
     folder.mkdir()
-    job = Job("dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (Cell(str(folder), ("run",)),), "python")
+    job = BatchJob(
+        "dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (ArrayTask(str(folder), ("run",)),), "python"
+    )
     with pytest.raises(LaunchError, match=f"may have taken the job: look for dp2 .*{folder}"):
         _hand_over(job, (folder,), None)
     assert (folder / "job.sbatch").exists()
