@@ -19,7 +19,7 @@ from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.run_folder import create_run_folder
-from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, Source
+from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, SampleSource
 from tools.launch.supervise import exit_status
 from tools.launch.supervise.hang import HangError, HangWatch, collect_stacks, kept_if_filled
 from tools.launch.supervise.interruption import Interrupted, deferred, raise_if_asked
@@ -191,7 +191,7 @@ def _print_problems(keeper: Keeper, console: Console) -> None:
         console.print(problem, style="yellow", highlight=False)
 
 
-def _source(launch: Launch, ranks: RankProcesses) -> Source:
+def _source(launch: Launch, ranks: RankProcesses) -> SampleSource:
     if launch.spec.device is DeviceKind.GPU:
         gpus = visible_gpus()[: launch.local_devices]
         return GpuRanks(gpus, lambda: _first_rank(launch, ranks))

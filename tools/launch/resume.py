@@ -3,6 +3,8 @@
 In its own layout it resumes in its own folder: log, events and checkpoints are added to, and what
 belongs to one attempt is kept in `attempts/`. In another layout (STRATEGY=pp2) it is another run, in a
 folder of its own that names its parent, because its times and its memory are not its parent's.
+
+Apart from `relaunch`, which `train` uses too: this module is above `train`, that one below it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ THROTTLE_REASONS = {
 """Bits of `nvmlClocksEventReasons`. Bit 0, an idle GPU, is no throttling and is left out."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Where readings come from."""
 
     def read(self) -> Iterable[tuple[int, Reading]]:
@@ -49,7 +49,7 @@ class Source(Protocol):
 class Sampler(BackgroundThread):
     """Writes a source's readings to a file, in a thread, while the `with` block runs."""
 
-    def __init__(self, source: Source, path: Path) -> None:
+    def __init__(self, source: SampleSource, path: Path) -> None:
         self._source = source
         self._path = path
         super().__init__()
@@ -80,7 +80,7 @@ class CpuRanks:
         self._known: dict[int, psutil.Process] = {}
 
     def read(self) -> Iterable[tuple[int, Reading]]:
-        """As `Source.read`."""
+        """As `SampleSource.read`."""
         for rank, process in sorted(self._ranks.by_rank().items()):
             # cpu_percent measures since its last call, so the process object must be kept.
             reading = _reading(self._known.setdefault(rank, process))
@@ -99,7 +99,7 @@ class GpuRanks:
         self._first = first
 
     def read(self) -> Iterable[tuple[int, Reading]]:
-        """As `Source.read`; a GPU that has fallen off the bus gives no reading."""
+        """As `SampleSource.read`; a GPU that has fallen off the bus gives no reading."""
         for rank, gpu in enumerate(self._gpus, start=self._first()):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
