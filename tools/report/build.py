@@ -11,8 +11,13 @@ import msgspec
 from rich.console import Console
 
 from tools.records.gpu_bench import read_bench
-from tools.report.analyse.regressions import BaselineError, compare_with_baseline, read_baseline
-from tools.report.analyse.report import Report, build_report
+from tools.report.analyse.report import (
+    BaselineError,
+    Report,
+    build_report,
+    compare_with_baseline,
+    read_baseline,
+)
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import write_report
 from tools.report.render.text import print_report

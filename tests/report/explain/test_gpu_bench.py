@@ -6,7 +6,7 @@ from rich.console import Console
 from tests.launch.experiment.bench_gpu.results import bench, result
 from tools.records.gpu_bench import FILE, FOLDER, write_bench
 from tools.report.build import BuildOptions, build
-from tools.report.explain.gpu_bench import bench_tables
+from tools.report.explain.tables import bench_tables
 
 
 def test_settings_stand_beside_mark_and_floor() -> None:

@@ -22,7 +22,12 @@ from tools.records.measurements import (
     Phase,
     RankCommunication,
 )
-from tools.report.explain.closed_form import Kernels, NoClosedFormError, configuration_of_run
+from tools.report.explain.closed_form import (
+    Kernels,
+    NoClosedFormError,
+    configuration_of_run,
+    fullest_candidate,
+)
 from tools.report.explain.predicted import (
     Findings,
     Stages,
@@ -30,7 +35,6 @@ from tools.report.explain.predicted import (
     compare_calls,
     findings_of,
 )
-from tools.report.explain.predicted_memory import fullest_candidate
 from tools.spec.run import DeviceKind
 
 WORD = 50304 * 64

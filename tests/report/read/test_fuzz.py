@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
+from tools.report.cli import log_as_json
 from tools.report.read.diagnosis import classify_exit
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.window import select_window
-from tools.report.render.dump import log_as_json
 
 GOLDEN = sorted((Path(__file__).parents[1] / "logs").glob("*.log"))
 TEN_MB = 10_000_000

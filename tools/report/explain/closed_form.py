@@ -1,15 +1,22 @@
-"""A run as the planner's closed forms see it: the same shape, split, batch and choices."""
+"""A run as the planner's closed forms describe it, and its peak memory compared with the model's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.plan.collectives.call import LATEST, Megatron
+from tools.plan.memory import held_parameters, logits_bytes, memory_of_rank
+from tools.plan.tensors import rank_parameters
+from tools.records.measurements import DeviceMemory, MemoryCategory, RankMemory
 from tools.report.read.runs import Run
 from tools.spec.run import Backend, RunSpec
+from tools.text.units import amount
 
 _OLD = ("0.14", "0.15")
 """Versions whose calls are those of f4fa7d6b."""
+_FP32_BYTES = 4
+_ADAM_STEP_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,21 @@ class Residual:
 
 class NoClosedFormError(ValueError):
     """The closed forms say nothing of this run; the message says why."""
+
+
+@dataclass(frozen=True)
+class PeakCandidate:
+    """A point of the iteration that may be the peak."""
+
+    name: str
+    activations: int
+    temporaries: int
+    """Logits included."""
+
+    @property
+    def total(self) -> int:
+        """Bytes beside weights, gradients and optimizer state."""
+        return self.activations + self.temporaries
 
 
 def configuration_of_run(run: Run) -> RunSpec:
@@ -87,3 +109,93 @@ def pipeline_rank(configuration: RunSpec, rank: int) -> int:
 def known_ranks(configuration: RunSpec, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Those ranks that the split has; a ledger of another run's ranks must not break the report."""
     return tuple(rank for rank in ranks if 0 <= rank < configuration.parallelism.world_size)
+
+
+def fullest_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> PeakCandidate:
+    """The moment that holds most."""
+    return max(_candidates(configuration, stage, kernels), key=lambda candidate: candidate.total)
+
+
+def compare_memory(
+    configuration: RunSpec, rank: RankMemory, kernels: Kernels
+) -> Iterator[Residual]:
+    """Components in the order they are allocated, then their sum."""
+    stage = pipeline_rank(configuration, rank.rank)
+    model = memory_of_rank(configuration, stage)
+    candidate = fullest_candidate(configuration, stage, kernels)
+    held = {category: rank.categories.get(category, 0) for category in MemoryCategory}
+    temporaries = held[MemoryCategory.LOGITS] + held[MemoryCategory.TEMPORARY]
+    optimizer = model.main_parameters + model.optimizer_state
+    peak = model.state + candidate.total + model.communication
+    where = f"predicted at {candidate.name}; measured in {rank.peak_phase.value}"
+    for component, measured, predicted, note in (
+        ("weights", held[MemoryCategory.WEIGHTS], model.weights, ""),
+        ("gradients", held[MemoryCategory.GRADIENTS], model.gradients, ""),
+        _optimizer(held[MemoryCategory.OPTIMIZER_STATE], optimizer),
+        ("activations", held[MemoryCategory.ACTIVATIONS], candidate.activations, ""),
+        ("logits and temporaries", temporaries, candidate.temporaries, ""),
+        _buffers(held[MemoryCategory.COMMUNICATION], model.communication),
+        ("peak of live tensors", rank.peak_bytes, peak, where),
+    ):
+        yield Residual(rank.rank, component, measured, predicted, note)
+    if rank.device is not None:
+        yield from _on_device(rank.rank, rank.device, peak, model.allocator)
+
+
+def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[PeakCandidate]:
+    model = memory_of_rank(configuration, stage)
+    split = configuration.parallelism
+    last = stage == split.pipeline - 1
+    yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
+    held = rank_parameters(configuration, stage)
+    table = max(held.word_embedding, held.output_layer)
+    gradient = configuration.element_bytes * table
+    if last and not kernels.fused_gradients:
+        yield PeakCandidate(
+            "the output layer's backward: the logits' gradient and its weight's, not yet added",
+            model.activations,
+            logits_bytes(configuration) + gradient,
+        )
+        if split.pipeline == 1 and configuration.trained_shape.tied_embeddings:
+            yield PeakCandidate(
+                "the embedding's backward: its gradient, the tied output layer's, and their sum",
+                0,
+                3 * gradient,
+            )
+    if not kernels.fused_adam:
+        largest = min(table, held_parameters(configuration, stage)[0])
+        yield PeakCandidate(
+            "Adam's step on the largest tensor: a square root and a quotient",
+            0,
+            2 * _FP32_BYTES * largest,
+        )
+
+
+def _on_device(rank: int, device: DeviceMemory, peak: int, allocator: int) -> Iterator[Residual]:
+    rounding = "live blocks, rounded up; the most since the start"
+    yield Residual(rank, "allocated", device.allocated_peak_bytes, peak, rounding)
+    parts = (
+        f"reserved {amount(device.reserved_peak_bytes)}, of it the allocator's slack "
+        f"{amount(device.slack_bytes)}; the rest is context, libraries and other processes"
+    )
+    yield Residual(rank, "the device's own reading", device.used_bytes, peak + allocator, parts)
+
+
+def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:
+    note = ""
+    if predicted and not measured:
+        note = "a received message counts as the activation it has become"
+    elif measured and not predicted:
+        # GlobalMemoryBuffer "mpu": layers.py gathers into it, dot_product_attention.py multiplies in it.
+        note = (
+            "SP gathers into one buffer of Megatron's, as large as the largest thing it ever held"
+        )
+    return "communication buffers", measured, predicted, note
+
+
+def _optimizer(measured: int, predicted: int) -> tuple[str, int, int, str]:
+    extra = measured - predicted
+    steps, remainder = divmod(extra, _ADAM_STEP_BYTES)
+    plausible = 0 < steps < 100_000 and not remainder
+    note = f"Adam's step counts, {_ADAM_STEP_BYTES} bytes a tensor: {steps}" if plausible else ""
+    return "optimizer state", measured, predicted, note

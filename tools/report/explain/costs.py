@@ -1,4 +1,4 @@
-"""Which cost separates a strategy from baseline: its time above a fair share of baseline's."""
+"""Which cost separates a strategy from baseline, and what a pipeline waits for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
+from tools.report.explain.predicted import Stages, ideal_bubble, measured_stages
 from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
 from tools.spec.strategy import Parallelism
@@ -18,6 +19,8 @@ _SMALLEST_SHARE = 0.1
 _NEGLIGIBLE_SHARE = 0.02
 _DOUBTFUL_SHARE = 0.15
 """Of baseline's share: arithmetic that much faster is another machine's, or another load's."""
+_FACTORS = (2, 4)
+"""How many times the micro batches are asked about."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
         if subject.split == Parallelism():
             continue
         baseline = find(subjects, subject, Parallelism())
-        found.append(_sentence(subject, baseline))
+        found.append(_cost_sentence(subject, baseline))
     return found
 
 
@@ -58,7 +61,16 @@ def fair_share(reference: Subject, other: Subject) -> float | None:
     return work * one.parallelism.world_size / two.parallelism.world_size
 
 
-def _sentence(subject: Subject, baseline: Subject | None) -> str:
+def bubble_sentences(subjects: Sequence[Subject]) -> list[str]:
+    """Sentences for every pipeline; none without one."""
+    found = []
+    for subject in subjects:
+        if subject.split.pipeline > 1:
+            found += _bubble_sentences(subject)
+    return found
+
+
+def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     if baseline is None:
         return f"{subject.label}: there is no baseline run of this model to hold it against."
     times, reference = subject.findings.times, baseline.findings.times
@@ -76,7 +88,7 @@ def _sentence(subject: Subject, baseline: Subject | None) -> str:
             "can be named."
         )
     costs = costs_above(reference, times, share)
-    return f"{text}: {_causes(costs, whole - fair)}{_doubt(costs, fair)}"
+    return f"{text}: {_named_causes(costs, whole - fair)}{_doubt(costs, fair)}"
 
 
 def _difference(subject: Subject, whole: float, fair: float) -> str:
@@ -94,7 +106,7 @@ def _scatter(subject: Subject, seconds: float) -> float:
     return 2 * found.spread * seconds / math.sqrt(found.count) if found else 0.0
 
 
-def _causes(costs: Sequence[Cost], difference: float) -> str:
+def _named_causes(costs: Sequence[Cost], difference: float) -> str:
     shown = [c for c in costs if abs(c.seconds) >= _SMALLEST_SHARE * abs(difference)]
     parts = [f"{signed(milliseconds(cost.seconds))} {cost.part}" for cost in shown]
     rest = difference - sum(cost.seconds for cost in shown)
@@ -139,3 +151,72 @@ def _parts_of_rank(rank: RankTime | None) -> dict[str, float]:
         "the optimizer": phases.get(Phase.OPTIMIZER, 0.0),
         "data, loss reduction and logging": sum(phases.get(p, 0.0) for p in others),
     }
+
+
+def _bubble_sentences(subject: Subject) -> list[str]:
+    configuration, times = subject.findings.configuration, subject.findings.times
+    if configuration is None:
+        return [
+            f"{subject.label}: its micro batches are not known, so nothing is said of its bubble."
+        ]
+    split, count = configuration.parallelism, configuration.microbatches
+    virtual = split.virtual_stages
+    below = f"({count}·{virtual})" if virtual > 1 else f"{count}"
+    form = f"({split.pipeline}−1)/{below}"
+    ideal = f"{form} = {ideal_bubble(configuration):.1%}"
+    if not subject.findings.bubble or times is None:
+        return [
+            f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; without a "
+            "usable time ledger there is nothing to hold it against."
+        ]
+    measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in subject.findings.bubble])
+    sentences = [
+        f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; measured, "
+        f"sending and waiting are {measured}."
+    ]
+    stages = measured_stages(configuration, times)
+    if stages is not None:
+        sentences += [_uneven(subject, stages), _more(subject, stages)]
+    return sentences
+
+
+def _uneven(subject: Subject, stages: Stages) -> str:
+    works = joined([milliseconds(value) for value in stages.seconds])
+    explained = joined(
+        [f"{stages.idle_over_work(s):.1%} on stage {s}" for s in range(len(stages.seconds))]
+    )
+    configuration = subject.findings.configuration
+    assert configuration is not None
+    left = max(
+        abs(c.measured - stages.idle_over_work(_stage(subject, c.rank)))
+        for c in subject.findings.bubble
+    )
+    return (
+        f"{subject.label}: its stages work {works} a micro batch; 1F1B over stages that unequal waits "
+        f"{explained}, messages not counted; up to {left:.1%} of the work is in neither: messages, and "
+        "whatever delayed one rank and not the other."
+    )
+
+
+def _more(subject: Subject, stages: Stages) -> str:
+    count = stages.microbatches
+    now = stages.iteration_seconds(count) / count
+    configuration = subject.findings.configuration
+    assert configuration is not None
+    asked = []
+    for factor in _FACTORS:
+        more = factor * count
+        each = stages.iteration_seconds(more) / more
+        asked.append(
+            f"{more} make (p−1)/m {ideal_bubble(configuration, more):.1%} and "
+            f"{milliseconds(each)} a micro batch ({signed(f'{each / now - 1:.1%}')})"
+        )
+    floor = max(stages.seconds)
+    return (
+        f"{subject.label}: with {count} micro batch(es) these stages take {milliseconds(now)} a micro "
+        f"batch; {joined(asked)}; however many, not below the slower stage's {milliseconds(floor)}."
+    )
+
+
+def _stage(subject: Subject, rank: int) -> int:
+    return rank // (subject.split.world_size // subject.split.pipeline)

@@ -18,13 +18,13 @@ from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from tools.report.explain.closed_form import (
     NoClosedFormError,
     Residual,
+    compare_memory,
     configuration_of_run,
     kernels_of_run,
     known_ranks,
     megatron_of_run,
     pipeline_rank,
 )
-from tools.report.explain.predicted_memory import compare_memory
 from tools.report.explain.time_shares import (
     TimeShares,
     busy_seconds,

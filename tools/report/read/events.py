@@ -1,4 +1,7 @@
-"""All but the iteration line: parameters, memory, timers, validation, checkpoints, arguments."""
+"""All but the iteration line: parameters, memory, timers, validation, checkpoints, arguments; failures.
+
+`ErrorCollector` collects exceptions with their rank, torchrun's epilogue and signals.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import re
 
 from tools.report.read.scraped import (
     CheckpointEvent,
+    ErrorTrace,
+    LoggedError,
     MemoryReading,
     ParameterCount,
     TheoreticalMemory,
@@ -125,3 +130,150 @@ def argument(line: str) -> tuple[str, str] | None:
 
 def _optional(text: str | None) -> float | None:
     return float(text) if text else None
+
+
+_PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?){1,3}", re.ASCII)
+_TRACEBACK = "Traceback (most recent call last)"
+_FRAME = re.compile(r'\s*File "([^"]{1,500})", line (\d{1,7})(?:, in (\S{1,120}))?')
+_EXCEPTION = re.compile(
+    r"((?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80}?"
+    r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Abort|NotFound|Failed))(?::\s?(.*))?\Z"
+)
+_USAGE = re.compile(r"(\S{1,200}): error: (.{1,2000})")
+_FATAL = re.compile(
+    r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
+    r"|terminate called after throwing .{1,200}"
+    r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
+)
+_UNEXPECTED_RESULT = re.compile(
+    r"(Unexpected result \S{1,40}) on rank (\d{1,6}) at iteration #(\d{1,9}).{0,40}message='(.{1,200})'"
+)
+"""Megatron's `rerun_state_machine`, which then ends with exit code 16 or 17 and no traceback."""
+
+_FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
+_FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")
+_SIGNAL = re.compile(r"got signal: (\d{1,3})|exiting program after receiving (SIG[A-Z]{2,8})")
+_SIGNAL_NAMES = {"1": "SIGHUP", "2": "SIGINT", "9": "SIGKILL", "15": "SIGTERM"}
+_SECONDARY = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
+    r"|communicator was aborted|collective operation timeout|recvValue failed|ncclRemoteError"
+    r"|Socket Timeout|failed to recv|Rank \d+ successfully reached monitoredBarrier"
+    r"|NCCL error|heartbeat monitor",
+    re.IGNORECASE,
+)
+_LAUNCHER_KINDS = ("ChildFailedError", "SignalException", "RendezvousClosedError")
+_EPILOGUE = ("Failures:", "Root Cause (first observed failure):")
+_KILLING = (4, 7, 8, 9, 11)
+"""Signals that a rank dies of by itself or by the kernel; torchrun ends the others with SIGTERM."""
+_MAX_ERRORS = 256
+_MAX_MESSAGE = 2000
+
+
+class ErrorCollector:
+    """Feed it every line; `trace()` is what was found."""
+
+    def __init__(self) -> None:
+        self._errors: list[LoggedError] = []
+        self._frames: dict[int | None, str] = {}
+        self._in_epilogue = False
+        self._ignored = False
+        self._listed_rank: int | None = None
+        self._failures: list[tuple[int | None, int]] = []
+        self._root: tuple[int | None, int | None] = (None, None)
+        self._interrupted_by: str | None = None
+
+    def feed(self, line: str) -> None:
+        """Look at one line."""
+        if self._frames:
+            self._follow_traceback(line)
+        if "Traceback" in line and _TRACEBACK in line:
+            rank, _ = _split_prefix(line)
+            if len(self._frames) < _MAX_ERRORS:
+                self._frames[rank] = ""
+        elif "rror" in line or "fault" in line or "terminate" in line or "memory" in line:
+            self._feed_untraced(line)
+        elif "Unexpected result" in line:
+            self._feed_validation(line)
+        if self._in_epilogue:
+            self._feed_epilogue(line)
+        elif line.strip() in _EPILOGUE:
+            self._in_epilogue = True
+        if "ignal" in line or "receiving SIG" in line:
+            self._feed_signal(line)
+        self._ignored = self._ignored or "Exception ignored in" in line
+
+    def trace(self) -> ErrorTrace:
+        """What the lines so far tell."""
+        # torchrun looks ten times a second, and of ranks found dead together it names the lowest; one
+        # that a signal killed is the cause, because the others only lost their connection to it.
+        killed = next(((r, code) for r, code in self._failures if -code in _KILLING), None)
+        rank, code = killed or self._root
+        return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
+
+    def _follow_traceback(self, line: str) -> None:
+        rank, text = _split_prefix(line)
+        if rank not in self._frames:
+            return
+        if text[:1].isspace():
+            frame = _FRAME.match(text)
+            if frame:
+                self._frames[rank] = f"{frame[1].rsplit('/', 1)[-1]}:{frame[2]}"
+            return
+        found = _EXCEPTION.match(text.rstrip())
+        if found:
+            self._close_traceback(rank, found[1], (found[2] or "").strip())
+
+    def _close_traceback(self, rank: int | None, kind: str, message: str) -> None:
+        where = self._frames.pop(rank)
+        short = kind.rsplit(".", 1)[-1]
+        if short == "KeyboardInterrupt":
+            self._note_interruption("KeyboardInterrupt")
+            return
+        launcher = short in _LAUNCHER_KINDS
+        self._add(short, message or f"in {where}" if where else message, rank, launcher)
+
+    def _feed_validation(self, line: str) -> None:
+        found = _UNEXPECTED_RESULT.search(line)
+        if found:
+            self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
+
+    def _feed_untraced(self, line: str) -> None:
+        usage = _USAGE.search(line) if ": error: " in line else None
+        if usage and usage[1].endswith(".py"):
+            self._add("usage", f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}", _split_prefix(line)[0])
+            return
+        fatal = _FATAL.search(line)
+        if fatal and not any(fatal[1].split(": ", 1)[-1] in e.message for e in self._errors):
+            kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
+            message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
+            self._add(kind, message, _split_prefix(line)[0])
+
+    def _feed_epilogue(self, line: str) -> None:
+        if rank := _FAILED_RANK.search(line):
+            self._listed_rank = int(rank[1])
+        elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
+            self._failures.append((self._listed_rank, int(code[1])))
+            # The root cause is listed last.
+            self._root = self._failures[-1]
+
+    def _feed_signal(self, line: str) -> None:
+        found = _SIGNAL.search(line)
+        if found:
+            self._note_interruption(found[2] or _SIGNAL_NAMES.get(found[1], f"signal {found[1]}"))
+
+    def _note_interruption(self, by: str) -> None:
+        # Somebody who stops what has already failed did not interrupt it.
+        if self._interrupted_by is None and all(error.secondary for error in self._errors):
+            self._interrupted_by = by
+
+    def _add(self, kind: str, message: str, rank: int | None, secondary: bool = False) -> None:
+        secondary = secondary or self._ignored or bool(_SECONDARY.search(message[:_MAX_MESSAGE]))
+        self._ignored = False
+        if len(self._errors) < _MAX_ERRORS:
+            self._errors.append(LoggedError(kind, message[:_MAX_MESSAGE], rank, secondary))
+
+
+def _split_prefix(line: str) -> tuple[int | None, str]:
+    """The rank in `[default1]:` or `[rank1]: ` and the text behind it."""
+    found = _PREFIX.match(line)
+    return (int(found[1]), line[found.end() :]) if found else (None, line)

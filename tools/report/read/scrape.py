@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tools.report.read import events
-from tools.report.read.errors import ErrorCollector
+from tools.report.read.events import ErrorCollector
 from tools.report.read.iteration_line import (
     MARK,
     iterations_in,

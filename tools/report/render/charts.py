@@ -12,8 +12,13 @@ from tools.report.canvas import Chart, draw
 from tools.report.explain.bandwidth import draw_bandwidth, rate_curves
 from tools.report.explain.chart_routing import draw_routing
 from tools.report.explain.routing import iterations_of
-from tools.report.render.chart_curves import draw_devices, draw_losses
-from tools.report.render.chart_rows import MAX_TIMES, draw_memory, draw_times
+from tools.report.render.painters import (
+    MAX_TIMES,
+    draw_devices,
+    draw_losses,
+    draw_memory,
+    draw_times,
+)
 
 MAX_COHORTS = 4
 MAX_CURVES = 8

@@ -17,8 +17,7 @@ from tools.report.explain.explanation import Explanation, explain, explanation_m
 from tools.report.explain.timelines import timeline_charts
 from tools.report.render.charts import draw_charts
 from tools.report.render.page import render_page
-from tools.report.render.sentences import sentences
-from tools.report.render.text import render_markdown
+from tools.report.render.text import render_markdown, sentences
 from tools.text.table import Table, csv_table
 
 MAX_SAMPLES = 2000

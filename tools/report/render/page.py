@@ -12,7 +12,7 @@ from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
 from tools.report.render import tables
-from tools.report.render.sentences import sentences
+from tools.report.render.text import sentences
 from tools.text import units
 from tools.text.table import Column, Table
 

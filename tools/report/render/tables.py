@@ -19,8 +19,7 @@ from tools.report.analyse.entry import (
     sent_bytes,
 )
 from tools.report.analyse.published import Match
-from tools.report.analyse.regressions import Change
-from tools.report.analyse.report import ArgumentDifference, Report
+from tools.report.analyse.report import ArgumentDifference, Change, Report
 from tools.report.analyse.statistics import Comparison
 from tools.spec.published import Correction
 from tools.text.table import Column, Table

@@ -8,13 +8,17 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
+from tools.records.run import Status
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import Report
+from tools.report.analyse.statistics import Verdict
 from tools.report.canvas import Chart
 from tools.report.render import tables
-from tools.report.render.sentences import sentences
 from tools.report.render.tables import terminal_results
 from tools.text.table import markdown_table, markdown_text, rich_table
+from tools.text.units import number
+
+_NOTHING_PUBLISHED = "Nothing was published of these configurations."
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -37,11 +41,6 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(f"• {text}"))
 
 
-def _kind(entry: Entry) -> tuple[str, str, str]:
-    run = entry.run
-    return run.model, run.device, run.spec.dtype if run.spec else ""
-
-
 def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
     """The report as Markdown, charts linked from beside it."""
     parts = [f"# Report {markdown_text(report.name)}", f"Made {report.created_utc} UTC."]
@@ -61,8 +60,128 @@ def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_NOTHING_PUBLISHED = "Nothing was published of these configurations."
+def sentences(report: Report) -> list[str]:
+    """The verdicts of a report, one sentence each."""
+    if not report.entries:
+        return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
+    result = [_status_sentence(report)]
+    if any(e.run.device == "cpu" and e.estimate for e in report.entries):
+        result.append(
+            "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
+            "compute and communication is in them; losses, parameters and bytes are exact."
+        )
+    result += _window_sentences(report)
+    result += [text for entry in report.entries if (text := speed_sentence(entry, report))]
+    result += _parity_sentences(report)
+    result += _published_sentences(report)
+    findings = [change for change in report.changes if change.is_finding]
+    if report.baseline:
+        result.append(
+            f"Against {report.baseline}: "
+            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in findings) or "nothing changed")
+            + "."
+        )
+    return result
+
+
+def speed_sentence(entry: Entry, report: Report) -> str:
+    """What may be said of an entry's speed; empty where nothing is compared."""
+    comparison = entry.speed
+    if comparison is None or comparison.per_token is None:
+        return ""
+    reference = next(e for e in report.entries if e.run.name == comparison.reference)
+    found = comparison.per_token
+    unit = "an iteration" if comparison.per_iteration else "a token"
+    span = f", 95% {found.low:.3f} to {found.high:.3f}" if found.low and found.high else ""
+    joint = "of" if found.verdict is Verdict.NOISE else "than"
+    text = (
+        f"{entry.label} is {found.verdict} {joint} {reference.label}:"
+        f" ×{found.ratio:.3f} the time {unit}{span}"
+    )
+    if found.verdict is Verdict.UNKNOWN:
+        text = f"{entry.label} against {reference.label}: too few samples for a verdict"
+    elif found.verdict is Verdict.NOISE and found.noise:
+        text += f"; iterations themselves scatter by {found.noise:.1%}"
+    flaws = [d for d in comparison.differences if not d.part_of_strategy]
+    if comparison.per_iteration is None:
+        text += "; a speedup per iteration is refused, their iterations hold different work"
+    if flaws:
+        text += "; not the same: " + ", ".join(
+            f"{d.what} ({d.reference} | {d.other})" for d in flaws
+        )
+    return text + "."
+
+
+def _kind(entry: Entry) -> tuple[str, str, str]:
+    run = entry.run
+    return run.model, run.device, run.spec.dtype if run.spec else ""
 
 
 def _listed(texts: Sequence[str]) -> str:
     return "\n".join(f"- {markdown_text(text)}" for text in texts)
+
+
+def _status_sentence(report: Report) -> str:
+    bad = [e for e in report.entries if e.run.status.status is not Status.OK]
+    runs = sum(len(entry.configuration.runs) for entry in report.entries)
+    rows = len(report.entries)
+    text = f"{runs} run{'s' * (runs != 1)} in {rows} configuration{'s' * (rows != 1)}"
+    if not bad:
+        return f"{text}, all ended well."
+    return (
+        f"{text}; "
+        + "; ".join(
+            f"{e.label} is {e.run.status.status}"
+            + (f" ({e.run.status.reason.rstrip('.')})" if e.run.status.reason else "")
+            for e in bad
+        )
+        + "."
+    )
+
+
+def _window_sentences(report: Report) -> list[str]:
+    counts = [e.estimate.count for e in report.entries if e.estimate]
+    if not counts:
+        return []
+    span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
+    return [
+        f"Medians rest on {span} samples a row; which lines were left out, and why, stands under"
+        " 'How it was measured' in report.html and report.md."
+    ]
+
+
+def _parity_sentences(report: Report) -> list[str]:
+    held = [e for e in report.entries if e.parity.verdict == "held"]
+    result = []
+    if held:
+        worst = max(e.parity.max_units or 0 for e in held)
+        fewest = min(e.parity.compared for e in held)
+        basis = (
+            "the spread of repeats and the rounding"
+            if any(e.parity.repeats for e in held)
+            else "the rounding alone"
+        )
+        result.append(
+            f"Loss parity held for {', '.join(e.label for e in held)}: over {fewest} iterations"
+            f" no loss is more than {worst:.0f} unit(s) of the last printed digit off"
+            f" (tolerance: {basis})."
+        )
+    result += [
+        f"Loss parity of {e.label} is {e.parity.verdict}: the largest difference is"
+        f" {e.parity.max_difference:.3g}."
+        for e in report.entries
+        if e.parity.verdict.startswith("broken")
+    ]
+    return result
+
+
+def _published_sentences(report: Report) -> list[str]:
+    return [
+        f"{entry.label}: published {match.quantity} "
+        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
+        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
+        f" {number(match.expected_low)} to {number(match.expected_high)})."
+        for entry in report.entries
+        for match in entry.matches
+        if match.verdict != "not comparable"
+    ]

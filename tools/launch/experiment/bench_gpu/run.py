@@ -49,7 +49,7 @@ from tools.records.gpu_bench import (
     read_bench,
     write_bench,
 )
-from tools.report.explain.gpu_bench import bench_text
+from tools.report.explain.tables import bench_text
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
