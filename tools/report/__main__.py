@@ -1,4 +1,4 @@
-"""`python -m tools.report scrape|build|bench`."""
+"""`python -m tools.report scrape|build|explain|trace|bench`."""
 
 import sys
 

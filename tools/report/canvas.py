@@ -30,7 +30,7 @@ class Chart:
     name: str
     title: str
     text: str
-    """Says what is to be seen; also for those who cannot see it."""
+    """Describes the picture; also its text alternative."""
     svg: str
     """Complete file, dark on white."""
     inline: str

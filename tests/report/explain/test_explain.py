@@ -115,7 +115,7 @@ def test_traffic_names_what_is_sent_and_what_is_not_attributed(tmp_path: Path) -
     assert "predicted and not made" in sentence(question, folder)
 
 
-def test_context_parallelism_is_held_against_tensor_parallelism(tmp_path: Path) -> None:
+def test_context_parallelism_is_compared_with_tensor_parallelism(tmp_path: Path) -> None:
     folders = [write(tmp_path, name) for name in ("cp2", "tp2")]
     for folder in folders:
         write_calls(folder, communication(folder))
@@ -135,7 +135,7 @@ def test_pipeline_sentences_say_what_more_micro_batches_would_do(tmp_path: Path)
     (folder / "time.json").unlink()
     write_calls(folder, communication(folder))
     text = sentence("What does the pipeline wait for, and would more micro batches help?", folder)
-    assert "nothing to hold it against" in text
+    assert "nothing to compare it with" in text
 
 
 def test_uneven_pipeline_memory_is_named_by_category(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_sequence_parallelism_saves_what_norms_keep(tmp_path: Path) -> None:
     assert "there is no tp2 run of this batch" in sentence(question, sp2)
 
 
-def test_sharded_optimizer_is_held_against_plain_data_parallelism(tmp_path: Path) -> None:
+def test_sharded_optimizer_is_compared_with_plain_data_parallelism(tmp_path: Path) -> None:
     plain, sharded = write(tmp_path, "dp2"), write(tmp_path / "z", "dp2")
     record = json.loads((sharded / RUN_FILE).read_text())
     split = Parallelism(data=2, sharding=Sharding.ZERO1)

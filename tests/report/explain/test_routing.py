@@ -151,7 +151,7 @@ def test_choice_and_cost_are_sentences_with_their_numbers(run: Path) -> None:
     assert f"of at most {math.log(2):.3f} nats" in choice
     assert "compute ×0.857 to ×1.143 of the mean on the whole" in cost
     assert "the busiest of each layer, which the others wait for, ×1.143. In" in cost
-    assert "rank 1 stands still for 4.0 ms and rank 0 for 10.0 ms of an iteration of 100 ms" in cost
+    assert "rank 1 waits for 4.0 ms and rank 0 for 10.0 ms of an iteration of 100 ms" in cost
     assert "at least the difference, 6.0 ms (6.0%), and at most all of it, 10.0%" in cost
 
 

@@ -1,4 +1,4 @@
-"""What two runs do differently, before anybody says which is faster."""
+"""What differs between two runs, stated before their times are compared."""
 
 from __future__ import annotations
 

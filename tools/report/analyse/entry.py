@@ -1,4 +1,4 @@
-"""One row of a report: a configuration with all that is said of it, and the columns of `results.csv`."""
+"""One row of a report: a configuration with all its results, and the columns of `results.csv`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Shardin
 
 @dataclass(frozen=True)
 class Entry:
-    """One configuration with all that is said of it."""
+    """One configuration with all its results."""
 
     label: str
     """How it is called in tables and charts."""

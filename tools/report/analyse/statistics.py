@@ -1,4 +1,4 @@
-"""Median iteration time with an interval, and what may be said of two of them.
+"""Median iteration time with an interval, and the verdict on two of them.
 
 From 20 samples on the interval is a block bootstrap's, whose block length follows from the
 samples' own autocorrelation (Politis & White 2004); from 6 on it is the order statistics'; below
@@ -54,7 +54,7 @@ class Estimate:
 
 
 class Verdict(StrEnum):
-    """What a comparison of times allows to say of the second."""
+    """The verdict of a comparison of times on the second."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -71,7 +71,7 @@ class Comparison:
     high: float | None
     verdict: Verdict
     noise: float
-    """Relative difference below which nothing is said: the spread between iterations, where
+    """Relative difference below which there is no verdict: the spread between iterations, where
     repeats do not show the spread between runs."""
 
 
@@ -192,7 +192,7 @@ def _ratio_interval(
 ) -> tuple[float | None, float | None]:
     if reference.draws and other.draws:
         size = min(len(reference.draws), len(other.draws))
-        # One side is turned round: both use one seed, and equal samples must not cancel out.
+        # One side is reversed: both use one seed, and equal samples must not cancel out.
         ratios = weight * np.array(other.draws[:size]) / np.array(reference.draws[:size][::-1])
         return _quantiles(ratios)
     if reference.low is None or reference.high is None:

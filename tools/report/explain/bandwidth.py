@@ -23,7 +23,7 @@ PREDICTED_BITS_PER_SECOND = (100e9, 400e9)
 
 
 @dataclass(frozen=True)
-class Point:
+class RatePoint:
     """One measured configuration at one rate."""
 
     bits_per_second: float
@@ -35,7 +35,7 @@ class RateCurve:
     """One strategy over all rates it ran at."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[RatePoint, ...]
     """Measured behind a shaped link, slowest first."""
     unshaped: float | None
     """Milliseconds without a limit, where the ranks' own processors are the limit."""
@@ -82,7 +82,7 @@ def _counted(ranks: Sequence[RankCommunication]) -> list[RankCommunication]:
 
 def _curve(entry: Entry, members: Sequence[Entry]) -> RateCurve:
     timed = [(_rate(e.run), e.configuration.estimate) for e in members]
-    points = [Point(rate, found.median) for rate, found in timed if rate and found]
+    points = [RatePoint(rate, found.median) for rate, found in timed if rate and found]
     unshaped = [found.median for rate, found in timed if not rate and found]
     spec = entry.run.spec
     assert spec is not None  # A rate is known only of a run whose record has a spec.

@@ -51,7 +51,7 @@ class Residual:
 
 
 class NoClosedFormError(ValueError):
-    """The closed forms say nothing of this run; the message says why."""
+    """The closed forms do not apply to this run; the message gives the reason."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _FACTORS = (2, 4)
 
 
 @dataclass(frozen=True)
-class Cost:
+class ExtraTime:
     """A part of the iteration, in seconds above baseline's share; negative if below."""
 
     part: str
@@ -42,13 +42,13 @@ def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
     return found
 
 
-def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> list[Cost]:
+def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> list[ExtraTime]:
     """Parts of an iteration beyond `share` times the reference's, largest first, means over ranks.
 
     They sum to the difference of the iterations, but for the clock readings between phases.
     """
     ours, theirs = _parts(reference), _parts(other)
-    found = [Cost(part, theirs[part] - share * ours[part]) for part in ours]
+    found = [ExtraTime(part, theirs[part] - share * ours[part]) for part in ours]
     return sorted(found, key=lambda cost: -cost.seconds)
 
 
@@ -72,7 +72,7 @@ def bubble_sentences(subjects: Sequence[Subject]) -> list[str]:
 
 def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     if baseline is None:
-        return f"{subject.label}: there is no baseline run of this model to hold it against."
+        return f"{subject.label}: there is no baseline run of this model to compare it with."
     times, reference = subject.findings.times, baseline.findings.times
     share = fair_share(baseline, subject)
     if times is None or reference is None or share is None:
@@ -106,7 +106,7 @@ def _scatter(subject: Subject, seconds: float) -> float:
     return 2 * found.spread * seconds / math.sqrt(found.count) if found else 0.0
 
 
-def _named_causes(costs: Sequence[Cost], difference: float) -> str:
+def _named_causes(costs: Sequence[ExtraTime], difference: float) -> str:
     shown = [c for c in costs if abs(c.seconds) >= _SMALLEST_SHARE * abs(difference)]
     parts = [f"{signed(milliseconds(cost.seconds))} {cost.part}" for cost in shown]
     rest = difference - sum(cost.seconds for cost in shown)
@@ -115,7 +115,7 @@ def _named_causes(costs: Sequence[Cost], difference: float) -> str:
     return f"{joined(parts)}."
 
 
-def _doubt(costs: Sequence[Cost], fair: float) -> str:
+def _doubt(costs: Sequence[ExtraTime], fair: float) -> str:
     """What these numbers do not show."""
     arithmetic = next(cost.seconds for cost in costs if cost.part == _ARITHMETIC)
     if arithmetic < -_DOUBTFUL_SHARE * fair:
@@ -156,9 +156,7 @@ def _parts_of_rank(rank: RankTime | None) -> dict[str, float]:
 def _bubble_sentences(subject: Subject) -> list[str]:
     configuration, times = subject.findings.configuration, subject.findings.times
     if configuration is None:
-        return [
-            f"{subject.label}: its micro batches are not known, so nothing is said of its bubble."
-        ]
+        return [f"{subject.label}: its micro batches are not known, so its bubble is not known."]
     split, count = configuration.parallelism, configuration.microbatches
     virtual = split.virtual_stages
     below = f"({count}·{virtual})" if virtual > 1 else f"{count}"
@@ -167,7 +165,7 @@ def _bubble_sentences(subject: Subject) -> list[str]:
     if not subject.findings.bubble or times is None:
         return [
             f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; without a "
-            "usable time ledger there is nothing to hold it against."
+            "usable time ledger there is nothing to compare it with."
         ]
     measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in subject.findings.bubble])
     sentences = [

@@ -1,7 +1,7 @@
 """Predicted beside measured, a rank, by component, with residuals.
 
 Predictions are `tools.plan`'s closed forms; measurements are the log and the run's ledgers. What is
-missing on either side is said in `notes`, never filled in.
+missing on either side is listed in `notes`, never filled in.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CallRow:
     group: str
     operation: str
     what: str
-    """What the closed form says is moved; empty if it names no such call."""
+    """What is moved, by the closed form; empty if it has no such call."""
     measured_calls: int
     predicted_calls: int
     measured_wire_bytes: int
@@ -99,7 +99,7 @@ class CallComparison:
 def compare_calls(
     configuration: RunSpec, rank: RankCommunication, megatron: Megatron
 ) -> CallComparison:
-    """Hold a rank's steady iteration against the closed form, call by call."""
+    """Compare a rank's steady iteration with the closed form, call by call."""
     stage = pipeline_rank(configuration, rank.rank)
     predicted = communication_of_rank(configuration, stage, megatron)
     measured = [c for c in rank.calls if c.ranks > 1 and c.operation not in _SILENT]
@@ -145,7 +145,7 @@ def _kind(group: str, operation: str, payload_bytes: int) -> Kind:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything the ledgers of one run say, beside what the closed forms say."""
+    """What the ledgers of one run measured, and what the closed forms predict."""
 
     times: TimeRecord | None = None
     shares: tuple[TimeShares, ...] = ()

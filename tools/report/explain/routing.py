@@ -31,7 +31,7 @@ class IterationRouting:
     load_balancing_loss: float | None
     z_loss: float | None
     entropy_nats: float | None
-    """Means over layers and tokens; None where no router told."""
+    """Means over layers and tokens; None where no router reported it."""
 
     @property
     def computed(self) -> int:
@@ -50,7 +50,7 @@ class RankLoad:
     of_mean: float
     """Over the mean of the ranks that exchange tokens with it."""
     wait_seconds: float | None
-    """It stands still in calls that exchange tokens; None without a communication ledger."""
+    """Spent waiting in calls that exchange tokens; None without a communication ledger."""
 
 
 def iterations_of(record: RoutingRecord) -> tuple[IterationRouting, ...]:
@@ -102,7 +102,7 @@ def loads(
 
 
 def busiest(record: RoutingRecord, split: Parallelism) -> float:
-    """Work of the busiest rank in each layer over the mean rank's, in all: everybody waits for it.
+    """Work of the busiest rank in each layer over the mean rank's, in all: the others wait for it.
 
     A rank that is busiest in one layer and idle in the next is even on the whole, and still waited for.
     """
@@ -293,7 +293,7 @@ def _cost(subject: Subject, ranks: Sequence[RankLoad]) -> str:
     extra = waits[high] - waits[low]
     least = f"{milliseconds(extra)} ({percent(extra / whole)})"
     return (
-        f"{text}. In exchanging tokens rank {low} stands still for {milliseconds(waits[low])} and rank "
+        f"{text}. In exchanging tokens rank {low} waits for {milliseconds(waits[low])} and rank "
         f"{high} for {milliseconds(waits[high])} of an iteration of {milliseconds(whole)}: waiting for "
         f"another's experts cost at least the difference, {least}, and at most all of it, "
         f"{percent(waits[high] / whole)}; the rest is the exchange itself."

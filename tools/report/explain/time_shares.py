@@ -26,7 +26,7 @@ from tools.records.run import TIME_FILE
 
 @dataclass(frozen=True)
 class TimeShares:
-    """One rank's steady iteration, taken apart."""
+    """One rank's steady iteration by phase."""
 
     rank: int
     iteration_seconds: float

@@ -17,7 +17,7 @@ _PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}
 
 
 @dataclass(frozen=True)
-class Piece:
+class Span:
     """A span of one rank's time."""
 
     rank: int
@@ -58,7 +58,7 @@ class _Trace(msgspec.Struct, frozen=True):
     traceEvents: tuple[_Event, ...]  # noqa: N815 - Chrome's name
 
 
-def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Piece, ...]:
+def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Span, ...]:
     """The pieces of a run folder's trace, by rank and start; empty if nothing was traced.
 
     Raises:
@@ -68,7 +68,7 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Pie
     trace = msgspec.json.decode((folder / TRACE_FILE).read_bytes(), type=_Trace)
     pieces = [_piece(event) for event in trace.traceEvents if event.ph == "X"]
     ranks = sorted({piece.rank for piece in pieces})
-    found: list[Piece] = []
+    found: list[Span] = []
     for rank in ranks:
         own = sorted((p for p in pieces if p.rank == rank), key=lambda p: (p.start_ms, -p.end_ms))
         found += _numbered(own, rank, split, microbatches)
@@ -80,12 +80,12 @@ def schedule_of(split: Parallelism) -> Schedule:
     return Schedule.INTERLEAVED if split.virtual_stages > 1 else Schedule.ONE_F_ONE_B
 
 
-def passes(pieces: Iterable[Piece]) -> list[Piece]:
+def passes(pieces: Iterable[Span]) -> list[Span]:
     """Forward and backward passes, outermost spans only."""
     return [piece for piece in pieces if piece.name in _PASSES]
 
 
-def idle_share(pieces: Sequence[Piece]) -> dict[int, float]:
+def idle_share(pieces: Sequence[Span]) -> dict[int, float]:
     """Share of the time from the first forward to the last backward that each rank computed nothing."""
     worked = passes(pieces)
     if not worked:
@@ -97,14 +97,14 @@ def idle_share(pieces: Sequence[Piece]) -> dict[int, float]:
     return {rank: 1 - milliseconds / length for rank, milliseconds in sorted(busy.items())}
 
 
-def _piece(event: _Event) -> Piece:
+def _piece(event: _Event) -> Span:
     start = event.ts / 1000
-    return Piece(event.pid, event.name, event.cat, start, start + event.dur / 1000)
+    return Span(event.pid, event.name, event.cat, start, start + event.dur / 1000)
 
 
 def _numbered(
-    pieces: Sequence[Piece], rank: int, split: Parallelism, microbatches: int
-) -> list[Piece]:
+    pieces: Sequence[Span], rank: int, split: Parallelism, microbatches: int
+) -> list[Span]:
     """Number the passes as the schedule orders them on this rank's stage."""
     steps = {
         direction: _steps(direction, rank, split, microbatches) for direction in _PASSES.values()

@@ -47,7 +47,7 @@ def context_sentences(subjects: Sequence[Subject]) -> list[str]:
 def _sent(subject: Subject) -> str:
     calls = subject.findings.calls
     if not calls:
-        return f"{subject.label}: no communication ledger, so nothing is said of what it sends."
+        return f"{subject.label}: no communication ledger, so what it sends is not known."
     rank = max(calls, key=lambda comparison: comparison.measured_wire_bytes)
     made = sum(row.measured_calls for row in rank.rows)
     worth = _SMALLEST_SHARE * rank.measured_wire_bytes

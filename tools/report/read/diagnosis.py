@@ -21,7 +21,7 @@ _CAPACITY = re.compile(
 )
 _NAN = re.compile(r"found NaN|found Inf|Unexpected result (?:nan|-?inf|NaN)|is NaN", re.IGNORECASE)
 _SILENT = (4, 7, 8, 9)
-"""Signals that leave a rank no time for a word; SIGSEGV and SIGABRT may have one."""
+"""Signals after which a rank logs nothing; after SIGSEGV and SIGABRT it may."""
 _STOPPED = (None, 1, -2, -15, 130, 143)
 """Root causes that a stopped run has; torchrun also stops the others when one is killed."""
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE"} | {
@@ -66,7 +66,7 @@ def classify_exit(
 def first_error(log: ScrapedLog) -> LoggedError | None:
     """The first real error: no follow-up, and of torchrun's root-cause rank if that has any.
 
-    None where a signal killed a rank: what the others say is that they lost it.
+    None where a signal killed a rank: the others only report that they lost it.
     """
     code = log.trace.root_cause_exit_code
     if code is not None and -code in _SILENT:

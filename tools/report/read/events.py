@@ -203,7 +203,7 @@ class ErrorCollector:
         self._ignored = self._ignored or "Exception ignored in" in line
 
     def trace(self) -> ErrorTrace:
-        """What the lines so far tell."""
+        """What was found in the lines so far."""
         # torchrun looks ten times a second, and of ranks found dead together it names the lowest; one
         # that a signal killed is the cause, because the others only lost their connection to it.
         killed = next(((r, code) for r, code in self._failures if -code in _KILLING), None)
@@ -262,7 +262,7 @@ class ErrorCollector:
             self._note_interruption(found[2] or _SIGNAL_NAMES.get(found[1], f"signal {found[1]}"))
 
     def _note_interruption(self, by: str) -> None:
-        # Somebody who stops what has already failed did not interrupt it.
+        # Stopping what has already failed is no interruption.
         if self._interrupted_by is None and all(error.secondary for error in self._errors):
             self._interrupted_by = by
 

@@ -35,7 +35,7 @@ from tools.report.read.scraped import (
 )
 
 _SHORTEST = 8
-"""Characters of the shortest line that can say anything."""
+"""Characters of the shortest line with information."""
 _STARTS = ("--- arguments ---", "before the start of training step")
 
 

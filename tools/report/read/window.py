@@ -29,7 +29,7 @@ class Window:
 
     @property
     def text(self) -> str:
-        """Window, sample count and what was left out, for people."""
+        """Window, sample count and what was left out, as text."""
         if not self.samples_ms:
             span = "no samples"
         else:

@@ -1,4 +1,4 @@
-"""Which charts a report has, and what each says."""
+"""Which charts a report has, and the text of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def draw_charts(report: Report) -> list[Chart]:
         )
     sampled = [e for e in report.entries if any(len(s.seconds) > 1 for s in e.run.samples.series)]
     if sampled:
-        text = "What the devices said of themselves during the newest run, once a second."
+        text = "The devices' own readings during the newest run, once a second."
         painter = partial(draw_devices, entries=sampled[:MAX_DEVICES])
         text = _limited(text, sampled, MAX_DEVICES)
         charts.append(draw("devices", "Devices over time", text, painter))

@@ -15,6 +15,7 @@ from tools.report.render import tables
 from tools.report.render.text import sentences
 from tools.text import units
 from tools.text.table import Column, Table
+from tools.text.units import DASH
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ARGUMENTS = 120
@@ -23,7 +24,7 @@ _WIDE = 40
 
 
 @dataclass(frozen=True)
-class Cell:
+class PageCell:
     """One cell: what is read, and what a sortable table sorts by."""
 
     text: str
@@ -62,7 +63,7 @@ def render_page(
     )
 
 
-def cells_of[R](table: Table[R]) -> list[list[Cell]]:
+def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
     """Cells with what a browser needs to align, colour and sort them."""
     lines = [[_cell(column, row) for column in table.columns] for row in table.rows]
     wide = [any(len(line[i].text) > _WIDE for line in lines) for i in range(len(table.columns))]
@@ -72,14 +73,14 @@ def cells_of[R](table: Table[R]) -> list[list[Cell]]:
     ]
 
 
-def _cell[R](column: Column[R], row: R) -> Cell:
+def _cell[R](column: Column[R], row: R) -> PageCell:
     value, text = column.value(row), column.cell(row)
     # A value of several parts sorts by its first.
     key = value[0] if isinstance(value, tuple) else value
     kind = "number" if column.right else ""
-    if column.style:
+    if column.style and text not in ("", DASH):
         kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
-    return Cell(text, "" if key is None else key, kind)
+    return PageCell(text, "" if key is None else key, kind)
 
 
 def provenance(entry: Entry) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Every table of a report, said once: its columns and rows, whatever it is rendered to.
+"""Every table of a report, defined once: its columns and rows, whatever it is rendered to.
 
 The results exist in three selections of the same columns: the page has most, Markdown fewer, and a
 terminal those that fit, the most important first.

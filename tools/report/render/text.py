@@ -1,4 +1,4 @@
-"""The report as text: Markdown for `report.md`, tables that fit its width for a terminal."""
+"""The report as text: sentences, Markdown for `report.md`, tables that fit its width for a terminal."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def speed_sentence(entry: Entry, report: Report) -> str:
-    """What may be said of an entry's speed; empty where nothing is compared."""
+    """The verdict on an entry's speed; empty where nothing is compared."""
     comparison = entry.speed
     if comparison is None or comparison.per_token is None:
         return ""
@@ -145,7 +145,7 @@ def _window_sentences(report: Report) -> list[str]:
         return []
     span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
     return [
-        f"Medians rest on {span} samples a row; which lines were left out, and why, stands under"
+        f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
         " 'How it was measured' in report.html and report.md."
     ]
 
