@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.dataset.index import (
+from tools.preprocess.dataset.files import (
     IndexHeader,
     read_array,
     read_header,

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tools.preprocess.errors import InputError
 from tools.preprocess.input.files import whole_file
 from tools.preprocess.input.lines import line_blocks
-from tools.preprocess.input.shards import InputShard, cut, parse_shard
+from tools.preprocess.input.source import InputShard, cut, parse_shard
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,12 +1,11 @@
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from tools.preprocess.dataset import open_dataset
-from tools.preprocess.dataset.describe import label, text_histogram
-from tools.preprocess.dataset.manifest import read_manifest
-from tools.preprocess.dataset.stats import draws, measure
+from tools.preprocess.dataset.stats import draws, label, measure, text_histogram
 
 # GPT-2 tokens: 1, 2, 0, 4; with the end tokens: 2, 3, 0, 5.
 DOCUMENTS = ["one", "one two", "", "one two three four"]
@@ -20,7 +19,7 @@ def prefix(tool, tmp_path, write_lines):
 
 
 def test_counts_are_exact(prefix):
-    stats = measure(open_dataset(prefix), read_manifest(prefix))
+    stats = measure(open_dataset(prefix))
     assert (stats.documents, stats.sequences, stats.tokens) == (4, 3, 10)
     assert (stats.empty_documents, stats.longest_document) == (1, 5)
     assert (stats.eod, stats.eod_tokens) == (50256, 3)
@@ -30,7 +29,7 @@ def test_counts_are_exact(prefix):
 
 
 def test_without_a_manifest_the_end_token_is_the_one_all_sequences_share(prefix):
-    stats = measure(open_dataset(prefix), None)
+    stats = measure(replace(open_dataset(prefix), manifest=None))
     assert (stats.eod, stats.eod_tokens, stats.text_bytes) == (50256, 3, None)
 
 
@@ -38,7 +37,7 @@ def test_documents_of_many_sentences_are_measured_whole(tool, tmp_path, write_li
     monkeypatch.setattr("tools.preprocess.dataset.stats._ROWS", 2)
     documents = [["one", "two"], ["one"], [], ["one", "two", "three"], ["one"]]
     assert tool("--input", write_lines(documents), "--output-prefix", tmp_path / "o") == 0
-    stats = measure(open_dataset(tmp_path / "o_text_document"), None)
+    stats = measure(replace(open_dataset(tmp_path / "o_text_document"), manifest=None))
     assert (stats.documents, stats.sequences, stats.tokens) == (5, 7, 7)
     assert stats.length_histogram[:4] == (1, 2, 2, 0)
 

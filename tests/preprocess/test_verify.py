@@ -104,7 +104,7 @@ def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
 
 
 def test_last_tokens_across_chunks(made, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.dataset.index._CHUNK", 3)
+    monkeypatch.setattr("tools.preprocess.dataset.files._CHUNK", 3)
     found = np.concatenate(list(last_tokens(open_dataset(made))))
     assert found.tolist() == [50256] * 4
     assert not verify(made).problems

@@ -26,7 +26,7 @@ from tools.preprocess.encode.encoders import GigatokenEncoder
 from tools.preprocess.encode.pipeline import default_threads
 from tools.preprocess.encode.tokenizer import gpt2_files, load_tokenizer
 from tools.preprocess.errors import PreprocessError
-from tools.preprocess.input.source import Selection, open_source
+from tools.preprocess.input.source import open_source
 
 Say = Callable[[str], None]
 
@@ -239,7 +239,7 @@ def _ceiling(source: Path) -> float:
 
 
 def _texts(path: Path) -> Iterable[tuple[int, list[str]]]:
-    source = open_source(Selection((str(path),)))
+    source = open_source((str(path),))
     held = 0
     for _, block in source.blocks(0, 0):
         texts = [text for text in source.parse(block).columns[0] if isinstance(text, str)]

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
-from tools.preprocess.output.writer import Progress as State
-from tools.preprocess.output.writer import Watch
+from tools.preprocess.output.writer import Progress, Watch
 
 LINE_SECONDS = 60.0
 """Between two lines where there is no terminal."""
@@ -21,8 +21,9 @@ _REDRAW_SECONDS = 0.2
 @contextmanager
 def progress_on(console: Console) -> Iterator[Watch]:
     """A function to call with the state after each block."""
+    start = time.monotonic()
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _every(LINE_SECONDS, start + LINE_SECONDS, _lines(console, start))
         return
     columns = (
         SpinnerColumn(),
@@ -31,57 +32,42 @@ def progress_on(console: Console) -> Iterator[Watch]:
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield _Bar(bar)
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def draw(state: Progress) -> None:
+            bar.update(
+                task,
+                completed=state.done_bytes,
+                total=state.total_bytes or None,
+                description=state.describe(time.monotonic() - start),
+            )
+
+        yield _every(_REDRAW_SECONDS, start, draw)
 
 
-def describe(state: State, seconds: float) -> str:
-    """Rates and counts, such as `142.1 MB/s · 1,234 documents · 567,890 tokens`."""
-    rate = state.text_bytes / 1e6 / max(seconds, 1e-9)
-    return f"{rate:.1f} MB/s · {state.documents:,} documents · {state.tokens:,} tokens"
+def _lines(console: Console, start: float) -> Watch:
+    def show(state: Progress) -> None:
+        seconds = time.monotonic() - start
+        line = state.describe(seconds)
+        done = state.done_bytes - (state.first_bytes or 0)
+        if state.total_bytes and done > 0:
+            left = seconds * (state.total_bytes - state.done_bytes) / done
+            share = 100 * state.done_bytes / state.total_bytes
+            line += f" · {share:.0f}% · {timedelta(seconds=round(left))} left"
+        console.print(line)
+
+    return show
 
 
-class _Bar:
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._task = bar.add_task("starting", total=None)
-        self._start = time.monotonic()
-        self._next = 0.0
+def _every(seconds: float, first: float, show: Watch) -> Watch:
+    """Show the state at `first` and then no more often than every so many seconds."""
+    due = first
 
-    def __call__(self, state: State) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + _REDRAW_SECONDS
-        self._bar.update(
-            self._task,
-            completed=state.done_bytes,
-            total=state.total_bytes or None,
-            description=describe(state, now - self._start),
-        )
+    def watch(state: Progress) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + seconds
+            show(state)
 
-
-class _Lines:
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._start = time.monotonic()
-        self._next = self._start + LINE_SECONDS
-        self._first_bytes: int | None = None
-
-    def __call__(self, state: State) -> None:
-        now = time.monotonic()
-        if self._first_bytes is None:
-            self._first_bytes = state.done_bytes
-        if now < self._next:
-            return
-        self._next = now + LINE_SECONDS
-        seconds = now - self._start
-        self._console.print(describe(state, seconds) + self._left(state, seconds))
-
-    def _left(self, state: State, seconds: float) -> str:
-        """Share done and time left, where the input's size is known."""
-        done = state.done_bytes - (self._first_bytes or 0)
-        if not state.total_bytes or done <= 0:
-            return ""
-        left = timedelta(seconds=round(seconds * (state.total_bytes - state.done_bytes) / done))
-        return f" · {100 * state.done_bytes / state.total_bytes:.0f}% · {left} left"
+    return watch

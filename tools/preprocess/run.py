@@ -4,42 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tools.preprocess.dataset.files import Dataset, bin_path, idx_path, open_dataset
-from tools.preprocess.dataset.manifest import RunIdentity, difference, read_manifest
+from tools.preprocess.dataset.manifest import RunIdentity, difference
 from tools.preprocess.encode.encoders import Say, choose_encoder
 from tools.preprocess.encode.pipeline import Pipeline, default_threads
 from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, load_tokenizer, require_eod
 from tools.preprocess.errors import DatasetError, OutputError
-from tools.preprocess.input.source import Selection, Source, open_source
+from tools.preprocess.input.source import WHOLE_INPUT, InputShard, Source, open_source
 from tools.preprocess.output.atomic_io import disk_errors, locked, retire
 from tools.preprocess.output.workspace import Workspace
-from tools.preprocess.output.writer import DatasetWriter, Watch
-
-PART_BYTES = 64 << 20
-CROSS_CHECK = 64
+from tools.preprocess.output.writer import DatasetWriter, Progress, Watch
 
 
 @dataclass(frozen=True)
 class Options:
     """Flags of a run."""
 
-    selection: Selection
+    inputs: tuple[str, ...]
+    """Files, folders, globs; or one `hub:NAME`."""
     output_prefix: Path
+    keys: tuple[str, ...] = ("text",)
+    shard: InputShard = WHOLE_INPUT
+    max_document_bytes: int | None = None
+    hub_config: str | None = None
+    hub_split: str = "train"
     tokenizer: str = GPT2
     append_eod: bool = False
-    skip_errors: bool = False
-    cross_check: int = CROSS_CHECK
+    on_error: Literal["stop", "skip"] = "stop"
+    cross_check: int = 64
     """Documents encoded by two tokenizers before the run."""
-    part_bytes: int = PART_BYTES
+    part_bytes: int = 64 << 20
+    """Input between two commits."""
     threads: int = 0
     """0 is every core this process may use."""
     restart: bool = False
     overwrite: bool = False
 
 
-def preprocess(options: Options, say: Say, watch: Watch) -> list[Dataset]:
-    """Make a data set for each JSON key, resuming an earlier run that was cut off.
+def preprocess(options: Options, say: Say, watch: Watch) -> tuple[list[Dataset], Progress]:
+    """Make a data set for each JSON key, resuming an earlier run that was cut off; and what it took.
 
     Args:
         options: What to make.
@@ -51,7 +56,15 @@ def preprocess(options: Options, say: Say, watch: Watch) -> list[Dataset]:
     """
     spec = load_tokenizer(options.tokenizer)
     eod = require_eod(spec) if options.append_eod else None
-    source = open_source(options.selection)
+    source = open_source(
+        options.inputs,
+        options.keys,
+        options.shard,
+        options.max_document_bytes,
+        options.hub_config,
+        options.hub_split,
+    )
+    progress = Progress(source.size_bytes)
     workspace = Workspace(options.output_prefix, _identity(options, spec, eod, source))
     with disk_errors(workspace.folder):
         if options.restart and workspace.folder.exists():
@@ -61,7 +74,7 @@ def preprocess(options: Options, say: Say, watch: Watch) -> list[Dataset]:
             retire(workspace.folder)  # what a killed clean-up has left
             if done := _existing(options, workspace):
                 say("Nothing to do: these data sets are complete and of this very input.")
-                return done
+                return done, progress
         with workspace.opened():
             if workspace.parts:
                 say(f"Resuming after {len(workspace.parts)} finished part(s) of an earlier run.")
@@ -69,10 +82,10 @@ def preprocess(options: Options, say: Say, watch: Watch) -> list[Dataset]:
                 encoder = choose_encoder(spec, source.samples(options.cross_check), say)
                 threads = options.threads or default_threads()
                 pipeline = Pipeline(source.parse, encoder, workspace.dtype, eod, threads)
-                writer = DatasetWriter(workspace, source, options.skip_errors, say)
-                writer.run(pipeline, options.part_bytes, watch)
+                writer = DatasetWriter(workspace, source, options.on_error == "skip", say)
+                writer.run(pipeline, options.part_bytes, progress, watch)
                 workspace.finish(encoder.name)
-            return [open_dataset(prefix) for prefix in workspace.publish()]
+            return [open_dataset(prefix) for prefix in workspace.publish()], progress
 
 
 def _identity(
@@ -84,10 +97,10 @@ def _identity(
         tokenizer_sha256=spec.sha256,
         vocabulary=spec.vocabulary,
         eod=eod,
-        json_keys=options.selection.keys,
-        part=str(options.selection.shard),
+        json_keys=options.keys,
+        part=str(options.shard),
         shard_bytes=options.part_bytes,
-        max_document_bytes=options.selection.max_document_bytes,
+        max_document_bytes=options.max_document_bytes,
     )
 
 
@@ -104,13 +117,11 @@ def _existing(options: Options, workspace: Workspace) -> list[Dataset]:
     remedy = "remove it, choose another --output-prefix, or give --overwrite."
     try:
         datasets = [open_dataset(prefix) for prefix in prefixes]
-        manifests = [read_manifest(prefix) for prefix in prefixes]
     except DatasetError as error:
         raise OutputError(f"{there[0]} exists already, incomplete: {error} Else {remedy}") from None
-    for manifest in manifests:
-        if manifest is None:
+    for dataset in datasets:
+        if dataset.manifest is None:
             raise OutputError(f"{there[0]} exists already and has no manifest; {remedy}")
-        changed = difference(workspace.identity, manifest.identity)
-        if changed is not None:
+        if changed := difference(workspace.identity, dataset.manifest.identity):
             raise OutputError(f"{there[0]} exists already, but {changed}; {remedy}")
     return datasets

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.preprocess.dataset.files import Dataset, bin_path, idx_path, open_dataset
-from tools.preprocess.dataset.index import IntArray, read_array
-from tools.preprocess.dataset.manifest import Manifest, read_manifest
+from tools.preprocess.dataset.files import (
+    Dataset,
+    IntArray,
+    open_dataset,
+    read_array,
+)
+from tools.preprocess.dataset.manifest import Manifest
 from tools.preprocess.errors import DatasetError
 
 
@@ -55,19 +59,18 @@ def verify(prefix: Path, vocabulary: int | None = None) -> Verdict:
     """
     try:
         dataset = open_dataset(prefix)
-        manifest = read_manifest(prefix)
     except DatasetError as error:
         return Verdict(None, False, vocabulary, (str(error),))
     vocabulary = vocabulary or dataset.vocabulary
     problems = [
-        *(_check_hashes(prefix, manifest) if manifest else ()),
+        *(_check_hashes(dataset, dataset.manifest) if dataset.manifest else ()),
         *_check_pointers(dataset),
         *_check_boundaries(dataset),
         *_check_tokens(dataset, vocabulary),
     ]
     if not problems:
         problems += _check_ends(dataset)
-    return Verdict(dataset, manifest is not None, vocabulary, tuple(problems))
+    return Verdict(dataset, dataset.manifest is not None, vocabulary, tuple(problems))
 
 
 def last_tokens(dataset: Dataset) -> Iterator[IntArray]:
@@ -106,27 +109,25 @@ def _sequence_ends(dataset: Dataset) -> Iterator[IntArray]:
         yield ends[lengths > 0]
 
 
-def _check_hashes(prefix: Path, manifest: Manifest) -> Iterator[str]:
-    with idx_path(prefix).open("rb") as stream:
+def _check_hashes(dataset: Dataset, manifest: Manifest) -> Iterator[str]:
+    with dataset.idx_path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != manifest.idx_sha256:
-        yield f"{idx_path(prefix)} has sha256 {found}, its manifest says {manifest.idx_sha256}."
+        yield f"{dataset.idx_path} has sha256 {found}, its manifest says {manifest.idx_sha256}."
     digest = hashlib.sha256()
     itemsize = np.dtype(manifest.dtype).itemsize
     first = 0
     for shard in manifest.shards:
         after = first + shard.tokens
-        for chunk in read_array(bin_path(prefix), first * itemsize, manifest.dtype, shard.tokens):
+        for chunk in read_array(dataset.bin_path, first * itemsize, manifest.dtype, shard.tokens):
             digest.update(chunk.data)
         if digest.hexdigest() != shard.sha256:
-            yield (
-                f"{bin_path(prefix)} differs from its manifest within tokens {first} to {after}."
-            )
+            yield f"{dataset.bin_path} differs from its manifest within tokens {first} to {after}."
             return
         first = after
     if digest.hexdigest() != manifest.bin_sha256:
         yield (
-            f"{bin_path(prefix)} has sha256 {digest.hexdigest()}, its manifest says "
+            f"{dataset.bin_path} has sha256 {digest.hexdigest()}, its manifest says "
             f"{manifest.bin_sha256}."
         )
 
@@ -135,36 +136,30 @@ def _check_pointers(dataset: Dataset) -> Iterator[str]:
     """Each sequence starts where the one before it ends."""
     itemsize = np.dtype(dataset.dtype).itemsize
     first = start = 0
-    for some_lengths, some_pointers in zip(dataset.lengths(), dataset.pointers(), strict=True):
-        ends = start + itemsize * np.cumsum(some_lengths, dtype=np.int64)
+    for lengths, pointers in zip(dataset.lengths(), dataset.pointers(), strict=True):
+        ends = start + itemsize * np.cumsum(lengths, dtype=np.int64)
         starts = np.concatenate(([start], ends[:-1]))
-        wrong = (some_lengths < 0) | (some_pointers != starts)
-        if wrong.any():
-            at = int(wrong.argmax())
+        for at in _first((lengths < 0) | (pointers != starts)):
             yield (
-                f"{dataset.idx_path}: sequence {first + at} has length {some_lengths[at]} and "
-                f"byte offset {some_pointers[at]} where {starts[at]} is due."
+                f"{dataset.idx_path}: sequence {first + at} has length {lengths[at]} and "
+                f"byte offset {pointers[at]} where {starts[at]} is due."
             )
             return
-        first, start = first + len(some_lengths), int(ends[-1])
+        first, start = first + len(lengths), int(ends[-1])
 
 
 def _check_boundaries(dataset: Dataset) -> Iterator[str]:
     """Document boundaries start at 0 and never go back; their end `open_dataset` has checked."""
-    before, first = 0, 0
-    for boundaries in dataset.boundaries():
-        steps = np.diff(boundaries, prepend=before)
+    for first, boundaries, steps in _steps(dataset):
         wrong = steps < 0
         if first == 0:
             wrong[0] = boundaries[0] != 0
-        if wrong.any():
-            at = int(wrong.argmax())
+        for at in _first(wrong):
             yield (
                 f"{dataset.idx_path}: document boundary {first + at} is {boundaries[at]}, "
-                f"after {boundaries[at - 1] if at else before}."
+                f"after {boundaries[at] - steps[at]}."
             )
             return
-        before, first = int(boundaries[-1]), first + len(boundaries)
 
 
 def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
@@ -172,9 +167,7 @@ def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
     limit = np.iinfo(dataset.dtype).max if vocabulary is None else vocabulary - 1
     first = 0
     for tokens in dataset.token_chunks():
-        wrong = (tokens < 0) | (tokens > limit)
-        if wrong.any():
-            at = int(wrong.argmax())
+        for at in _first((tokens < 0) | (tokens > limit)):
             yield (
                 f"{dataset.bin_path}: token {first + at} is {tokens[at]}, outside the vocabulary "
                 f"of {limit + 1}."
@@ -192,14 +185,23 @@ def _check_ends(dataset: Dataset) -> Iterator[str]:
     common = common_end(dataset)
     if common is None or dataset.sequences < 2:
         return
-    before, first = 0, 0
-    for boundaries in dataset.boundaries():
-        steps = np.diff(boundaries, prepend=before)
-        if (steps > 1).any():
-            at = int((steps > 1).argmax())
+    for first, _, steps in _steps(dataset):
+        for at in _first(steps > 1):
             yield (
                 f"{dataset.idx_path}: document {first + at - 1} holds {steps[at]} sequences, though "
                 f"every sequence ends in token {common}, which ends documents."
             )
             return
+
+
+def _steps(dataset: Dataset) -> Iterator[tuple[int, IntArray, IntArray]]:
+    """Document boundaries by chunks: the number of the first, they, and by how much each grows."""
+    before = first = 0
+    for boundaries in dataset.boundaries():
+        yield first, boundaries, np.diff(boundaries, prepend=before)
         before, first = int(boundaries[-1]), first + len(boundaries)
+
+
+def _first(wrong: IntArray) -> list[int]:
+    """Place of the first that is wrong, if any is."""
+    return [int(wrong.argmax())] if wrong.any() else []

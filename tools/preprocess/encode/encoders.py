@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, load_regex
+from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, added_tokens, load_regex
 from tools.preprocess.encode.unassigned import has_unassigned, tokens_to_check
 
 Ids = NDArray[np.uint32]
@@ -32,8 +32,6 @@ _CHECKED_IDS = 1 << 20
 """Looked at together: indexing with them takes eight bytes for each."""
 _CHECKED_CHARACTERS = 1 << 14
 """Of each document that is encoded twice, this much from its start."""
-
-
 _CACHE_BYTES = 224 << 20
 """Growth of the process's memory at which gigatoken's cache is dropped."""
 _LEAST_CHARACTERS = 16 << 20
@@ -89,13 +87,8 @@ class GigatokenEncoder:
 
     def _wrap(self, ids: Ids, offsets: Offsets) -> tuple[Ids, Offsets]:
         """Put each text between the special tokens of the post-processor."""
-        bounds = offsets.tolist()
-        return _flat(
-            [
-                np.concatenate((self._prefix, ids[start:end], self._suffix))
-                for start, end in pairwise(bounds)
-            ]
-        )
+        rows = _rows(ids, offsets)
+        return _flat([np.concatenate((self._prefix, row, self._suffix)) for row in rows])
 
 
 class HuggingFaceEncoder:
@@ -108,11 +101,15 @@ class HuggingFaceEncoder:
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """See `Encoder.encode`."""
-        return _flat([row for batch in _batches(texts) for row in self._encode_batch(batch)])
-
-    def _encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        encodings = self._tokenizer.encode_batch_fast(texts)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        rows: list[Ids] = []
+        start = size = 0
+        for end, text in enumerate(texts, start=1):
+            size += len(text)
+            if size >= _HF_BATCH_CHARACTERS or end == len(texts):
+                found = self._tokenizer.encode_batch_fast(texts[start:end])
+                rows += [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+                start, size = end, 0
+        return _flat(rows)
 
 
 class RegexEncoder:
@@ -158,8 +155,7 @@ class ExactEncoder:
         rare = self._rare(texts, ids, offsets)
         if not rare:
             return ids, offsets
-        bounds = offsets.tolist()
-        rows = [ids[start:end] for start, end in pairwise(bounds)]
+        rows = _rows(ids, offsets)
         reference = _reference(self._spec)
         for index in rare:
             rows[index] = reference.encode([texts[index]])[0]
@@ -202,7 +198,7 @@ def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Enc
 
 def _fast_encoder(spec: TokenizerSpec, samples: Sequence[str]) -> tuple[Encoder | None, str]:
     """gigatoken, or why not."""
-    if _has_single_words(spec):
+    if spec.name != GPT2 and any(token.get("single_word") for token in added_tokens(spec)):
         return None, f"gigatoken does not honour single_word of '{spec.name}'."
     try:
         fast = _gigatoken(spec)
@@ -219,24 +215,21 @@ def _fast_encoder(spec: TokenizerSpec, samples: Sequence[str]) -> tuple[Encoder 
 
 def first_difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:
     """The first text that two encoders do not agree on."""
-    (ids, offsets), (ids2, offsets2) = one.encode(texts), other.encode(texts)
-    for index, text in enumerate(texts):
-        ours = ids[offsets[index] : offsets[index + 1]]
-        if not np.array_equal(ours, ids2[offsets2[index] : offsets2[index + 1]]):
-            return text
-    return None
+    found = zip(texts, _rows(*one.encode(texts)), _rows(*other.encode(texts)), strict=True)
+    return next((text for text, ours, theirs in found if not np.array_equal(ours, theirs)), None)
 
 
 def _probes(spec: TokenizerSpec) -> list[str]:
     """Texts that show what encoders tend to get wrong in tokenizers other than the tested GPT-2."""
     if spec.name == GPT2:
         return []
-    added = [token["content"] for token in json.loads(spec.definition).get("added_tokens") or []]
-    around = [f"{left}{token}{right}" for token in added[:64] for left, right in _SURROUNDINGS]
+    surroundings = ("{}", "a{}b", " a {} b", "\n{}\n")
+    around = [
+        place.replace("{}", token["content"])
+        for token in added_tokens(spec)[:64]
+        for place in surroundings
+    ]
     return ["", " ", " Hello  world's 12345\n\n\tNaïve café — 日本語 😀\r\n", *around]
-
-
-_SURROUNDINGS = (("", ""), ("a", "b"), (" a ", " b"), ("\n", "\n"))
 
 
 @functools.cache
@@ -252,13 +245,6 @@ def _load_gigatoken(spec: TokenizerSpec) -> Any:
 
 def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
-
-
-def _has_single_words(spec: TokenizerSpec) -> bool:
-    if spec.name == GPT2:
-        return False
-    tokens = json.loads(spec.definition).get("added_tokens") or []
-    return any(token.get("single_word") for token in tokens)
 
 
 def _template(spec: TokenizerSpec) -> tuple[Ids, Ids]:
@@ -299,18 +285,11 @@ def _load_hugging_face(spec: TokenizerSpec, cut: bool = True) -> Any:
     return tokenizer
 
 
+def _rows(ids: Ids, offsets: Offsets) -> list[Ids]:
+    return [ids[start:end] for start, end in pairwise(offsets.tolist())]
+
+
 def _flat(rows: Sequence[Ids]) -> tuple[Ids, Offsets]:
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     return np.concatenate([np.empty(0, np.uint32), *rows]), offsets
-
-
-def _batches(texts: Sequence[str]) -> list[Sequence[str]]:
-    batches: list[Sequence[str]] = []
-    start = size = 0
-    for end, text in enumerate(texts, start=1):
-        size += len(text)
-        if size >= _HF_BATCH_CHARACTERS or end == len(texts):
-            batches.append(texts[start:end])
-            start, size = end, 0
-    return batches

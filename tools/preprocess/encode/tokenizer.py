@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.preprocess.dataset.index import token_dtype
+from tools.preprocess.dataset.files import token_dtype
 from tools.preprocess.errors import TokenizerError
 
 GPT2 = "gpt2"
@@ -114,12 +114,22 @@ def _load_gpt2() -> TokenizerSpec:
     vocabulary: dict[str, int] = json.loads(contents["encoder.json"])
     # First line: a version; after the last one: nothing.
     merges = contents["vocab.bpe"].decode().split("\n")[1:-1]
+    definition = {
+        "added_tokens": [],  # Megatron reads `<|endoftext|>` in a text as text
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    }
     return TokenizerSpec(
         name=GPT2,
         sha256=hashlib.sha256(contents["encoder.json"] + contents["vocab.bpe"]).hexdigest(),
         vocabulary=len(vocabulary),
         eod=vocabulary[GPT2_END_OF_TEXT],
-        definition=json.dumps(_byte_level_bpe(vocabulary, merges)),
+        definition=json.dumps(definition),
     )
 
 
@@ -140,63 +150,32 @@ def _read_pinned(path: Path) -> bytes:
     return content
 
 
-def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str]) -> dict[str, Any]:
-    """A tokenizer.json without added tokens: Megatron reads `<|endoftext|>` in a text as text."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {**byte_level, "use_regex": True},
-        "post_processor": None,
-        "decoder": {**byte_level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
-    }
-
-
 def _refuse_convertible(path: Path) -> None:
     """Say of a tokenizer in another format what it is and how to convert it."""
-    if path.is_dir():
-        for found in sorted(path.iterdir()):
-            if found.is_file():
-                _refuse_convertible(found)
-        if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+    for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
+        with file.open("rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+        if _is_sentencepiece(head):
             raise TokenizerError(
-                f"{path} holds vocab.json and merges.txt but no tokenizer.json; write one with "
-                f"{_convert('AutoTokenizer', path)}."
+                f"{file} is a SentencePiece model; convert it with {_convert(file.parent)} "
+                "(packages transformers and sentencepiece), and give --tokenizer FOLDER."
             )
-        return
-    with path.open("rb") as stream:
-        head = stream.read(_HEAD_BYTES)
-    if _is_sentencepiece(head):
+        if _TIKTOKEN_LINE.match(head) or _TIKTOKEN_JSON.match(head):
+            raise TokenizerError(
+                f"{file} is a tiktoken vocabulary; convert it with transformers' "
+                "convert_tiktoken_to_fast(encoding, 'FOLDER') from transformers.integrations."
+                "tiktoken, and give --tokenizer FOLDER."
+            )
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         raise TokenizerError(
-            f"{path} is a SentencePiece model; convert it with {_convert('AutoTokenizer', path.parent)}"
-            " (packages transformers and sentencepiece), and give --tokenizer FOLDER."
-        )
-    if _TIKTOKEN_LINE.match(head) or _TIKTOKEN_JSON.match(head):
-        raise TokenizerError(
-            f"{path} is a tiktoken vocabulary; convert it with transformers' "
-            "convert_tiktoken_to_fast(encoding, 'FOLDER') from transformers.integrations.tiktoken, "
-            "and give --tokenizer FOLDER."
+            f"{path} holds vocab.json and merges.txt but no tokenizer.json; write one with "
+            f"{_convert(path)}."
         )
 
 
-def _convert(kind: str, source: Path) -> str:
-    call = f"{kind}.from_pretrained('{source}').save_pretrained('FOLDER')"
-    return f'python -c "from transformers import {kind}; {call}"'
+def _convert(source: Path) -> str:
+    call = f"AutoTokenizer.from_pretrained('{source}').save_pretrained('FOLDER')"
+    return f'python -c "from transformers import AutoTokenizer; {call}"'
 
 
 def _is_sentencepiece(head: bytes) -> bool:
@@ -210,6 +189,11 @@ def _is_sentencepiece(head: bytes) -> bool:
 _HEAD_BYTES = 1 << 12
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 _TIKTOKEN_JSON = re.compile(rb'\s*\[\s*\{[^}]*"token_bytes"')
+
+
+def added_tokens(spec: TokenizerSpec) -> list[dict[str, Any]]:
+    """Tokens beside the model's own, as the definition lists them."""
+    return json.loads(spec.definition).get("added_tokens") or []
 
 
 def _load_file(file: Path) -> TokenizerSpec:

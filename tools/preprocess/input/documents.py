@@ -60,10 +60,6 @@ class Documents:
     line_count: int
     problems: tuple[Problem, ...] = ()
 
-    def without_texts(self) -> Documents:
-        """The same without the texts, which are large."""
-        return Documents((), self.lines, self.line_count, self.problems)
-
 
 class LineParser:
     """Parses blocks of JSON lines for a fixed set of keys."""
@@ -183,9 +179,13 @@ def check_texts(
                 value = value.decode()
             except UnicodeDecodeError as error:
                 return Problem(Kind.INVALID_UTF8, number, f"byte {error.start + 1} of '{key}'")
-        if not isinstance(value, str) and not _is_sentences(value):
+        sentences = value if isinstance(value, list) else [value]
+        if not all(isinstance(sentence, str) for sentence in sentences):
             return Problem(Kind.NOT_TEXT, number, f"key '{key}' holds {type(value).__name__}")
-        if not _is_encodable(value):
+        try:
+            for sentence in sentences:
+                utf8_size(sentence)
+        except UnicodeEncodeError:
             return Problem(Kind.INVALID_UTF8, number, f"key '{key}' holds half a surrogate pair")
         texts.append(value)
     return texts
@@ -215,20 +215,6 @@ def _split_lines(data: bytes | bytearray) -> Sequence[bytes | bytearray]:
 
 def _size(text: Text) -> int:
     return sum(map(utf8_size, [text] if isinstance(text, str) else text))
-
-
-def _is_sentences(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
-
-
-def _is_encodable(value: Text) -> bool:
-    try:
-        for text in [value] if isinstance(value, str) else value:
-            if not text.isascii():
-                text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_utf8(data: bytes | bytearray) -> bool:

@@ -16,6 +16,7 @@ from tools.preprocess.dataset.manifest import manifest_path
 from tools.preprocess.errors import OutputError
 from tools.records.io import flush_names_to_disk, lock
 
+JOINED = "joined"
 WHOLE = "whole"
 _RETIRED = ".done"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,6 +39,20 @@ def locked(folder: Path) -> Iterator[None]:
                 f"Another process is writing in {folder}; wait for it, or stop it."
             ) from None
         yield
+
+
+def fresh(folder: Path) -> Path:
+    """An empty folder, whatever stood there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def complete(folder: Path) -> None:
+    """Say that what is in `joined` is all: from here on only renames are left."""
+    flush_names_to_disk(folder / JOINED)
+    (folder / JOINED).rename(folder / WHOLE)
+    flush_names_to_disk(folder)
 
 
 def publish(folder: Path, prefixes: Mapping[str, Path]) -> None:

@@ -8,26 +8,32 @@ when it is complete: then only renames are left.
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from tools.preprocess.dataset.files import Dataset, bin_path, idx_path, open_dataset
-from tools.preprocess.dataset.index import IndexHeader, TokenType, token_dtype, write_index
+from tools.preprocess.dataset.files import (
+    Dataset,
+    IndexHeader,
+    TokenType,
+    bin_path,
+    idx_path,
+    open_dataset,
+    token_dtype,
+    write_index,
+)
 from tools.preprocess.dataset.manifest import RunIdentity, ShardHash, difference
-from tools.preprocess.encode.pack import Int32s, Packed
+from tools.preprocess.encode.pipeline import Int32s, Packed
 from tools.preprocess.errors import DatasetError, OutputError
-from tools.preprocess.output.atomic_io import WHOLE, locked, publish
+from tools.preprocess.output.atomic_io import JOINED, WHOLE, complete, fresh, locked, publish
 from tools.preprocess.output.join import JoinedBin, Origin, seal
 from tools.records.io import flush_names_to_disk, flush_to_disk, write_record
 
-_JOINED = "joined"
 _UNFINISHED = ".new"
 MOST_ENTRIES = 1 << 23
 """Documents and sequences of a part: their numbers are in memory until it is committed."""
@@ -46,8 +52,6 @@ class PartRecord:
     """`part.json`: what the part holds, and where in the input the next one starts."""
 
     end: Position
-    input_bytes: int
-    """Text read for it."""
     problems: dict[str, int]
     outputs: tuple[ShardHash, ...]
     """One for each JSON key."""
@@ -106,9 +110,7 @@ class Workspace:
             writer.append(block, data)
             joined.append(data)
 
-    def commit(
-        self, end: Position, input_bytes: int, problems: Mapping[str, int], final: bool
-    ) -> None:
+    def commit(self, end: Position, problems: Mapping[str, int], final: bool) -> None:
         """Make everything appended so far survive, as a part."""
         if not self._writers:
             self._start_part()
@@ -116,7 +118,7 @@ class Workspace:
             writer.finish(joined.sha256)
             for writer, joined in zip(self._writers.values(), self._joined.values(), strict=True)
         )
-        part = PartRecord(end, input_bytes, dict(problems), outputs, final)
+        part = PartRecord(end, dict(problems), outputs, final)
         folder = self._part_folder(len(self.parts))
         unfinished = _unfinished(folder)
         write_record(unfinished / "part.json", part, durable=True)
@@ -134,10 +136,8 @@ class Workspace:
             shards = [part.outputs[index] for part in self.parts]
             datasets = [self._dataset(number, key) for number in range(len(self.parts))]
             origin = Origin(key, engine, problems, self.identity)
-            seal(self.folder / _JOINED / key, joined, datasets, shards, origin)
-        flush_names_to_disk(self.folder / _JOINED)
-        (self.folder / _JOINED).rename(self.folder / WHOLE)
-        flush_names_to_disk(self.folder)
+            seal(self.folder / JOINED / key, joined, datasets, shards, origin)
+        complete(self.folder)
 
     def publish(self) -> list[Path]:
         """Give everything its final name, and remove the folder; the data sets' prefixes."""
@@ -149,14 +149,7 @@ class Workspace:
         if not file.exists():
             write_record(file, self.identity, durable=True)
             return
-        try:
-            theirs = msgspec.json.decode(file.read_bytes(), type=RunIdentity)
-        except msgspec.MsgspecError:
-            raise OutputError(
-                f"{file} is damaged; remove the folder {self.folder} to start over."
-            ) from None
-        changed = difference(self.identity, theirs)
-        if changed is not None:
+        if changed := difference(self.identity, _decoded(file, RunIdentity)):
             raise OutputError(
                 f"{self.folder} holds an unfinished run that differs: {changed}; "
                 "repeat it as it was, or start over with --restart."
@@ -165,19 +158,14 @@ class Workspace:
     def _read_parts(self) -> Iterator[PartRecord]:
         number = 0
         while (file := self._part_folder(number) / "part.json").exists():
-            try:
-                yield msgspec.json.decode(file.read_bytes(), type=PartRecord)
-            except msgspec.MsgspecError:
-                raise OutputError(f"{file} is damaged; start over with --restart.") from None
+            yield _decoded(file, PartRecord)
             number += 1
 
     def _join_again(self, stack: ExitStack) -> None:
         """Start the joined files with the parts that are there, checking these on the way."""
-        folder = self.folder / _JOINED
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = fresh(self.folder / JOINED)
         for index, key in enumerate(self.identity.json_keys):
-            joined = stack.enter_context(JoinedBin(bin_path(folder / key)))
+            joined = stack.enter_context(closing(JoinedBin(bin_path(folder / key))))
             for number, part in enumerate(self.parts):
                 joined.append_file(self._dataset(number, key).bin_path)
                 if joined.sha256 != part.outputs[index].sha256:
@@ -188,9 +176,7 @@ class Workspace:
             self._joined[key] = joined
 
     def _start_part(self) -> None:
-        folder = _unfinished(self._part_folder(len(self.parts)))
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = fresh(_unfinished(self._part_folder(len(self.parts))))
         self._writers = {key: _PartWriter(folder / key, self.dtype) for key in self._joined}
 
     def _part_folder(self, number: int) -> Path:
@@ -242,6 +228,13 @@ class _PartWriter:
         """Leave the part unfinished."""
         with suppress(OSError):  # a full disk, reported already
             self._stream.close()
+
+
+def _decoded[Record](file: Path, kind: type[Record]) -> Record:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except msgspec.MsgspecError:
+        raise OutputError(f"{file} is damaged; start over with --restart.") from None
 
 
 def output_prefix(prefix: Path, key: str) -> Path:

@@ -33,6 +33,8 @@ class Progress:
     total_bytes: int
     """Of the input as stored; 0 if not known."""
     done_bytes: int = 0
+    first_bytes: int | None = None
+    """What was done at the first block: an earlier process did the most of that."""
     text_bytes: int = 0
     documents: int = 0
     tokens: int = 0
@@ -48,13 +50,21 @@ class Progress:
         yield
         self.seconds[stage] += time.thread_time() - start
 
-    def add(self, encoded: Encoded) -> None:
-        """Count a block."""
+    def add(self, encoded: Encoded, done_bytes: int) -> None:
+        """Count a block, after which so much of the input is done."""
+        self.done_bytes = done_bytes
+        if self.first_bytes is None:
+            self.first_bytes = done_bytes
         self.text_bytes += encoded.block.size_bytes
         self.documents += len(encoded.documents.lines)
         self.tokens += sum(len(packed.tokens) for packed in encoded.packed)
         self.seconds["reading"] += encoded.parse_seconds
         self.seconds["encoding"] += encoded.encode_seconds
+
+    def describe(self, seconds: float) -> str:
+        """Rates and counts, such as `142.1 MB/s · 1,234 documents · 567,890 tokens`."""
+        rate = self.text_bytes / 1e6 / max(seconds, 1e-9)
+        return f"{rate:.1f} MB/s · {self.documents:,} documents · {self.tokens:,} tokens"
 
 
 Watch = Callable[[Progress], None]
@@ -71,21 +81,21 @@ class DatasetWriter:
         self._problems: Counter[str] = Counter()
         self._named: Counter[str] = Counter()
         self._uncommitted_bytes = 0
-        done = workspace.parts[-1] if workspace.parts else None
-        self._is_done = done is not None and done.final
         first = source.slices[0].start if source.slices else 0
-        self._end = done.end if done else Position(0, first)
-        self._lines = _LineNumbers(source, self._end)
+        self._end = workspace.parts[-1].end if workspace.parts else Position(0, first)
+        self._counted_from = self._end
+        self._lines = 0
+        self._lines_before: int | None = None
+        """Of the slice before `_counted_from`: counted only when a problem asks for it."""
 
-    def run(self, pipeline: Pipeline, part_bytes: int, watch: Watch) -> None:
+    def run(self, pipeline: Pipeline, part_bytes: int, progress: Progress, watch: Watch) -> None:
         """Fill the workspace up to the input's end.
 
         Raises:
             InputError: A document cannot be used and errors are not to be skipped.
         """
-        if self._is_done:
+        if self._workspace.parts and self._workspace.parts[-1].final:
             return
-        progress = Progress(self._source.size_bytes)
         for encoded in pipeline.run(self._read(progress)):
             self._account(encoded)
             with progress.clock("writing"):
@@ -94,9 +104,8 @@ class DatasetWriter:
             if self._uncommitted_bytes >= part_bytes or self._workspace.is_part_full:
                 with progress.clock("writing"):
                     self._commit(final=False)
-            progress.add(encoded)
             before = self._source.slices[: encoded.slice_index]
-            progress.done_bytes = sum(s.size_bytes for s in before) + encoded.block.read_bytes
+            progress.add(encoded, sum(s.size_bytes for s in before) + encoded.block.read_bytes)
             watch(progress)
         with progress.clock("writing"):
             self._commit(final=True)
@@ -120,19 +129,23 @@ class DatasetWriter:
             yield found
 
     def _commit(self, final: bool) -> None:
-        self._workspace.commit(self._end, self._uncommitted_bytes, self._problems, final)
+        self._workspace.commit(self._end, self._problems, final)
         self._problems.clear()
         self._uncommitted_bytes = 0
 
     def _account(self, encoded: Encoded) -> None:
-        self._uncommitted_bytes += encoded.block.size_bytes
-        problems = list(encoded.documents.problems)
+        if encoded.slice_index != self._counted_from.slice_index:
+            start = self._source.slices[encoded.slice_index].start
+            self._counted_from = Position(encoded.slice_index, start)
+            self._lines, self._lines_before = 0, None
+        for problem in encoded.documents.problems:
+            self._handle_problem(encoded, problem)
         for packed in encoded.packed:
             for index in (packed.counts == 0).nonzero()[0].tolist():
-                problems.append(Problem(Kind.EMPTY_DOCUMENT, encoded.documents.lines[index]))
-        for problem in problems:
-            self._handle_problem(encoded, problem)
-        self._lines.advance(encoded)
+                line = encoded.documents.lines[index]
+                self._handle_problem(encoded, Problem(Kind.EMPTY_DOCUMENT, line))
+        self._uncommitted_bytes += encoded.block.size_bytes
+        self._lines += encoded.documents.line_count
 
     def _handle_problem(self, encoded: Encoded, problem: Problem) -> None:
         self._problems[problem.kind] += 1
@@ -149,35 +162,11 @@ class DatasetWriter:
 
     def _place(self, encoded: Encoded, problem: Problem) -> str:
         name = self._source.slices[encoded.slice_index].name
-        detail = f" ({problem.detail})" if problem.detail else ""
         if problem.kind is Kind.EMPTY_FILE:
             return f"{name}: {problem.kind}"
-        line = self._lines.before(encoded) + problem.line + 1
+        if self._lines_before is None:
+            start = self._counted_from
+            self._lines_before = self._source.lines_before(start.slice_index, start.offset)
+        line = self._lines_before + self._lines + problem.line + 1
+        detail = f" ({problem.detail})" if problem.detail else ""
         return f"{name}:{line}: {problem.kind}{detail}"
-
-
-class _LineNumbers:
-    """Numbers the lines of an input; those before the first block are counted only when needed."""
-
-    def __init__(self, source: Source, start: Position) -> None:
-        self._source = source
-        self._start = start
-        self._base: int | None = None
-        self._since = 0
-
-    def before(self, encoded: Encoded) -> int:
-        """Lines of the input before a block, which is the next one to advance by."""
-        self._enter(encoded.slice_index)
-        if self._base is None:
-            self._base = self._source.lines_before(self._start.slice_index, self._start.offset)
-        return self._base + self._since
-
-    def advance(self, encoded: Encoded) -> None:
-        """Go past a block."""
-        self._enter(encoded.slice_index)
-        self._since += encoded.documents.line_count
-
-    def _enter(self, index: int) -> None:
-        if index != self._start.slice_index:
-            self._start = Position(index, self._source.slices[index].start)
-            self._base, self._since = None, 0
