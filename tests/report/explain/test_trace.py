@@ -5,7 +5,7 @@ import pytest
 
 from tests.report.ledger_factory import write_trace
 from tools.plan.schedules.simulate import Pass, Schedule
-from tools.report.explain.trace import Span, idle_share, passes, read_trace, schedule_of
+from tools.report.explain.trace import TraceSpan, idle_share, passes, read_trace, schedule_of
 from tools.spec.strategy import Parallelism
 
 PP2 = Parallelism(pipeline=2)
@@ -18,7 +18,7 @@ def spans(rank: int, order: str) -> list[tuple[int, str, str, float, float]]:
     return [(rank, *names[kind], float(i), i + 1.0) for i, kind in enumerate(order)]
 
 
-def labels(pieces: tuple[Span, ...], rank: int) -> list[str]:
+def labels(pieces: tuple[TraceSpan, ...], rank: int) -> list[str]:
     return [
         f"{p.step.direction}{p.step.microbatch + 1}" + "'" * p.step.chunk
         for p in passes(pieces)

@@ -21,7 +21,7 @@ from tools.records.run import TRACE_FILE
 from tools.report.analyse.entry import Entry
 from tools.report.canvas import INK, Chart, draw
 from tools.report.explain.time_shares import mean
-from tools.report.explain.trace import Span, idle_share, passes, read_trace, schedule_of
+from tools.report.explain.trace import TraceSpan, idle_share, passes, read_trace, schedule_of
 from tools.report.read.runs import Run, find_run_folders, load_folder
 from tools.spec.strategy import Parallelism
 
@@ -47,7 +47,7 @@ class Scene:
 
     name: str
     title: str
-    pieces: tuple[Span, ...]
+    pieces: tuple[TraceSpan, ...]
     split: Parallelism
     microbatches: int
     on_gpu: bool = False
@@ -97,10 +97,11 @@ def ideal_timeline(scene: Scene) -> Timeline:
     )
 
 
-def _ideal_pieces(timeline: Timeline) -> tuple[Span, ...]:
+def _ideal_pieces(timeline: Timeline) -> tuple[TraceSpan, ...]:
     names = {Pass.FORWARD: "forward-compute", Pass.BACKWARD: "backward-compute"}
     return tuple(
-        Span(e.worker, names[e.step.direction], "", e.start, e.end, e.step) for e in timeline.events
+        TraceSpan(e.worker, names[e.step.direction], "", e.start, e.end, e.step)
+        for e in timeline.events
     )
 
 
@@ -130,7 +131,7 @@ def _paint(figure: Figure, scene: Scene) -> None:
 
 
 def _panel(
-    axes: Axes, pieces: Sequence[Span], origin: float, length: float, names: Sequence[str]
+    axes: Axes, pieces: Sequence[TraceSpan], origin: float, length: float, names: Sequence[str]
 ) -> None:
     places = {rank: place for place, rank in enumerate(sorted({p.rank for p in pieces}))}
     _idle(axes, pieces, origin, len(places))
@@ -154,7 +155,7 @@ def _panel(
     axes.tick_params(axis="y", length=0)
 
 
-def _idle(axes: Axes, pieces: Sequence[Span], origin: float, ranks: int) -> None:
+def _idle(axes: Axes, pieces: Sequence[TraceSpan], origin: float, ranks: int) -> None:
     worked = passes(pieces)
     if not worked:
         return
@@ -166,7 +167,7 @@ def _idle(axes: Axes, pieces: Sequence[Span], origin: float, ranks: int) -> None
         )
 
 
-def _joined(calls: Sequence[Span], gap: float) -> list[tuple[float, float]]:
+def _joined(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]:
     """Spans of calls; those closer than `gap` are drawn as one, a run has hundreds of them."""
     spans: list[tuple[float, float]] = []
     for call in sorted(calls, key=lambda piece: piece.start_ms):
@@ -191,7 +192,7 @@ def _number(axes: Axes, x: float, y: float, step: Step) -> None:
     number.set_in_layout(False)
 
 
-def _colour(piece: Span) -> str | None:
+def _colour(piece: TraceSpan) -> str | None:
     """None for what is not drawn: waiting is the grey behind, and outer spans hold inner ones."""
     if piece.step:
         shades = FORWARD if piece.step.direction is Pass.FORWARD else BACKWARD
@@ -199,7 +200,7 @@ def _colour(piece: Span) -> str | None:
     return next((colour for phase, colour in _PHASES.items() if piece.category == phase), None)
 
 
-def _legend(figure: Figure, pieces: Sequence[Span]) -> None:
+def _legend(figure: Figure, pieces: Sequence[TraceSpan]) -> None:
     from matplotlib.patches import Patch
 
     kinds = {"forward": FORWARD[0], "backward": BACKWARD[0]}
@@ -309,7 +310,7 @@ def find_run(wanted: str | None, root: Path) -> Run:
     return load_folder(folders[-1])
 
 
-def _without_single_ranks(run: Run, pieces: Sequence[Span]) -> Iterator[Span]:
+def _without_single_ranks(run: Run, pieces: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
     """Leave out calls in groups of one rank: Megatron makes them, nothing moves."""
     record = run.ledgers.communication
     single = {c.group for r in record.ranks for c in r.calls if c.ranks == 1} if record else set()

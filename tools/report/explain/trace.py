@@ -17,7 +17,7 @@ _PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """A span of one rank's time."""
 
     rank: int
@@ -58,7 +58,7 @@ class _Trace(msgspec.Struct, frozen=True):
     traceEvents: tuple[_Event, ...]  # noqa: N815 - Chrome's name
 
 
-def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Span, ...]:
+def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[TraceSpan, ...]:
     """The pieces of a run folder's trace, by rank and start; empty if nothing was traced.
 
     Raises:
@@ -68,7 +68,7 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Spa
     trace = msgspec.json.decode((folder / TRACE_FILE).read_bytes(), type=_Trace)
     pieces = [_piece(event) for event in trace.traceEvents if event.ph == "X"]
     ranks = sorted({piece.rank for piece in pieces})
-    found: list[Span] = []
+    found: list[TraceSpan] = []
     for rank in ranks:
         own = sorted((p for p in pieces if p.rank == rank), key=lambda p: (p.start_ms, -p.end_ms))
         found += _numbered(own, rank, split, microbatches)
@@ -80,12 +80,12 @@ def schedule_of(split: Parallelism) -> Schedule:
     return Schedule.INTERLEAVED if split.virtual_stages > 1 else Schedule.ONE_F_ONE_B
 
 
-def passes(pieces: Iterable[Span]) -> list[Span]:
+def passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
     """Forward and backward passes, outermost spans only."""
     return [piece for piece in pieces if piece.name in _PASSES]
 
 
-def idle_share(pieces: Sequence[Span]) -> dict[int, float]:
+def idle_share(pieces: Sequence[TraceSpan]) -> dict[int, float]:
     """Share of the time from the first forward to the last backward that each rank computed nothing."""
     worked = passes(pieces)
     if not worked:
@@ -97,14 +97,14 @@ def idle_share(pieces: Sequence[Span]) -> dict[int, float]:
     return {rank: 1 - milliseconds / length for rank, milliseconds in sorted(busy.items())}
 
 
-def _piece(event: _Event) -> Span:
+def _piece(event: _Event) -> TraceSpan:
     start = event.ts / 1000
-    return Span(event.pid, event.name, event.cat, start, start + event.dur / 1000)
+    return TraceSpan(event.pid, event.name, event.cat, start, start + event.dur / 1000)
 
 
 def _numbered(
-    pieces: Sequence[Span], rank: int, split: Parallelism, microbatches: int
-) -> list[Span]:
+    pieces: Sequence[TraceSpan], rank: int, split: Parallelism, microbatches: int
+) -> list[TraceSpan]:
     """Number the passes as the schedule orders them on this rank's stage."""
     steps = {
         direction: _steps(direction, rank, split, microbatches) for direction in _PASSES.values()
