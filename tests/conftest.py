@@ -1,12 +1,19 @@
-"""What several test folders need: the sample data set, made once, and its place."""
+"""What several test folders need: the sample data set, made once, and runs that start early."""
+
+from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tools.spec.files import ROOT
+
+if TYPE_CHECKING:
+    from tests.examples.runs import SharedRuns
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +29,21 @@ def sample_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def starting_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights that all strategies start from, written once; runs folders link it as `.start`."""
     return tmp_path_factory.mktemp("start")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_runs(request: pytest.FixtureRequest) -> Iterator[SharedRuns | None]:
+    """Real runs that `tests/examples` looks at: begun with the first test, whichever it is."""
+    items = request.session.items
+    asked = {name for item in items for name in getattr(item, "fixturenames", ())}
+    if not asked & {"train", "trained"}:
+        yield None
+        return
+    from tests.examples.runs import SharedRuns
+
+    runs = request.getfixturevalue("tmp_path_factory").mktemp("runs")
+    (runs / ".start").symlink_to(request.getfixturevalue("starting_weights"))
+    others = any("tests/examples/" not in item.nodeid for item in items)
+    shared = SharedRuns(asked, runs, request.getfixturevalue("sample_prefix"), others)
+    yield shared
+    shared.stop()

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.examples.conftest import Run, Trainer
+from tests.examples.runs import Run, Trainer
 from tools.records.run import Status
 from tools.spec.run import Backend
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import Run, Trainer
+from tests.examples.runs import Run, Trainer
 from tools.launch.megatron_entry import find_entry
 from tools.records.run import Status
 from tools.spec.files import ROOT

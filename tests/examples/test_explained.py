@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples.conftest import Run
+from tests.examples.runs import Run
 from tools.report.analyse.report import build_report
 from tools.report.explain.explanation import Explanation, explain
 from tools.report.explain.predicted import Findings, findings_of

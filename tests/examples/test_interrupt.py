@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.examples.conftest import Run
+from tests.examples.runs import Run
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import Status

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.examples.conftest import ITERATIONS, Run
+from tests.examples.runs import ITERATIONS, Run
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import (

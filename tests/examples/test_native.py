@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples.conftest import ITERATIONS, Run, Trainer
+from tests.examples.runs import ITERATIONS, Run, Trainer
 from tests.native.small_model import settings
 from tools.native.model import GPT
 from tools.native.weights import load_start

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples.conftest import ITERATIONS, Run, Trainer
+from tests.examples.runs import ITERATIONS, Run, Trainer
 from tools.records.measurements import Operation, read_communication, read_routing
 from tools.records.run import Status
 from tools.spec.run import Backend, OptimizerName

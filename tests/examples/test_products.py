@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples.conftest import Run, Trainer
+from tests.examples.runs import Run, Trainer
 from tools.records.run import Status
 
 PARAMETERS = {

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.examples.conftest import ITERATIONS, Run
+from tests.examples.runs import ITERATIONS, Run
 from tools.records import run as records
 from tools.records.run import Status
 from tools.spec.strategy import NAMED

@@ -6,7 +6,7 @@ from statistics import quantiles
 
 import pytest
 
-from tests.examples.conftest import Run, Trainer
+from tests.examples.runs import Run, Trainer
 from tools.launch.network import parse_rate
 from tools.plan.time.cluster import link_seconds
 from tools.records.measurements import read_communication

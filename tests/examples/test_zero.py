@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples.conftest import ITERATIONS, Run, Trainer
+from tests.examples.runs import ITERATIONS, Run, Trainer
 from tests.examples.test_ledgers import measured, predicted
 from tools.records.measurements import MemoryCategory, Operation, read_communication, read_memory
 from tools.records.run import Status
