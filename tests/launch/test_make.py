@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,12 @@ def test_the_makefile_and_the_table_know_the_same_targets() -> None:
     calls = re.search(r"^CALLS := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
     assert calls is not None
     assert set(calls[1].replace("\\", " ").split()) == COMMANDS | set(TOOLS)
+
+
+def test_a_report_first_asks_slurm_about_jobs_where_the_runs_are(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    assert len(calls_of("report", {"RUNS": str(tmp_path)})) == 1
+    (tmp_path / "one" / "job.json").touch()
+    status, build = calls_of("report", {"RUNS": str(tmp_path)})
+    assert status.words == ("status", "--quiet")
+    assert build.words[-2:] == ("--runs", str(tmp_path))

@@ -103,7 +103,8 @@ def calls_of(target: str, environment: Mapping[str, str]) -> list[ToolCall]:
         if target.startswith(TRACE):
             return _trace(target, environment)
         call = _call_of(target, environment)
-    if target == "report" and any(ROOT.glob("runs/*/job.json")):
+    runs = ROOT / (settings.RUNS.value(environment) or "runs")
+    if target == "report" and any(runs.glob("*/job.json")):
         return [
             ToolCall("tools.launch", ("status", "--quiet")),
             call,
