@@ -87,6 +87,14 @@ def test_line_printed_twice_is_no_restart(tmp_path):
     assert (log.restarts, log.replaced_iterations) == ((), 0)
 
 
+def test_line_that_a_restart_prints_with_the_same_figures_is_its_first(tmp_path):
+    lines = (iteration_line(n) for n in (1, 2, 3, 4, 3, 4, 5))
+    log = scrape(tmp_path, "\n".join(f"[2026-01-01 00:00:00.000000] {line}" for line in lines))
+    assert (log.restarts, log.replaced_iterations) == ((3,), 2)
+    assert [i.iteration for i in log.iterations if i.first_of_start] == [1, 3]
+    assert [i.iteration for i in log.iterations if i.averaged] == [2, 4]
+
+
 def test_line_after_evaluation_or_checkpoint_is_marked(tmp_path):
     text = "\n".join(
         [

@@ -187,13 +187,15 @@ class RunBuilder:
             self._overflow = True
             return
         self._note_stamp(stamp)
+        # After a restart the same iteration can print the same figures: that is not a line printed
+        # twice, which only follows itself.
+        printed_again = found.iteration == self._last and not self._restarting
         self._note_restart(found)
         earlier = self._iterations.pop(found.iteration, None)
-        if earlier is not None and not _same_line(earlier, found):
-            self._replaced += 1
-        elif earlier is not None:
+        if earlier is not None and printed_again and _same_line(earlier, found):
             self._iterations[found.iteration] = earlier
             return
+        self._replaced += earlier is not None
         self._lines_since_start += 1
         # Only these few lines are changed, so that the bulk is stored as parsed.
         if self._lines_since_start <= 2 or self._paused:
