@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.preprocess import Comparison, Rate, describe, main
+from tools.bench.preprocess import Rate, ToolComparison, describe, main
 from tools.bench.synthetic_text import synthetic_documents, unseen_documents
 
 
@@ -21,7 +21,7 @@ def test_it_measures_this_tool_and_tokenizers(capsys, monkeypatch):
 
 
 def test_ratios_are_printed_with_the_median(capsys):
-    found = Comparison(
+    found = ToolComparison(
         input_bytes=100_000_000,
         threads=2,
         ours=(Rate(80, 2), Rate(100, 2), Rate(50, 4)),

@@ -9,7 +9,7 @@ from tools.launch.flags import start_flags, tokenizer_flags
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.records.run import Entry
+from tools.records.run import MegatronEntry
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import load_model
@@ -23,7 +23,7 @@ from tools.spec.strategy import (
     strategy_flags,
 )
 
-WHEEL = Entry("e.py", "0.19.0")
+WHEEL = MegatronEntry("e.py", "0.19.0")
 
 
 def composed(name: str, **options: object) -> Launch:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from tools.plan.dryrun.comparison import Comparison, compare
+from tools.plan.dryrun.comparison import CheckedRank, compare
 from tools.plan.dryrun.job import DryRunner, Job, check, flags_of
 from tools.spec.model import Model, model_from_flags
 from tools.spec.run import Recompute, RunSpec, spec_of_model
@@ -43,7 +43,7 @@ def small_model(kind: str = "gpt", layers: int = 4) -> Model:
     return model_from_flags(kind, "gpt3", words)
 
 
-def run_case(runner: DryRunner, case: Case) -> Comparison:
+def run_case(runner: DryRunner, case: Case) -> CheckedRank:
     check(case.spec)
     flags, world = (
         flags_of(case.model, case.spec),

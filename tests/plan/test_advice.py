@@ -3,7 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from tools.plan.advice import Kind, advice, best_of_each_kind, binding, kind_of, no_fit_sentence
+from tools.plan.advice import (
+    StrategyFamily,
+    advice,
+    best_of_each_family,
+    binding,
+    family_of,
+    no_fit_sentence,
+)
 from tools.plan.search import Request, search
 from tools.spec.strategy import Parallelism, Sharding
 
@@ -13,17 +20,17 @@ MakeRequest = Callable[..., Request]
 @pytest.mark.parametrize(
     ("parallelism", "kind"),
     [
-        (Parallelism(), Kind.SINGLE),
-        (Parallelism(data=2), Kind.DATA),
-        (Parallelism(data=2, sharding=Sharding.ZERO1), Kind.DATA),
-        (Parallelism(data=2, sharding=Sharding.ZERO3), Kind.SHARDED_DATA),
-        (Parallelism(tensor=2, sequence_parallel=True), Kind.TENSOR),
-        (Parallelism(pipeline=2), Kind.PIPELINE),
-        (Parallelism(data=2, tensor=2), Kind.HYBRID),
+        (Parallelism(), StrategyFamily.SINGLE),
+        (Parallelism(data=2), StrategyFamily.DATA),
+        (Parallelism(data=2, sharding=Sharding.ZERO1), StrategyFamily.DATA),
+        (Parallelism(data=2, sharding=Sharding.ZERO3), StrategyFamily.SHARDED_DATA),
+        (Parallelism(tensor=2, sequence_parallel=True), StrategyFamily.TENSOR),
+        (Parallelism(pipeline=2), StrategyFamily.PIPELINE),
+        (Parallelism(data=2, tensor=2), StrategyFamily.HYBRID),
     ],
 )
-def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: Kind) -> None:
-    assert kind_of(parallelism) is kind
+def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: StrategyFamily) -> None:
+    assert family_of(parallelism) is kind
 
 
 def test_a_small_model_is_told_that_one_device_is_enough(make_request: MakeRequest) -> None:
@@ -70,9 +77,15 @@ def test_what_does_not_fit_is_told_by_how_much(make_request: MakeRequest) -> Non
 
 def test_each_pure_family_is_judged_by_its_best(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 2, "h200", 64)
-    kinds = best_of_each_kind(request)
-    pure = {Kind.DATA, Kind.SHARDED_DATA, Kind.TENSOR, Kind.CONTEXT, Kind.PIPELINE}
+    kinds = best_of_each_family(request)
+    pure = {
+        StrategyFamily.DATA,
+        StrategyFamily.SHARDED_DATA,
+        StrategyFamily.TENSOR,
+        StrategyFamily.CONTEXT,
+        StrategyFamily.PIPELINE,
+    }
     assert set(kinds) == pure
     small = replace(request.cluster.device, memory_bytes=2**30)
     cramped = replace(request, cluster=replace(request.cluster, device=small))
-    assert not any(candidate.fits for candidate in best_of_each_kind(cramped).values())
+    assert not any(candidate.fits for candidate in best_of_each_family(cramped).values())

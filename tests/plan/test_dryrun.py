@@ -9,7 +9,7 @@ import pytest
 
 from tests.plan.dry_runs import Case, run_case, small_model
 from tools.plan.__main__ import main
-from tools.plan.dryrun.comparison import CallDifference, Comparison
+from tools.plan.dryrun.comparison import CallDifference, CheckedRank
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
 from tools.plan.dryrun.rank.experts import even_loads
 from tools.plan.dryrun.show import as_data, verdict
@@ -27,7 +27,7 @@ def configured(model: Model, split: Parallelism, batch: Batch, **changes: object
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def of_ranks(runner: DryRunner, model: Model, spec: RunSpec, ranks: str) -> list[Comparison]:
+def of_ranks(runner: DryRunner, model: Model, spec: RunSpec, ranks: str) -> list[CheckedRank]:
     named = ranks_named(ranks, spec)
     return [run_case(runner, Case(model, spec, rank)) for rank in named]
 

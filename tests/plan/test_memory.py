@@ -12,7 +12,7 @@ from tools.plan.memory import (
     logits_bytes,
     memory_of_rank,
 )
-from tools.plan.residuals import Residual, h200_spec, memory_residuals
+from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
 from tools.plan.tensors import parameters_total
 from tools.spec.model import Model, load_model
 from tools.spec.run import DeviceKind, Recompute, RunSpec, spec_of_model
@@ -28,7 +28,9 @@ def tiny(parallelism: Parallelism | None = None, **changes: object) -> RunSpec:
 
 
 @pytest.mark.parametrize("residual", memory_residuals(), ids=lambda r: r.case)
-def test_every_published_reading_is_predicted_within_three_percent(residual: Residual) -> None:
+def test_every_published_reading_is_predicted_within_three_percent(
+    residual: PublishedResidual,
+) -> None:
     assert abs(residual.error) < 0.03
 
 

@@ -8,7 +8,7 @@ from tools.plan.schedules.simulate import (
     Durations,
     Pass,
     Schedule,
-    Timeline,
+    SimulatedSchedule,
     closed_form_activations,
     closed_form_bubble,
     figures,
@@ -19,7 +19,7 @@ STAGES = st.integers(1, 6)
 
 
 @st.composite
-def timelines(draw: st.DrawFn) -> Timeline:
+def timelines(draw: st.DrawFn) -> SimulatedSchedule:
     pipeline, groups = draw(STAGES), draw(st.integers(1, 3))
     schedule = draw(st.sampled_from(list(Schedule)))
     iterations, virtual = draw(st.integers(1, 2)), draw(st.integers(1, 3))
@@ -35,17 +35,17 @@ def timelines(draw: st.DrawFn) -> Timeline:
 
 
 @given(timelines())
-def test_the_simulated_bubble_is_the_closed_form(timeline: Timeline) -> None:
+def test_the_simulated_bubble_is_the_closed_form(timeline: SimulatedSchedule) -> None:
     assert figures(timeline).bubble == pytest.approx(closed_form_bubble(timeline))
 
 
 @given(timelines())
-def test_the_simulated_activations_are_the_closed_form(timeline: Timeline) -> None:
+def test_the_simulated_activations_are_the_closed_form(timeline: SimulatedSchedule) -> None:
     assert figures(timeline).activations == pytest.approx(closed_form_activations(timeline))
 
 
 @given(timelines())
-def test_a_worker_does_one_thing_at_a_time_and_everything_once(timeline: Timeline) -> None:
+def test_a_worker_does_one_thing_at_a_time_and_everything_once(timeline: SimulatedSchedule) -> None:
     for worker in range(timeline.pipeline):
         events = sorted((e for e in timeline.events if e.worker == worker), key=lambda e: e.start)
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(events))
@@ -55,7 +55,7 @@ def test_a_worker_does_one_thing_at_a_time_and_everything_once(timeline: Timelin
 
 
 @given(timelines())
-def test_backward_never_runs_before_its_forward(timeline: Timeline) -> None:
+def test_backward_never_runs_before_its_forward(timeline: SimulatedSchedule) -> None:
     ends = {(e.worker, e.step): e.end for e in timeline.events}
     for (worker, step), end in ends.items():
         if step.direction is Pass.BACKWARD:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tools.plan.residuals import (
-    Residual,
+    PublishedResidual,
     h200_figures,
     h200_residuals,
     h200_spec,
@@ -36,7 +36,9 @@ def h200(strategy: str) -> IterationSeconds:
 
 
 @pytest.mark.parametrize("residual", h200_residuals(), ids=lambda r: r.case)
-def test_every_published_h200_time_is_predicted_within_5_percent(residual: Residual) -> None:
+def test_every_published_h200_time_is_predicted_within_5_percent(
+    residual: PublishedResidual,
+) -> None:
     assert abs(residual.error) < 0.05
 
 
@@ -48,7 +50,7 @@ def test_the_published_order_is_predicted_and_tp_and_sp_are_alike() -> None:
 
 
 @pytest.mark.parametrize("residual", paper_residuals(load_paper()), ids=lambda r: r.case)
-def test_published_a100_times_are_predicted_within_10_percent(residual: Residual) -> None:
+def test_published_a100_times_are_predicted_within_10_percent(residual: PublishedResidual) -> None:
     assert abs(residual.error) < 0.10
 
 

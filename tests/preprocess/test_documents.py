@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.input.documents import Kind, LineParser, Problem, parse_rows, refuse_large
+from tools.preprocess.input.documents import (
+    LineParser,
+    Problem,
+    ProblemKind,
+    parse_rows,
+    refuse_large,
+)
 
 PARSER = LineParser(["text"])
 
@@ -16,21 +22,21 @@ def kinds(data):
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
-        (b'{"text": "a"', Kind.BROKEN_JSON),
-        (b'{"text": "a"} {"text": "b"}', Kind.BROKEN_JSON),
-        (b'{"text": "a",}', Kind.BROKEN_JSON),
-        (b'["a"]', Kind.BROKEN_JSON),
-        (b'\xef\xbb\xbf{"text": "a"}', Kind.BROKEN_JSON),
-        (b'{"text": "tab\tin it"}', Kind.BROKEN_JSON),
-        (b'{"other": "a"}', Kind.MISSING_KEY),
-        (b'{"text": null}', Kind.NULL_TEXT),
-        (b'{"text": 7}', Kind.NOT_TEXT),
-        (b'{"text": ["a", 7]}', Kind.NOT_TEXT),
-        (b'{"text": "a\xff"}', Kind.INVALID_UTF8),
-        (b'{"text": "a", "other": "\xff"}', Kind.INVALID_UTF8),
-        (b'{"text": "\\ud800"}', Kind.INVALID_UTF8),
-        (b"", Kind.BLANK_LINE),
-        (b"  \t", Kind.BLANK_LINE),
+        (b'{"text": "a"', ProblemKind.BROKEN_JSON),
+        (b'{"text": "a"} {"text": "b"}', ProblemKind.BROKEN_JSON),
+        (b'{"text": "a",}', ProblemKind.BROKEN_JSON),
+        (b'["a"]', ProblemKind.BROKEN_JSON),
+        (b'\xef\xbb\xbf{"text": "a"}', ProblemKind.BROKEN_JSON),
+        (b'{"text": "tab\tin it"}', ProblemKind.BROKEN_JSON),
+        (b'{"other": "a"}', ProblemKind.MISSING_KEY),
+        (b'{"text": null}', ProblemKind.NULL_TEXT),
+        (b'{"text": 7}', ProblemKind.NOT_TEXT),
+        (b'{"text": ["a", 7]}', ProblemKind.NOT_TEXT),
+        (b'{"text": "a\xff"}', ProblemKind.INVALID_UTF8),
+        (b'{"text": "a", "other": "\xff"}', ProblemKind.INVALID_UTF8),
+        (b'{"text": "\\ud800"}', ProblemKind.INVALID_UTF8),
+        (b"", ProblemKind.BLANK_LINE),
+        (b"  \t", ProblemKind.BLANK_LINE),
     ],
 )
 def test_each_kind_of_bad_line_is_named_with_its_place(line, kind):
@@ -62,7 +68,7 @@ def test_what_pythons_json_reads_is_read(line):
 
 def test_an_object_over_two_lines_does_not_pass_because_two_share_a_line():
     data = b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n'
-    assert [kind for kind, _ in kinds(data)] == [Kind.BROKEN_JSON] * 3
+    assert [kind for kind, _ in kinds(data)] == [ProblemKind.BROKEN_JSON] * 3
 
 
 json_values = st.recursive(
@@ -132,9 +138,9 @@ def test_rows_of_tables_are_held_to_the_same_rules():
     documents = parse_rows(["text"], [["a", None, 3, ["b", "c"], "\ud800"]])
     assert list(documents.columns[0]) == ["a", ["b", "c"]]
     assert [(p.kind, p.line) for p in documents.problems] == [
-        (Kind.NULL_TEXT, 1),
-        (Kind.NOT_TEXT, 2),
-        (Kind.INVALID_UTF8, 4),
+        (ProblemKind.NULL_TEXT, 1),
+        (ProblemKind.NOT_TEXT, 2),
+        (ProblemKind.INVALID_UTF8, 4),
     ]
 
 
@@ -142,4 +148,4 @@ def test_large_documents_are_refused_by_their_utf8_size():
     documents = PARSER.parse('{"text":"éé"}\n{"text":"abcd"}\n{"text":"abcde"}\n'.encode())
     kept = refuse_large(documents, 4)
     assert list(kept.columns[0]) == ["éé", "abcd"]
-    assert kept.problems == (Problem(Kind.TOO_LARGE, 2, "5 bytes"),)
+    assert kept.problems == (Problem(ProblemKind.TOO_LARGE, 2, "5 bytes"),)

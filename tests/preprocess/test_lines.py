@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.preprocess.input import lines
-from tools.preprocess.input.documents import Kind
+from tools.preprocess.input.documents import ProblemKind
 from tools.preprocess.input.files import Format, Slice
 from tools.preprocess.input.lines import line_blocks, lines_before, next_line_start
 
@@ -68,7 +68,7 @@ def test_a_line_over_the_limit_is_passed_over_and_named(tmp_path):
     blocks = list(line_blocks(slice_, 0, 10))
     assert b"".join(block.data for block in blocks) == b"short\nlast\n"
     problem = next(block.problem for block in blocks if block.problem)
-    assert (problem.kind, problem.detail) == (Kind.TOO_LARGE, "501 bytes")
+    assert (problem.kind, problem.detail) == (ProblemKind.TOO_LARGE, "501 bytes")
 
 
 @pytest.mark.parametrize("format_", [Format.GZIP, Format.ZSTD])
@@ -81,7 +81,7 @@ def test_a_damaged_archive_gives_what_comes_before_and_says_so(tmp_path, format_
     *blocks, last = line_blocks(write(tmp_path, format_, packed), 0, None)
     found = b"".join(block.data for block in blocks)
     assert last.problem is not None
-    assert last.problem.kind is Kind.BROKEN_ARCHIVE
+    assert last.problem.kind is ProblemKind.BROKEN_ARCHIVE
     assert found.endswith(b"\n") or not found
     if damage == "cut":
         assert len(found) > 100_000

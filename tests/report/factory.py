@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.records import run as records
 from tools.records.io import write_record
-from tools.records.run import Entry, Host, RunRecord, Status
+from tools.records.run import Host, MegatronEntry, RunRecord, Status
 from tools.spec.flags import merge_flags
 from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
 from tools.spec.strategy import Parallelism, strategy_flags
@@ -89,7 +89,7 @@ def run_record(name: str, strategy: str = "baseline", **changes: object) -> RunR
         argv=argv,
         command=("torchrun", "pretrain_gpt.py"),
         environment={},
-        entry=Entry("pretrain_gpt.py", "0.19.0"),
+        entry=MegatronEntry("pretrain_gpt.py", "0.19.0"),
         host=Host("here", "a processor", 2, 2**34, ("a processor",) * split.world_size),
         software={"torch": "2.15.0"},
         dataset=records.DatasetIdentity("owt-ds/sample", "abc"),

@@ -46,7 +46,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ToolComparison:
     """Rates on one file, as whole processes."""
 
     input_bytes: int
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def compare(
     source: Path, folder: Path, megatron: Path | None, repeats: int, say: Say
-) -> Comparison:
+) -> ToolComparison:
     """Measure everything on `source`, the repetitions of this tool spread between the others.
 
     Raises:
@@ -129,7 +129,7 @@ def compare(
         same = _same(folder / "ours_text_document", folder / "megatron_text_document")
     while len(ours) < repeats:
         measure_ours()
-    return Comparison(
+    return ToolComparison(
         input_bytes=source.stat().st_size,
         threads=default_threads(),
         ours=tuple(ours),
@@ -141,7 +141,7 @@ def compare(
     )
 
 
-def describe(found: Comparison) -> Iterator[str]:
+def describe(found: ToolComparison) -> Iterator[str]:
     """The figures as lines for people."""
     ours = found.median
     rates = [rate.megabytes_per_second for rate in found.ours]

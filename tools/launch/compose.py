@@ -29,7 +29,7 @@ from tools.launch.network import LinkRate
 from tools.launch.network import command as shaped
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Options
 from tools.launch.runtime import ON_HOST, Runtime
-from tools.records.run import Entry
+from tools.records.run import MegatronEntry
 from tools.spec.files import ROOT, from_root
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import GPT2_VOCABULARY, Model, changed_model, with_vocabulary
@@ -75,7 +75,7 @@ class Launch:
     model: Model
     """As trained: its flags name the shape that `spec` has."""
     iterations: int
-    entry: Entry
+    entry: MegatronEntry
     data: str
     start_checkpoint: Path | None
     flags: tuple[str, ...]
@@ -208,7 +208,7 @@ def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     return with_vocabulary(model, GPT2_VOCABULARY) if data in GPT2_DATA else model
 
 
-def entry_of(runtime: Runtime, options: Options) -> Entry:
+def entry_of(runtime: Runtime, options: Options) -> MegatronEntry:
     """Which Megatron trains: in a container the checkout of its image.
 
     Raises:
@@ -218,11 +218,11 @@ def entry_of(runtime: Runtime, options: Options) -> Entry:
     if pair is None:
         return find_entry(options.megatron_lm)
     entry = f"{MEGATRON_IN_IMAGE}/pretrain_gpt.py"
-    return Entry(entry, pair.megatron_version, pair.megatron_commit[:12])
+    return MegatronEntry(entry, pair.megatron_version, pair.megatron_commit[:12])
 
 
 def start_checkpoint_path(
-    model: Model, entry: Entry, options: Options, untied: bool = False
+    model: Model, entry: MegatronEntry, options: Options, untied: bool = False
 ) -> Path:
     """Where the shared starting weights of this model, seed and Megatron are kept.
 

@@ -9,7 +9,7 @@ from megatron_patches.fusions import dropped_flags
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime
-from tools.records.run import Entry
+from tools.records.run import MegatronEntry
 from tools.spec.files import from_root, read_args_file
 from tools.spec.flags import flag_words
 from tools.spec.model import Model, training_flags
@@ -54,7 +54,7 @@ def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[st
     return ("--moe-grouped-gemm",) if model.shape.experts and grouped else ()
 
 
-def tokenizer_flags(model: Model, entry: Entry) -> tuple[str, ...]:
+def tokenizer_flags(model: Model, entry: MegatronEntry) -> tuple[str, ...]:
     """A tokenizer without files: training reads token ids, and must never need the hub.
 
     Up to 0.17 Megatron's NullTokenizer adds an end-of-document entry to the size it is given.

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from megatron_patches.context import checkout_version
 from tools.launch.errors import LaunchError
-from tools.records.run import Entry
+from tools.records.run import MegatronEntry
 from tools.spec.files import ROOT
 
 KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
 
 
-def find_entry(megatron_lm: Path | None) -> Entry:
+def find_entry(megatron_lm: Path | None) -> MegatronEntry:
     """The entry, and the version and commit of the Megatron it runs.
 
     Raises:
@@ -23,12 +23,12 @@ def find_entry(megatron_lm: Path | None) -> Entry:
     """
     if megatron_lm is None:
         try:
-            return Entry(KIT_ENTRY, importlib.metadata.version("megatron-core"))
+            return MegatronEntry(KIT_ENTRY, importlib.metadata.version("megatron-core"))
         except importlib.metadata.PackageNotFoundError:
             raise LaunchError(
                 "megatron-core is not installed; run 'make setup', or set MEGATRON_LM to a checkout."
             ) from None
-    return Entry(
+    return MegatronEntry(
         path=str(megatron_lm / "pretrain_gpt.py"),
         megatron_version=_version_of(megatron_lm),
         megatron_commit=commit_of(megatron_lm),

@@ -23,7 +23,7 @@ from tools.launch.devices import all_gpus, gpu_use, visible_gpus
 from tools.launch.flags import FSDP
 from tools.plan.constraints import divisors
 from tools.plan.memory import memory_of_rank
-from tools.records.run import Entry
+from tools.records.run import MegatronEntry
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Batch
 
@@ -184,7 +184,7 @@ def compiler_problem() -> str | None:
     return None
 
 
-def nvcc_problem(entry: Entry) -> str | None:
+def nvcc_problem(entry: MegatronEntry) -> str | None:
     """Why a checkout whose fused kernels ask nvcc cannot start, a sentence; None if it can."""
     kernels = Path(entry.path).parent / "megatron/legacy/fused_kernels/__init__.py"
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

@@ -14,7 +14,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.network import LinkRate
 from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
-from tools.records.run import CHECKPOINTS_FOLDER, Entry, RunRecord
+from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.model import load_model
 from tools.spec.run import Backend, RuntimeName, spec_of_flags
@@ -151,7 +151,7 @@ def _laid_out(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     )
 
 
-def _same_megatron(record: RunRecord, entry: Entry) -> Entry:
+def _same_megatron(record: RunRecord, entry: MegatronEntry) -> MegatronEntry:
     if entry.megatron_version != record.entry.megatron_version:
         raise LaunchError(
             f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "

@@ -30,7 +30,7 @@ _COMPONENT_WORDS = {
 }
 
 
-class Kind(StrEnum):
+class StrategyFamily(StrEnum):
     """Families of the decision tree."""
 
     DATA = "data parallelism"
@@ -42,29 +42,29 @@ class Kind(StrEnum):
     SINGLE = "a single device"
 
 
-def kind_of(parallelism: Parallelism) -> Kind:
+def family_of(parallelism: Parallelism) -> StrategyFamily:
     """The family a parallelism belongs to; the distributed optimizer alone is still data
     parallelism."""
     dimensions = {
-        Kind.TENSOR: parallelism.tensor,
-        Kind.CONTEXT: parallelism.context,
-        Kind.PIPELINE: parallelism.pipeline,
-        Kind.DATA: parallelism.data,
+        StrategyFamily.TENSOR: parallelism.tensor,
+        StrategyFamily.CONTEXT: parallelism.context,
+        StrategyFamily.PIPELINE: parallelism.pipeline,
+        StrategyFamily.DATA: parallelism.data,
     }
     used = [kind for kind, degree in dimensions.items() if degree > 1]
     if not used:
-        return Kind.SINGLE
+        return StrategyFamily.SINGLE
     if len(used) > 1:
-        return Kind.HYBRID
+        return StrategyFamily.HYBRID
     sharded = parallelism.sharding not in {Sharding.NONE, Sharding.ZERO1}
-    return Kind.SHARDED_DATA if used[0] is Kind.DATA and sharded else used[0]
+    return StrategyFamily.SHARDED_DATA if used[0] is StrategyFamily.DATA and sharded else used[0]
 
 
-def best_of_each_kind(request: Request) -> dict[Kind, Candidate]:
+def best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
     """The fastest of every pure family; where none fits, the one that needs the least memory."""
-    best: dict[Kind, Candidate] = {}
+    best: dict[StrategyFamily, Candidate] = {}
     for candidate in _pure_candidates(request):
-        kind = kind_of(candidate.spec.parallelism)
+        kind = family_of(candidate.spec.parallelism)
         if kind not in best or _preference(candidate) < _preference(best[kind]):
             best[kind] = candidate
     return best
@@ -86,7 +86,7 @@ def advice(plan: Plan) -> list[str]:
     alone = single_device(plan.request) if plan.request.cluster.devices > 1 else None
     if plan.request.cluster.devices > 1:
         sentences.append(_single_sentence(plan.request, alone, plan.winner))
-    sentences.append(_kind_sentence(plan, best_of_each_kind(plan.request)))
+    sentences.append(_kind_sentence(plan, best_of_each_family(plan.request)))
     if len(plan.ranked) > 1:
         sentences.append(runner_up_sentence(plan.ranked[0], plan.ranked[1]))
     sentences.append(binding_sentence(plan))
@@ -219,10 +219,10 @@ def _single_sentence(request: Request, alone: Candidate | None, winner: Candidat
     return f"{text}; {devices} are {speedup:.2f} times as fast."
 
 
-def _kind_sentence(plan: Plan, kinds: dict[Kind, Candidate]) -> str:
+def _kind_sentence(plan: Plan, kinds: dict[StrategyFamily, Candidate]) -> str:
     winner = plan.winner
     assert winner is not None
-    chosen = kind_of(winner.spec.parallelism)
+    chosen = family_of(winner.spec.parallelism)
     others = ", ".join(
         f"{kind} {_outcome(candidate, plan.request.cluster)}"
         for kind, candidate in kinds.items()
@@ -236,7 +236,7 @@ def _kind_sentence(plan: Plan, kinds: dict[Kind, Candidate]) -> str:
     return f"Use {chosen} ({winner.strategy}, {duration(winner.seconds.total)}){tail}."
 
 
-_PURE = (Kind.DATA, Kind.TENSOR, Kind.PIPELINE)
+_PURE = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
 
 
 def _outcome(candidate: Candidate, cluster: Cluster) -> str:

@@ -177,7 +177,7 @@ PRECISIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class PredictedMemory:
     """Bytes of one rank at its peak, by component."""
 
     weights: int
@@ -209,7 +209,7 @@ class RankMemory:
         return self.weights + self.gradients + self.main_parameters + self.optimizer_state
 
 
-COMPONENTS = tuple(field.name for field in fields(RankMemory))
+COMPONENTS = tuple(field.name for field in fields(PredictedMemory))
 
 ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
@@ -221,7 +221,7 @@ ASSUMPTIONS = (
 )
 
 
-def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> RankMemory:
+def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     """Peak of one pipeline rank (all its TP, CP and DP ranks are alike).
 
     Raises:
@@ -232,7 +232,7 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> RankMemory:
     precision = PRECISIONS[spec.dtype]
     weights, gradients, optimizer = _shards(parallelism)
     last = pipeline_rank == parallelism.pipeline - 1
-    return RankMemory(
+    return PredictedMemory(
         weights=precision.weights * _held(parameters, parallelism, weights),
         gradients=precision.gradients * _held(parameters, parallelism, gradients),
         main_parameters=_main_parameter_bytes(precision, parallelism)
@@ -257,7 +257,7 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     return kept
 
 
-def fullest_rank(spec: RunSpec) -> tuple[int, RankMemory]:
+def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits."""
     ranks = {0, spec.parallelism.pipeline - 1}
     by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks}

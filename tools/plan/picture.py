@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.plan.advice import Kind, kind_of
-from tools.plan.memory import COMPONENTS, RankMemory, memory_of_rank
+from tools.plan.advice import StrategyFamily, family_of
+from tools.plan.memory import COMPONENTS, PredictedMemory, memory_of_rank
 from tools.plan.search import Candidate, Plan, frontier
 from tools.spec.run import Recompute
 from tools.spec.strategy import Parallelism
@@ -103,8 +103,8 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
 def _family(candidate: Candidate) -> str:
     """The decision tree's family, with hybrids told apart by tensor and pipeline parallelism."""
     parallelism = candidate.spec.parallelism
-    kind = kind_of(parallelism)
-    if kind is not Kind.HYBRID:
+    kind = family_of(parallelism)
+    if kind is not StrategyFamily.HYBRID:
         return _KIND_FAMILIES[kind]
     tensor, pipeline = parallelism.tensor > 1, parallelism.pipeline > 1
     if tensor and pipeline:
@@ -116,7 +116,7 @@ def _family(candidate: Candidate) -> str:
 
 _KIND_FAMILIES = dict(
     zip(
-        [k for k in Kind if k is not Kind.HYBRID],
+        [k for k in StrategyFamily if k is not StrategyFamily.HYBRID],
         (
             "data parallel",
             "sharded data parallel (ZeRO-2, 3)",
@@ -201,7 +201,7 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
     )
 
 
-def _total(axes: Axes, bars: list[RankMemory]) -> None:
+def _total(axes: Axes, bars: list[PredictedMemory]) -> None:
     for position, bar in enumerate(bars):
         axes.text(
             position,

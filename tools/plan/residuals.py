@@ -28,7 +28,7 @@ from tools.text.units import MIB
 
 
 @dataclass(frozen=True)
-class Residual:
+class PublishedResidual:
     """One published figure beside its prediction."""
 
     case: str
@@ -52,7 +52,7 @@ def residual_tables() -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def memory_residuals() -> list[Residual]:
+def memory_residuals() -> list[PublishedResidual]:
     """MiB a device, a row for each pipeline stage; ranks that read alike to 10 MiB are one reading."""
     found = []
     for figure in h200_figures():
@@ -62,22 +62,22 @@ def memory_residuals() -> list[Residual]:
         for index, measured in enumerate(reversed(readings.values())):
             stage = index if stages > 1 else 0
             case = f"{figure.strategy}, stage {stage}" if stages > 1 else figure.strategy
-            found.append(Residual(case, measured, memory_of_rank(spec, stage).total / MIB))
+            found.append(PublishedResidual(case, measured, memory_of_rank(spec, stage).total / MIB))
     return found
 
 
-def h200_residuals() -> list[Residual]:
+def h200_residuals() -> list[PublishedResidual]:
     """Milliseconds an iteration."""
     found = []
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
         cluster = usual_cluster("h200", figure.devices)
         seconds = iteration_seconds(h200_spec(figure.strategy), cluster).total
-        found.append(Residual(figure.strategy, figure.mean_iteration_ms, 1e3 * seconds))
+        found.append(PublishedResidual(figure.strategy, figure.mean_iteration_ms, 1e3 * seconds))
     return found
 
 
-def paper_residuals(paper: Paper) -> list[Residual]:
+def paper_residuals(paper: Paper) -> list[PublishedResidual]:
     """Seconds an iteration."""
     found = []
     for case in paper.cases:
@@ -89,7 +89,9 @@ def paper_residuals(paper: Paper) -> list[Residual]:
             (selective, case.selective_seconds, "SP, selective"),
         ):
             predicted = iteration_seconds(spec, cluster).total
-            found.append(Residual(f"{case.name} on {devices}, {words}", measured, predicted))
+            found.append(
+                PublishedResidual(f"{case.name} on {devices}, {words}", measured, predicted)
+            )
     return found
 
 
@@ -134,14 +136,14 @@ def usual_cluster(gpu: str, devices: int) -> Cluster:
     return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
 
 
-def _table(title: str, residuals: list[Residual], digits: int) -> str:
+def _table(title: str, residuals: list[PublishedResidual], digits: int) -> str:
     def rounded(value: float) -> str:
         return f"{value:.{digits}f}"
 
     columns = (
-        Column[Residual](title, lambda residual: residual.case, right=False),
-        Column[Residual]("measured", lambda residual: residual.measured, rounded),
-        Column[Residual]("predicted", lambda residual: residual.predicted, rounded),
-        Column[Residual]("error", lambda residual: residual.error, "{:+.1%}".format),
+        Column[PublishedResidual](title, lambda residual: residual.case, right=False),
+        Column[PublishedResidual]("measured", lambda residual: residual.measured, rounded),
+        Column[PublishedResidual]("predicted", lambda residual: residual.predicted, rounded),
+        Column[PublishedResidual]("error", lambda residual: residual.error, "{:+.1%}".format),
     )
     return markdown_table(Table(columns, tuple(residuals)))

@@ -23,7 +23,7 @@ from tools.plan.candidates import (
     variants,
 )
 from tools.plan.constraints import divisors, violations
-from tools.plan.memory import RankMemory, fullest_rank
+from tools.plan.memory import PredictedMemory, fullest_rank
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
 from tools.plan.time.iteration import IterationSeconds, iteration_seconds, pipeline_seconds
@@ -57,7 +57,7 @@ class Candidate:
     """One evaluated configuration."""
 
     spec: RunSpec
-    memory: RankMemory
+    memory: PredictedMemory
     """Of the fullest rank."""
     memory_rank: int
     seconds: IterationSeconds
@@ -120,7 +120,7 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
 
 
 def evaluate(
-    request: Request, spec: RunSpec, fullest: tuple[int, RankMemory] | None = None
+    request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
 ) -> Candidate:
     """Memory, time and rates of one configuration."""
     rank, memory = fullest or fullest_rank(spec)

@@ -20,7 +20,7 @@ from tools.preprocess.input.hub import HubInput, fetch
 from tools.preprocess.input.source import parse_shard
 from tools.preprocess.output.join import merge
 from tools.preprocess.output.writer import Progress
-from tools.preprocess.run import Options, preprocess
+from tools.preprocess.run import PreprocessOptions, preprocess
 from tools.preprocess.sample import write_sample
 
 INTERRUPTED = 130
@@ -112,7 +112,7 @@ def _bytes(flag: str, unit: float) -> Callable[[str], int]:
 
 
 def _add_run_flags(add: Add) -> None:
-    """Each flag's `dest` is a field of `Options`."""
+    """Each flag's `dest` is a field of `PreprocessOptions`."""
     files = "files (JSON lines, plain, .gz or .zst; parquet), folders, globs, or hub:NAME"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=files)
     add("--output-prefix", type=Path, required=True, help="writes PREFIX_KEY_document.bin/.idx")
@@ -150,10 +150,10 @@ def _run(flags: Flags) -> int:
     fields = vars(flags)
     as_json = fields.pop("json")
     fields |= {"inputs": tuple(flags.inputs), "keys": tuple(flags.keys)}
-    return _make(Options(**fields), as_json)
+    return _make(PreprocessOptions(**fields), as_json)
 
 
-def _make(options: Options, as_json: bool = False) -> int:
+def _make(options: PreprocessOptions, as_json: bool = False) -> int:
     """Preprocess with progress on stderr and a summary on stdout."""
     from rich.console import Console  # not every command needs it
 
@@ -207,7 +207,7 @@ def _sample(flags: Flags) -> int:
     prefix: Path = flags.output_prefix
     text = prefix.with_name(prefix.name + ".jsonl")
     write_sample(text, unique=flags.unique)
-    return _make(Options((str(text),), prefix, append_eod=True))
+    return _make(PreprocessOptions((str(text),), prefix, append_eod=True))
 
 
 def _add_hub_flags(add: Add) -> None:
@@ -231,7 +231,7 @@ def _hub(flags: Flags) -> int:
     lines = prefix.with_name(prefix.name + ".jsonl")
     if not lines.is_file():
         fetch(HubInput(flags.name, flags.hub_config, flags.hub_split), "text", lines)
-    return _make(Options((str(lines),), prefix, append_eod=True))
+    return _make(PreprocessOptions((str(lines),), prefix, append_eod=True))
 
 
 def _add_merge_flags(add: Add) -> None:

@@ -19,7 +19,7 @@ from tools.preprocess.output.writer import DatasetWriter, Progress, Watch
 
 
 @dataclass(frozen=True)
-class Options:
+class PreprocessOptions:
     """Flags of a run."""
 
     inputs: tuple[str, ...]
@@ -43,7 +43,9 @@ class Options:
     overwrite: bool = False
 
 
-def preprocess(options: Options, say: Say, watch: Watch) -> tuple[list[Dataset], Progress]:
+def preprocess(
+    options: PreprocessOptions, say: Say, watch: Watch
+) -> tuple[list[Dataset], Progress]:
     """Make a data set for each JSON key, resuming an earlier run that was cut off; and what it took.
 
     Args:
@@ -89,7 +91,7 @@ def preprocess(options: Options, say: Say, watch: Watch) -> tuple[list[Dataset],
 
 
 def _identity(
-    options: Options, spec: TokenizerSpec, eod: int | None, source: Source
+    options: PreprocessOptions, spec: TokenizerSpec, eod: int | None, source: Source
 ) -> RunIdentity:
     return RunIdentity(
         inputs=source.identities,
@@ -104,7 +106,7 @@ def _identity(
     )
 
 
-def _existing(options: Options, workspace: Workspace) -> list[Dataset]:
+def _existing(options: PreprocessOptions, workspace: Workspace) -> list[Dataset]:
     """The data sets, if this very run has been completed before.
 
     Raises:

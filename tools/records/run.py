@@ -57,7 +57,7 @@ class DatasetIdentity:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MegatronEntry:
     """The program that trained: where it came from and which Megatron it ran."""
 
     path: str
@@ -122,7 +122,7 @@ class RunRecord:
     command: tuple[str, ...]
     environment: dict[str, str]
     """What the kit set beyond the caller's environment; never a secret."""
-    entry: Entry
+    entry: MegatronEntry
     host: Host
     software: dict[str, str]
     dataset: DatasetIdentity | None = None

@@ -13,7 +13,7 @@ from tools.launch.options import Options, options_from_environment
 from tools.launch.relaunch import relaunch, resume_if_saved
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.records.run import DatasetIdentity, Entry, Host, RunRecord
+from tools.records.run import DatasetIdentity, Host, MegatronEntry, RunRecord
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import (
@@ -152,9 +152,11 @@ def problems(
 def test_the_sharded_optimizer_is_saved_so_that_it_reshards_where_megatron_can() -> None:
     zero1 = Parallelism(data=2, sharding=Sharding.ZERO1)
     flag = "--dist-ckpt-optim-fully-reshardable"
-    assert flag in saving_flags(Saving(4), zero1, Entry("e", "0.19.0"))
-    assert flag not in saving_flags(Saving(4), zero1, Entry("e", "0.15.0rc2"))
-    assert "--async-save" in saving_flags(Saving(4, asynchronous=True), zero1, Entry("e", "0.19.0"))
+    assert flag in saving_flags(Saving(4), zero1, MegatronEntry("e", "0.19.0"))
+    assert flag not in saving_flags(Saving(4), zero1, MegatronEntry("e", "0.15.0rc2"))
+    assert "--async-save" in saving_flags(
+        Saving(4, asynchronous=True), zero1, MegatronEntry("e", "0.19.0")
+    )
 
 
 def test_variables_say_how_often_how_many_and_how() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.report.factory import changed, log_text, run_record, write_run
-from tools.records.run import Entry, Host
+from tools.records.run import Host, MegatronEntry
 from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.read.runs import load_folder
 from tools.spec.published import load_published
@@ -22,7 +22,7 @@ def h200_tp2(**changes):
         seq_length=1024,
         dtype="fp16",
         host=Host("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="580.82.07"),
-        entry=Entry("pretrain_gpt.py", "0.15.0rc2", "f4fa7d6b1234"),
+        entry=MegatronEntry("pretrain_gpt.py", "0.15.0rc2", "f4fa7d6b1234"),
     )
     return changed(record, **changes)
 

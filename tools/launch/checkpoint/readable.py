@@ -143,7 +143,7 @@ def read_shapes(checkpoint: Path) -> Mapping[str, Shape]:
     """Shapes of a checkpoint's whole tensors by Megatron's names; empty if they cannot be read."""
     try:
         with (checkpoint / METADATA).open("rb") as file:
-            described = _Reader(file).load().state_dict_metadata
+            described = _SizeReader(file).load().state_dict_metadata
         sizes = {str(name): getattr(entry, "size", None) for name, entry in described.items()}
     except Exception:  # A damaged pickle raises anything.
         return {}
@@ -260,7 +260,7 @@ class MetadataReader(pickle.Unpickler):
         return type(name.rpartition(".")[2], (_StandIn,), {})
 
 
-class _Reader(MetadataReader):
+class _SizeReader(MetadataReader):
     """Reads `torch.Size` as the tuple that it is."""
 
     def find_class(self, module: str, name: str) -> Any:

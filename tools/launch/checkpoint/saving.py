@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.launch.megatron_entry import release
-from tools.records.run import CHECKPOINTS_FOLDER, Entry
+from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import Parallelism, Sharding
 
@@ -29,7 +29,7 @@ class Saving:
     """Written by a process of its own, while training continues."""
 
 
-def saving_flags(saving: Saving, parallelism: Parallelism, entry: Entry) -> tuple[str, ...]:
+def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
     """Megatron's flags but for the folder: its distributed format, which loads into any layout."""
     flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
     version = release(entry.megatron_version)

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 
-from tools.plan.dryrun.comparison import Comparison, dry_run
+from tools.plan.dryrun.comparison import CheckedRank, dry_run
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
@@ -67,7 +67,7 @@ def _show(
     options: argparse.Namespace,
     model: Model,
     spec: RunSpec,
-    comparisons: list[Comparison],
+    comparisons: list[CheckedRank],
 ) -> None:
     from tools.plan.dryrun.show import as_data, print_comparisons
 

@@ -47,7 +47,7 @@ class CallDifference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckedRank:
     """One rank, counted and calculated."""
 
     report: RankReport
@@ -69,14 +69,14 @@ class Comparison:
 
 def dry_run(
     runner: DryRunner, model: Model, spec: RunSpec, ranks: tuple[int, ...]
-) -> list[Comparison]:
+) -> list[CheckedRank]:
     """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
     flags, world = flags_of(model, spec), spec.parallelism.world_size
     reports = [runner.run(Job(flags, world, rank)) for rank in ranks]
     return [compare(spec, report) for report in reports]
 
 
-def compare(spec: RunSpec, report: RankReport) -> Comparison:
+def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
     """Put the closed forms beside a rank's dry run."""
     stage = pipeline_rank(spec, report.rank)
     as_run = as_dry_run(spec)
@@ -86,7 +86,7 @@ def compare(spec: RunSpec, report: RankReport) -> Comparison:
         expected[call.group, call.operation, call.payload_bytes] += call.calls
     layers = layers_in_flight(as_run, stage)
     chunk = spec.layers_a_stage // spec.parallelism.virtual_stages
-    return Comparison(
+    return CheckedRank(
         report=report,
         pipeline_rank=stage,
         parameters=rank_parameters(as_run, stage).total,
@@ -102,7 +102,7 @@ class Verified:
     """A candidate and its first and last rank's dry runs, or why there are none."""
 
     candidate: Candidate
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[CheckedRank, ...]
     refusal: str = ""
 
 

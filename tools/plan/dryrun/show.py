@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from tools.plan.dryrun.comparison import Comparison, Verified
+from tools.plan.dryrun.comparison import CheckedRank, Verified
 from tools.records.measurements import Calls
 from tools.spec.model import Model
 from tools.spec.run import RunSpec
@@ -27,7 +27,7 @@ NOTES = (
 )
 
 
-def as_data(model: Model, spec: RunSpec, comparisons: list[Comparison]) -> dict[str, Any]:
+def as_data(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> dict[str, Any]:
     """Everything, for `--json`; bytes and seconds."""
     return {
         "model": model.name,
@@ -43,7 +43,7 @@ def as_data(model: Model, spec: RunSpec, comparisons: list[Comparison]) -> dict[
     }
 
 
-def print_comparisons(model: Model, spec: RunSpec, comparisons: list[Comparison]) -> None:
+def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> None:
     """A table of figures, then of each rank's calls."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     parallelism, batch = spec.parallelism, spec.batch
@@ -62,7 +62,7 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[Comparison]
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
 
-def figures_table(comparison: Comparison) -> Table[tuple[str, str, str]]:
+def figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
     """Parameters, bytes and micro batches of one rank: dry run, closed form."""
     report = comparison.report
     where = report.memory.peak_module.removeprefix("module.module.")
@@ -88,7 +88,7 @@ def figures_table(comparison: Comparison) -> Table[tuple[str, str, str]]:
     return Table(columns, tuple(rows), title)
 
 
-def verdict(comparison: Comparison) -> str:
+def verdict(comparison: CheckedRank) -> str:
     """Whether the closed form holds, or every difference by name."""
     report = comparison.report
     cost = f"({report.seconds:.1f} s, {report.process_bytes / GIB:.2f} GiB of this machine)"
@@ -98,7 +98,7 @@ def verdict(comparison: Comparison) -> str:
     return "\n".join(["The closed form differs:", *map(str, comparison.differences), cost])
 
 
-def _rank_as_data(comparison: Comparison) -> dict[str, Any]:
+def _rank_as_data(comparison: CheckedRank) -> dict[str, Any]:
     report = comparison.report
     return {
         "rank": report.rank,
@@ -127,7 +127,7 @@ def _call_as_data(row: Calls) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name not in without}
 
 
-def _calls_table(comparison: Comparison) -> Table[Calls]:
+def _calls_table(comparison: CheckedRank) -> Table[Calls]:
     columns = (
         Column[Calls]("group", lambda row: row.group, right=False),
         Column[Calls]("operation", lambda row: row.operation, right=False),
@@ -177,7 +177,7 @@ def verified_as_data(verified: list[Verified]) -> list[dict[str, object]]:
     ]
 
 
-_Row = tuple[str, Comparison]
+_Row = tuple[str, CheckedRank]
 _VERIFIED_COLUMNS = (
     Column[_Row]("strategy", lambda row: row[0], right=False),
     Column[_Row]("rank", lambda row: row[1].report.rank),

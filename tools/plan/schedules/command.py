@@ -11,7 +11,7 @@ from typing import Any
 from tools.plan.schedules.simulate import (
     Durations,
     Schedule,
-    Timeline,
+    SimulatedSchedule,
     closed_form_activations,
     closed_form_bubble,
     figures,
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def timeline_as_data(timeline: Timeline) -> dict[str, Any]:
+def timeline_as_data(timeline: SimulatedSchedule) -> dict[str, Any]:
     """One schedule's figures, measured and in closed form."""
     measured = figures(timeline)
     return {
@@ -68,7 +68,7 @@ def timeline_as_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _print(timelines: list[Timeline]) -> None:
+def _print(timelines: list[SimulatedSchedule]) -> None:
     from rich.console import Console
 
     first = timelines[0]
@@ -77,14 +77,14 @@ def _print(timelines: list[Timeline]) -> None:
         f"{first.iterations} iteration(s)"
     )
     columns = (
-        Column[Timeline]("schedule", lambda t: t.schedule, right=False),
-        Column[Timeline]("time", lambda t: t.length, "{:g}".format),
-        Column[Timeline]("idle", lambda t: figures(t).idle_share, percent),
-        Column[Timeline]("bubble", lambda t: figures(t).bubble, "{:.4f}".format),
-        Column[Timeline]("closed form", closed_form_bubble, "{:.4f}".format),
-        Column[Timeline]("held, by stage", lambda t: _listed(figures(t).activations)),
-        Column[Timeline]("versions", lambda t: _listed(figures(t).weight_versions)),
-        Column[Timeline]("staleness", lambda t: _listed(figures(t).staleness)),
+        Column[SimulatedSchedule]("schedule", lambda t: t.schedule, right=False),
+        Column[SimulatedSchedule]("time", lambda t: t.length, "{:g}".format),
+        Column[SimulatedSchedule]("idle", lambda t: figures(t).idle_share, percent),
+        Column[SimulatedSchedule]("bubble", lambda t: figures(t).bubble, "{:.4f}".format),
+        Column[SimulatedSchedule]("closed form", closed_form_bubble, "{:.4f}".format),
+        Column[SimulatedSchedule]("held, by stage", lambda t: _listed(figures(t).activations)),
+        Column[SimulatedSchedule]("versions", lambda t: _listed(figures(t).weight_versions)),
+        Column[SimulatedSchedule]("staleness", lambda t: _listed(figures(t).staleness)),
     )
     table = rich_table(Table(columns, tuple(timelines), title))
     Console(width=None if sys.stdout.isatty() else 140).print(table)

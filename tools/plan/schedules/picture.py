@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.plan.schedules.simulate import Event, Pass, Timeline, figures
+from tools.plan.schedules.simulate import Event, Pass, SimulatedSchedule, figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ _BACKWARD = ("#3E9C6B", "#98D3B2")
 _IDLE = "#DDDDDD"
 
 
-def draw_schedules(timelines: Sequence[Timeline], path: Path) -> None:
+def draw_schedules(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
     """Write the picture."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def draw_schedules(timelines: Sequence[Timeline], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def _draw(axes: Axes, timeline: Timeline, longest: float) -> None:
+def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
     axes.broken_barh([(0, timeline.length)], (-0.42, timeline.pipeline - 1 + 0.84), color=_IDLE)
     for event in timeline.events:
         axes.broken_barh(
@@ -67,7 +67,7 @@ def _draw(axes: Axes, timeline: Timeline, longest: float) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def caption(timeline: Timeline) -> str:
+def caption(timeline: SimulatedSchedule) -> str:
     """The schedule's name and what it costs, in one line."""
     measured = figures(timeline)
     held = max(measured.activations)
@@ -85,7 +85,7 @@ _NARROWEST_LABEL, _NARROW_LABEL = 0.7, 1.2
 """Percent of the axis."""
 
 
-def _number(axes: Axes, event: Event, timeline: Timeline, size: float) -> None:
+def _number(axes: Axes, event: Event, timeline: SimulatedSchedule, size: float) -> None:
     """Micro batches are numbered within their iteration."""
     axes.text(
         (event.start + event.end) / 2,

@@ -59,7 +59,7 @@ class Durations:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedSchedule:
     """A simulated schedule."""
 
     schedule: Schedule
@@ -85,7 +85,7 @@ def simulate(
     iterations: int = 1,
     virtual: int = 2,
     durations: Durations | None = None,
-) -> Timeline:
+) -> SimulatedSchedule:
     """Run a schedule.
 
     GPipe and both 1F1B flush: the next iteration starts when all stages have finished this one.
@@ -114,7 +114,9 @@ def simulate(
         orders = [_order(schedule, worker, pipeline, count, virtual) for worker in range(pipeline)]
         events += _run(orders, first, start, virtual, durations)
         start = max(event.end for event in events)
-    return Timeline(schedule, pipeline, microbatches, iterations, virtual, durations, tuple(events))
+    return SimulatedSchedule(
+        schedule, pipeline, microbatches, iterations, virtual, durations, tuple(events)
+    )
 
 
 def _order(schedule: Schedule, worker: int, pipeline: int, count: int, virtual: int) -> list[Step]:
@@ -220,7 +222,7 @@ class ScheduleFigures:
     """Updates of a worker's weights between a micro batch's forward and its backward, at most."""
 
 
-def figures(timeline: Timeline) -> ScheduleFigures:
+def figures(timeline: SimulatedSchedule) -> ScheduleFigures:
     """Measure a timeline."""
     workers = range(timeline.pipeline)
     by_worker = [[e for e in timeline.events if e.worker == worker] for worker in workers]
@@ -236,7 +238,7 @@ def figures(timeline: Timeline) -> ScheduleFigures:
     )
 
 
-def closed_form_bubble(timeline: Timeline) -> float:
+def closed_form_bubble(timeline: SimulatedSchedule) -> float:
     """Idle over working time if messages take none: (p−1)/m, /v interleaved, once for PipeDream.
 
     PipeDream fills and drains once over all iterations; the others once in each.
@@ -247,7 +249,7 @@ def closed_form_bubble(timeline: Timeline) -> float:
     return (timeline.pipeline - 1) / (microbatches * timeline.virtual)
 
 
-def closed_form_activations(timeline: Timeline) -> tuple[float, ...]:
+def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
     """Stages' worth of micro batches in flight, by worker."""
     pipeline, microbatches, virtual = timeline.pipeline, timeline.microbatches, timeline.virtual
     if timeline.schedule is Schedule.GPIPE:

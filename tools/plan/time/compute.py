@@ -37,7 +37,7 @@ class LayerSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """Achieved rates of one device in one dtype."""
 
     flops: float
@@ -45,7 +45,7 @@ class Rates:
     bytes_per_second: float
 
 
-def rates(cluster: Cluster, dtype: str) -> Rates:
+def rates(cluster: Cluster, dtype: str) -> DeviceRates:
     """Achieved rates.
 
     Raises:
@@ -56,14 +56,14 @@ def rates(cluster: Cluster, dtype: str) -> Rates:
         raise NoPeakError(f"{cluster.device.name} has no {dtype} rate; use another --dtype.")
     calibration = cluster.calibration
     matmul = cluster.device.matmul_fraction if calibration.matmul is None else calibration.matmul
-    return Rates(
+    return DeviceRates(
         flops=peak * matmul,
         attention_flops=peak * calibration.attention,
         bytes_per_second=cluster.device.memory_bytes_per_second * calibration.memory,
     )
 
 
-def layer_seconds(spec: RunSpec, rate: Rates) -> LayerSeconds:
+def layer_seconds(spec: RunSpec, rate: DeviceRates) -> LayerSeconds:
     """Times of one transformer layer."""
     scores = _attention_flops(spec) / rate.attention_flops
     forward, backward = _elementwise_bytes(spec)
@@ -86,13 +86,13 @@ def forward_passes(spec: RunSpec) -> tuple[int, int, int]:
     return 1, 2 if selective and not spec.fused_attention else 1, 1
 
 
-def embedding_seconds(spec: RunSpec, rate: Rates) -> float:
+def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
     elements = spec.tokens * spec.shape.hidden
     return 10 * spec.element_bytes * elements / rate.bytes_per_second
 
 
-def head_seconds(spec: RunSpec, rate: Rates) -> tuple[float, float]:
+def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     """Output layer and loss of one micro batch: matrix products, and memory traffic."""
     shape, tokens = spec.shape, spec.tokens
     vocabulary = shape.padded_vocabulary(spec.parallelism.tensor)
@@ -104,7 +104,7 @@ def head_seconds(spec: RunSpec, rate: Rates) -> tuple[float, float]:
     return matmul, passes * logit_elements(spec) / rate.bytes_per_second
 
 
-def optimizer_seconds(spec: RunSpec, rate: Rates, pipeline_rank: int) -> float:
+def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
     """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic."""
     precision = PRECISIONS[spec.dtype]
     held, gradients = held_parameters(spec, pipeline_rank)
@@ -115,7 +115,7 @@ def optimizer_seconds(spec: RunSpec, rate: Rates, pipeline_rank: int) -> float:
     return touched / rate.bytes_per_second
 
 
-def _matmul_seconds(spec: RunSpec, rate: Rates) -> float:
+def _matmul_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Forward products of one layer: QKV, projection, and the MLP or the routed experts."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     tokens, hidden = spec.tokens, shape.hidden
@@ -136,7 +136,9 @@ def _matmul_seconds(spec: RunSpec, rate: Rates) -> float:
     return seconds + copies * mlp
 
 
-def _product_seconds(rows: int, inner: int, columns: int, spec: RunSpec, rate: Rates) -> float:
+def _product_seconds(
+    rows: int, inner: int, columns: int, spec: RunSpec, rate: DeviceRates
+) -> float:
     operands = rows * inner + inner * columns + rows * columns
     moved = spec.element_bytes * operands
     return 2 * rows * inner * columns / rate.flops + moved / rate.bytes_per_second

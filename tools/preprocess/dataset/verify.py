@@ -20,7 +20,7 @@ from tools.preprocess.errors import DatasetError
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """What was checked and what was found."""
 
     dataset: Dataset | None
@@ -50,7 +50,7 @@ class Verdict:
         )
 
 
-def verify(prefix: Path, vocabulary: int | None = None) -> Verdict:
+def verify(prefix: Path, vocabulary: int | None = None) -> Verification:
     """Check a data set.
 
     Args:
@@ -60,7 +60,7 @@ def verify(prefix: Path, vocabulary: int | None = None) -> Verdict:
     try:
         dataset = open_dataset(prefix)
     except DatasetError as error:
-        return Verdict(None, False, vocabulary, (str(error),))
+        return Verification(None, False, vocabulary, (str(error),))
     vocabulary = vocabulary or dataset.vocabulary
     problems = [
         *(_check_hashes(dataset, dataset.manifest) if dataset.manifest else ()),
@@ -70,7 +70,7 @@ def verify(prefix: Path, vocabulary: int | None = None) -> Verdict:
     ]
     if not problems:
         problems += _check_ends(dataset)
-    return Verdict(dataset, dataset.manifest is not None, vocabulary, tuple(problems))
+    return Verification(dataset, dataset.manifest is not None, vocabulary, tuple(problems))
 
 
 def last_tokens(dataset: Dataset) -> Iterator[IntArray]:

@@ -21,7 +21,7 @@ Text = str | list[str]
 _UTF8_STRIDE = 1 << 20
 
 
-class Kind(StrEnum):
+class ProblemKind(StrEnum):
     """What can be wrong with a document; the values appear in messages and manifests."""
 
     BROKEN_JSON = "broken JSON line"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
     EMPTY_DOCUMENT = "empty document"
 
 
-HARMLESS = (Kind.BLANK_LINE, Kind.EMPTY_DOCUMENT)
+HARMLESS = (ProblemKind.BLANK_LINE, ProblemKind.EMPTY_DOCUMENT)
 """Counted and named, but no reason to stop: Megatron keeps empty documents, so they are kept."""
 
 
@@ -44,7 +44,7 @@ HARMLESS = (Kind.BLANK_LINE, Kind.EMPTY_DOCUMENT)
 class Problem:
     """One document that cannot be used, or is noteworthy."""
 
-    kind: Kind
+    kind: ProblemKind
     line: int
     """Line (or row) within the block, from 0."""
     detail: str = ""
@@ -102,11 +102,11 @@ class LineParser:
         self, line: bytes | bytearray, number: int, is_utf8: bool
     ) -> list[Text] | Problem:
         if not line.strip():
-            return Problem(Kind.BLANK_LINE, number)
+            return Problem(ProblemKind.BLANK_LINE, number)
         try:
             text = "" if is_utf8 else line.decode()
         except UnicodeDecodeError as error:
-            return Problem(Kind.INVALID_UTF8, number, f"byte {error.start + 1} of the line")
+            return Problem(ProblemKind.INVALID_UTF8, number, f"byte {error.start + 1} of the line")
         try:
             decoded = self._decoder.decode(line)
             return [getattr(decoded, name) for name in self._names]
@@ -116,9 +116,9 @@ class LineParser:
             # `len` stands for any integer: Python refuses to read one of over 4,300 digits.
             row = json.loads((text or line.decode()).removesuffix("\n"), parse_int=len)
         except (ValueError, RecursionError) as error:
-            return Problem(Kind.BROKEN_JSON, number, str(error))
+            return Problem(ProblemKind.BROKEN_JSON, number, str(error))
         if not isinstance(row, dict):
-            return Problem(Kind.BROKEN_JSON, number, "the line is no JSON object")
+            return Problem(ProblemKind.BROKEN_JSON, number, "the line is no JSON object")
         return check_texts(self._keys, row.get, number)
 
 
@@ -151,7 +151,7 @@ def refuse_large(documents: Documents, limit: int) -> Documents:
         return documents
     kept = [index for index, size in enumerate(sizes) if size <= limit]
     refused = tuple(
-        Problem(Kind.TOO_LARGE, line, f"{size} bytes")
+        Problem(ProblemKind.TOO_LARGE, line, f"{size} bytes")
         for line, size in zip(documents.lines, sizes, strict=True)
         if size > limit
     )
@@ -171,22 +171,28 @@ def check_texts(
     for key in keys:
         value = get(key, _MISSING)
         if value is _MISSING:
-            return Problem(Kind.MISSING_KEY, number, f"'{key}'")
+            return Problem(ProblemKind.MISSING_KEY, number, f"'{key}'")
         if value is None:
-            return Problem(Kind.NULL_TEXT, number, f"key '{key}'")
+            return Problem(ProblemKind.NULL_TEXT, number, f"key '{key}'")
         if isinstance(value, bytes):  # of a table: a binary column, or text that is not UTF-8
             try:
                 value = value.decode()
             except UnicodeDecodeError as error:
-                return Problem(Kind.INVALID_UTF8, number, f"byte {error.start + 1} of '{key}'")
+                return Problem(
+                    ProblemKind.INVALID_UTF8, number, f"byte {error.start + 1} of '{key}'"
+                )
         sentences = value if isinstance(value, list) else [value]
         if not all(isinstance(sentence, str) for sentence in sentences):
-            return Problem(Kind.NOT_TEXT, number, f"key '{key}' holds {type(value).__name__}")
+            return Problem(
+                ProblemKind.NOT_TEXT, number, f"key '{key}' holds {type(value).__name__}"
+            )
         try:
             for sentence in sentences:
                 utf8_size(sentence)
         except UnicodeEncodeError:
-            return Problem(Kind.INVALID_UTF8, number, f"key '{key}' holds half a surrogate pair")
+            return Problem(
+                ProblemKind.INVALID_UTF8, number, f"key '{key}' holds half a surrogate pair"
+            )
         texts.append(value)
     return texts
 

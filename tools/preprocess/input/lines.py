@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.preprocess.input.documents import Kind, Problem
+from tools.preprocess.input.documents import Problem, ProblemKind
 from tools.preprocess.input.files import BLOCK_BYTES, Block, Blocks, Format, Slice
 
 _ARCHIVE_READ_BYTES = 1 << 18
@@ -33,7 +33,7 @@ def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Blocks:
     stride = BLOCK_BYTES if slice_.format is Format.LINES else _ARCHIVE_READ_BYTES
     longest = None if limit is None else _LONGEST_ESCAPE * limit + BLOCK_BYTES
     with _open(slice_, offset) as (read, position):
-        reader = _Reader(read, position, stride)
+        reader = _ArchiveReader(read, position, stride)
         if slice_.format is not Format.LINES:
             reader.skip(offset)
         yield from _split(reader, offset, slice_.stop, longest)
@@ -85,7 +85,7 @@ def _open(slice_: Slice, offset: int) -> Iterator[tuple[Callable[[int], bytes], 
                 yield archive.read, stored.tell
 
 
-class _Reader:
+class _ArchiveReader:
     """Reads fully, and keeps damage of an archive for later: what came before it counts."""
 
     def __init__(
@@ -117,7 +117,7 @@ class _Reader:
         return found[0] if len(found) == 1 else b"".join(found)
 
 
-def _split(reader: _Reader, offset: int, stop: int | None, limit: int | None) -> Blocks:
+def _split(reader: _ArchiveReader, offset: int, stop: int | None, limit: int | None) -> Blocks:
     rest = b""
     while True:
         wanted = BLOCK_BYTES - len(rest)
@@ -140,11 +140,13 @@ def _split(reader: _Reader, offset: int, stop: int | None, limit: int | None) ->
         if last or reader.damage:
             break
     if reader.damage:
-        problem = Problem(Kind.BROKEN_ARCHIVE, 0, reader.damage)
+        problem = Problem(ProblemKind.BROKEN_ARCHIVE, 0, reader.damage)
         yield Block(offset, 0, reader.position(), problem=problem)
 
 
-def _long_line(reader: _Reader, head: bytes, offset: int, limit: int | None) -> tuple[Block, bytes]:
+def _long_line(
+    reader: _ArchiveReader, head: bytes, offset: int, limit: int | None
+) -> tuple[Block, bytes]:
     """Read on to the end of a line longer than a block; the line, and what was read beyond it."""
     line, size, refused = bytearray(head), len(head), False
     while True:
@@ -162,6 +164,6 @@ def _long_line(reader: _Reader, head: bytes, offset: int, limit: int | None) -> 
     if reader.damage and not cut:
         return Block(offset, 0, reader.position()), b""
     if refused:
-        problem = Problem(Kind.TOO_LARGE, 0, f"{size} bytes")
+        problem = Problem(ProblemKind.TOO_LARGE, 0, f"{size} bytes")
         return Block(offset + size, 0, reader.position(), problem=problem), chunk[end:]
     return Block(offset + size, size, reader.position(), line), chunk[end:]

@@ -11,9 +11,9 @@ from tools.preprocess.dataset.manifest import InputIdentity
 from tools.preprocess.errors import InputError
 from tools.preprocess.input.documents import (
     Documents,
-    Kind,
     LineParser,
     Problem,
+    ProblemKind,
     Text,
     parse_rows,
     refuse_large,
@@ -153,12 +153,12 @@ class Source:
                 empty = False
                 yield index, block
             if empty and start == 0 and slice_.start == 0:
-                yield index, Block(0, 0, 0, problem=Problem(Kind.EMPTY_FILE, 0))
+                yield index, Block(0, 0, 0, problem=Problem(ProblemKind.EMPTY_FILE, 0))
 
     def parse(self, block: Block) -> Documents:
         """Documents of a block."""
         if block.problem is not None:
-            lines = int(block.problem.kind is Kind.TOO_LARGE)
+            lines = int(block.problem.kind is ProblemKind.TOO_LARGE)
             return Documents(tuple([] for _ in self.keys), [], lines, (block.problem,))
         if block.columns is None:
             documents = self.parser.parse(block.data)

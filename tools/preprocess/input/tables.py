@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tools.preprocess.errors import InputError
-from tools.preprocess.input.documents import Kind, Problem
+from tools.preprocess.input.documents import Problem, ProblemKind
 from tools.preprocess.input.files import BLOCK_BYTES, Block, Blocks, Slice
 
 _MOST_ROWS = 1 << 16
@@ -28,7 +28,7 @@ def table_blocks(slice_: Slice, offset: int, keys: Sequence[str]) -> Blocks:
             check_columns(file.schema_arrow.names, slice_.name, keys)
             yield from _rows(file, slice_, offset, keys)
     except pa.ArrowException as error:
-        problem = Problem(Kind.BROKEN_ARCHIVE, 0, str(error).splitlines()[0])
+        problem = Problem(ProblemKind.BROKEN_ARCHIVE, 0, str(error).splitlines()[0])
         yield Block(offset, 0, 0, problem=problem)
 
 

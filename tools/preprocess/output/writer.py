@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tools.preprocess.encode.encoders import Say
 from tools.preprocess.encode.pipeline import Encoded, Pipeline
 from tools.preprocess.errors import InputError
-from tools.preprocess.input.documents import HARMLESS, Kind, Problem
+from tools.preprocess.input.documents import HARMLESS, Problem, ProblemKind
 from tools.preprocess.input.files import Block
 from tools.preprocess.input.source import Source
 from tools.preprocess.output.workspace import Position, Workspace
@@ -143,7 +143,7 @@ class DatasetWriter:
         for packed in encoded.packed:
             for index in (packed.counts == 0).nonzero()[0].tolist():
                 line = encoded.documents.lines[index]
-                self._handle_problem(encoded, Problem(Kind.EMPTY_DOCUMENT, line))
+                self._handle_problem(encoded, Problem(ProblemKind.EMPTY_DOCUMENT, line))
         self._uncommitted_bytes += encoded.block.size_bytes
         self._lines += encoded.documents.line_count
 
@@ -162,7 +162,7 @@ class DatasetWriter:
 
     def _place(self, encoded: Encoded, problem: Problem) -> str:
         name = self._source.slices[encoded.slice_index].name
-        if problem.kind is Kind.EMPTY_FILE:
+        if problem.kind is ProblemKind.EMPTY_FILE:
             return f"{name}: {problem.kind}"
         if self._lines_before is None:
             start = self._counted_from

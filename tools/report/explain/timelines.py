@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from tools.plan.schedules.simulate import Durations, Pass, Step, Timeline, simulate
+from tools.plan.schedules.simulate import Durations, Pass, SimulatedSchedule, Step, simulate
 from tools.records.measurements import Phase
 from tools.records.run import TRACE_FILE
 from tools.report.analyse.entry import Entry
@@ -79,7 +79,7 @@ def caption(scene: Scene) -> str:
     )
 
 
-def ideal_timeline(scene: Scene) -> Timeline:
+def ideal_timeline(scene: Scene) -> SimulatedSchedule:
     """The same schedule with equal stages of the measured mean duration."""
     virtual = scene.split.virtual_stages
     worked = passes(scene.pieces)
@@ -97,7 +97,7 @@ def ideal_timeline(scene: Scene) -> Timeline:
     )
 
 
-def _ideal_pieces(timeline: Timeline) -> tuple[TraceSpan, ...]:
+def _ideal_pieces(timeline: SimulatedSchedule) -> tuple[TraceSpan, ...]:
     names = {Pass.FORWARD: "forward-compute", Pass.BACKWARD: "backward-compute"}
     return tuple(
         TraceSpan(e.worker, names[e.step.direction], "", e.start, e.end, e.step)

@@ -23,7 +23,7 @@ _PAIRS = (
 def render(model: str, runs: Sequence[Measured], left_out: Sequence[str] = ()) -> str:
     """Markdown: the table, what it says of each backend, and what was left out."""
     bare = next((run for run in runs if run.backend == Backend.BARE), None)
-    rows = tuple(_Row(run, bare) for run in runs)
+    rows = tuple(_BackendRow(run, bare) for run in runs)
     return "\n\n".join(
         (
             f"# Backends compared: {model}",
@@ -53,7 +53,7 @@ def verdicts(runs: Sequence[Measured]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _BackendRow:
     run: Measured
     bare: Measured | None
 
@@ -69,13 +69,13 @@ def _verdict(result: Comparison) -> str:
     return f"{speed}, which is {result.verdict}."
 
 
-def _against_bare(row: _Row) -> float | None:
+def _against_bare(row: _BackendRow) -> float | None:
     one, two = row.bare.estimate if row.bare else None, row.run.estimate
     known = one is not None and two is not None and not row.is_bare
     return ratio(two.median, one.median) if known and one and two else None
 
 
-def _overhead(row: _Row) -> float | None:
+def _overhead(row: _BackendRow) -> float | None:
     return None if row.run.overhead is None else 1 + row.run.overhead
 
 
@@ -83,7 +83,7 @@ def _percent(value: float | None) -> str:
     return change(value, decimals=1)
 
 
-_COLUMNS: tuple[Column[_Row], ...] = (
+_COLUMNS: tuple[Column[_BackendRow], ...] = (
     Column("Backend", lambda row: row.run.backend),
     Column("Strategy", lambda row: row.run.strategy),
     Column("Status", lambda row: row.run.status),

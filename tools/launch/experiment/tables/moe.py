@@ -64,7 +64,9 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
         *notes,
         *_conditions(runs),
     ]
-    rows = tuple(_Row(group, parity(group, _reference(group, kinds))) for group in kinds.values())
+    rows = tuple(
+        _GroupRow(group, parity(group, _reference(group, kinds))) for group in kinds.values()
+    )
     return "\n\n".join(
         (
             f"# Mixture of experts, Megatron against plain PyTorch: {model}",
@@ -118,7 +120,7 @@ def evaluation_notes(launch: Launch) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _GroupRow:
     group: Group
     parity: RoutedParity
 
@@ -237,7 +239,7 @@ def _published() -> str:
 
 def _scores_column(
     name: str, value: Callable[[Measured], float | None], shape: str
-) -> Column[_Row]:
+) -> Column[_GroupRow]:
     return Column(name, lambda row: _range(row.group, value, shape))
 
 
@@ -245,7 +247,7 @@ def _optional(shape: str) -> Callable[[float | None], str]:
     return lambda value: DASH if value is None else shape.format(value)
 
 
-_COLUMNS: tuple[Column[_Row], ...] = (
+_COLUMNS: tuple[Column[_GroupRow], ...] = (
     Column("Backend", lambda row: row.group[0].backend),
     Column("Strategy", lambda row: row.group[0].strategy),
     Column("Optimizer", lambda row: row.group[0].optimizer),

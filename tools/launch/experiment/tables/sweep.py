@@ -55,7 +55,7 @@ def render(
     name: str, results: Sequence[Swept], skipped: Sequence[Skipped], pictured: bool = False
 ) -> str:
     """Markdown: the sentences first, then the picture, the table and what was skipped."""
-    rows = tuple(_Row(result, _reference(result, results)) for result in results)
+    rows = tuple(_SweepRow(result, _reference(result, results)) for result in results)
     said = "\n".join(f"- {text}" for text in _sentences(results))
     parts = [f"# Sweep {markdown_text(name)}", said]
     if pictured:
@@ -68,7 +68,7 @@ def render(
 
 
 @dataclass(frozen=True)
-class _Row:
+class _SweepRow:
     result: Swept
     reference: Swept | None
 
@@ -124,7 +124,7 @@ def _against(found: Comparison | None) -> str:
     return f"×{found.ratio:.3f}{span} the time: {found.verdict}"
 
 
-_COLUMNS: tuple[Column[_Row], ...] = (
+_COLUMNS: tuple[Column[_SweepRow], ...] = (
     Column("Model", lambda row: row.result.cell.model),
     Column("Parameters", lambda row: row.result.parameters, parameters),
     Column("Devices", lambda row: f"{row.result.cell.devices}{row.result.cell.device}"),
