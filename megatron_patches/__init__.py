@@ -3,8 +3,8 @@
 `python -m megatron_patches ENTRY ARGS…` applies the patches that the runtime context needs (`context`:
 version, device, Transformer Engine) and runs the entry. Each module holds the patches of one reason,
 under `cpu/`, `no_te/` and `fused/` by where they are needed; `catalogue` lists all in order, `registry`
-describes and applies them.
+describes and applies them. `plant` then executes the file of `PLANT=`.
 
-Runs inside training processes, on top of `tools.ledger`. The commands import two modules, neither with
-torch: `tools.launch` reads `context.checkout_version` and `fused.names`. The plan's dry run imports all.
+Runs inside training processes, on top of `tools.ledger`. The commands import three modules, none with
+torch: `tools.launch` reads `context`, `fusions` and `plant`. The plan's dry run imports all.
 """

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_patches.context import find_context
+from megatron_patches.plant import execute_plant
 from megatron_patches.registry import PatchError, apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
 
@@ -36,9 +37,11 @@ def main(arguments: list[str]) -> None:
         applied = apply_patches(PATCHES, context)
     except (PatchError, LookupError, ValueError) as error:
         sys.exit(str(error))
+    planted = execute_plant(os.environ)
     if int(os.environ.get("RANK", "0")) == 0:
         print(
-            f"> Megatron {context.megatron}, patched: {', '.join(applied) or 'nothing'}",
+            f"> Megatron {context.megatron}, patched: {', '.join(applied) or 'nothing'}"
+            + (f", planted: {planted}" if planted else ""),
             flush=True,
         )
     # Not runpy: it would make the entry sys.modules["__main__"], and every process that Megatron

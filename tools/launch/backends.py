@@ -97,6 +97,11 @@ def backend_problems(launch: Launch) -> Iterator[str]:
     """Why a backend cannot run this launch, each in one sentence."""
     if launch.spec.backend == Backend.MEGATRON:
         return
+    if launch.spec.plant is not None:
+        yield (
+            f"PLANT={launch.spec.plant.path} changes Megatron, which BACKEND={launch.spec.backend} does "
+            "not run; leave PLANT= out, or use BACKEND=megatron."
+        )
     yield from _layout_problems(launch)
     shape = launch.model.shape
     if shape.query_groups != shape.heads or not shape.tied_embeddings:

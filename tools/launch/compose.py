@@ -20,6 +20,7 @@ from tools.launch.flags import (
     expert_flags,
     model_flags,
     optimizer_flags,
+    plant_environment,
     runtime_flags,
     start_flags,
     tokenizer_flags,
@@ -181,6 +182,7 @@ def compose(
         fused=options.fused,
         link_bits_per_second=options.network.bits_per_second if options.network else None,
         shares_gpu=options.share_gpu,
+        plant=options.plant,
         strategy=strategy,
     )
     return Launch(
@@ -193,7 +195,8 @@ def compose(
         flags=flags,
         environment=environment_for(device, parallelism, start)
         | (options.wandb.environment if options.wandb else {})
-        | bare_environment(options),
+        | bare_environment(options)
+        | plant_environment(options.plant),
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
         nodes=options.nodes,
@@ -245,7 +248,8 @@ def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     """Mount the data set's folders and the folder of runs, which may lie outside the kit."""
     if runtime.container is None:
         return runtime
-    folders = (*docker.data_folders(ROOT / data), options.runs.absolute())
+    plant = ((ROOT / options.plant.path).parent,) if options.plant else ()
+    folders = (*docker.data_folders(ROOT / data), options.runs.absolute(), *plant)
     return replace(runtime, container=runtime.container.mounting(*folders))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patches.fusions import dropped_flags
+from megatron_patches.plant import FILE as PLANT_FILE
+from megatron_patches.plant import SHA256 as PLANT_SHA256
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime
@@ -13,7 +15,7 @@ from tools.records.run import MegatronEntry
 from tools.spec.files import from_root, read_args_file
 from tools.spec.flags import flag_words
 from tools.spec.model import Model, training_flags
-from tools.spec.run import DeviceKind, OptimizerName
+from tools.spec.run import DeviceKind, OptimizerName, Plant
 from tools.spec.strategy import Parallelism, Sharding
 
 RUNTIMES = Path(__file__).parent / "runtimes"
@@ -113,6 +115,11 @@ def bare_environment(options: Options) -> dict[str, str]:
     """Variables that enable the patches of `FUSED=` and `SHARE_GPU=`."""
     fused = {"KIT_FUSED": ",".join(options.fused)} if options.fused else {}
     return fused | ({"KIT_SHARE_GPU": "1"} if options.share_gpu else {})
+
+
+def plant_environment(plant: Plant | None) -> dict[str, str]:
+    """Variables that make the ranks execute a file before they train (`megatron_patches/plant.py`)."""
+    return {PLANT_FILE: plant.path, PLANT_SHA256: plant.sha256} if plant else {}
 
 
 def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:

@@ -86,6 +86,7 @@ def node_info(launch: Launch, nodes: Nodes) -> NodeInfo:
     except DatasetError:
         data = "missing"
     entry = launch.entry
+    plant = launch.spec.plant
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     has = {
         "NNODES=": str(nodes.count),
@@ -94,6 +95,7 @@ def node_info(launch: Launch, nodes: Nodes) -> NodeInfo:
         "torch": installed_versions().get("torch", "none"),
         "flags": f"{flags} (a hash)",
         "data set": data,
+        "PLANT=": plant.sha256[:12] if plant else "none",
         "its first iteration after": str(
             launch.resume_point.iteration if launch.resume_point else 0
         ),

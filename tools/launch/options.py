@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,9 @@ from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import wrong_settings_refused
 from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
-from tools.spec.files import ROOT
-from tools.spec.run import Backend, OptimizerName, RuntimeName
-from tools.spec.setting import Setting
+from tools.spec.files import ROOT, from_root
+from tools.spec.run import Backend, OptimizerName, Plant, RuntimeName
+from tools.spec.setting import Setting, SettingError
 
 HANG_TIMEOUT_SECONDS = 900.0
 """Longer than NCCL's own timeout of a collective (600 s), so that NCCL reports its error first."""
@@ -94,6 +95,8 @@ class Options:
     """Patches of `megatron_patches/fused` by name; none unless asked for."""
     share_gpu: bool = False
     """Put all ranks on one GPU: memory and losses are valid, times are not comparable."""
+    plant: Plant | None = None
+    """A Python file that every rank executes before it trains."""
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
@@ -141,12 +144,36 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
             hang_timeout_seconds=read(settings.HANG_TIMEOUT) or Options.hang_timeout_seconds,
             fused=read(settings.FUSED.read_as(parse_fusions, _FUSIONS)) or (),
             share_gpu=read(settings.SHARE_GPU) or False,
+            plant=read(settings.PLANT.read_as(read_plant)),
         )
     return replace(options, given=tuple(given.items()))
 
 
 def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
     return Saving(every, keep or KEEP, asynchronous or False) if every else None
+
+
+def read_plant(text: str) -> Plant:
+    """The file of `PLANT=`, as it is now; a relative path is seen from the repository's root.
+
+    Raises:
+        SettingError: It cannot be read, or is not Python.
+    """
+    path = ROOT / Path(text).expanduser()
+    try:
+        code = path.read_bytes()
+        compile(code, str(path), "exec")
+    except OSError as error:
+        raise SettingError(
+            f"PLANT={text} cannot be read ({error.strerror}); name a Python file, seen from {ROOT}."
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise SettingError(
+            f"PLANT={text} does not compile ({why}{line}); correct it, or leave PLANT= out."
+        ) from None
+    return Plant(from_root(path), hashlib.sha256(code).hexdigest())
 
 
 def wandb_from_environment(environment: Mapping[str, str]) -> Wandb:

@@ -10,14 +10,14 @@ from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch, ResumePoint, entry_of, model_for, with_mounts
-from tools.launch.errors import LaunchError
+from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.launch.network import LinkRate
-from tools.launch.options import Options
+from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.model import load_model
-from tools.spec.run import Backend, RuntimeName, spec_of_flags
+from tools.spec.run import Backend, Plant, RuntimeName, spec_of_flags
 from tools.spec.strategy import (
     Batch,
     Parallelism,
@@ -92,9 +92,11 @@ def relaunch(
         options.extra,
     )
     link = options.network or _link(record)
+    plant = _plant(record, options)
     spec = replace(
         spec_of_flags(flags, parallelism.world_size, record.spec.device, record.spec.model),
         fused=record.spec.fused,
+        plant=plant,
         link_bits_per_second=link.bits_per_second if link else None,
         strategy=strategy or record.spec.name,
     )
@@ -109,7 +111,7 @@ def relaunch(
         environment={
             name: value for name, value in record.environment.items() if name not in INTERFACES
         },
-        runtime=with_mounts(runtime, data, options),
+        runtime=with_mounts(runtime, data, replace(options, plant=plant)),
         ledger=options.ledger,
         nodes=options.nodes,
         hang_timeout_seconds=options.hang_timeout_seconds,
@@ -177,6 +179,23 @@ def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
             "a strategy that shards as the run does."
         )
     return parallelism
+
+
+def _plant(record: RunRecord, options: Options) -> Plant | None:
+    """The run's own, which is in its environment as well; the file must still hold the same."""
+    plant = record.spec.plant
+    with wrong_settings_refused():
+        present = read_plant(plant.path) if plant else None
+    if plant and present != plant:
+        raise LaunchError(
+            f"PLANT={plant.path} was changed after {record.run} was trained with it; put it back."
+        )
+    if options.plant not in (None, plant):
+        raise LaunchError(
+            f"{record.run} was trained with {f'PLANT={plant.path}' if plant else 'no PLANT='}, which "
+            "cannot change when it is resumed; leave PLANT= out."
+        )
+    return plant
 
 
 def _link(record: RunRecord) -> LinkRate | None:

@@ -121,6 +121,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         nodes=None,
         saving=None,
         wandb=None,
+        plant=None,
     )
     composed = compose("baseline", (), launch.model, 1, launch.spec.device, single, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tools.records.io import write_record
-from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
+from tools.spec.run import DeviceKind, Plant, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
 
 RUN_FILE = "run.json"
@@ -197,7 +197,7 @@ _RUN_FIELDS = (
     *("run", "created_utc", "backend", "strategy", "model", "device", "parallelism", "batch"),
     *("seq_length", "dtype", "dropout", "seed", "exit_interval", "argv", "command", "environment"),
     *("entry", "host", "software", "dataset", "start_checkpoint", "kit_commit", "runtime", "image"),
-    *("link_bits_per_second", "save_every", "resumptions", "shares_gpu", "schema"),
+    *("link_bits_per_second", "save_every", "resumptions", "shares_gpu", "plant", "schema"),
 )
 """Fields of `run.json` in their order."""
 
@@ -240,6 +240,7 @@ class _SaidInFile(msgspec.Struct):
     seed: int
     link_bits_per_second: int | None = None
     shares_gpu: bool = False
+    plant: Plant | None = None
 
 
 def read_run(folder: Path) -> RunRecord:

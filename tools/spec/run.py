@@ -77,6 +77,18 @@ class TokenDispatcher(StrEnum):
 
 
 @dataclass(frozen=True)
+class Plant:
+    """A Python file that every rank executes before it trains (`PLANT=`), a change of Megatron.
+
+    Two are equal if they hold the same.
+    """
+
+    path: str = field(compare=False)
+    """From the repository's root, or absolute."""
+    sha256: str
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """A model, how it is split, and every choice that changes losses, bytes or time."""
 
@@ -105,6 +117,7 @@ class RunSpec:
     """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
     shares_gpu: bool = False
     """All ranks are on one GPU, over gloo: its times say nothing about the strategy."""
+    plant: Plant | None = None
     strategy: str = field(default="", compare=False)
     """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
 

@@ -41,6 +41,8 @@ class Setting[T]:
             return self.default
         try:
             return self.read(text)
+        except SettingError:  # A reader that has a sentence of its own.
+            raise
         except ValueError:
             raise SettingError(f"{self.name}={text} is not {self.wanted}.") from None
 

@@ -8,6 +8,7 @@
 ##   OPTIMIZER        adamw or muon
 ##   DATA             data set, such as owt-ds/mine_text_document
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
+##   PLANT            a Python file that each rank runs before it trains
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
 ##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…

@@ -80,6 +80,9 @@ EXTRA: Setting[tuple[str, ...]] = Setting(
     _TRAIN,
     default=(),
 )
+PLANT = Setting(
+    "PLANT", str, "a Python file", "a Python file that each rank runs before it trains", _TRAIN
+)
 SHARED_START = Setting(
     "SHARED_START", switch, _SWITCH, "start from the shared weights (1 on CPU ranks)", _TRAIN
 )

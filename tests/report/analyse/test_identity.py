@@ -7,10 +7,11 @@ from tests.report.factory import changed, log_text, run_record, write_run
 from tests.report.read.test_runs import ARGUMENTS
 from tests.report.render.test_build import made
 from tools.records.run import RunRecord
-from tools.report.analyse.configurations import configurations, identity_of
+from tools.report.analyse.configurations import configurations, identity_of, labels
 from tools.report.analyse.published import figure_for
 from tools.report.read.runs import Run, load_folder, load_log
 from tools.spec.published import load_published
+from tools.spec.run import Plant
 from tools.spec.strategy import Parallelism, Sharding, strategy_flags
 
 TIMES = [9.0, *[8.0] * 7]
@@ -42,6 +43,17 @@ def test_two_names_of_one_split_are_one_row(tmp_path: Path) -> None:
     ]
     (row,) = configurations(runs)
     assert [run.name for run in row.runs] == ["a", "b"]
+
+
+def test_a_run_with_a_plant_is_a_row_of_its_own_that_names_it(tmp_path: Path) -> None:
+    planted = run_record("b", plant=Plant("plants/x.py", "1a2b3c4d5e"))
+    runs = [
+        load_folder(write_run(tmp_path, record, log_text(TIMES)))
+        for record in (run_record("a"), planted)
+    ]
+    rows = configurations(runs)
+    assert [len(row.runs) for row in rows] == [1, 1]
+    assert labels(rows) == ["baseline ×1", "baseline ×1 with PLANT=plants/x.py"]
 
 
 def test_a_log_of_zero1_has_the_grammars_one_name(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from tools.records.run import ROUTING_FILE
 from tools.report.analyse.configurations import configurations
 from tools.report.analyse.parity import last_digit, parity_of
 from tools.report.read.runs import load_runs
+from tools.spec.run import Plant
 from tools.spec.strategy import Batch
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
@@ -107,6 +108,17 @@ def test_runs_that_need_not_agree_are_not_compared(tmp_path, change, reason):
     found = verdicts(tmp_path, (other, LOSSES), (run_record("b"), LOSSES), (held, LOSSES))
     assert (found["a"].verdict, found["a"].reason) == ("not comparable", reason)
     assert found["c"].verdict == "held"
+
+
+def test_a_planted_run_is_compared_with_none_that_is_not_and_is_no_reference_of_it(tmp_path):
+    plant = {"plant": Plant("plant.py", "1a2b")}
+    first, second = run_record("a", **plant), run_record("b", "tp2", **plant)
+    found = verdicts(tmp_path, (first, LOSSES), (second, LOSSES), (run_record("c"), LOSSES))
+    assert (found["a"].verdict, found["b"].verdict) == ("reference", "held")
+    assert found["c"].verdict == ""
+    found = verdicts(tmp_path / "one", (first, LOSSES), (run_record("c", "tp2"), LOSSES))
+    assert (found["a"].verdict, found["a"].reason) == ("not comparable", "different plant")
+    assert found["a"].reference == "c"
 
 
 def test_single_run_has_no_parity(tmp_path):

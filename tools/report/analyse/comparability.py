@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.report.analyse.configurations import Configuration, fused_patches, link_rate
+from tools.report.analyse.configurations import Configuration, fused_patches, link_rate, plant_name
 from tools.report.analyse.statistics import Comparison, compare
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec
@@ -90,6 +90,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "host": record and record.host.name,
         "link between the ranks": record and link_rate(record.spec),
         "patches": fused_patches(spec),
+        "plant": plant_name(spec),
         "ranks on one GPU": shares_gpu(spec),
     }
 

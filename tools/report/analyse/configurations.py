@@ -178,8 +178,22 @@ def fused_patches(spec: RunSpec | None) -> str:
     return (",".join(spec.fused) if spec else "") or "none"
 
 
+def is_planted(spec: RunSpec | None) -> bool:
+    """Whether every rank executed a file that may have changed Megatron (`PLANT=`)."""
+    return spec is not None and spec.plant is not None
+
+
+def plant_name(spec: RunSpec | None) -> str:
+    """The file of `PLANT=` and the start of its hash, or `none`."""
+    plant = spec.plant if spec else None
+    return f"{plant.path} ({plant.sha256[:8]})" if plant else "none"
+
+
 def _plain(run: Run) -> str:
-    return f"{run.strategy} ×{run.spec.parallelism.world_size}" if run.spec else run.name
+    if run.spec is None:
+        return run.name
+    planted = f" with PLANT={run.spec.plant.path}" if run.spec.plant else ""
+    return f"{run.strategy} ×{run.spec.parallelism.world_size}{planted}"
 
 
 def _suffixes(runs: Sequence[Run]) -> list[str]:
@@ -204,6 +218,7 @@ _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
     _of_spec(lambda spec: spec.backend),
     lambda run: link_rate(run.record.spec) if run.record else "",
     lambda run: f"patches {fused_patches(run.spec)}",
+    lambda run: f"plant {plant_name(run.spec)}",
     _of_spec(lambda spec: f"recompute {spec.recompute}"),
     lambda run: run.status.status.value,
     lambda run: run.record.host.name if run.record else "",

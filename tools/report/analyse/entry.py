@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.plan.tensors import parameters_total
 from tools.report.analyse.comparability import SHARED, SpeedComparison, adam_state, shares_gpu
-from tools.report.analyse.configurations import Configuration
+from tools.report.analyse.configurations import Configuration, is_planted, plant_name
 from tools.report.analyse.parity import Parity
 from tools.report.analyse.published import Match
 from tools.report.analyse.rates import Rates
@@ -109,7 +109,8 @@ def notes_of(entry: Entry) -> list[str]:
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
     shared = [SHARED] if shares_gpu(run.spec) else []
     patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
-    return [*shared, *patches, *notes, *entry.rates.notes, *run.notes]
+    planted = [f"changed by PLANT={plant_name(run.spec)}"] if is_planted(run.spec) else []
+    return [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
 
 
 def sent_bytes(run: Run) -> int | None:

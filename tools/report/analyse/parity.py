@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.records.measurements import choices, first_other_choice
-from tools.report.analyse.configurations import Configuration
+from tools.report.analyse.configurations import Configuration, is_planted
 from tools.report.read.runs import Run
 
 REFERENCE = "reference"
@@ -161,6 +161,7 @@ def _of_losses(run: Run) -> dict[str, object]:
         "sequence length": spec and spec.shape.seq_length,
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,
+        "plant": spec and spec.plant,
     }
 
 
@@ -181,7 +182,7 @@ def _spread(rows: Sequence[Configuration]) -> tuple[Curve, int]:
     return spread, pairs
 
 
-def _rank(row: Configuration) -> tuple[int, int]:
-    """Baseline first, and of all rows those that ended well."""
+def _rank(row: Configuration) -> tuple[int, int, int]:
+    """Baseline first, of all rows those that ended well, and Megatron as it is before a changed one."""
     run = row.newest
-    return (0 if run.counts else 1, 0 if run.is_baseline else 1)
+    return (0 if run.counts else 1, 1 if is_planted(run.spec) else 0, 0 if run.is_baseline else 1)

@@ -20,6 +20,7 @@ from tools.report.analyse.configurations import (
     essential,
     identity,
     identity_of,
+    is_planted,
     labels,
 )
 from tools.report.analyse.entry import RESULTS, Entry, device_memory
@@ -166,7 +167,7 @@ def _entry(label: str, row: Configuration, parity: Parity, published: Published)
 
 def _with_speeds(entries: list[Entry]) -> list[Entry]:
     references: dict[tuple[str, str], Entry] = {}
-    for entry in sorted(entries, key=lambda e: not e.run.is_baseline):
+    for entry in sorted(entries, key=_as_reference):
         if entry.estimate and entry.run.model:
             references.setdefault(_cohort(entry), entry)
     result = []
@@ -178,6 +179,11 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
         speed = compare_speed(reference.configuration, entry.configuration)
         result.append(replace(entry, speed=speed))
     return result
+
+
+def _as_reference(entry: Entry) -> tuple[bool, bool]:
+    """Baseline first, but Megatron as it is before one that a plant changed."""
+    return is_planted(entry.run.spec), not entry.run.is_baseline
 
 
 def _cohort(entry: Entry) -> tuple[str, str]:

@@ -1,0 +1,117 @@
+"""PLANT=: a Python file that every rank executes before it trains."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.report.factory import run_record
+from tools.launch.backends import backend_problems
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options, options_from_environment
+from tools.launch.relaunch import _plant
+from tools.launch.runtime import ON_HOST
+from tools.launch.start import _writing_launch
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.records.run import decode_run, encode_run
+from tools.spec.run import Backend, Plant
+
+Composer = Callable[..., Launch]
+TP2 = "train-tp2-gpt2-tiny-2cpu"
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Composer:
+    def compose_named(name: str, **changes: object) -> Launch:
+        options = Options(data="owt-ds/any", runs=tmp_path / "runs", **changes)  # type: ignore[arg-type]
+        target = parse_target(name)
+        return compose_target(target, flags_of_grammar(target), options, ON_HOST)
+
+    return compose_named
+
+
+def planted(folder: Path, code: str = "CHANGED = 1\n") -> Path:
+    path = folder / "plant.py"
+    path.write_text(code)
+    return path
+
+
+def options_with(path: Path | str) -> Options:
+    return options_from_environment({"PLANT": str(path)})
+
+
+def test_a_plant_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    path = planted(tmp_path)
+    sha256 = hashlib.sha256(b"CHANGED = 1\n").hexdigest()
+    assert options_with(path).plant == Plant(str(path), sha256)
+    assert Plant("a.py", sha256) == Plant("b.py", sha256)
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (
+            None,
+            r"PLANT=\S+plant.py cannot be read \(No such file or directory\); name a Python file",
+        ),
+        (
+            "x = 1\nx = (\n",
+            r"PLANT=\S+plant.py does not compile \('\(' was never closed in line 2\)",
+        ),
+        ("x = '\0'\n", r"PLANT=\S+plant.py does not compile \(source code\D+ null"),
+    ],
+)
+def test_a_plant_that_is_no_python_file_is_refused_in_a_sentence(
+    tmp_path: Path, code: str | None, sentence: str
+) -> None:
+    path = tmp_path / "plant.py" if code is None else planted(tmp_path, code)
+    with pytest.raises(LaunchError, match=sentence):
+        options_with(path)
+
+
+def test_ranks_are_told_the_file_and_its_hash_and_the_record_keeps_both(
+    tmp_path: Path, composed: Composer
+) -> None:
+    plant = options_with(planted(tmp_path)).plant
+    assert plant is not None
+    launch = composed(TP2, plant=plant)
+    told = {name: value for name, value in launch.environment.items() if "PLANT" in name}
+    assert told == {"KIT_PLANT": plant.path, "KIT_PLANT_SHA256": plant.sha256}
+    record = replace(run_record("a"), spec=launch.spec, argv=launch.arguments("runs/a"))
+    read = decode_run(encode_run(record))
+    assert encode_run(record)["plant"] == {"path": plant.path, "sha256": plant.sha256}
+    assert (read.spec.plant, read.spec == launch.spec) == (plant, True)
+
+
+def test_a_run_with_a_plant_is_no_other_runs_equal(tmp_path: Path, composed: Composer) -> None:
+    plant = options_with(planted(tmp_path)).plant
+    assert composed(TP2, plant=plant).spec != composed(TP2).spec
+
+
+def test_shared_starting_weights_are_written_without_it(tmp_path: Path, composed: Composer) -> None:
+    options = replace(options_with(planted(tmp_path)), data="owt-ds/any")
+    writer = _writing_launch(composed(TP2, plant=options.plant), options, tmp_path / "start")
+    assert (writer.spec.plant, "KIT_PLANT" in writer.environment) == (None, False)
+
+
+def test_a_backend_without_megatron_takes_none(tmp_path: Path, composed: Composer) -> None:
+    plant = options_with(planted(tmp_path)).plant
+    launch = composed("train-dp2-gpt2-tiny-2cpu", plant=plant, backend=Backend.NATIVE)
+    assert any(
+        "changes Megatron, which BACKEND=native does not run" in p for p in backend_problems(launch)
+    )
+
+
+def test_a_resumed_run_keeps_its_plant_and_takes_no_other(tmp_path: Path) -> None:
+    options = options_with(planted(tmp_path))
+    record = run_record("a", plant=options.plant)
+    assert _plant(record, Options()) == options.plant
+    with pytest.raises(LaunchError, match="a was trained with no PLANT=, which cannot change"):
+        _plant(run_record("a"), options)
+    planted(tmp_path, "CHANGED = 2\n")
+    with pytest.raises(LaunchError, match="was changed after a was trained with it; put it back"):
+        _plant(record, Options())
