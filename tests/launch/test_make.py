@@ -61,3 +61,21 @@ def test_a_report_first_asks_slurm_about_jobs_where_the_runs_are(tmp_path: Path)
     status, build = calls_of("report", {"RUNS": str(tmp_path)})
     assert status.words == ("status", "--quiet")
     assert build.words[-2:] == ("--runs", str(tmp_path))
+
+
+@pytest.mark.parametrize("target", ["report", "explain", "trace-tp2-gpt2-tiny-2cpu"])
+def test_runs_is_the_folder_of_run_folders_for_every_target(target: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "run.json").touch()
+    assert calls_of(target, {"RUNS": str(tmp_path)})[-1].words[-2:] == ("--runs", str(tmp_path))
+
+
+def test_single_runs_to_explain_are_named_by_run_or_as_before_by_runs(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("one", "two")]
+    for folder in runs:
+        folder.mkdir()
+        (folder / "run.json").touch()
+    named = " ".join(map(str, runs))
+    words = ("explain", *map(str, runs))
+    assert calls_of("explain", {"RUN": named}) == [ToolCall("tools.report", words)]
+    assert calls_of("explain", {"RUNS": named}) == [ToolCall("tools.report", words)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.records.run import is_run_folder
 from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.hardware import calibration_file
@@ -102,6 +103,8 @@ def calls_of(target: str, environment: Mapping[str, str]) -> list[ToolCall]:
         check_given(given_names(environment.get("MAKEFLAGS", "")), target)
         if target.startswith(TRACE):
             return _trace(target, environment)
+        if target == "explain":
+            environment = _single_runs_named(environment)
         call = _call_of(target, environment)
     runs = ROOT / (settings.RUNS.value(environment) or "runs")
     if target == "report" and any(runs.glob("*/job.json")):
@@ -128,6 +131,16 @@ def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
     if target == "plan" and settings.CALIBRATION.value(environment) is None:
         words += _measured_here(environment)
     return ToolCall(tool.module, tuple(words))
+
+
+def _single_runs_named(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """RUNS= of `explain` is the runs folder; words that are run folders, as it once took, are RUN='s."""
+    text = environment.get(settings.RUNS.name, "")
+    named = text.split()
+    if not named or not all(is_run_folder(ROOT / word) for word in named):
+        return environment
+    every = " ".join(filter(None, (environment.get(settings.EXPLAINED.name), text)))
+    return {**environment, settings.RUNS.name: "", settings.EXPLAINED.name: every}
 
 
 def _measured_here(environment: Mapping[str, str]) -> list[str]:

@@ -182,6 +182,12 @@ SAMPLE_COLUMNS = (
 """Columns of `samples.csv`; what a device does not tell is empty."""
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Whether it holds a run, or what is left of one."""
+    known = (RUN_FILE, LOG_FILE, STATUS_FILE)
+    return folder.is_dir() and any((folder / name).exists() for name in known)
+
+
 def encode_run(record: RunRecord) -> dict[str, Any]:
     """The content of `run.json`.
 

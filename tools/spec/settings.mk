@@ -15,8 +15,8 @@
 ##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also bench-preprocess list test-slow]
 ## Variables: where and how it is trained [every training target]
 ##   DRY_RUN          1 prints the command and trains nothing [also prepare-ds* image]
-##   RUNS             folder of run folders (runs) [also status report]
-##   RUNS             run folders to explain (all) [explain]
+##   RUNS             folder of run folders (runs) [also status report explain]
+##   RUN              run folders to explain (all) [explain]
 ##   RUNTIME          docker or host, on GPUs [also prepare-ds*]
 ##   IMAGE            one of docker/versions.env [also prepare-ds* image]
 ##   HOST_NETWORK     1 gives containers this host's network

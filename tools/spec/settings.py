@@ -113,9 +113,14 @@ DRY_RUN = Setting(
     default=False,
 )
 RUNS = Setting(
-    "RUNS", str, "a folder", "folder of run folders (runs)", (*_TRAIN, "status", "report"), "--runs"
+    "RUNS",
+    str,
+    "a folder",
+    "folder of run folders (runs)",
+    (*_TRAIN, "status", "report", "explain"),
+    "--runs",
 )
-EXPLAINED = Setting("RUNS", words, _TEXT, "run folders to explain (all)", ("explain",), "*")
+EXPLAINED = Setting("RUN", words, _TEXT, "run folders to explain (all)", ("explain",), "*")
 RUNTIME = Setting(
     "RUNTIME", RuntimeName, "docker or host", "docker or host, on GPUs", (*_TRAIN, *_DATA)
 )

@@ -117,13 +117,11 @@ def find_run_folders(root: Path) -> list[Path]:
     """Folders under `root` that hold a run, oldest first (their names begin with the time)."""
     if not root.is_dir():
         return []
-    known = (records.RUN_FILE, records.LOG_FILE, records.STATUS_FILE)
     return sorted(
         folder
         for folder in root.iterdir()
-        if folder.is_dir()
-        and not folder.name.startswith(".")  # Hidden ones are the launcher's own.
-        and any((folder / name).exists() for name in known)
+        # Hidden ones are the launcher's own.
+        if not folder.name.startswith(".") and records.is_run_folder(folder)
     )
 
 
