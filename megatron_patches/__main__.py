@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_patches.context import find_context
+from megatron_patches.context import find_context, is_known
 from megatron_patches.plant import execute_plant
 from megatron_patches.registry import PatchError, apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
@@ -39,8 +39,9 @@ def main(arguments: list[str]) -> None:
         sys.exit(str(error))
     planted = execute_plant(os.environ)
     if int(os.environ.get("RANK", "0")) == 0:
+        tried = "" if is_known(context.megatron) else " (not tried)"
         print(
-            f"> Megatron {context.megatron}, patched: {', '.join(applied) or 'nothing'}"
+            f"> Megatron {context.megatron}{tried}, patched: {', '.join(applied) or 'nothing'}"
             + (f", planted: {planted}" if planted else ""),
             flush=True,
         )

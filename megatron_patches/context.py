@@ -14,6 +14,11 @@ from packaging.version import Version
 
 from megatron_patches.fusions import parse_fusions
 
+OLDEST_KNOWN = Version("0.15.0rc0")
+NEWEST_KNOWN = Version("0.20")
+"""Every minor release between them trained with the losses of the others; each patch says which of them
+have its targets (`registry.Replacement`)."""
+
 
 @dataclass(frozen=True)
 class RuntimeContext:
@@ -30,6 +35,8 @@ class RuntimeContext:
     """Patches of `fused/` that `FUSED=` names."""
     shares_device: bool = False
     """All ranks are on one GPU."""
+    untried: bool = False
+    """The user lets a Megatron train that the patches were not tried with (`UNTRIED=1`)."""
 
     @property
     def on_cpu(self) -> bool:
@@ -55,7 +62,13 @@ def find_context(
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
         fused=parse_fusions(environment.get("KIT_FUSED", "")),
         shares_device=device == "gpu" and environment.get("KIT_SHARE_GPU") == "1",
+        untried=environment.get("KIT_UNTRIED") == "1",
     )
+
+
+def is_known(megatron: Version) -> bool:
+    """Whether the patches were tried with this release, or with another of its minor version."""
+    return megatron >= OLDEST_KNOWN and megatron.release[:2] <= NEWEST_KNOWN.release[:2]
 
 
 def checkout_version(checkout: Path) -> Version:

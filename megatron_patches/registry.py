@@ -13,10 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.context import RuntimeContext
-
-OLDEST_KNOWN = Version("0.15.0rc0")
-NEWEST_KNOWN = Version("0.19")
+from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, RuntimeContext, is_known
 
 
 class PatchError(RuntimeError):
@@ -50,16 +47,17 @@ class Patch:
     replacements: tuple[Replacement, ...]
 
 
-def check_version(megatron: Version) -> None:
-    """Refuse a Megatron that the patches do not know.
+def check_version(context: RuntimeContext) -> None:
+    """Refuse a Megatron that the patches do not know, unless the user lets an untried one train.
 
     Raises:
         PatchError: Older than `OLDEST_KNOWN` or of a newer minor release than `NEWEST_KNOWN`.
     """
-    if megatron < OLDEST_KNOWN or megatron.release[:2] > NEWEST_KNOWN.release[:2]:
+    if not is_known(context.megatron) and not context.untried:
         raise PatchError(
-            f"Megatron {megatron} is not known to the patches (they know {OLDEST_KNOWN.base_version} "
-            f"to {NEWEST_KNOWN}.x); point MEGATRON_LM at one of those, or unset it for the wheel."
+            f"Megatron {context.megatron} is not known to the patches (they know "
+            f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}.x); point MEGATRON_LM at one of those, or "
+            "unset it for the wheel; UNTRIED=1 tries it."
         )
 
 
@@ -69,7 +67,7 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
     Raises:
         PatchError: The version is unknown, or a target is not where the patch expects it.
     """
-    check_version(context.megatron)
+    check_version(context)
     applied = [patch for patch in patches if patch.needed(context)]
     for patch in applied:
         for replacement in patch.replacements:

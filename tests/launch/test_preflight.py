@@ -128,3 +128,40 @@ def test_a_read_only_place_is_named(
 )
 def test_splits_without_documents_are_found(split: str, documents: int, empty: list[str]) -> None:
     assert [name for name, _ in empty_splits(split, documents)] == empty
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Callable[[str], Path]:
+    """As much of a Megatron-LM checkout of a minor version as the launcher looks at."""
+
+    def make(minor: str) -> Path:
+        core = tmp_path / "megatron-lm" / "megatron" / "core"
+        core.mkdir(parents=True)
+        (core / "package_info.py").write_text(
+            f"MAJOR = 0\nMINOR = {minor}\nPATCH = 0\nPRE_RELEASE = ''\n"
+        )
+        (tmp_path / "megatron-lm" / "pretrain_gpt.py").touch()
+        return tmp_path / "megatron-lm"
+
+    return make
+
+
+def test_an_untried_megatron_is_refused_by_its_version_unless_the_user_insists(
+    composed: Composer, checkout: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkout("99")
+    message = refusal(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder), tmp_path / "runs")
+    assert message == (
+        f"Megatron 0.99.0 of MEGATRON_LM={folder} has not been tried with this kit, which knows "
+        "0.15.0 to 0.20; name a checkout of one of those with MEGATRON_LM=, or set UNTRIED=1 to "
+        "train with it."
+    )
+    launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder, untried=True)
+    check(launch, tmp_path / "runs")
+    assert launch.environment["KIT_UNTRIED"] == "1"
+
+
+def test_the_newest_minor_version_that_was_tried_is_known(
+    composed: Composer, checkout: Callable[[str], Path], tmp_path: Path
+) -> None:
+    check(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=checkout("20")), tmp_path / "runs")

@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -60,12 +61,12 @@ def test_a_target_that_has_moved_stops_the_run_by_name(module: ModuleType) -> No
 
 def test_a_target_is_expected_only_in_the_versions_that_have_it(module: ModuleType) -> None:
     gone = Replacement("patched_here:gone", twice, before=Version("0.17"))
-    later = Replacement("patched_here:later", twice, since=Version("0.20"))
+    later = Replacement("patched_here:later", twice, since=Version("0.21"))
     apply_patches([patch(gone, later)], CPU)
     assert module.answer() == 1
 
 
-@pytest.mark.parametrize("version", ["0.14.0", "0.20.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.14.0", "0.21.0", "1.0"])
 def test_an_unknown_megatron_is_refused_before_anything_changes(
     module: ModuleType, version: str
 ) -> None:
@@ -75,9 +76,11 @@ def test_an_unknown_megatron_is_refused_before_anything_changes(
     with pytest.raises(PatchError, match=f"Megatron {version} is not known to the patches"):
         apply_patches([patch(Replacement("patched_here:answer", twice))], unknown)
     assert module.answer() == 1
+    wanted = replace(unknown, untried=True)
+    assert apply_patches([patch(Replacement("patched_here:answer", twice))], wanted) == ("test",)
 
 
-@pytest.mark.parametrize("version", ["0.15.0rc2", "0.16.1", "0.19.5"])
+@pytest.mark.parametrize("version", ["0.15.0rc2", "0.16.1", "0.20.5"])
 def test_the_releases_from_the_published_commit_on_are_known(
     module: ModuleType, version: str
 ) -> None:

@@ -49,6 +49,8 @@ GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
 """The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
 
 RUN_PLACEHOLDER = "<run folder>"
+UNTRIED = "KIT_UNTRIED"
+"""Tells the ranks that an unknown Megatron may train."""
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -196,7 +198,8 @@ def compose(
         environment=environment_for(device, parallelism, start)
         | (options.wandb.environment if options.wandb else {})
         | bare_environment(options)
-        | plant_environment(options.plant),
+        | plant_environment(options.plant)
+        | ({UNTRIED: "1"} if options.untried else {}),
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
         nodes=options.nodes,

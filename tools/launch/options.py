@@ -65,6 +65,8 @@ class Options:
     """Start from the shared checkpoint, so that losses can be compared; the default on CPU ranks."""
     dry_run: bool = False
     megatron_lm: Path | None = None
+    untried: bool = False
+    """Train with a Megatron version that the patches were not tried with."""
     runs: Path = ROOT / "runs"
     runtime: RuntimeName | None = None
     image: str | None = None
@@ -124,6 +126,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
             shared_start=read(settings.SHARED_START),
             dry_run=read(settings.DRY_RUN) or False,
             megatron_lm=read(settings.MEGATRON_LM),
+            untried=read(settings.UNTRIED) or False,
             runs=Path(read(settings.RUNS) or Options.runs),
             runtime=read(settings.RUNTIME),
             image=read(settings.IMAGE),

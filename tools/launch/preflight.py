@@ -8,13 +8,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
+from packaging.version import Version
 
+from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, is_known
 from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.checks.finding import refusals
 from tools.launch.checks.host import check_room
-from tools.launch.compose import DEFAULT_DATA, Launch
+from tools.launch.compose import DEFAULT_DATA, UNTRIED, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems
@@ -33,7 +35,7 @@ from tools.preprocess.dataset import Dataset, idx_path, largest_token, open_data
 from tools.preprocess.errors import DatasetError
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
-from tools.spec.run import DeviceKind
+from tools.spec.run import Backend, DeviceKind
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""
@@ -118,7 +120,22 @@ def data_path(launch: Launch) -> Path:
     return ROOT / launch.data
 
 
+def version_problems(launch: Launch) -> Iterator[str]:
+    """Why the Megatron that trains, or writes the starting weights, may not fit the patches."""
+    version = launch.entry.megatron_version
+    used = launch.spec.backend is Backend.MEGATRON or launch.start_checkpoint is not None
+    if used and not is_known(Version(version)) and UNTRIED not in launch.environment:
+        checkout = Path(launch.entry.path).parent
+        of = f" of MEGATRON_LM={checkout}" if checkout.is_absolute() else ""
+        yield (
+            f"Megatron {version}{of} has not been tried with this kit, which knows "
+            f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}; name a checkout of one of those with "
+            "MEGATRON_LM=, or set UNTRIED=1 to train with it."
+        )
+
+
 def _composition_problems(launch: Launch) -> Iterator[str]:
+    yield from version_problems(launch)
     yield from violations(launch.spec, release(launch.entry.megatron_version))
     yield from expert_problems(launch)
     yield from backend_problems(launch)

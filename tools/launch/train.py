@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.version import Version
 from rich.console import Console
 
+from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
@@ -159,7 +161,8 @@ def _place(launch: Launch) -> str:
 
 def _trainer(launch: Launch) -> str:
     if launch.spec.backend is Backend.MEGATRON:
-        return f"Megatron {launch.entry.megatron_version}"
+        version = launch.entry.megatron_version
+        return f"Megatron {version}{'' if is_known(Version(version)) else ' (not tried)'}"
     return f"backend {launch.spec.backend}"
 
 

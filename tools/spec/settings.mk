@@ -13,6 +13,7 @@
 ##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…
 ##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also bench-preprocess list test-slow]
+##   UNTRIED          1 trains with a Megatron version that was not tried
 ## Variables: where and how it is trained [every training target]
 ##   DRY_RUN          1 prints the command and trains nothing [also prepare-ds* image]
 ##   RUNS             folder of run folders (runs) [also status report explain]

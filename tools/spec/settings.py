@@ -102,6 +102,14 @@ MEGATRON_LM = Setting(
     "a Megatron-LM checkout, not the wheel",
     (*_TRAIN, "bench-preprocess", "list", "test-slow"),
 )
+UNTRIED = Setting(
+    "UNTRIED",
+    switch,
+    _SWITCH,
+    "1 trains with a Megatron version that was not tried",
+    _TRAIN,
+    default=False,
+)
 
 # Where and how.
 DRY_RUN = Setting(
