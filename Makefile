@@ -34,6 +34,8 @@ train-%: setup ## train-<strategy>-<model>-<N>cpu or …gpu; strategy auto plans
 	@$(VENV_PYTHON) -m tools.launch make $@
 trace-%: setup ## one iteration of such a run as a picture, and for Perfetto
 	@$(VENV_PYTHON) -m tools.launch make $@
+verify-%: setup ## verify-<strategy>-<model>-<N>cpu: the first tensor that is wrong, against one rank
+	@$(VENV_PYTHON) -m tools.launch make $@
 status: ## all runs: queued, running or ended, iteration, loss, time left
 resume: ## continue from the newest valid checkpoint: RUN=runs/… STRATEGY=pp2
 image: ## build the container for RUNTIME=docker

@@ -10,6 +10,7 @@ from megatron_patches import (
     shared_device,
     start_weights,
 )
+from megatron_patches.capture import step as capture
 from megatron_patches.cpu import (
     cpu_factories,
     cuda_extensions,
@@ -63,4 +64,5 @@ PATCHES: tuple[Patch, ...] = (
     loader_seed.PATCH,
     numpy2_compat.PATCH,
     adam_step.PATCH,
+    capture.PATCH,
 )

@@ -2,6 +2,7 @@
 
 python -m tools.launch make TARGET                            what every recipe of the Makefile calls
 python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a training target
+python -m tools.launch verify verify-tp2-gpt2-tiny-2cpu      two layouts, tensor by tensor
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch experiment NAME [--model NAME]        a file of examples/experiments
@@ -125,6 +126,12 @@ def _loss_curve(_: argparse.Namespace, options: Options, console: Console) -> in
     return loss_curve(options, console)
 
 
+def _verify(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.verify import verify
+
+    return verify(command.name, options, console)
+
+
 def _status(command: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.status import follow, show_status
 
@@ -162,6 +169,7 @@ _HANDLERS = {
     "experiment": _experiment,
     "sweep": _sweep,
     "target": _train,
+    "verify": _verify,
     "run": _train,
     "status": _status,
     "resume": _resume,
@@ -178,6 +186,10 @@ def _parser() -> argparse.ArgumentParser:
     made = commands.add_parser("make", help="what a make target is, with make's variables")
     made.add_argument("target")
     commands.add_parser("target", help="run a training target").add_argument("name")
+    verified = commands.add_parser(
+        "verify", help="compare a layout with a reference, tensor by tensor"
+    )
+    verified.add_argument("name")
     run = commands.add_parser("run", help="run a strategy with the Megatron flags that make it up")
     run.add_argument("strategy")
     run.add_argument("model")

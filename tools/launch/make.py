@@ -19,7 +19,7 @@ from tools.spec.hardware import calibration_file
 from tools.spec.setting import Setting
 from tools.spec.settings import check_given, options_of
 
-TRACE = "trace-"
+TRACE, VERIFY = "trace-", "verify-"
 TRACED_ITERATIONS = "6"
 """Enough for one steady iteration after the first."""
 
@@ -123,7 +123,8 @@ def given_names(makeflags: str) -> list[str]:
 def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
     tool = TOOLS.get(target)
     if tool is None:
-        return ToolCall("tools.launch", (target,) if target in COMMANDS else ("target", target))
+        command = "verify" if target.startswith(VERIFY) else "target"
+        return ToolCall("tools.launch", (target,) if target in COMMANDS else (command, target))
     for setting, sentence in tool.needs:
         if setting.value(environment) is None:
             raise LaunchError(sentence)

@@ -8,9 +8,11 @@
 ##   OPTIMIZER        adamw or muon
 ##   DATA             data set, such as owt-ds/mine_text_document
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
+##   DTYPE            fp16, bf16 or fp32 [plan dryrun]
+##   REFERENCE        strategy to compare with (baseline, on one rank) [verify-*]
 ##   PLANT            a Python file that each rank runs before it trains
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
-##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-*]
+##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-* verify-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…
 ##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also bench-preprocess list test-slow]
 ##   UNTRIED          1 trains with a Megatron version that was not tried
@@ -64,7 +66,6 @@
 ##   INTER            link between machines
 ##   GLOBAL_BATCH     samples in an iteration [also dryrun]
 ##   SEQ              sequence length [also dryrun]
-##   DTYPE            fp16, bf16 or fp32 [also dryrun]
 ##   TOKENS           tokens to train on
 ##   CALIBRATION      file of measured constants
 ##   VERIFY           dry-run this many of the best

@@ -32,7 +32,8 @@ _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
 _COMPARE = ("compare-zero", "compare-backends", "compare-moe")
 _BENCH = ("loss-curve", "bench-gpu", "bench-ledger")
 _ONE_RUN = ("train-*", "trace-*", "resume", "sweep", *_BENCH)
-_TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE)
+_VERIFY = "verify-*"
+_TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE, _VERIFY)
 _DATA = ("prepare-ds", "prepare-ds-sample", "prepare-ds-openwebtext-10k")
 _NODES = ("train-*", "resume")
 _SLURM = ("train-*", "sweep", "doctor")
@@ -79,6 +80,10 @@ EXTRA: Setting[tuple[str, ...]] = Setting(
     'further Megatron flags, "--lr 1e-4"',
     _TRAIN,
     default=(),
+)
+DTYPE = Setting("DTYPE", str, "fp32 or bf16", "fp32 or bf16 (fp32)", (_VERIFY,))
+REFERENCE = Setting(
+    "REFERENCE", str, _TEXT, "strategy to compare with (baseline, on one rank)", (_VERIFY,)
 )
 PLANT = Setting(
     "PLANT", str, "a Python file", "a Python file that each rank runs before it trains", _TRAIN

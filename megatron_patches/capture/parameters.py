@@ -1,0 +1,148 @@
+"""A parameter's gradient, optimizer state and weight, with its place in the whole parameter.
+
+The place is what Megatron's own `sharded_state_dict` says of the model: it knows tensor, pipeline,
+virtual and expert parallelism, tied copies, and parameters that checkpoints hold in parts (a gated MLP's
+two halves). The distributed optimizer's flat ranges come from its own map of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tools.records.capture import Placement
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a whole parameter, and the values of something that has the parameter's shape."""
+
+    name: str
+    """The parameter's, with global numbers; a part of it that checkpoints hold apart has its number."""
+    placement: Placement
+    values: torch.Tensor
+
+
+class ParameterMap:
+    """Where each parameter of a rank's model chunks lies in the whole model."""
+
+    def __init__(self, chunks: list[torch.nn.Module], names: list[dict[str, str]]) -> None:
+        """Look the parameters up; `names` gives each module's global name by its own."""
+        self._entries: dict[int, Any] = {}
+        self._names: dict[int, str] = {}
+        self.parameters: list[torch.nn.Parameter] = []
+        self.unplaced: list[str] = []
+        for chunk, names_of_chunk in zip(chunks, names, strict=True):
+            entries = {
+                id(entry.data): entry
+                for entry in _entries(chunk.sharded_state_dict())  # type: ignore[operator]
+            }
+            for name, parameter in chunk.named_parameters():
+                module, _, own = name.rpartition(".")
+                self._names.setdefault(id(parameter), f"{names_of_chunk[module]}.{own}")
+                entry = entries.get(id(parameter)) or _by_memory(entries.values(), parameter)
+                if entry is None:
+                    self.unplaced.append(name)
+                elif id(parameter) not in self._entries:
+                    self._entries[id(parameter)] = entry
+                    self.parameters.append(parameter)
+
+    def places(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it is known where the parameter lies."""
+        return id(parameter) in self._entries
+
+    def pieces(
+        self, parameter: torch.nn.Parameter, values: torch.Tensor, start: int | None = None
+    ) -> Iterator[Piece]:
+        """Bring `values`, of the parameter's shape or its flat range from `start` on, to places."""
+        partial = start is not None
+        if start is not None:
+            whole = torch.full((parameter.numel(),), torch.nan, dtype=values.dtype)
+            whole[start : start + values.numel()] = values.detach().cpu().view(-1)
+            values = whole
+        values = values.detach().view(parameter.shape)
+        entry, name = self._entries[id(parameter)], self._names[id(parameter)]
+        if not hasattr(entry, "build_fn"):
+            yield Piece(name, _place(entry, partial), values)
+            return
+        built = entry.build_fn(entry.key, values, entry.replica_id, None)
+        for number, part in enumerate(_entries(built)):
+            yield Piece(f"{name}[{number}]", _place(part, partial), part.data)
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """What an optimizer keeps of one parameter: whole, or a flat range from `start` on."""
+
+    start: int | None
+    states: dict[str, torch.Tensor]
+    gradient: torch.Tensor | None
+
+
+def optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
+    """The states and the reduced gradient of a parameter; None if this rank holds nothing of it."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        ranges = getattr(one, "model_param_gbuf_map", None)
+        if ranges is not None:
+            if parameter not in ranges:
+                continue
+            try:
+                held = one._get_model_param_range_map(parameter)["param"]
+                states = one._get_main_param_and_optimizer_states(parameter)
+            except KeyError:
+                return None  # Another rank's shard has all of it.
+            gradient = _gradient(parameter)
+            if gradient is not None:
+                gradient = gradient.view(-1)[held.start : held.end]
+            return OptimizerPart(held.start, _kept(states, parameter), gradient)
+        main = getattr(parameter, "main_param", None)
+        main = parameter if main is None else main
+        if any(main is held for group in one.param_groups for held in group["params"]):
+            inner = getattr(one, "optimizer", one)
+            states = {**inner.state.get(main, {}), "param": main}
+            return OptimizerPart(None, _kept(states, parameter), _gradient(parameter))
+    return None
+
+
+def _place(entry: Any, partial: bool) -> Placement:
+    return Placement(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), partial)
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def _kept(states: dict[str, Any], parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """States that are tensors, among them the master copy where it is more than the weight itself."""
+    return {
+        name: value
+        for name, value in states.items()
+        if isinstance(value, torch.Tensor)
+        and value.numel() > 1
+        and not (name == "param" and value.dtype == parameter.dtype)
+    }
+
+
+def _entries(state: Any) -> Iterator[Any]:
+    """The sharded tensors, and the factories of such, of a nested state dict."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _entries(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _entries(value)
+    elif hasattr(state, "replica_id") and isinstance(state.data, torch.Tensor):
+        yield state
+
+
+def _by_memory(entries: Any, parameter: torch.nn.Parameter) -> Any:
+    """The entry whose data is the parameter's memory: some modules detach before they describe."""
+    for entry in entries:
+        same = entry.data.data_ptr() == parameter.data_ptr()
+        if same and entry.data.shape == parameter.shape:
+            return entry
+    return None

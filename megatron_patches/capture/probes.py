@@ -1,0 +1,231 @@
+"""Hooks on a model's modules that hand every tensor, and its gradient, to a sink.
+
+A probe is an autograd function that copies its input: the copy's gradient is what this module alone
+contributes, while the original's may be a sum over several users. A copy, not a view, because the
+pipeline schedule frees a stage's output and refuses to do that with views.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain, count, pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tools.records.capture import CapturedModule, Site, Stage
+
+RECOMPUTED = "recomputed"
+"""Slot of what a recomputed forward pass gives, which must be what the first one gave."""
+
+
+MODEL = "model"
+"""Name of the whole model."""
+LOSS = "loss"
+
+
+class Sink(Protocol):
+    """What becomes of the tensors."""
+
+    def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Take a tensor of the forward pass; return what shall stand in its place, if anything."""
+
+    def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Take a gradient; return what shall stand in its place, if anything."""
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, value: torch.Tensor | None, sink: Sink, site: Site
+    ) -> torch.Tensor:
+        context.sink, context.site = sink, site
+        return (tensor if value is None else value).clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        replaced = context.sink.backward(context.site, gradient)
+        return (gradient if replaced is None else replaced), None, None, None
+
+
+class Probes:
+    """Hooks on all modules of all model chunks, for one iteration."""
+
+    def __init__(self, chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: Sink):
+        """Hook into `chunks`; `names` gives each module's global name by its own, chunk by chunk."""
+        self._sink = sink
+        self._micro_batches: Counter[int] = Counter()
+        self._micro_batch: dict[int, int] = {}
+        self._calls: Counter[tuple[str, int, bool]] = Counter()
+        self._to_recompute: dict[str, list[tuple[int, int]]] = {}
+        self._handles: list[Any] = []
+        for number, (chunk, names_of_chunk) in enumerate(zip(chunks, names, strict=True)):
+            # What is in the middle of a pipeline is no input or output of the whole.
+            begins = getattr(chunk, "pre_process", True)
+            ends = getattr(chunk, "post_process", True)
+            for own, module in chunk.named_modules():
+                if getattr(module, "local_experts", None):
+                    continue  # Rows of several experts; each expert is a module of its own.
+                whole = own in ("", "decoder")
+                takes = begins or not whole or (ends and own == "")
+                self._hook(module, names_of_chunk[own], number, takes, gives=ends or not whole)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_micro_batch(self, chunk: int) -> int:
+        """Note that a chunk's next forward pass begins; its number is returned."""
+        number = self._micro_batches[chunk]
+        self._micro_batches[chunk] += 1
+        self._micro_batch[chunk] = number
+        return number
+
+    def _hook(
+        self, module: torch.nn.Module, name: str, chunk: int, takes: bool, gives: bool
+    ) -> None:
+        pending: list[tuple[int, int, bool]] = []
+        of_arguments = _names_of_arguments(module.forward)
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = self._begin_call(name, chunk)
+            pending.append(call)
+            if not takes:
+                return args, kwargs
+            stage = Stage.INPUTS if name == MODEL else Stage.OUTPUTS
+            args = tuple(
+                self._probe(value, stage, name, f"input.{key}", call)
+                for key, value in zip(chain(of_arguments, count()), args, strict=False)
+            )
+            kwargs = {
+                key: self._probe(value, stage, name, f"input.{key}", call)
+                for key, value in kwargs.items()
+            }
+            return args, kwargs
+
+        def after(_: Any, __: tuple[Any, ...], output: Any) -> Any:
+            call = pending.pop()
+            if not gives:
+                return output
+            if isinstance(output, torch.Tensor):
+                if name == MODEL and output.ndim == 2:  # [b, s], not logits [b, s, vocabulary].
+                    return self._probe(output, Stage.LOSS, LOSS, "of each token", call)
+                return self._probe(output, Stage.OUTPUTS, name, "output", call)
+            if isinstance(output, (tuple, list)):
+                probed = (
+                    self._probe(value, Stage.OUTPUTS, name, f"output.{index}", call)
+                    for index, value in enumerate(output)
+                )
+                return type(output)(probed)
+            return output
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _begin_call(self, name: str, chunk: int) -> tuple[int, int, bool]:
+        """Micro batch, number of the call in it, and whether it is recomputed, of a module's call."""
+        # -1 outside of a backward pass, where forward passes are recomputed.
+        if torch._C._current_graph_task_id() == -1:
+            micro_batch = self._micro_batch[chunk]
+            key = (name, micro_batch, False)
+            call = (micro_batch, self._calls[key], False)
+            self._calls[key] += 1
+            if not torch.is_grad_enabled():
+                self._to_recompute.setdefault(name, []).append(call[:2])
+            return call
+        # Micro batches of a chunk go backward in the order in which they went forward.
+        micro_batch, number = self._to_recompute[name].pop(0)
+        return (micro_batch, number, True)
+
+    def _probe(
+        self, value: Any, stage: Stage, name: str, slot: str, call: tuple[int, int, bool]
+    ) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            return value
+        micro_batch, number, recomputed = call
+        seen = f"{RECOMPUTED}.{slot}" if recomputed else slot
+        replaced = self._sink.forward(Site(stage, name, seen, micro_batch, number), value.detach())
+        if not value.is_floating_point():
+            return value if replaced is None else replaced
+        gradient = Site(Stage.ACTIVATION_GRADIENTS, name, slot, micro_batch, number)
+        if value.requires_grad and torch.is_grad_enabled():
+            return _Probe.apply(value, replaced, self._sink, gradient)
+        return value if replaced is None else replaced
+
+
+class KnownTensors:
+    """Tensors of a micro batch's forward pass by their memory, so that one seen twice is kept once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, Any]] = {}
+
+    def find(self, tensor: torch.Tensor) -> Any:
+        """What was noted of a tensor with the same values, or None."""
+        entry = self._known.get(self._key(tensor))
+        return entry[1] if entry and tensor.is_contiguous() else None
+
+    def note(self, tensor: torch.Tensor, what: Any) -> None:
+        """Remember what a tensor is; it is kept alive, so that its memory is not used again."""
+        if tensor.is_contiguous():
+            self._known[self._key(tensor)] = (tensor, what)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
+        # The version counts changes in place.
+        return (tensor.data_ptr(), tensor.numel(), tensor._version, tensor.dtype)
+
+
+def global_names(
+    chunks: list[torch.nn.Module], layers_before: list[int], experts_before: int
+) -> list[dict[str, str]]:
+    """Each module's name with the global numbers of layers and experts, by its own, chunk by chunk."""
+    return [
+        {own: _global_name(own, before, experts_before) for own, _ in chunk.named_modules()}
+        for chunk, before in zip(chunks, layers_before, strict=True)
+    ]
+
+
+def _global_name(own: str, layers_before: int, experts_before: int) -> str:
+    parts = own.split(".")
+    for index, (parent, number) in enumerate(pairwise(parts), start=1):
+        if parent == "layers" and index >= 2 and parts[index - 2] == "decoder":
+            parts[index] = str(int(number) + layers_before)
+        elif parent == "local_experts":
+            parts[index] = str(int(number) + experts_before)
+    return ".".join(parts) if own else MODEL
+
+
+def described_modules(
+    chunks: list[torch.nn.Module], names: list[dict[str, str]]
+) -> Iterator[tuple[str, CapturedModule]]:
+    """Every module with its class and where its forward pass stands."""
+    for chunk, names_of_chunk in zip(chunks, names, strict=True):
+        for own, module in chunk.named_modules():
+            source = _source_of(inspect.unwrap(type(module).forward))
+            yield names_of_chunk[own], CapturedModule(type(module).__name__, source)
+
+
+def _names_of_arguments(forward: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def _source_of(forward: Callable[..., Any]) -> str:
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return ""
+    path = Path(code.co_filename)
+    for index, part in enumerate(path.parts):
+        if part in ("megatron", "megatron_patches", "torch"):
+            path = Path(*path.parts[index:])
+            break
+    return f"{path}:{code.co_firstlineno}"

@@ -1,0 +1,142 @@
+"""What becomes of an iteration's tensors: written, compared with those written, or replaced."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy
+import torch
+
+from megatron_patches.capture.parameters import Piece
+from megatron_patches.capture.probes import KnownTensors
+from tools.records.capture import (
+    INDEX_FILE,
+    TENSORS_FILE,
+    CaptureWriter,
+    Site,
+    Stage,
+    TensorRecord,
+    read_index,
+)
+
+
+class StoredTensors:
+    """Tensors of a rank's folder by their sites, read as they are asked for."""
+
+    def __init__(self, folder: Path, records: dict[Site, TensorRecord] | None = None) -> None:
+        if records is None:
+            records = {record.site: record for record in read_index(folder)}
+        self._records = records
+        size = (folder / TENSORS_FILE).stat().st_size
+        self._bytes = numpy.memmap(folder / TENSORS_FILE, mode="r") if size else None
+
+    def get(self, site: Site) -> torch.Tensor | None:
+        """A copy of a tensor, on the CPU."""
+        record = self._records.get(site)
+        if record is None:
+            return None
+        dtype: torch.dtype = getattr(torch, record.dtype)
+        if record.size_bytes == 0 or self._bytes is None:
+            return torch.empty(record.shape, dtype=dtype)
+        values = self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes]
+        return torch.frombuffer(bytearray(values), dtype=dtype).view(record.shape)
+
+
+class Recording:
+    """Writes every tensor; with `forced`, puts what is stored there in the place of the model's own.
+
+    Forced are inputs of modules in the forward pass, and gradients of their outputs in the backward
+    pass: what a module then gives is its own doing alone. The tensor that arrived is what is written.
+    """
+
+    def __init__(self, writer: CaptureWriter, forced: StoredTensors | None = None) -> None:
+        self._writer = writer
+        self._forced = forced
+        self._known = KnownTensors()
+
+    def begin_micro_batch(self) -> None:
+        """Forget the tensors of the micro batch before."""
+        self._known.clear()
+
+    def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Write a tensor of the forward pass."""
+        known: TensorRecord | None = self._known.find(tensor)
+        if known is not None:
+            self._writer.add_same(site, known, tuple(tensor.shape))
+        else:
+            self._known.note(tensor, self.write(site, tensor))
+        if site.stage is Stage.OUTPUTS and "input." in site.slot:
+            return self._stored(site, tensor)
+        return None
+
+    def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Write a gradient."""
+        self.write(site, gradient)
+        return self._stored(site, gradient) if site.slot.startswith("output") else None
+
+    def write(self, site: Site, tensor: torch.Tensor) -> TensorRecord:
+        """Write any tensor."""
+        values = _bytes_of(tensor)
+        name = str(tensor.dtype).removeprefix("torch.")
+        return self._writer.add(site, name, tuple(tensor.shape), values)
+
+    def write_piece(self, site: Site, piece: Piece) -> None:
+        """Write a part of a parameter."""
+        values = _bytes_of(piece.values)
+        name = str(piece.values.dtype).removeprefix("torch.")
+        self._writer.add(site, name, tuple(piece.values.shape), values, piece.placement)
+
+    def _stored(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
+        if self._forced is None:
+            return None
+        stored = self._forced.get(site)
+        if stored is None or stored.shape != like.shape:
+            return None
+        return stored.to(device=like.device, dtype=like.dtype)
+
+
+class Responding:
+    """Compares every tensor with the one written, and keeps how far it moved."""
+
+    def __init__(self, stored: StoredTensors) -> None:
+        self._stored = stored
+        self.responses: defaultdict[str, float] = defaultdict(float)
+        """Largest relative change by stage, name and slot, joined by `|`."""
+
+    def begin_micro_batch(self) -> None:
+        """Nothing to forget."""
+
+    def forward(self, site: Site, tensor: torch.Tensor) -> None:
+        """Compare a tensor of the forward pass."""
+        self.write(site, tensor)
+
+    def backward(self, site: Site, gradient: torch.Tensor) -> None:
+        """Compare a gradient."""
+        self.write(site, gradient)
+
+    def write(self, site: Site, tensor: torch.Tensor) -> None:
+        """Compare any tensor."""
+        before = self._stored.get(site)
+        if before is None or before.shape != tensor.shape or not tensor.is_floating_point():
+            return
+        held = before.double().nan_to_num()  # NaN where another rank holds the element.
+        moved = torch.linalg.vector_norm(tensor.detach().cpu().double().nan_to_num() - held)
+        size = torch.linalg.vector_norm(held)
+        key = f"{site.stage}|{site.name}|{site.slot}"
+        if size > 0:
+            self.responses[key] = max(self.responses[key], float(moved / size))
+
+    def write_piece(self, site: Site, piece: Piece) -> None:
+        """Compare a part of a parameter."""
+        self.write(site, piece.values)
+
+
+def forced_tensors(folder: Path) -> StoredTensors | None:
+    """What `tools.verify` put aside for this rank, or None."""
+    return StoredTensors(folder) if (folder / INDEX_FILE).is_file() else None
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())

@@ -1,0 +1,361 @@
+"""One captured iteration, around Megatron's own `train_step`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_patches.capture.parameters import ParameterMap, optimizer_part
+from megatron_patches.capture.perturb import Snapshot, perturb
+from megatron_patches.capture.probes import LOSS, MODEL, Probes, described_modules, global_names
+from megatron_patches.capture.sinks import Recording, Responding, StoredTensors, forced_tensors
+from megatron_patches.registry import Patch, Replacement
+from tools.records.capture import RESPONSES_FILE, CapturedRank, CaptureWriter, Site, Stage
+
+FOLDER_VARIABLE = "KIT_CAPTURE"
+"""Where to write; unset captures nothing."""
+ITERATION_VARIABLE = "KIT_CAPTURE_ITERATION"
+SEEDS_VARIABLE = "KIT_CAPTURE_SEEDS"
+"""How many times to repeat the iteration with changed weights."""
+FORCED_VARIABLE = "KIT_CAPTURE_FORCED"
+"""Folder of tensors that take the place of the model's own."""
+
+Sink = Recording | Responding
+
+
+@dataclass
+class _Active:
+    """The step that is captured at present; the patched functions of Megatron report to it."""
+
+    sink: Sink | None = None
+    parameters: ParameterMap | None = None
+    norms: list[Any] = field(default_factory=list)
+    local: set[int] = field(default_factory=set)
+
+
+_active = _Active()
+
+
+class _Batches:
+    """The micro batches that an iteration takes, and the same again."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.source, self._position = iterator, 0
+        self._taken: list[Any] = []
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        if self._position == len(self._taken):
+            self._taken.append(next(self.source))
+        batch = self._taken[self._position]
+        self._position += 1
+        return dict(batch) if isinstance(batch, dict) else batch
+
+    def rewind(self) -> None:
+        self._position = 0
+
+
+def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
+    wanted = int(os.environ.get(ITERATION_VARIABLE, "1"))
+
+    @functools.wraps(original)
+    def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        if get_args().curr_iteration + 1 != wanted:
+            return original(forward_step, data, model, *args, **kwargs)
+        call = functools.partial(_call, original, forward_step, data, model, args, kwargs)
+        return _capture(call, data, model, args[0], args[1])
+
+    return train_step
+
+
+def _call(
+    original: Callable[..., Any],
+    forward_step: Any,
+    data: Any,
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wrapped: Callable[[Any], Any],
+) -> Any:
+    return original(wrapped(forward_step), data, model, *args, **kwargs)
+
+
+def _capture(call: Any, data: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
+    """Run the iteration, writing its tensors; then again with changed weights, if that is asked for."""
+    from megatron.core.utils import unwrap_model
+
+    folder = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{torch.distributed.get_rank()}"
+    chunks = unwrap_model(list(model))
+    seeds = int(os.environ.get(SEEDS_VARIABLE, "0"))
+    forced = os.environ.get(FORCED_VARIABLE)
+    names = _names(chunks)
+    parameters = ParameterMap(chunks, names)
+    snapshot = Snapshot(chunks, optimizer, scheduler) if seeds else None
+    writer = CaptureWriter(folder)
+    recording = Recording(writer, forced_tensors(Path(forced) / folder.name) if forced else None)
+    with _replayed(data) as batches:
+        answer = _run(call, recording, chunks, names, parameters, optimizer)
+        writer.flush()
+        if snapshot is not None:
+            responding = Responding(StoredTensors(folder, writer.records))
+            for seed in range(seeds):
+                snapshot.restore()
+                perturb(parameters, seed)
+                for one in batches:
+                    one.rewind()
+                _run(call, responding, chunks, names, parameters, optimizer)
+            (folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
+    writer.close(_rank(chunks, names, parameters))
+    return answer
+
+
+def _run(
+    call: Any,
+    sink: Sink,
+    chunks: list[torch.nn.Module],
+    names: list[dict[str, str]],
+    parameters: ParameterMap,
+    optimizer: Any,
+) -> Any:
+    probes = Probes(chunks, names, sink)
+    _active.sink, _active.parameters = sink, parameters
+    _active.norms, _active.local = [], set()
+    step = optimizer.step
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        _write_gradients(sink, parameters, optimizer)
+        stepped = step(*args, **kwargs)
+        for number, norm in enumerate((stepped[1], *_active.norms)):
+            slot = f"used for clipping, call {number}" if number else "returned"
+            if norm is not None:
+                sink.write(
+                    Site(Stage.NORM, "grad_norm", slot), torch.tensor([float(norm)]).double()
+                )
+        return stepped
+
+    optimizer.step = stepping
+    try:
+        answer = call(functools.partial(_watched, sink, probes, chunks))
+    finally:
+        optimizer.step = step
+        probes.remove()
+        _active.sink = _active.parameters = None
+    _write_states(sink, parameters, optimizer)
+    return answer
+
+
+def _watched(
+    sink: Sink, probes: Probes, chunks: list[torch.nn.Module], forward_step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Megatron's forward step, which says when a micro batch begins and what its loss is."""
+    from megatron.core.utils import unwrap_model
+
+    @functools.wraps(forward_step)
+    def watched(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        sink.begin_micro_batch()
+        micro_batch = probes.begin_micro_batch(chunks.index(unwrap_model(model)))
+        output, loss = forward_step(data, model, *args, **kwargs)
+
+        @functools.wraps(loss)
+        def loss_of(*tensors: Any, **named: Any) -> Any:
+            answer = loss(*tensors, **named)
+            for index, value in enumerate(answer[:2] if len(answer) == 3 else answer[:1]):
+                slot = "tokens" if index else "sum"
+                site = Site(Stage.LOSS, LOSS, slot, micro_batch)
+                sink.write(site, value.detach().clone())
+            return answer
+
+        masks = getattr(loss, "args", ())
+        for index, mask in enumerate(one for one in masks if isinstance(one, torch.Tensor)):
+            sink.write(Site(Stage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch), mask)
+        return output, loss_of
+
+    return watched
+
+
+def _local_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`start_grad_sync` of a bucket group: what each rank has before anything is reduced."""
+
+    @functools.wraps(original)
+    def start(group: Any, *args: Any, **kwargs: Any) -> Any:
+        sink, parameters = _active.sink, _active.parameters
+        if sink is not None and parameters is not None:
+            for bucket in group.buckets:
+                for parameter in bucket.params_list:
+                    if parameters.places(parameter) and id(parameter) not in _active.local:
+                        _active.local.add(id(parameter))
+                        _write(sink, parameters, Stage.LOCAL_GRADIENTS, parameter, "gradient")
+        return original(group, *args, **kwargs)
+
+    return start
+
+
+def _write(
+    sink: Sink,
+    parameters: ParameterMap,
+    stage: Stage,
+    parameter: torch.nn.Parameter,
+    slot: str,
+    values: torch.Tensor | None = None,
+    start: int | None = None,
+) -> None:
+    values = getattr(parameter, "main_grad", None) if values is None else values
+    if values is None:
+        return
+    for piece in parameters.pieces(parameter, values, start):
+        sink.write_piece(Site(stage, piece.name, slot), piece)
+
+
+def _write_gradients(sink: Sink, parameters: ParameterMap, optimizer: Any) -> None:
+    for parameter in parameters.parameters:
+        part = optimizer_part(optimizer, parameter)
+        if part is not None and part.gradient is not None:
+            values, start = part.gradient, part.start
+            _write(sink, parameters, Stage.REDUCED_GRADIENTS, parameter, "gradient", values, start)
+
+
+def _write_states(sink: Sink, parameters: ParameterMap, optimizer: Any) -> None:
+    for parameter in parameters.parameters:
+        part = optimizer_part(optimizer, parameter)
+        for name, values in (part.states if part else {}).items():
+            start = part.start if part else None
+            _write(sink, parameters, Stage.OPTIMIZER_STATE, parameter, name, values, start)
+    for parameter in parameters.parameters:
+        _write(sink, parameters, Stage.WEIGHTS, parameter, "weight", parameter.data)
+
+
+def _noting_norms(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`clip_grad_by_total_norm_fp32`: which norm each group of parameters is clipped by."""
+
+    @functools.wraps(original)
+    def clip(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        _active.norms.append(total_norm)
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
+
+    return clip
+
+
+@contextmanager
+def _replayed(data: Any) -> Iterator[list[_Batches]]:
+    """Let the iteration's data iterators give the same micro batches again."""
+    iterators = [one for one in (data if isinstance(data, list) else [data]) if one is not None]
+    batches = [_Batches(one.iterable) for one in iterators]
+    for one, batch in zip(iterators, batches, strict=True):
+        one.iterable = batch
+    try:
+        yield batches
+    finally:
+        for one, batch in zip(iterators, batches, strict=True):
+            one.iterable = batch.source
+
+
+def _names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
+    """Global names of the modules: layers are counted over pipeline stages and virtual stages."""
+    from megatron.core import mpu
+
+    counts = [len(getattr(getattr(one, "decoder", None), "layers", ())) for one in chunks]
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    here = (mpu.get_pipeline_model_parallel_rank(), counts)
+    torch.distributed.all_gather_object(of_ranks, here)
+    of_stages = dict(of_ranks)
+    in_order = [
+        (chunk, stage, of_stages[stage][chunk])
+        for chunk in range(len(chunks))
+        for stage in sorted(of_stages)
+    ]
+    before = dict(
+        zip(
+            ((chunk, stage) for chunk, stage, _ in in_order),
+            accumulate((count for *_, count in in_order), initial=0),
+            strict=False,
+        )
+    )
+    experts = getattr(chunks[0].config, "num_moe_experts", None) or 0
+    experts_before = (
+        mpu.get_expert_model_parallel_rank() * experts // mpu.get_expert_model_parallel_world_size()
+    )
+    return global_names(
+        chunks, [before[number, here[0]] for number in range(len(chunks))], experts_before
+    )
+
+
+def _rank(
+    chunks: list[torch.nn.Module], names: list[dict[str, str]], parameters: ParameterMap
+) -> CapturedRank:
+    from megatron.core import mpu
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import get_args
+
+    args = get_args()
+    data = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
+    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    coordinates: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(coordinates, (data[0], tensor[0]))
+    sources = torch.distributed.get_process_group_ranks(
+        mpu.get_expert_tensor_and_model_parallel_group()
+    )
+    return CapturedRank(
+        rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
+        iteration=args.curr_iteration + 1,
+        tensor=tensor,
+        pipeline=(
+            mpu.get_pipeline_model_parallel_rank(),
+            mpu.get_pipeline_model_parallel_world_size(),
+        ),
+        context=(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()),
+        data=data,
+        expert=(
+            mpu.get_expert_model_parallel_rank(),
+            mpu.get_expert_model_parallel_world_size(),
+        ),
+        expert_tensor=(
+            mpu.get_expert_tensor_parallel_rank(),
+            mpu.get_expert_tensor_parallel_world_size(),
+        ),
+        expert_sources=tuple(coordinates[rank] for rank in sources),
+        sequence_parallel=bool(args.sequence_parallel),
+        gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
+        sequence_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        micro_batches=get_num_microbatches(),
+        per_token_loss=bool(args.calculate_per_token_loss),
+        clip_gradient=float(args.clip_grad),
+        dropout=bool(args.attention_dropout or args.hidden_dropout),
+        vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
+        dtype=str(args.params_dtype).removeprefix("torch."),
+        loss_scale=1.0,
+        modules=dict(described_modules(chunks, names)),
+        notes=tuple(f"{name} has no place in sharded_state_dict" for name in parameters.unplaced),
+    )
+
+
+PATCH = Patch(
+    name="capture",
+    reason="Megatron writes no tensors that could be compared with those of another layout",
+    needed=lambda context: FOLDER_VARIABLE in os.environ,
+    replacements=(
+        Replacement("megatron.training.training:train_step", _capturing),
+        Replacement(
+            "megatron.core.distributed.param_and_grad_buffer:"
+            "_ParamAndGradBucketGroup.start_grad_sync",
+            _local_gradients,
+        ),
+        Replacement(
+            "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32", _noting_norms
+        ),
+    ),
+)

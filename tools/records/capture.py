@@ -1,0 +1,181 @@
+"""What a rank writes of one iteration's tensors, for `tools.verify` to align and compare.
+
+A capture is a folder with one folder a rank: `tensors.bin` (the values, one after another, as they are
+in memory), `index.jsonl` (a `TensorRecord` a line, in the order in which the tensors were computed) and
+`rank.json` (a `CapturedRank`), which is written last: a rank without it was cut off.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from tools.records.io import written_whole
+
+TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
+RESPONSES_FILE = "responses.json"
+"""How much each tensor of the reference changes when the weights change by one rounding error."""
+
+
+class Stage(StrEnum):
+    """Parts of an iteration, in the order in which they happen."""
+
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+    LOSS = "loss"
+    ACTIVATION_GRADIENTS = "activation gradients"
+    LOCAL_GRADIENTS = "local gradients"
+    REDUCED_GRADIENTS = "reduced gradients"
+    NORM = "norm"
+    OPTIMIZER_STATE = "optimizer state"
+    WEIGHTS = "weights"
+
+
+class Site(msgspec.Struct, frozen=True):
+    """Which tensor of an iteration it is, the same on every rank that has it or a part of it."""
+
+    stage: Stage
+    name: str
+    """Megatron's dotted name of a module or a parameter, with the global number of the layer."""
+    slot: str = ""
+    """Which of the module's tensors (`input.0`, `output`), or of the optimizer's (`exp_avg`)."""
+    micro_batch: int | None = None
+    """Of this rank, from 0."""
+    call: int = 0
+    """Of the module in this micro batch, from 0; a recomputed forward pass is another slot."""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a piece of a parameter lies in the whole parameter, as Megatron's checkpoints have it."""
+
+    key: str
+    """Of the whole parameter; layers of one kind share it, and so do tied copies."""
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    """As many numbers as `global_shape`; layers of one kind are stacked in the first dimension."""
+    partial: bool = False
+    """Only some of its elements are held by this rank; the others are NaN."""
+
+
+class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tensor of one rank, and where its values are in `tensors.bin`."""
+
+    site: Site
+    dtype: str
+    """torch's name: `float32`, `bfloat16`, `int64`, `bool`."""
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+    placement: Placement | None = None
+    """Of a parameter, its gradient or its optimizer state; None for activations."""
+
+
+class CapturedModule(msgspec.Struct, frozen=True):
+    """A module of the model."""
+
+    kind: str
+    """Its class."""
+    source: str
+    """File and line of its forward pass, from the folder that holds `megatron`."""
+
+
+class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed to align a rank's tensors with others."""
+
+    rank: int
+    world_size: int
+    iteration: int
+    tensor: tuple[int, int]
+    """Its number in the tensor-parallel group, and the group's size; the others alike."""
+    pipeline: tuple[int, int]
+    context: tuple[int, int]
+    data: tuple[int, int]
+    """Data parallel without context parallel."""
+    expert: tuple[int, int]
+    expert_tensor: tuple[int, int]
+    expert_sources: tuple[tuple[int, int], ...]
+    """Data-parallel and tensor-parallel number of the ranks that send tokens to the same experts."""
+    sequence_parallel: bool
+    gated: bool
+    """Whether an MLP's first layer gives gate and value, one after the other."""
+    sequence_length: int
+    micro_batch_size: int
+    micro_batches: int
+    per_token_loss: bool
+    clip_gradient: float
+    dropout: bool
+    vocabulary: int
+    """Tokens without padding."""
+    dtype: str
+    loss_scale: float
+    modules: dict[str, CapturedModule]
+    notes: tuple[str, ...] = ()
+    """What could not be captured, and why."""
+
+
+class CaptureWriter:
+    """Appends tensors to a rank's folder; `close` makes it a whole capture."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._tensors: BinaryIO = (folder / TENSORS_FILE).open("wb")
+        self._index: BinaryIO = (folder / INDEX_FILE).open("wb")
+        self._encoder = msgspec.json.Encoder()
+        self._offset_bytes = 0
+        self.records: dict[Site, TensorRecord] = {}
+
+    def add(
+        self,
+        site: Site,
+        dtype: str,
+        shape: tuple[int, ...],
+        values: memoryview,
+        placement: Placement | None = None,
+    ) -> TensorRecord:
+        """Write one tensor, its values contiguous."""
+        self._tensors.write(values)
+        record = TensorRecord(site, dtype, shape, self._offset_bytes, values.nbytes, placement)
+        self._offset_bytes += values.nbytes
+        self._write(record)
+        return record
+
+    def add_same(self, site: Site, known: TensorRecord, shape: tuple[int, ...]) -> None:
+        """Note that a tensor has the values of one that was written."""
+        record = msgspec.structs.replace(known, site=site, shape=shape, placement=None)
+        self._write(record)
+
+    def close(self, rank: CapturedRank) -> None:
+        """Complete the capture."""
+        self._tensors.close()
+        self._index.close()
+        with written_whole(self._folder / RANK_FILE) as file:
+            file.write(msgspec.json.encode(rank))
+
+    def flush(self) -> None:
+        """Make what was written readable by others."""
+        self._tensors.flush()
+        self._index.flush()
+
+    def _write(self, record: TensorRecord) -> None:
+        self.records.setdefault(record.site, record)
+        self._index.write(self._encoder.encode(record) + b"\n")
+
+
+def read_index(folder: Path) -> list[TensorRecord]:
+    """Records of a rank's folder, in the order in which the tensors were computed."""
+    decoder = msgspec.json.Decoder(TensorRecord)
+    with (folder / INDEX_FILE).open("rb") as file:
+        return [decoder.decode(line) for line in file]
+
+
+def read_rank(folder: Path) -> CapturedRank:
+    """A rank's description.
+
+    Raises:
+        FileNotFoundError: The capture was cut off.
+    """
+    return msgspec.json.decode((folder / RANK_FILE).read_bytes(), type=CapturedRank)

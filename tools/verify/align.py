@@ -1,0 +1,179 @@
+"""Which part of the reference's tensor a rank's tensor is.
+
+Activations follow the layout: batch by data parallelism, sequence by sequence and context parallelism
+(Megatron's context parallelism gives a rank two chunks, one from the front and one from the back),
+hidden size or heads by tensor parallelism, tokens of experts by the rank they came from. Which dimension
+is which follows from the sizes. Parameters carry their place with them (`Placement`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.records.capture import CapturedRank, Site, Stage, TensorRecord
+from tools.verify.captured import Array, Capture, RankCapture
+
+EXPERTS = ".experts"
+_GATED = "mlp.linear_fc1"
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A rank's tensor, and the same part of the reference's; or why there is none."""
+
+    ours: Array | None
+    reference: Array | None
+    obstacle: str = ""
+
+
+class ActivationAligner:
+    """Finds the reference's part for each tensor of the layout's ranks."""
+
+    def __init__(self, reference: Capture, layout: Capture) -> None:
+        self._reference, self._layout = reference, layout
+        self._holders: dict[tuple[Site, int], tuple[RankCapture, TensorRecord]] = {}
+        for one in reference.ranks:
+            data_rank, data_size = one.rank.data
+            for record in one.records:
+                if record.placement is None and record.site.micro_batch is not None:
+                    number = record.site.micro_batch * data_size + data_rank
+                    self._holders.setdefault((_plain(record.site), number), (one, record))
+
+    def align(self, one: RankCapture, record: TensorRecord) -> Aligned:
+        """Find a tensor's counterpart, scaled as its gradients are."""
+        site = record.site
+        ours = one.values(record)
+        if site.stage is Stage.LOSS and ours.ndim < 2:
+            ours = self._over_sequence(one.rank, site, ours)
+        if _of_experts(site.name):
+            whole, scale = self._expert_rows(one.rank, site)
+        else:
+            whole, scale = self._micro_batch(one.rank, site)
+        if whole is None:
+            return Aligned(None, None, "the reference has no such tensor")
+        part = _part(whole, record.shape, one.rank, self._reference.first, site)
+        if part is None:
+            shapes = f"{list(record.shape)} of the reference's {list(whole.shape)}"
+            return Aligned(None, None, f"its shape {shapes} follows no known split")
+        if site.stage is Stage.ACTIVATION_GRADIENTS:
+            part = part * np.float32(_scale(one.rank) / scale)
+        return Aligned(ours, part)
+
+    def _micro_batch(self, rank: CapturedRank, site: Site) -> tuple[Array | None, float]:
+        assert site.micro_batch is not None
+        number = site.micro_batch * rank.data[1] + rank.data[0]
+        found = self._holders.get((_plain(site), number))
+        if found is None:
+            return None, 1.0
+        holder, record = found
+        return holder.values(record), _scale(holder.rank)
+
+    def _over_sequence(self, rank: CapturedRank, site: Site, ours: Array) -> Array:
+        """A loss, or a number of tokens, over all parts of the sequence."""
+        for other in self._layout.ranks:
+            there = other.rank
+            same = (there.data, there.tensor, there.pipeline) == (
+                rank.data,
+                rank.tensor,
+                rank.pipeline,
+            )
+            if same and there.context[0] != rank.context[0]:
+                ours = ours + other.values(other.by_site[site])
+        return ours
+
+    def _expert_rows(self, rank: CapturedRank, site: Site) -> tuple[Array | None, float]:
+        """Rows of an expert's tokens: those of every rank that sends here, one after another."""
+        assert site.micro_batch is not None
+        sources = list(dict.fromkeys(data for data, _ in rank.expert_sources))
+        parts, scale = [], 1.0
+        for data_rank in sources:
+            number = site.micro_batch * rank.data[1] + data_rank
+            found = self._holders.get((_plain(site), number))
+            if found is None:
+                return None, 1.0
+            parts.append(found[0].values(found[1]))
+            scale = _scale(found[0].rank)
+        if any(part.ndim == 0 for part in parts):
+            return None, 1.0
+        return np.concatenate(parts), scale
+
+
+def _plain(site: Site) -> Site:
+    """The site without its micro batch; a recomputed tensor is compared with the first pass's."""
+    return Site(site.stage, site.name, site.slot.removeprefix("recomputed."), None, site.call)
+
+
+def _of_experts(name: str) -> bool:
+    return EXPERTS in name
+
+
+def _scale(rank: CapturedRank) -> float:
+    """What the loss of a micro batch is multiplied by before the backward pass, but for its tokens."""
+    if rank.per_token_loss:
+        return 1.0
+    return rank.context[1] / rank.micro_batches
+
+
+def _part(
+    whole: Array, shape: tuple[int, ...], rank: CapturedRank, reference: CapturedRank, site: Site
+) -> Array | None:
+    """The part of `whole` that a rank's tensor of `shape` is; None if no known split gives it."""
+    if whole.ndim != len(shape):
+        return None
+    tensor = rank.expert_tensor if _of_experts(site.name) else rank.tensor
+    sequence_seen = False
+    for axis, (size, local) in enumerate(zip(whole.shape, shape, strict=True)):
+        if size == local:
+            sequence_seen |= size == reference.sequence_length
+            continue
+        if local == 0 or (size % local and not (local == 1 and size < tensor[1])):
+            return None
+        if not sequence_seen and _is_sequence(size, axis, reference, site):
+            sequence_seen = True
+            part = _sequence_part(whole, axis, size // local, rank, reference)
+        elif size // local == tensor[1]:
+            part = _tensor_part(whole, axis, tensor, rank.gated and _GATED in site.name)
+        elif local == 1 and size < tensor[1]:  # Query groups, fewer than ranks.
+            head = tensor[0] * size // tensor[1]
+            part = whole.take([head], axis)
+        else:
+            part = None
+        if part is None:
+            return None
+        whole = part
+    return whole if whole.shape == shape else None
+
+
+def _is_sequence(size: int, axis: int, reference: CapturedRank, site: Site) -> bool:
+    if _of_experts(site.name):
+        return False
+    tokens = reference.sequence_length * reference.micro_batch_size
+    return size == reference.sequence_length or (axis == 0 and size == tokens)
+
+
+def _sequence_part(
+    whole: Array, axis: int, ratio: int, rank: CapturedRank, reference: CapturedRank
+) -> Array | None:
+    context, tensor = rank.context, rank.tensor
+    split = whole.shape
+    merged = split[axis] != reference.sequence_length
+    if merged:  # Tokens: sequence and batch in one dimension, sequence first.
+        whole = whole.reshape(reference.sequence_length, -1, *split[1:])
+    if context[1] > 1 and ratio % context[1] == 0:
+        chunks = np.split(whole, 2 * context[1], axis)
+        whole = np.concatenate([chunks[context[0]], chunks[-1 - context[0]]], axis)
+        ratio //= context[1]
+    if ratio == tensor[1] and tensor[1] > 1:
+        whole = np.split(whole, tensor[1], axis)[tensor[0]]
+    elif ratio != 1:
+        return None
+    return whole.reshape(-1, *split[1:]) if merged else whole
+
+
+def _tensor_part(whole: Array, axis: int, tensor: tuple[int, int], gated: bool) -> Array:
+    if not gated:
+        return np.asarray(np.split(whole, tensor[1], axis)[tensor[0]])
+    halves = [_tensor_part(half, axis, tensor, gated=False) for half in np.split(whole, 2, axis)]
+    return np.concatenate(halves, axis)

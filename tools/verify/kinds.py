@@ -1,0 +1,189 @@
+"""What kind of error a tensor has: a factor, a missing sum, rows in another order, copies that differ, …
+
+The tests are tried in an order in which an earlier one explains more; each fits what was computed
+(`h`, ours) to what should have been (`f`, the reference's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.records.capture import CapturedRank, Stage
+from tools.verify.captured import Array
+from tools.verify.compare import Comparison, Pair, relative_error
+
+_FITS = 10.0
+"""A fit explains an error if it leaves less than so many tolerances, or a thousandth of the error."""
+_MOST = 0.9
+"""Share of the wrong rows that must be found elsewhere to say that rows were moved."""
+_MOST_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of an error."""
+
+    name: str
+    """In words, such as `factor ×TP` or `missing sum over TP ranks`."""
+    factor: float | None = None
+    """Of ours to the reference's, where that is what is wrong."""
+
+
+def kind_of(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Kind:
+    """Say what is wrong with a tensor.
+
+    Args:
+        found: Its comparison, which differs.
+        pairs: All ranks' tensors of one micro batch, the worst one's; the worst alone for parameters.
+        rank: Any rank of the layout, for its degrees.
+    """
+    return next(_kinds(found, pairs, rank), Kind("other"))
+
+
+def _kinds(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Iterator[Kind]:
+    if found.uncovered:
+        yield Kind(f"{found.uncovered} elements are held by no rank")
+    pair = found.worst
+    if pair is None:
+        if found.replicas_differ:
+            yield Kind("copies differ between ranks")
+        return
+    if not np.issubdtype(pair.ours.dtype, np.floating):
+        yield from _moved(pair)
+        yield Kind("other values")
+        return
+    if not np.isfinite(pair.ours).all():
+        yield Kind("not finite")
+    limit = max(_FITS * found.tolerance, 1e-3 * min(found.error, 1.0))
+    yield from _factor(pair, limit, rank)
+    yield from _sums(pairs, limit, rank)
+    yield from _moved(pair)
+    if found.key[0] in (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS) and rank.dropout:
+        yield from _random(pair)
+    yield from _somewhere(pair, found, rank)
+    if found.replicas_differ:
+        yield Kind("copies differ between ranks")
+    if found.wrong_ranks and found.right_ranks:
+        yield Kind("wrong on some ranks only")
+
+
+def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
+    """h ≈ α·f, with α the least squares fit."""
+    ours, reference = _flat(pair.ours), _flat(pair.reference)
+    square = float(reference @ reference)
+    if square == 0:
+        return
+    factor = float(ours @ reference) / square
+    if factor == 0 or relative_error(ours / factor, reference) > limit:
+        return
+    yield Kind(f"factor {_named(factor, rank)}", factor)
+
+
+def _named(factor: float, rank: CapturedRank) -> str:
+    """The degree that a factor is, or its number."""
+    degrees = {
+        "TP": rank.tensor[1],
+        "DP": rank.data[1],
+        "CP": rank.context[1],
+        "EP": rank.expert[1],
+        "PP": rank.pipeline[1],
+        "micro batches": rank.micro_batches,
+        "DP × CP": rank.data[1] * rank.context[1],
+        "micro batch size": rank.micro_batch_size,
+        "√TP": rank.tensor[1] ** 0.5,
+    }
+    close = 1e-3
+    fits = []
+    for name, degree in degrees.items():
+        if degree > 1 and abs(factor / degree - 1) < close:
+            fits.append(f"×{name}")
+        elif degree > 1 and abs(factor * degree - 1) < close:
+            fits.append(f"÷{name}")
+    return " or ".join(fits) or f"{factor:.6g}"
+
+
+def _sums(pairs: Sequence[Pair], limit: float, rank: CapturedRank) -> Iterator[Kind]:
+    """Ranks that should each have the whole: their sum fits, or each has others' share on top."""
+    reference = pairs[0].reference if pairs else None
+    alike = [
+        pair
+        for pair in pairs
+        if reference is not None
+        and pair.reference.shape == reference.shape
+        and np.array_equal(pair.reference, reference)
+    ]
+    ranks = len({pair.rank for pair in alike})
+    if reference is None or ranks < 2 or ranks != len(alike):
+        return
+    total = np.sum([pair.ours for pair in alike], axis=0, dtype=np.float64)
+    over = "TP" if ranks == rank.tensor[1] else f"{ranks}"
+    if relative_error(total, reference) < limit:
+        yield Kind(f"missing sum over {over} ranks")
+    elif relative_error(total / ranks, reference) < limit:
+        yield Kind(f"missing mean over {over} ranks")
+
+
+def _moved(pair: Pair) -> Iterator[Kind]:
+    """Rows, or elements, of the reference in other places."""
+    ours, reference = _rows(pair.ours), _rows(pair.reference)
+    if ours.shape != reference.shape or not 1 < len(ours) <= _MOST_ROWS:
+        return
+    places: dict[bytes, list[int]] = {}
+    for index, row in enumerate(_rounded(reference)):
+        places.setdefault(row.tobytes(), []).append(index)
+    wrong, shifts = 0, []
+    for index, row in enumerate(_rounded(ours)):
+        found = places.get(row.tobytes(), [])
+        if index in found:
+            continue
+        wrong += 1
+        if found:
+            shifts.append(min(found, key=lambda place: abs(place - index)) - index)
+    if not wrong or len(shifts) < _MOST * wrong:
+        return
+    if len(set(shifts)) == 1:
+        yield Kind(f"rows shifted by {shifts[0]:+d}")
+    else:
+        yield Kind("rows in another order")
+
+
+def _random(pair: Pair) -> Iterator[Kind]:
+    """Zeros in other places: another dropout mask."""
+    ours, reference = pair.ours == 0, pair.reference == 0
+    shares = float(ours.mean()), float(reference.mean())
+    if min(shares) > 0.01 and (ours != reference).mean() > 0.5 * min(shares):
+        yield Kind("another random state")
+
+
+def _somewhere(pair: Pair, found: Comparison, rank: CapturedRank) -> Iterator[Kind]:
+    """Wrong in few places only: in the vocabulary's padding, or in some rows."""
+    ours, reference = _rows(pair.ours), _rows(pair.reference)
+    if ours.shape != reference.shape or len(ours) < 2:
+        return
+    size = float(np.linalg.norm(reference)) / len(reference) ** 0.5 or 1.0
+    wrong = np.linalg.norm(ours - reference, axis=1) > found.tolerance * size
+    places = np.flatnonzero(wrong)
+    if len(places) and "word_embeddings" in found.key[1] and places[0] >= rank.vocabulary:
+        yield Kind("in the vocabulary's padding only")
+    elif 0 < len(places) <= len(ours) / 4:
+        yield Kind(f"in {len(places)} of {len(ours)} rows, from {places[0]} to {places[-1]}")
+
+
+def _flat(values: Array) -> Array:
+    return values.astype(np.float64).ravel()
+
+
+def _rows(values: Array) -> Array:
+    """One row an element of the leading dimensions; a vector's elements are rows."""
+    return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
+
+
+def _rounded(values: Array) -> Array:
+    """Values to three digits of the tensor's size, so that equal rows have equal bytes."""
+    if not np.issubdtype(values.dtype, np.floating):
+        return values
+    size = float(np.abs(values).max()) or 1.0
+    return np.round(values / size * 1000).astype(np.int32)

@@ -1,0 +1,236 @@
+"""The verdict on a layout: held, or the first tensor that is wrong, where and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from tools.records.capture import CaptureWriter, Stage, TensorRecord
+from tools.records.io import write_record, written_whole
+from tools.verify.align import ActivationAligner
+from tools.verify.captured import Array, Capture, VerifyError
+from tools.verify.compare import Compared, Comparison, compare, pairs_of
+from tools.verify.kinds import Kind, kind_of
+
+VERDICT_FILE, TENSOR_FILE = "verdict.json", "first.npz"
+_LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
+"""Stages in which errors spread from module to module."""
+_MOST_KEPT_BYTES = 64 * 2**20
+
+
+class Outcome(StrEnum):
+    """What a comparison comes to."""
+
+    HELD = "held"
+    DIFFERS = "differs"
+    NOT_COMPARABLE = "not comparable"
+
+
+EXIT_CODES = {Outcome.HELD: 0, Outcome.DIFFERS: 1, Outcome.NOT_COMPARABLE: 2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verdict.json` holds."""
+
+    verdict: Outcome
+    stage: Stage | None = None
+    """Of the first tensor that is wrong, as all below; None if none is."""
+    module: str | None = None
+    tensor: str | None = None
+    """Which of the module's: an input, an output, the gradient of one."""
+    ranks: tuple[int, ...] = ()
+    kind: str | None = None
+    factor: float | None = None
+    error: float | None = None
+    tolerance: float | None = None
+    source: str | None = None
+    """File and line of the module's forward pass in the Megatron in use."""
+    confirmed: bool | None = None
+    """Whether the module is wrong by itself, with the reference's own input or upstream gradient."""
+    worst_ratio: float | None = None
+    """Largest error over tolerance of all tensors: below 1 if all held."""
+    compared: int = 0
+    seen: int = 0
+    """Tensors that the layout's ranks had; `compared` of them were compared."""
+    not_aligned: tuple[str, ...] = ()
+    reason: str | None = None
+    """Why nothing could be compared."""
+    reference: str | None = None
+    layout: str | None = None
+    command: str | None = None
+    """The command that repeats it."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 held, 1 differs, 2 not comparable."""
+        return EXIT_CODES[self.verdict]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and what it rests on."""
+
+    verdict: Verdict
+    compared: Compared | None = None
+    first: Comparison | None = None
+
+
+def check_same_work(reference: Capture, layout: Capture) -> None:
+    """Refuse two runs of different work.
+
+    Raises:
+        VerifyError: With the field that differs.
+    """
+    ours, theirs = layout.first, reference.first
+    fields: dict[str, tuple[object, object]] = {
+        "iteration": (ours.iteration, theirs.iteration),
+        "sequence length": (ours.sequence_length, theirs.sequence_length),
+        "micro batch size": (ours.micro_batch_size, theirs.micro_batch_size),
+        "global batch": (
+            ours.micro_batches * ours.data[1] * ours.micro_batch_size,
+            theirs.micro_batches * theirs.data[1] * theirs.micro_batch_size,
+        ),
+        "dtype": (ours.dtype, theirs.dtype),
+        "loss per token": (ours.per_token_loss, theirs.per_token_loss),
+        "gradient clipping": (ours.clip_gradient, theirs.clip_gradient),
+    }
+    for name, (mine, other) in fields.items():
+        if mine != other:
+            raise VerifyError(
+                f"The two runs did different work: {name} is {mine} in {layout.folder.name} and "
+                f"{other} in {reference.folder.name}; compare runs of the same."
+            )
+
+
+def judge(reference: Capture, layout: Capture) -> Judgement:
+    """Compare two captures.
+
+    Raises:
+        VerifyError: They are of different work.
+    """
+    check_same_work(reference, layout)
+    compared = compare(reference, layout)
+    wrong = compared.wrong()
+    worst = max((one.ratio for one in compared.comparisons), default=0.0)
+    base = Verdict(
+        Outcome.DIFFERS if wrong else Outcome.HELD,
+        worst_ratio=worst,
+        compared=compared.compared,
+        seen=compared.seen,
+        not_aligned=compared.not_aligned,
+    )
+    if not wrong:
+        return Judgement(base, compared)
+    first = wrong[0]
+    return Judgement(_located(base, first, reference, layout), compared, first)
+
+
+def may_have_spread(judgement: Judgement) -> bool:
+    """Whether the first wrong tensor may only follow from another's error."""
+    return judgement.first is not None and judgement.first.key[0] in _LOCAL
+
+
+def write_forced(reference: Capture, layout: Capture, folder: Path) -> None:
+    """Write what the layout's ranks shall use in the place of their own tensors.
+
+    That is the reference's input of every module in the forward pass, and its gradient of every output
+    in the backward pass, each the part that the rank would hold.
+    """
+    aligner = ActivationAligner(reference, layout)
+    for one in layout.ranks:
+        writer = CaptureWriter(folder / one.folder.name)
+        for record in one.by_site.values():
+            if not _is_forced(record):
+                continue
+            aligned = aligner.align(one, record)
+            if aligned.reference is not None:
+                values = _as_stored(aligned.reference, record)
+                writer.add(
+                    record.site, record.dtype, record.shape, memoryview(values.view(np.uint8))
+                )
+        writer.close(one.rank)
+
+
+def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
+    """Name the first module that is wrong by itself.
+
+    Args:
+        judgement: Of the layout's own run.
+        reference: What it was compared with.
+        forced: The layout's run with the reference's tensors in the place of its own.
+    """
+    own = compare(reference, forced).wrong(*_LOCAL)
+    if not own:
+        return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
+    first = own[0]
+    located = _located(judgement.verdict, first, reference, forced)
+    return Judgement(replace(located, confirmed=True), judgement.compared, first)
+
+
+def write_verdict(folder: Path, judgement: Judgement) -> None:
+    """Write `verdict.json`, and the first wrong tensor with the reference's beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pair = judgement.first.worst if judgement.first else None
+    if pair is not None and pair.ours.nbytes + pair.reference.nbytes <= _MOST_KEPT_BYTES:
+        with written_whole(folder / TENSOR_FILE) as file:
+            np.savez_compressed(file, ours=pair.ours, reference=pair.reference)
+    write_record(folder / VERDICT_FILE, judgement.verdict)
+
+
+def _located(base: Verdict, first: Comparison, reference: Capture, layout: Capture) -> Verdict:
+    stage, module, slot = first.key
+    kind = _kind(first, reference, layout)
+    ranks = set(first.wrong_ranks) | set(first.replicas_differ)
+    return replace(
+        base,
+        stage=stage,
+        module=module,
+        tensor=slot,
+        ranks=tuple(sorted(ranks)),
+        kind=kind.name,
+        factor=kind.factor,
+        error=first.error,
+        tolerance=first.tolerance,
+        source=_source(module, layout),
+    )
+
+
+def _kind(first: Comparison, reference: Capture, layout: Capture) -> Kind:
+    pairs = [first.worst] if first.worst else []
+    if first.worst is not None and first.worst.micro_batch is not None:
+        pairs = pairs_of(reference, layout, first.key, first.worst.micro_batch)
+    return kind_of(first, pairs, layout.first)
+
+
+def _source(name: str, layout: Capture) -> str | None:
+    """Where the forward pass of a module, or of a parameter's module, stands."""
+    modules = {name: one for rank in layout.ranks for name, one in rank.rank.modules.items()}
+    while name:
+        if name in modules:
+            return modules[name].source or None
+        name = name.rpartition(".")[0]
+    return modules["model"].source if "model" in modules else None
+
+
+def _is_forced(record: TensorRecord) -> bool:
+    site = record.site
+    if site.stage is Stage.OUTPUTS:
+        return site.slot.startswith("input.")
+    return site.stage is Stage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
+
+
+def _as_stored(values: Array, record: TensorRecord) -> Array:
+    """A tensor's values in the type of the capture."""
+    if record.dtype == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).ravel()
+    return np.ascontiguousarray(values, np.dtype(record.dtype)).ravel()
+
+
+def refused(reason: str) -> Judgement:
+    """The verdict that nothing could be compared."""
+    return Judgement(Verdict(Outcome.NOT_COMPARABLE, reason=reason))
