@@ -82,11 +82,21 @@ def has_bias_or_packing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _without_refusal(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,  # noqa: ARG001 - the scale that depends on it is given
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         unsplit = copy.copy(config)
         unsplit.context_parallel_size = 1
         original(self, unsplit, *args, **kwargs)
         self.config = config
+        if v_channels is not None:
+            # Multi-latent attention: values, and so the output, have a width of their own.
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     return init
 
@@ -132,7 +142,8 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
             if query.is_cuda and plain and not has_bias_or_packing(args, kwargs):
                 return _attend_dropping(self, query, key, value, None)
-            return original(self, query, key, value, *args, **kwargs)
+            # Of multi-latent attention both are parts of one tensor, which Megatron views as rows.
+            return original(self, query, key.contiguous(), value.contiguous(), *args, **kwargs)
         if not plain:
             raise NotImplementedError(
                 f"Context parallelism without Transformer Engine knows plain causal attention, not "
@@ -150,7 +161,7 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 PATCH = Patch(
     name="attention",
-    reason="Megatron's own attention refuses context parallelism and keeps its scores",
+    reason="Megatron's own attention refuses context parallelism and MLA, and keeps its scores",
     needed=lambda context: not context.has_transformer_engine,
     replacements=(
         Replacement(

@@ -1,0 +1,170 @@
+"""Shows that each plant is a bug of layouts alone, and where (`python -m tests.verify.plants.check`).
+
+For each plant of `plants.yaml` two pairs are trained for three iterations, with and without it. On one
+rank both must be the same bit for bit: losses, norm, gradients, state and weights. In its layout they
+must part, first at the stage and module that the file states. Both runs of a pair have one layout, so
+nothing is aligned and no tolerance is used: every tensor's hash is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.verify.forked import ForkedRanks
+from tests.verify.plants.trace import STAGES, Trace, first_difference
+from tools.launch.compose import Launch
+from tools.launch.options import Options, read_plant
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.spec.files import read_yaml
+
+FOLDER = Path(__file__).parent
+STEP, STEPS = 2, 3
+"""The traced iteration (the first has no state to be wrong), and how many are trained."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """An entry of `plants.yaml`."""
+
+    id: str
+    file: str
+    catalogue: str
+    strategy: str
+    model: str
+    stage: str
+    module: str
+    kind: str
+    devices: int = 2
+    dtype: str = "fp32"
+    extra: str = ""
+    trace: str | None = None
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return FOLDER / self.file
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Further flags of layout and reference."""
+        half = () if self.dtype == "fp32" else (f"--{self.dtype}",)
+        return (*shlex.split(self.extra), *half)
+
+
+def plants() -> tuple[Plant, ...]:
+    """All, in the order of the stages."""
+    return tuple(Plant(**entry) for entry in read_yaml(FOLDER / "plants.yaml"))
+
+
+class Checker:
+    """Trains with and without plants; what is trained without one is kept."""
+
+    def __init__(self, data: str, folder: Path) -> None:
+        self._data, self._folder = data, folder
+        self._ranks = ForkedRanks()
+        self._unplanted = cache(self._train)
+
+    def check(self, plant: Plant) -> tuple[str, str, str]:
+        """A problem, empty if there is none, and stage and module where the layout first parts.
+
+        Raises:
+            RuntimeError: A run failed; its folder is named.
+        """
+        one = Plant(**{**plant.__dict__, "strategy": "baseline", "devices": 1})
+        if self._run(one, planted=True) != self._run(one, planted=False):
+            return "changes the run on one rank", "", ""
+        before, after = self._run(plant, planted=False), self._run(plant, planted=True)
+        stage, module = first_difference(before, after)
+        expected = plant.module if plant.trace is None else plant.trace
+        of_trace = "outputs" if plant.trace == "output_layer" else plant.stage
+        if not stage:
+            return "changes nothing in its layout", stage, module
+        if (stage, module) != (of_trace, expected):
+            return f"expected {of_trace}, {expected}", stage, module
+        return "", stage, module
+
+    def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
+        asked = (plant.strategy, plant.model, plant.devices, plant.flags)
+        if planted:
+            return self._train(*asked, plant.path)
+        return self._unplanted(*asked)
+
+    def _train(
+        self,
+        strategy: str,
+        model: str,
+        devices: int,
+        flags: Sequence[str],
+        path: Path | None = None,
+    ) -> list[dict[str, Any]]:
+        launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags, path)
+        name = "-".join((strategy, model, *(word.strip("-") for word in flags)))
+        folder = self._folder / (f"{name}+{path.stem}" if path else name)
+        codes = self._ranks.run(
+            launch,
+            folder,
+            watch=lambda rank: Trace(folder / f"trace{rank}.json", STEP, STEPS).install(),
+        )
+        traces = [folder / f"trace{rank}.json" for rank in range(devices)]
+        if any(codes) or not all(trace.is_file() for trace in traces):
+            raise RuntimeError(f"ranks ended with {codes}, see {folder}")
+        return [json.loads(trace.read_text()) for trace in traces]
+
+    def _launch(self, name: str, flags: Sequence[str], path: Path | None) -> Launch:
+        options = Options(
+            iterations=STEPS,
+            micro_batch_size=2,
+            global_batch_size=8,
+            shared_start=False,
+            data=self._data,
+            runs=self._folder,
+            extra=tuple(flags),
+            ledger=False,
+            plant=read_plant(str(path)) if path else None,
+        )
+        target = parse_target(name)
+        return compose_target(target, flags_of_grammar(target), options)
+
+
+def main() -> None:
+    """Check the plants that are named, or all, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="owt-ds/sample_text_document")
+    parser.add_argument("--folder", type=Path, required=True, help="for logs and traces")
+    parser.add_argument("ids", nargs="*")
+    given = parser.parse_args()
+    checker = Checker(given.data, given.folder)
+    failed = [plant.id for plant in chosen(given.ids) if not reported(checker, plant)]
+    print(f"{len(failed)} failed: {', '.join(failed) or 'none'}")
+    raise SystemExit(bool(failed))
+
+
+def chosen(ids: Sequence[str]) -> Iterator[Plant]:
+    """Those that are named; all where none is."""
+    return (plant for plant in plants() if not ids or plant.id in ids)
+
+
+def reported(checker: Checker, plant: Plant) -> bool:
+    """Check one and print its line; True if it is as stated."""
+    begin = time.monotonic()
+    assert plant.stage in STAGES, plant
+    try:
+        problem, stage, module = checker.check(plant)
+    except RuntimeError as error:
+        problem, stage, module = str(error), "", ""
+    seconds = time.monotonic() - begin
+    print(f"{plant.id:42} {stage:21} {module:60} {seconds:5.0f} s  {problem or 'ok'}", flush=True)
+    return not problem
+
+
+if __name__ == "__main__":
+    main()

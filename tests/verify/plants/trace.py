@@ -1,0 +1,264 @@
+"""Every tensor of one iteration as a hash, in the order of computation, bit for bit.
+
+Two runs of one layout on CPU ranks are the same to the last bit, so the first hash that differs between
+the planted and the unplanted layout is the place where the plant acts. This knows nothing of alignment
+or tolerance: it is the answer that `tools.verify` must find by comparing with another layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STAGES = (
+    "inputs",
+    "outputs",
+    "loss",
+    "activation gradients",
+    "local gradients",
+    "reduced gradients",
+    "norm",
+    "optimizer state",
+    "weights",
+)
+Event = list[str]
+"""Stage, name, slot, hash."""
+
+
+class Trace:
+    """Watches a rank's train steps, and writes what it saw after the last."""
+
+    def __init__(self, path: Path, step: int, last_step: int) -> None:
+        self.path, self.step, self.last = path, step, last_step
+        self.events: list[Event] = []
+        self.steps: list[dict[str, Any]] = []
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._number = 0
+
+    def install(self) -> None:
+        """Wrap Megatron's step and its finalisation of gradients."""
+        from megatron.training import training
+
+        training.train_step = self._step(training.train_step)
+        training.finalize_model_grads = self._finalise(training.finalize_model_grads)
+
+    def note(self, stage: str, name: str, slot: str, tensor: Any) -> None:
+        """Hash a tensor."""
+        key = (stage, name, slot)
+        self.events.append([stage, name, f"{slot}#{self._seen[key]}", digest(tensor)])
+        self._seen[key] += 1
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(forward: Any, data: Any, model: Any, optimizer: Any, *args: Any, **k: Any) -> Any:
+            self._number += 1
+            self.chunks = [_unwrapped(chunk) for chunk in model]
+            self.names = [_global_names(chunk) for chunk in self.chunks]
+            watched = self._number == self.step
+            handles = self._hook() if watched else []
+            answer = original(forward, data, model, optimizer, *args, **k)
+            for handle in handles:
+                handle.remove()
+            if watched:
+                self._note_update(answer, optimizer)
+            self._finish_step(answer)
+            return answer
+
+        return step
+
+    def _finalise(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def finalise(*args: Any, **kwargs: Any) -> Any:
+            self._note_parameters("local gradients", "main_grad")
+            answer = original(*args, **kwargs)
+            self._note_parameters("reduced gradients", "main_grad")
+            return answer
+
+        return finalise
+
+    def _note_parameters(self, stage: str, attribute: str) -> None:
+        if self._number != self.step:
+            return
+        for chunk, names in zip(self.chunks, self.names, strict=True):
+            for own, parameter in chunk.named_parameters():
+                module, _, last = own.rpartition(".")
+                value = getattr(parameter, attribute, None)
+                if value is not None:
+                    self.note(stage, f"{names[module]}.{last}".lstrip("."), "", value)
+
+    def _note_update(self, answer: Any, optimizer: Any) -> None:
+        self.events.append(["norm", "grad_norm", "", repr(answer[5])])
+        for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+            inner = part.optimizer
+            names = self._names_of_main(part)
+            for group in inner.param_groups:
+                for place, parameter in enumerate(group["params"]):
+                    name = names.get(id(parameter), f"{number}.{place}")
+                    for slot, value in sorted(inner.state[parameter].items()):
+                        self.note("optimizer state", name, slot, value)
+        for chunk, names_of in zip(self.chunks, self.names, strict=True):
+            for own, value in chunk.state_dict().items():
+                module, _, last = own.rpartition(".")
+                if hasattr(value, "detach"):
+                    name = f"{names_of.get(module, module)}.{last}".lstrip(".")
+                    self.note("weights", name, "", value)
+
+    def _names_of_main(self, part: Any) -> dict[int, str]:
+        of_model = {}
+        for chunk, names in zip(self.chunks, self.names, strict=True):
+            for own, parameter in chunk.named_parameters():
+                module, _, last = own.rpartition(".")
+                of_model[id(parameter)] = f"{names[module]}.{last}".lstrip(".")
+        pairs = (
+            ("float16_groups", "fp32_from_float16_groups"),
+            ("model_fp32_groups", "shard_fp32_groups"),
+            ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        )
+        names = dict(of_model)
+        for models, mains in pairs:
+            groups = zip(getattr(part, models, ()), getattr(part, mains, ()), strict=False)
+            for model_group, main_group in groups:
+                for model, main in zip(model_group, main_group, strict=False):
+                    names[id(main)] = of_model.get(id(model), "?")
+        return names
+
+    def _finish_step(self, answer: Any) -> None:
+        losses = {name: _plain(value) for name, value in answer[0].items()}
+        weights = hashlib.sha256()
+        for chunk in self.chunks:
+            for _, parameter in sorted(chunk.named_parameters()):
+                weights.update(digest(parameter).encode())
+        self.steps.append(
+            {"losses": losses, "norm": repr(answer[5]), "weights": weights.hexdigest()[:16]}
+        )
+        if self._number == self.last:
+            found = {"events": self.events, "steps": self.steps}
+            self.path.write_text(json.dumps(found))
+
+    def _hook(self) -> list[Any]:
+        handles: list[Any] = []
+        for chunk, names in zip(self.chunks, self.names, strict=True):
+            for own, module in chunk.named_modules():
+                before, after = self._hooks(names[own], root=not own, last=bool(chunk.post_process))
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
+        return handles
+
+    def _hooks(self, name: str, root: bool, last: bool) -> tuple[Any, Any]:
+        import torch
+
+        def gradient(slot: str, tensor: Any) -> None:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(
+                    lambda grad: self.note("activation gradients", name, slot, grad)
+                )
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for slot, value in (*enumerate(args), *kwargs.items()):
+                if isinstance(value, torch.Tensor):
+                    if root:
+                        self.note("inputs", "model", str(slot), value)
+                    else:
+                        gradient(f"in.{slot}", value)
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            values = output if isinstance(output, (tuple, list)) else (output,)
+            for slot, value in enumerate(values):
+                if isinstance(value, torch.Tensor):
+                    whole = root and last
+                    self.note(
+                        "loss" if whole else "outputs", "loss" if whole else name, str(slot), value
+                    )
+                    gradient(f"out.{slot}", value)
+
+        return before, after
+
+
+def digest(tensor: Any) -> str:
+    """Of its values, bit for bit."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        return repr(tensor)
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def first_difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[str, str]:
+    """Stage and name where two runs of one layout part first, over all ranks; empty if nowhere.
+
+    Of gradients of activations: the module that is given the right gradient and passes on a wrong one.
+    """
+    for stage in STAGES:
+        backward = stage == "activation gradients"
+        wrong: dict[str, set[str]] = {}
+        order: dict[str, tuple[int, int]] = {}
+        for one, two in zip(before, after, strict=True):
+            for place, name, slot in _differing(_of_stage(one, stage), _of_stage(two, stage)):
+                wrong.setdefault(name, set()).add(slot.partition(".")[0])
+                layer = -_layer(name) if backward else _layer(name)
+                order[name] = min(order.get(name, (layer, place)), (layer, place))
+        if wrong:
+            names = sorted(wrong, key=lambda name: order[name])
+            return stage, _culprit(names, wrong) if backward else names[0]
+    return "", ""
+
+
+def _of_stage(run: dict[str, Any], stage: str) -> list[Event]:
+    return [event for event in run["events"] if event[0] == stage]
+
+
+def _differing(one: list[Event], two: list[Event]) -> list[tuple[int, str, str]]:
+    """Place, name and slot of what differs, or is in one of them alone."""
+    hashes = {(event[1], event[2]): event[3] for event in two}
+    found = []
+    for place, (_, name, slot, value) in enumerate(one):
+        if hashes.pop((name, slot), None) != value:
+            found.append((place, name, slot))
+    return found + [(len(one), name, slot) for name, slot in hashes]
+
+
+def _layer(name: str) -> int:
+    """Where a module is on the way forward: ranks of a pipeline hold different layers."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        return int(parts[2])
+    return -1 if parts[0] in ("embedding", "model") else 1_000_000
+
+
+def _culprit(names: list[str], wrong: dict[str, set[str]]) -> str:
+    passing = [name for name in names if wrong[name] == {"in"}]
+    if not passing:
+        return names[0]
+    inner = [name for name in passing if name.startswith(f"{passing[0]}.")]
+    return inner[-1] if inner else passing[0]
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _global_names(chunk: Any) -> dict[str, str]:
+    """Each module's dotted name with the global number of its layer, from 0."""
+    layers = {
+        own: str(module.layer_number - 1)
+        for own, module in chunk.named_modules()
+        if own.startswith("decoder.layers.") and own.count(".") == 2
+    }
+    names = {}
+    for own, _ in chunk.named_modules():
+        parts = own.split(".")
+        layer = ".".join(parts[:3])
+        names[own] = ".".join((*parts[:2], layers[layer], *parts[3:])) if layer in layers else own
+    return names
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
