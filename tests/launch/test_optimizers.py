@@ -58,7 +58,7 @@ def test_megatrons_muon_without_its_package_is_refused_with_the_way_to_get_it(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = optimizer_problems(launch(Backend.MEGATRON))
-    assert "emerging_optimizers" in problem
+    assert "pip install emerging-optimizers==0.3.0'" in problem
     assert "BACKEND=native" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert list(optimizer_problems(launch(Backend.MEGATRON))) == []

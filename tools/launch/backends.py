@@ -28,6 +28,8 @@ FIRST_MUON_RELEASE = (0, 17)
 """First Megatron whose Muon has the published coefficients, which it calls `simple`."""
 
 MUON_PACKAGE = "emerging_optimizers"
+MUON_DISTRIBUTION = "emerging-optimizers==0.3.0"
+"""On PyPI."""
 
 _ONLY_MEGATRON = frozenset(
     {
@@ -160,6 +162,6 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
         )
     elif launch.runtime.container is None and importlib.util.find_spec(MUON_PACKAGE) is None:
         yield (
-            f"Megatron's Muon needs the package {MUON_PACKAGE}, which is in no package index: "
-            "install it from its sources (NVIDIA-NeMo/Emerging-Optimizers), or use BACKEND=native."
+            f"Megatron's Muon needs the package {MUON_PACKAGE}, which is not installed: install it "
+            f"with '.venv/bin/python -m pip install {MUON_DISTRIBUTION}', or use BACKEND=native."
         )

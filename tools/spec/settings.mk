@@ -2,7 +2,7 @@
 ## Variables: what is trained [every training target]
 ##   ITERS            iterations (100; 25 for a tiny model)
 ##   MICRO_BATCH      samples in a rank's forward pass [also dryrun]
-##   GLOBAL_BATCH     samples in an iteration
+##   GLOBAL_BATCH     samples in an iteration [also plan dryrun]
 ##   SEED             seed of weights, dropout and sample order (1234)
 ##   DROPOUT          attention and hidden dropout
 ##   OPTIMIZER        adamw or muon
@@ -64,7 +64,6 @@
 ##   GPUS_PER_NODE    devices per machine (8)
 ##   INTRA            link inside a machine
 ##   INTER            link between machines
-##   GLOBAL_BATCH     samples in an iteration [also dryrun]
 ##   SEQ              sequence length [also dryrun]
 ##   TOKENS           tokens to train on
 ##   CALIBRATION      file of measured constants

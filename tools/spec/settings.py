@@ -48,7 +48,14 @@ MICRO_BATCH = Setting(
     (*_TRAIN, "dryrun"),
     "--micro-batch",
 )
-GLOBAL_BATCH = Setting("GLOBAL_BATCH", positive, _NUMBER, "samples in an iteration", _TRAIN)
+GLOBAL_BATCH = Setting(
+    "GLOBAL_BATCH",
+    positive,
+    _NUMBER,
+    "samples in an iteration",
+    (*_TRAIN, "plan", "dryrun"),
+    "--global-batch",
+)
 SEED = Setting(
     "SEED",
     positive,
@@ -250,14 +257,6 @@ GPUS_PER_NODE = Setting(
 )
 INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", ("plan",), "--intra")
 INTER = Setting("INTER", str, _TEXT, "link between machines", ("plan",), "--inter")
-PLANNED_BATCH = Setting(
-    "GLOBAL_BATCH",
-    int,
-    "a whole number",
-    "samples in an iteration",
-    ("plan", "dryrun"),
-    "--global-batch",
-)
 SEQ = Setting("SEQ", int, "a whole number", "sequence length", ("plan", "dryrun"), "--seq")
 DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", ("plan", "dryrun"), "--dtype")
 TOKENS = Setting("TOKENS", float, "a number", "tokens to train on", ("plan",), "--tokens")
