@@ -10,8 +10,9 @@ import pytest
 
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
-from tools.launch.run_folder import LOCK_FILE, is_running, only_attempt
+from tools.launch.run_folder import LOCK_FILE, only_attempt
 from tools.records.io import lock
+from tools.records.run import is_running
 
 HOLD = """
 import fcntl, sys

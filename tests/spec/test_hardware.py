@@ -37,6 +37,31 @@ def test_every_device_names_a_known_link_and_a_source() -> None:
     assert all(link.source for link in hardware.links.values())
 
 
+@pytest.mark.parametrize(
+    ("alias", "key"),
+    [
+        ("a100-80gb", "a100"),
+        ("A100-80GB-SXM", "a100"),
+        ("a100_sxm4_40gb", "a100-40gb"),
+        ("h100-sxm", "h100"),
+        ("H200 SXM", "h200"),
+        ("4090", "rtx4090"),
+    ],
+)
+def test_what_people_call_a_device_is_an_alias_of_it(alias: str, key: str) -> None:
+    assert device_by_key(alias).key == key
+
+
+def test_no_two_devices_share_a_name_and_none_takes_its_neighbours() -> None:
+    devices = load_hardware().devices.values()
+    names = [name for device in devices for name in (device.key, *device.aliases)]
+    assert [device_by_key(name).key for name in names] == [
+        device.key for device in devices for _ in (device.key, *device.aliases)
+    ]
+    with pytest.raises(UnknownHardwareError, match="no GPU 'h100-pcie'; did you mean h100"):
+        device_by_key("h100-pcie")
+
+
 def test_an_unknown_key_offers_the_near_ones() -> None:
     with pytest.raises(UnknownHardwareError, match="no GPU 'h20'; did you mean h200"):
         device_by_key("h20")

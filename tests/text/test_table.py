@@ -1,6 +1,8 @@
+import io
 from dataclasses import dataclass
 
 import pytest
+from rich.console import Console
 
 from tools.text.table import Column, Table, csv_table, markdown_table, rich_table
 from tools.text.units import milliseconds, number, percent, size
@@ -39,6 +41,31 @@ def test_a_narrow_terminal_loses_the_last_ranks_and_columns_of_dashes(
 ) -> None:
     assert TABLE.fitting(width).header == shown
     assert rich_table(TABLE.fitting(width)).row_count == 2
+
+
+LONG = Table(
+    (
+        Column[str]("name", lambda text: "n" * 30, right=False),
+        Column[str]("note", str, right=False, wraps=True, rank=1),
+    ),
+    ("a long note that is broken into lines where it has to be",),
+)
+
+
+def printed(table: Table[str], width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(rich_table(table), crop=False)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_a_column_that_wraps_takes_lines_and_the_others_are_never_cut() -> None:
+    wide, narrow = printed(LONG, 120), printed(LONG, 60)
+    assert (len(wide), len(narrow)) == (5, 7)
+    assert all("n" * 30 in lines[3] for lines in (wide, narrow, printed(LONG, 20)))
+    assert narrow[3].split()[1:] == ["a", "long", "note", "that", "is", "broken"]
+    assert (LONG.fitting(58).header, LONG.fitting(57).header) == (["name", "note"], ["name"])
+    assert LONG.fitting(20).header == ["name"]
 
 
 def test_units_leave_no_doubt() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 import psutil
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from tools.launch.devices import Gpu, visible_gpus
 from tools.plan.constraints import violations
@@ -24,6 +24,8 @@ from tools.spec.strategy import (
     devices_of,
     parse_strategy,
 )
+from tools.text.table import Column, Table, rich_table
+from tools.text.units import count
 
 MEANING = {
     "baseline": "one device",
@@ -56,11 +58,11 @@ def show_list(console: Console) -> None:
         highlight=False,
     )
     models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
-    console.print(_models(models, memory.available, gpus))
+    console.print(rich_table(_models(models, memory.available, gpus)))
     for label, name in ALIASES.items():
         console.print(f"{label} is another name of {name}.", highlight=False)
-    console.print(_experts([model for model in models if model.shape.experts]))
-    console.print(_strategies())
+    console.print(rich_table(_experts([model for model in models if model.shape.experts])))
+    console.print(rich_table(_strategies()))
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
     console.print(
         "  make train-tp2-gpt2-tiny-2cpu    make train-tp2-gpt2-large-2gpu    "
@@ -99,36 +101,30 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     return not violations(spec) and fullest_rank(spec)[1].total * devices <= available_bytes
 
 
-def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table:
-    table = Table(title="Models", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("model", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    for heading in ("shape", "heads", "length", "batch"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("CPU here", min_width=9)
-    if gpus:
-        table.add_column("GPUs here", min_width=9)
-    for model in models:
-        shape, batch = model.shape, model.batch
-        fitting = [runnable_here(model, available_bytes)]
-        fitting += [runnable_on(model, gpus)] if gpus else []
-        table.add_row(
-            model.name,
-            f"{parameters_total(shape):,}",
-            f"{shape.layers}×{shape.hidden}",
-            str(shape.heads),
-            str(shape.seq_length),
-            f"{batch.micro_batch_size}/{batch.global_batch_size}",
-            *(_choice(names, _names(model)) for names in fitting),
-        )
-    return table
+def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table[Model]:
+    def fitting(name: str, found: Callable[[Model], Sequence[str]]) -> Column[Model]:
+        return Column(name, lambda m: _choice(found(m), _names(m)), right=False, wraps=True)
+
+    columns = (
+        Column[Model]("model", lambda m: m.name, right=False),
+        Column[Model]("parameters", lambda m: parameters_total(m.shape), count),
+        Column[Model]("shape", lambda m: f"{m.shape.layers}×{m.shape.hidden}"),
+        Column[Model]("heads", lambda m: m.shape.heads),
+        Column[Model]("length", lambda m: m.shape.seq_length),
+        Column[Model]("batch", lambda m: f"{m.batch.micro_batch_size}/{m.batch.global_batch_size}"),
+        fitting("CPU here", lambda m: runnable_here(m, available_bytes)),
+        *([fitting("GPUs here", lambda m: runnable_on(m, gpus))] if gpus else []),
+    )
+    return Table(columns, tuple(models), "Models")
 
 
 def _choice(names: Sequence[str], known: Sequence[str]) -> str:
     if len(names) == len(known):
         return "all six" if len(known) == len(NAMED) else f"all {len(known)}"
-    return ", ".join(names) or "too large"
+    return ", ".join(names) or "none"
 
+
+ExpertsRow = tuple[str, Callable[[Model], int]]
 
 _SPLITS = {
     "ep2": parse_strategy("ep2", 2),
@@ -139,17 +135,19 @@ _SPLITS = {
 }
 
 
-def _experts(models: Sequence[Model]) -> Table:
+def _experts(models: Sequence[Model]) -> Table[ExpertsRow]:
     """All, those a token uses, those of the fullest rank; ETP, else TP, ranks share an expert."""
-    title = "Mixtures of experts: parameters"
-    table = Table("", title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for model in models:
-        table.add_column(model.name, justify="right", no_wrap=True)
-    table.add_row("all", *(f"{parameters_total(model.shape):,}" for model in models))
-    table.add_row("active", *(f"{active_parameters(model.shape):,}" for model in models))
-    for name, split in _SPLITS.items():
-        table.add_row(f"a rank: {name}", *(f"{_fullest(model, split):,}" for model in models))
-    return table
+    rows: list[ExpertsRow] = [
+        ("all", lambda model: parameters_total(model.shape)),
+        ("active", lambda model: active_parameters(model.shape)),
+    ]
+    rows += [(f"a rank: {name}", partial(_fullest, split=split)) for name, split in _SPLITS.items()]
+
+    def of_model(model: Model) -> Column[ExpertsRow]:
+        return Column(model.name, lambda row: row[1](model), count)
+
+    columns = (Column[ExpertsRow]("", lambda row: row[0], right=False), *map(of_model, models))
+    return Table(columns, tuple(rows), "Mixtures of experts: parameters")
 
 
 def _fullest(model: Model, split: Parallelism) -> int:
@@ -157,8 +155,9 @@ def _fullest(model: Model, split: Parallelism) -> int:
     return max(rank_parameters(spec, stage).total for stage in range(split.pipeline))
 
 
-def _strategies() -> Table:
-    table = Table("strategy", "what is split", title="Strategies", box=SIMPLE_HEAD, pad_edge=False)
-    for name, meaning in MEANING.items():
-        table.add_row(name, meaning)
-    return table
+def _strategies() -> Table[tuple[str, str]]:
+    columns = (
+        Column[tuple[str, str]]("strategy", itemgetter(0), right=False),
+        Column[tuple[str, str]]("what is split", itemgetter(1), right=False, wraps=True),
+    )
+    return Table(columns, tuple(MEANING.items()), "Strategies")

@@ -19,7 +19,7 @@ import psutil
 
 from tools.launch.checkpoint.stored import quarantine
 from tools.launch.checks.docker import image_id
-from tools.launch.cluster.nodes import NODES_FOLDER, Nodes
+from tools.launch.cluster.nodes import Nodes
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.container import docker
 from tools.launch.container.versions import installed_versions
@@ -86,18 +86,6 @@ def _reopen(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
     return folder
 
 
-def is_running(log: Path) -> bool:
-    """Whether a process of the run that writes this log still lives."""
-    try:
-        with log.open("rb") as file:
-            lock(file, shared=True)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    return False
-
-
 @contextmanager
 def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
     """Hold a run folder, from the choice of a checkpoint in it to the end of the attempt.
@@ -115,7 +103,7 @@ def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
             lock(file)
         except BlockingIOError:
             raise LaunchError(_still(run)) from None
-        if is_running(run / records.LOG_FILE):
+        if records.is_running(run / records.LOG_FILE):
             raise LaunchError(_still(run))
         yield
 
@@ -178,7 +166,7 @@ def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:
 _OF_ONE_ATTEMPT = (
     *(records.STATUS_FILE, records.SAMPLES_FILE, records.LEDGER_FOLDER, records.STACKS_FOLDER),
     *(records.COMMUNICATION_FILE, records.MEMORY_FILE, records.TIME_FILE, records.TRACE_FILE),
-    *(records.ROUTING_FILE, NODES_FOLDER),
+    *(records.ROUTING_FILE, records.NODES_FOLDER),
 )
 """What is measured anew by each attempt; log, events and checkpoints are continued."""
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from tools.launch.cluster.nodes import NODES_FOLDER
 from tools.launch.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
 from tools.launch.run_folder import utc_now
 from tools.records import run as records
@@ -25,9 +21,7 @@ from tools.report.read.iteration_line import find_iterations
 from tools.report.read.lines import split_lines
 from tools.report.read.runs import find_run_folders
 from tools.report.read.scraped import Iteration
-
-ALIVE_SECONDS = 15.0
-"""A run's sampler writes every second; on a network file system it shows some seconds later."""
+from tools.text.table import Column, Table, rich_table
 
 TAIL_BYTES = 256 << 10
 RECENT = 20
@@ -48,21 +42,40 @@ class RunStatus:
     note: str = ""
 
 
+def _done(seen: RunStatus) -> str | None:
+    return None if seen.iteration is None else f"{seen.iteration}/{seen.iterations or '?'}"
+
+
+def _left_of(seen: RunStatus) -> str | None:
+    return None if seen.left_seconds is None else _duration(seen.left_seconds)
+
+
+_NOTE = Column[RunStatus](
+    "note", lambda seen: _printable(seen.note), right=False, wraps=True, rank=5
+)
+_COLUMNS = (
+    Column[RunStatus]("run", lambda seen: _printable(seen.run), right=False),
+    Column[RunStatus]("state", lambda seen: seen.state, right=False, rank=1),
+    Column[RunStatus]("iteration", _done, rank=2),
+    Column[RunStatus]("loss", lambda seen: seen.loss and f"{seen.loss:.4f}", rank=3),
+    Column[RunStatus]("left", _left_of, rank=4),
+    _NOTE,
+)
+
+
 def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
-    """Print a row for every run, the newest last."""
-    table = Table("run", "state", "iteration", "loss", "left", "")
-    for seen in rows:
-        done = "" if seen.iteration is None else f"{seen.iteration}/{seen.iterations or '?'}"
-        loss = "" if seen.loss is None else f"{seen.loss:.4f}"
-        left = "" if seen.left_seconds is None else _duration(seen.left_seconds)
-        # As text: what a log or Slurm said is not to be taken for markup.
-        cells = (seen.run, seen.state, done, loss, left, seen.note)
-        table.add_row(*(Text(_printable(cell)) for cell in cells))
-    if rows:
-        console.print(table)
-    else:
+    """Print a row for every run, the newest last; names are whole, as `RUN=` takes them."""
+    if not rows:
         text = f"No runs in {runs}; 'make demo' or a train-… target makes some."
         console.print(text, markup=False)
+        return
+    table = Table(_COLUMNS, tuple(rows)).fitting(console.width)
+    console.print(rich_table(table), crop=False)
+    if _NOTE not in table.columns:
+        for seen in rows:
+            if seen.note:
+                line = _printable(f"{seen.run}: {seen.note}")
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def follow(runs: Path) -> list[RunStatus]:
@@ -93,7 +106,9 @@ def _see(
         status = _settled(folder, job, state, status)
     if state and state.waits:
         shown, note = "queued", f"job {job.job_id if job else ''}: {state.reason}"
-    elif (state and state.runs) or (state is None and _alive(folder) and _open(status)):
+    elif (state and state.runs) or (
+        state is None and records.looks_alive(folder) and _open(status)
+    ):
         shown, note = "running", f"job {job.job_id}" if job else ""
     else:
         shown, note = status.status.value, status.reason if status.status is not Status.OK else ""
@@ -116,7 +131,7 @@ def _settled(
     folder: Path, job: records.JobRecord, state: JobState | None, status: StatusRecord
 ) -> StatusRecord:
     """Its status, from Slurm where the launcher left none or was only asked to stop."""
-    if _open(status) and not _alive(folder):
+    if _open(status) and not records.looks_alive(folder):
         settled = replace(_how_it_ended(folder, job, state), finished_utc=utc_now())
     elif status.status is Status.INTERRUPTED and state and state.state in STOPPED_BY_SLURM:
         settled = replace(status, reason=_reason(job, ENDINGS[state.state][1]))
@@ -157,18 +172,6 @@ def _status(folder: Path) -> StatusRecord:
         return records.read_status(folder)
     except (OSError, msgspec.DecodeError):
         return StatusRecord(Status.INCOMPLETE, None, "status.json cannot be read.")
-
-
-def _alive(folder: Path) -> bool:
-    """Whether a launcher is at work: it writes samples all the time."""
-    places = (folder, *(folder / NODES_FOLDER).glob("*"))
-    for place in places:
-        try:
-            if time.time() - (place / records.SAMPLES_FILE).stat().st_mtime < ALIVE_SECONDS:
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def _wanted(folder: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tools.records.io import write_record
+from tools.records.io import lock, write_record
 from tools.spec.run import DeviceKind, Plant, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
 
@@ -32,7 +33,16 @@ STACKS_FOLDER = "stacks"
 CHECKPOINTS_FOLDER = "checkpoints"
 ATTEMPTS_FOLDER = "attempts"
 """What earlier attempts of a resumed run left, `1/`, `2/`, …; log, events and checkpoints continue."""
+NODES_FOLDER = "nodes"
+"""A folder for each node but 0.
+
+Megatron's last rank prints the iterations, and it lives on the last node: each node's ranks write
+`nodes/<n>/log.txt`, and node 0 adds what is new there to its own `log.txt` as it comes.
+"""
 TENSORBOARD_FOLDER = "tensorboard"
+
+ALIVE_SECONDS = 15.0
+"""A run's sampler writes every second; on a network file system it shows some seconds later."""
 
 
 class Status(StrEnum):
@@ -45,6 +55,8 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     INCOMPLETE = "incomplete"
     NO_LOG = "no_log"
+    RUNNING = "running"
+    """Never in a file: what `looks_alive` finds of a run whose file says `incomplete`."""
 
 
 @dataclass(frozen=True)
@@ -267,3 +279,33 @@ def write_run(folder: Path, record: RunRecord) -> None:
 def read_status(folder: Path) -> StatusRecord:
     """Read `status.json`; raises as `read_run` does."""
     return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=StatusRecord)
+
+
+def is_running(log: Path) -> bool:
+    """Whether a process of the run that writes this log still lives: all of them share its lock."""
+    try:
+        with log.open("rb") as file:
+            lock(file, shared=True)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def looks_alive(folder: Path) -> bool:
+    """Whether a run is still on: a process here holds its log, or samples of any machine are fresh."""
+    try:
+        return is_running(folder / LOG_FILE) or _sampled_lately(folder)
+    except OSError:  # Another user's, or no folder at all.
+        return False
+
+
+def _sampled_lately(folder: Path) -> bool:
+    for place in (folder, *(folder / NODES_FOLDER).glob("*")):
+        try:
+            if time.time() - (place / SAMPLES_FILE).stat().st_mtime < ALIVE_SECONDS:
+                return True
+        except OSError:
+            continue
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +36,8 @@ class Device:
     key: str
     name: str
     nvml_names: tuple[str, ...]
+    aliases: tuple[str, ...]
+    """Other keys that people give it."""
     peak_tflops: Mapping[str, float] = field(hash=False)
     """By dtype: fp16, bf16, fp8, tf32, fp32."""
     memory_bytes: int
@@ -89,16 +92,20 @@ def find_device(name: str) -> Device | None:
 
 
 def device_by_key(key: str) -> Device:
-    """The device of a key (`h200`) or of a driver's name.
+    """The device of a key (`h200`), of an alias (`h100-sxm`) or of a driver's name.
 
     Raises:
         UnknownHardwareError: There is neither.
     """
     devices = load_hardware().devices
-    device = devices.get(key.lower()) or find_device(key)
-    if device is None:
+    wanted = _words(key)
+    for device in devices.values():
+        if wanted in map(_words, (device.key, *device.aliases)):
+            return device
+    found = find_device(key)
+    if found is None:
         raise UnknownHardwareError(_hint("GPU", key, devices))
-    return device
+    return found
 
 
 def link_by_key(key: str) -> Link:
@@ -119,6 +126,10 @@ def _hint(what: str, key: str, known: Mapping[str, object]) -> str:
     return f"There is no {what} '{key}'; did you mean {' or '.join(near)}?"
 
 
+def _words(key: str) -> frozenset[str]:
+    return frozenset(re.split(r"[-_\s]+", key.casefold().strip()))
+
+
 def _plain(name: str) -> str:
     return name.casefold().removeprefix("nvidia").strip()
 
@@ -128,6 +139,7 @@ def _device(key: str, entry: Mapping[str, Any]) -> Device:
         key=key,
         name=entry["name"],
         nvml_names=tuple(entry["nvml"]),
+        aliases=tuple(map(str, entry.get("aliases", ()))),
         peak_tflops={dtype: float(rate) for dtype, rate in entry["peak_tflops"].items()},
         memory_bytes=entry["memory_mib"] * _MIB,
         memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.launch.run_folder import is_running
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.io import write_record
@@ -72,7 +71,7 @@ FAULTS: dict[str, Callable[[Family], None]] = {
 def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Family]]:
     """One for each fault, which has struck it; they come to their ends side by side."""
     families = {name: Family(tmp_path_factory.mktemp("run")) for name in FAULTS}
-    assert all(is_running(family.folder / records.LOG_FILE) for family in families.values())
+    assert all(records.is_running(family.folder / records.LOG_FILE) for family in families.values())
     for name, strike in FAULTS.items():
         strike(families[name])
     yield families
@@ -90,7 +89,7 @@ def test_nobody_outlives_a_launcher_that_was_killed_and_the_status_says_so(
     status = records.read_status(family.folder)
     assert status.status is Status.INTERRUPTED
     assert "The launcher was killed" in status.reason
-    assert not is_running(family.folder / records.LOG_FILE)
+    assert not records.is_running(family.folder / records.LOG_FILE)
 
 
 def test_a_stopped_rank_does_not_outlive_its_launcher_either(families: dict[str, Family]) -> None:
@@ -116,5 +115,5 @@ def test_an_exit_code_goes_through_and_a_finished_run_keeps_no_lock(tmp_path: Pa
     command = (sys.executable, "-c", LAUNCHER, str(tmp_path), "exit 7")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=30)
     assert answer.stdout == b"7\n"
-    assert not is_running(tmp_path / records.LOG_FILE)
+    assert not records.is_running(tmp_path / records.LOG_FILE)
     assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
+from tools.records.io import lock
 from tools.records.run import Status
 from tools.report.analyse.configurations import configurations
 from tools.report.read.runs import find_run_folders, load_folder, load_log, load_runs
@@ -160,7 +161,27 @@ def test_old_failure_is_counted_and_a_new_one_is_a_row(tmp_path):
         (run_record("b"), Status.OK),
         (run_record("c"), Status.OUT_OF_MEMORY),
     )
-    assert [(row.newest.name, row.failed_before) for row in found] == [("b", 1), ("c", 0)]
+    assert [(row.newest.name, len(row.failed_before)) for row in found] == [("b", 1), ("c", 0)]
+
+
+def test_a_run_that_is_still_on_neither_splits_its_row_nor_is_in_its_figures(tmp_path):
+    new = replace(run_record("b"), kit_commit="new")
+    path = write_run(tmp_path, new, iteration_line(7, 1.0), Status.INCOMPLETE)
+    (path / "samples.csv").write_text("seconds\n")
+    rows_of(tmp_path, (replace(run_record("a"), kit_commit="old"), Status.OK))
+    with_it = configurations(load_runs([tmp_path / "a", path])[0])
+    assert [(row.newest.name, len(row.running), row.superseded) for row in with_it] == [("a", 1, 0)]
+    (alone,) = configurations(load_runs([path])[0])
+    assert (alone.newest.status.status, alone.running) == (Status.RUNNING, ())
+
+
+def test_a_run_is_on_while_a_process_holds_its_log(tmp_path):
+    folder = write_run(tmp_path, run_record("a"), iteration_line(7), Status.INCOMPLETE)
+    with (folder / "log.txt").open("ab") as log:
+        lock(log)
+        status = load_folder(folder).status
+    assert (status.status, status.reason) == (Status.RUNNING, "iteration 7 of 25")
+    assert load_folder(folder).status.status is Status.INCOMPLETE
 
 
 def test_older_versions_are_superseded_unless_asked_for(tmp_path):

@@ -257,6 +257,21 @@ def test_repeats_and_failures_after_them_stay_readable(tmp_path):
     assert "11 runs pooled; 1 earlier failed" in row["notes"]
 
 
+def test_terminal_shows_failed_attempts_and_runs_that_are_on_as_the_page_does(tmp_path):
+    for name, status in (("a", Status.OUT_OF_MEMORY), ("b", Status.OK), ("c", Status.INCOMPLETE)):
+        folder = write_run(tmp_path / "runs", run_record(name), log_text([9.0] * 8), status)
+    (folder / "samples.csv").write_text("seconds\n")
+    _, printed, folder = made(tmp_path, width=200)
+    assert "ok (1 earlier failed, 1 running)" in printed
+    said = (
+        "3 runs in 1 configuration; an earlier attempt of baseline ×1 is oom; one more of "
+        "baseline ×1 is running (iteration 8 of 25)."
+    )
+    assert said in printed
+    assert "1 earlier failed; 1 running" in (folder / "report.md").read_text()
+    assert read_csv(folder)["b"]["status"] == "ok"
+
+
 def test_gpu_run_is_held_against_its_published_figures(tmp_path):
     record = run_record(
         "a",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tools.launch.errors import LaunchError, wrong_settings_refused
-from tools.records.run import LOG_FILE, SAMPLES_FILE, StatusRecord
+from tools.records.run import LOG_FILE, NODES_FOLDER, SAMPLES_FILE, StatusRecord
 from tools.spec import settings
 from tools.spec.setting import whole_below
 
@@ -18,13 +18,6 @@ DEFAULT_PORT = 29500
 PORTS = range(1024, 65536)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Variables that name the network interface between the nodes, of this machine alone."""
-
-NODES_FOLDER = "nodes"
-"""In the run folder: a folder for each node but 0.
-
-Megatron's last rank prints the iterations, and it lives on the last node: each node's ranks write
-`nodes/<n>/log.txt`, and node 0 adds what is new there to its own `log.txt` as it comes.
-"""
 
 
 class Rendezvous(StrEnum):

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tools.launch.checks.devices import check_rates
 from tools.launch.checks.finding import FAIL, PASS, WARN, Finding
@@ -27,6 +25,8 @@ from tools.launch.cluster.sbatch import FIRST_NODE
 from tools.launch.cluster.slurm import argv_of_directives, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
+from tools.text.table import Column, Table, rich_table
+from tools.text.units import DASH
 
 SECONDS = 420
 OUTLIER_SHARE = 0.2
@@ -66,7 +66,7 @@ def main() -> int:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     differing = outliers(answers)
-    console.print(_table(answers, differing))
+    console.print(rich_table(_table(answers, differing)))
     if between is not None:
         console.print(describe(between), markup=False, highlight=False, soft_wrap=True)
     for one in differing:
@@ -191,20 +191,26 @@ def _others(node: str, rows: Mapping[str, Finding]) -> list[str]:
     return [f"{other}: {finding.found}" for other, finding in sorted(rows.items()) if other != node]
 
 
-def _table(answers: Answers, differing: Sequence[Outlier]) -> Table:
-    names = list(answers)
-    table = Table("what", *names)
+def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:
+    """A row for each thing that was checked, a column for each node."""
     marked = {(one.node, one.what) for one in differing}
-    whats = dict.fromkeys(f.what for findings in answers.values() for f in findings)
-    for what in whats:
-        cells = []
-        for node in names:
-            found = next((f for f in answers[node] if f.what == what), None)
-            text = f"{found.status}: {found.found}" if found else ""
-            good = found is not None and found.status == PASS and (node, what) not in marked
-            cells.append(Text(text, style="" if good else "yellow"))
-        table.add_row(Text(what), *cells)
-    return table
+    rows = {
+        node: {finding.what: finding for finding in findings} for node, findings in answers.items()
+    }
+
+    def of_node(node: str) -> Column[str]:
+        def style(what: str) -> str:
+            found = rows[node].get(what)
+            return "" if found and found.status == PASS and (node, what) not in marked else "yellow"
+
+        return Column(node, rows[node].get, _finding_text, right=False, style=style, wraps=True)
+
+    columns = (Column[str]("what", str, right=False), *map(of_node, answers))
+    return Table(columns, tuple(dict.fromkeys(what for found in rows.values() for what in found)))
+
+
+def _finding_text(found: Finding | None) -> str:
+    return f"{found.status}: {found.found}" if found else DASH
 
 
 def _node_count(environment: Mapping[str, str]) -> int:

@@ -39,7 +39,7 @@ class RankProcesses:
         self._container = container
         self._log: BinaryIO = log.open("ab")
         # Every process of the run inherits this lock with its output, and the last one gives it back.
-        lock(self._log)
+        _lock(self._log)
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
         # session keeps a terminal's Ctrl-C from reaching the ranks before the launcher decides.
@@ -118,6 +118,16 @@ def alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _lock(log: BinaryIO) -> None:
+    """Lock the log; who looks whether the run is on (`is_running`) holds it for an instant."""
+    for _ in range(20):
+        try:
+            return lock(log)
+        except BlockingIOError:
+            time.sleep(0.05)
+    return lock(log)
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:

@@ -32,8 +32,10 @@ class Configuration:
     runs: tuple[Run, ...]
     """Oldest first."""
     estimate: Estimate | None
-    failed_before: int = 0
-    """Older failures of the same configuration."""
+    failed_before: tuple[Run, ...] = ()
+    """Older failures of the same configuration, oldest first."""
+    running: tuple[Run, ...] = ()
+    """Runs of it that are still on and in none of its figures."""
     superseded: int = 0
     """Older runs of the same configuration under other versions or on another machine."""
 
@@ -79,14 +81,18 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     for run in runs:
         groups.setdefault(_pooled_by(run), []).append(run)
     rows: list[Configuration] = []
-    for members in groups.values():
+    for runs_of_one in groups.values():
+        members, running = _ended(runs_of_one)
         by_conditions: dict[tuple[object, ...], list[Run]] = {}
         for run in members:
             by_conditions.setdefault(_conditions(run), []).append(run)
         newest = by_conditions[_conditions(members[-1])]
         shown = list(by_conditions.values()) if all_conditions else [newest]
         for group in shown:
-            rows += _rows(group, len(members) - len(newest) if not all_conditions else 0)
+            found = _rows(group, len(members) - len(newest) if not all_conditions else 0)
+            if group is newest:
+                found[0] = replace(found[0], running=running)
+            rows += found
     return sorted(rows, key=_order)
 
 
@@ -94,6 +100,13 @@ def essential(arguments: Mapping[str, str]) -> dict[str, str]:
     """Arguments without those that only say where output goes or how long to run."""
     plain = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
     return {name: value for name, value in plain.items() if name not in _VOLATILE}
+
+
+def _ended(runs: Sequence[Run]) -> tuple[Sequence[Run], tuple[Run, ...]]:
+    """Runs that have ended, and those that are on; where none has, the newest is the row's."""
+    running = tuple(run for run in runs if run.is_running)
+    ended = [run for run in runs if not run.is_running]
+    return (ended, running) if ended else (running[-1:], running[:-1])
 
 
 def _rows(group: Sequence[Run], superseded: int) -> list[Configuration]:
@@ -104,10 +117,11 @@ def _rows(group: Sequence[Run], superseded: int) -> list[Configuration]:
         newest = group.index(counting[-1])
         before = [run for run in failed if group.index(run) < newest]
         pooled = estimate([run.window.samples_ms for run in counting])
-        rows.append(Configuration(tuple(counting), pooled, len(before), superseded))
+        rows.append(Configuration(tuple(counting), pooled, tuple(before), superseded=superseded))
         failed = [run for run in failed if group.index(run) > newest]
     if failed:
-        rows.append(Configuration((failed[-1],), None, len(failed) - 1, superseded))
+        earlier = tuple(failed[:-1])
+        rows.append(Configuration((failed[-1],), None, earlier, superseded=superseded))
     return rows
 
 

@@ -95,8 +95,7 @@ def notes_of(entry: Entry) -> list[str]:
     notes = [run.status.reason] if run.status.reason else []
     if len(configuration.runs) > 1:
         notes.append(f"{len(configuration.runs)} runs pooled")
-    if configuration.failed_before:
-        notes.append(f"{configuration.failed_before} earlier failed")
+    notes += other_attempts(configuration)
     if configuration.superseded:
         notes.append(f"{configuration.superseded} older under other versions not shown")
     if parity.parted:
@@ -111,6 +110,13 @@ def notes_of(entry: Entry) -> list[str]:
     patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
     planted = [f"changed by PLANT={plant_name(run.spec)}"] if is_planted(run.spec) else []
     return [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
+
+
+def other_attempts(configuration: Configuration) -> list[str]:
+    """How many attempts failed before the row's runs, and how many are still on."""
+    failed, running = len(configuration.failed_before), len(configuration.running)
+    texts = (f"{failed} earlier failed" if failed else "", f"{running} running" if running else "")
+    return [text for text in texts if text]
 
 
 def sent_bytes(run: Run) -> int | None:

@@ -225,7 +225,7 @@ def _samples(old: Mapping[str, Any]) -> list[list[float]]:
 def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
     changes = []
     status = entry.run.status.status.value
-    if old.get("status") != status:
+    if old.get("status") != status and not entry.run.is_running:
         kind = "regression" if old.get("status") == "ok" else "unexpected improvement"
         changes.append(Change(name, kind, f"status {status}, was {old.get('status')}"))
     was, now = old.get("parity") or "", entry.parity.verdict

@@ -27,7 +27,7 @@ from tools.spec.model import ModelShape, load_model, model_names
 from tools.spec.run import DeviceKind, RunSpec, flags_of_printed, spec_of_printed
 from tools.spec.strategy import Batch, Parallelism
 
-COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE)
+COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, Status.RUNNING)
 """Statuses of runs whose measurements count, if they have any."""
 
 
@@ -93,6 +93,11 @@ class Run:
         return (*(found.iteration for found in own), *self.log.restarts)
 
     @property
+    def is_running(self) -> bool:
+        """Whether it is still on, so that its figures are those so far."""
+        return self.status.status is Status.RUNNING
+
+    @property
     def counts(self) -> bool:
         """Whether its measurements are part of the statistics."""
         return self.status.status in COUNTING and bool(self.window.samples_ms)
@@ -140,6 +145,8 @@ def load_folder(folder: Path) -> Run:
             if path.is_file()
             else StatusRecord(Status.NO_LOG, None, "No log.txt.")
         )
+    elif status.status is Status.INCOMPLETE and records.looks_alive(folder):
+        status = StatusRecord(Status.RUNNING, None, _progress(log, record))
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=classify_exit(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
@@ -157,6 +164,11 @@ def load_folder(folder: Path) -> Run:
         before=before,
     )
     return _with_record(run, record) if record else _with_printed(run)
+
+
+def _progress(log: ScrapedLog, record: RunRecord | None) -> str:
+    wanted = f" of {record.exit_interval}" if record else ""
+    return f"iteration {log.iterations[-1].iteration if log.iterations else 0}{wanted}"
 
 
 def load_log(path: Path) -> list[Run]:

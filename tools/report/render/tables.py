@@ -15,6 +15,7 @@ from tools.report.analyse.entry import (
     final_loss,
     largest_parameters,
     notes_of,
+    other_attempts,
     peak_memory,
     sent_bytes,
 )
@@ -26,7 +27,7 @@ from tools.text.table import Column, Table
 from tools.text.units import DASH, count, interval, loss, number, percent, size
 
 MatchOf = tuple[Entry, Match]
-_STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim"}
+_STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "running": "cyan"}
 
 
 def ratio(found: Comparison) -> str:
@@ -72,12 +73,19 @@ def _time_and_interval(entry: Entry) -> str:
     return f"{number(_time(entry))} [{interval(*found)}]" if found else number(_time(entry))
 
 
-def _status_style(text: str) -> str:
-    return _STYLES.get(text, "bold red")
+def _status_and_attempts(entry: Entry) -> str:
+    attempts = other_attempts(entry.configuration)
+    status = entry.run.status.status.value
+    return f"{status} ({', '.join(attempts)})" if attempts else status
 
 
-def _parity_style(text: str) -> str:
-    return "bold red" if text.startswith("broken") else _STYLES.get(text, "yellow")
+def _status_style(entry: Entry) -> str:
+    return _STYLES.get(entry.run.status.status.value, "bold red")
+
+
+def _parity_style(entry: Entry) -> str:
+    verdict = entry.parity.verdict
+    return "bold red" if verdict.startswith("broken") else _STYLES.get(verdict, "yellow")
 
 
 _LABEL = Column[Entry]("Strategy", lambda e: e.label, right=False)
@@ -121,7 +129,7 @@ _OF_MARKDOWN = (
 )
 _OF_TERMINAL = (
     replace(_LABEL, name="strategy", rank=0),
-    replace(_STATUS, name="status", rank=5),
+    replace(_STATUS, name="status", rank=5, value=_status_and_attempts),
     replace(_TIME, rank=1),
     replace(_INTERVAL, name="95%", rank=7, text=lambda found: interval(*found) if found else DASH),
     replace(_SPEED, name="time a token", rank=8, right=False),
@@ -242,7 +250,7 @@ def _expected(pair: MatchOf) -> str | None:
 
 
 _MEASURED = Column[MatchOf]("Measured", _measured)
-_VERDICT = replace(_of_match("Verdict", 1, "verdict"), style=lambda text: "")
+_VERDICT = replace(_of_match("Verdict", 1, "verdict"), style=lambda found: "")
 
 
 def page_matches(report: Report) -> Table[MatchOf]:
@@ -288,7 +296,7 @@ def changes(report: Report) -> Table[Change]:
     """What is not as it was in the earlier report."""
     columns = (
         Column[Change]("Row", lambda c: c.row, right=False),
-        Column[Change]("Finding", lambda c: c.kind, right=False, style=lambda text: ""),
+        Column[Change]("Finding", lambda c: c.kind, right=False, style=lambda found: ""),
         Column[Change]("Numbers", lambda c: c.text, right=False),
     )
     return Table(columns, report.changes)

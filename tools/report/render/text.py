@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import Report
 from tools.report.analyse.statistics import Verdict
 from tools.report.canvas import Chart
+from tools.report.read.runs import Run
 from tools.report.render import tables
 from tools.report.render.tables import terminal_results
 from tools.text.table import markdown_table, markdown_text, rich_table
@@ -122,21 +123,32 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _status_sentence(report: Report) -> str:
-    bad = [e for e in report.entries if e.run.status.status is not Status.OK]
-    runs = sum(len(entry.configuration.runs) for entry in report.entries)
-    rows = len(report.entries)
-    text = f"{runs} run{'s' * (runs != 1)} in {rows} configuration{'s' * (rows != 1)}"
-    if not bad:
-        return f"{text}, all ended well."
-    return (
-        f"{text}; "
-        + "; ".join(
-            f"{e.label} is {e.run.status.status}"
-            + (f" ({e.run.status.reason.rstrip('.')})" if e.run.status.reason else "")
-            for e in bad
-        )
-        + "."
-    )
+    rows = [entry.configuration for entry in report.entries]
+    runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
+    text = f"{runs} run{'s' * (runs != 1)} in {len(rows)} configuration{'s' * (len(rows) != 1)}"
+    found = [said for entry in report.entries for said in _endings(entry)]
+    return f"{text}; {'; '.join(found)}." if found else f"{text}, all ended well."
+
+
+def _endings(entry: Entry) -> Iterator[str]:
+    """What is to be said of an entry's runs but for those that ended well."""
+    row = entry.configuration
+    if entry.run.status.status is not Status.OK:
+        yield f"{entry.label} is {_ending(entry.run)}"
+    if row.failed_before:
+        newest = _ending(row.failed_before[-1])
+        if len(row.failed_before) == 1:
+            yield f"an earlier attempt of {entry.label} is {newest}"
+        else:
+            count = len(row.failed_before)
+            yield f"{count} earlier attempts of {entry.label} failed, the newest is {newest}"
+    if row.running:
+        yield f"one more of {entry.label} is {_ending(row.running[-1])}"
+
+
+def _ending(run: Run) -> str:
+    reason = f" ({run.status.reason.rstrip('.')})" if run.status.reason else ""
+    return f"{run.status.status}{reason}"
 
 
 def _window_sentences(report: Report) -> list[str]:
