@@ -51,6 +51,14 @@ def test_measured_rates_become_shares_of_the_nominal_ones() -> None:
     assert calibration.layer_launch_seconds == 0.0008
 
 
+def test_what_is_planned_has_the_vocabulary_of_the_data_that_is_trained() -> None:
+    target = parse_target("train-baseline-llama3-8b-2cpu")
+    asked = request_here(target, CPU, Calibration(), Options())
+    assert asked.template.shape.vocabulary == 50257
+    own = request_here(target, CPU, Calibration(), Options(data="owt-ds/mine_text_document"))
+    assert own.template.shape.vocabulary == 128256
+
+
 def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:
     on_cpu = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     assert (on_cpu.contention, on_cpu.launch_beside_work) == (1.0, False)

@@ -12,7 +12,7 @@ from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.runtime import Runtime
 from tools.launch.target import parse_target, script_of
-from tools.launch.train import compose_target, describe, flags_of_grammar
+from tools.launch.train import compose_target, differences, flags_of_grammar
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind
@@ -123,10 +123,11 @@ def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed:
     own_data = DEFAULT_DATA[DeviceKind.CPU]
     launch = composed("train-ep2-blueberry-79m-2cpu", data=own_data)
     assert Flags(launch.flags).integer("--vocab-size", 0) == 50257
-    assert describe(launch).endswith(
-        "a vocabulary of 50,257 as the data's for its own of 49,152: 79,502,208 parameters"
-    )
+    (vocabulary, batch) = differences(launch)
+    assert "a vocabulary of 50,257 is trained and not the model's own 49,152" in vocabulary
+    assert "79,502,208 parameters, 442,368 more than its 79,059,840" in vocabulary
+    assert batch.startswith("Batch 16/64 (micro/global), not the model file's 16/32")
     elsewhere = composed("train-ep2-blueberry-79m-2cpu")
     assert elsewhere.model.shape.vocabulary == 49152
     assert elsewhere.start_checkpoint != launch.start_checkpoint
-    assert "vocabulary" not in describe(composed("train-ep2-moe-tiny-2cpu", data=own_data))
+    assert "vocabulary" not in str(differences(composed("train-ep2-moe-tiny-2cpu", data=own_data)))

@@ -46,6 +46,12 @@ def test_mixtures_show_what_is_active_and_what_a_rank_holds(
     assert figures(listed, beginning)[-3:] == counts
 
 
+def test_the_batch_of_a_strategy_is_said_to_be_scaled(listed: str) -> None:
+    assert "tp2 of moe-tiny-dense trains 8/8. MICRO_BATCH= and GLOBAL_BATCH= set others." in (
+        " ".join(listed.split())
+    )
+
+
 def test_what_fits_is_asked_of_the_strategies_that_a_model_has() -> None:
     moe, dense = load_model("moe-tiny"), load_model("moe-tiny-dense")
     assert runnable_here(moe, 100 * GIB)[2:5] == ("ep2", "ep2dp2", "tp2ep2")

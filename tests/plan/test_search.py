@@ -18,7 +18,7 @@ from tools.plan.search import (
     single_axis_candidates,
     training_days,
 )
-from tools.plan.show import make_command
+from tools.plan.show import make_command, trained_vocabulary_sentence
 from tools.spec.model import ModelShape
 from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
@@ -184,6 +184,19 @@ def test_the_command_says_only_what_differs_from_the_recipe(make_request: MakeRe
         'EXTRA="--recompute-granularity full --recompute-method uniform '
         '--recompute-num-layers 1 --bf16"'
     )
+
+
+def test_the_command_names_the_parameters_that_it_does_not_train(make_request: MakeRequest) -> None:
+    request = make_request("llama3-8b", 2, "h200", 64)
+    split = replace(request.template, parallelism=Parallelism(tensor=2))
+    assert trained_vocabulary_sentence(split).startswith(
+        "Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of 50,257 is trained "
+        "and not the model's own 128,256: 7,392,727,040 parameters, 637,534,208 fewer than its "
+        "8,030,261,248; DATA="
+    )
+    own = make_request("gpt2-large", 2, "h200", 64)
+    assert trained_vocabulary_sentence(own.template) == ""
+    assert 637_534_208 == 2 * 4096 * (128_256 - 50_432)
 
 
 def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:

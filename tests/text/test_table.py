@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from tools.text.table import Column, Table, csv_table, markdown_table, rich_table
+from tools.text.table import Column, Table, TextTable, csv_table, markdown_table, rich_table
 from tools.text.units import milliseconds, number, percent, size
 
 
@@ -54,7 +54,7 @@ LONG = Table(
 
 def printed(table: Table[str], width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(rich_table(table), crop=False)
+    console.print(rich_table(table, width), crop=False)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -66,6 +66,13 @@ def test_a_column_that_wraps_takes_lines_and_the_others_are_never_cut() -> None:
     assert narrow[3].split()[1:] == ["a", "long", "note", "that", "is", "broken"]
     assert (LONG.fitting(58).header, LONG.fitting(57).header) == (["name", "note"], ["name"])
     assert LONG.fitting(20).header == ["name"]
+
+
+def test_words_are_broken_only_where_they_must_be_and_numbers_never() -> None:
+    table = TextTable("t", "", ("communication", "sent"), (("a", "13,694,472"),))
+    assert table.wrapping().widths(30) == [13, 10]
+    assert table.wrapping().widths(20) == [6, 10]
+    assert table.wrapping().widths(9) == [3, 2]
 
 
 def test_units_leave_no_doubt() -> None:

@@ -14,6 +14,7 @@ import psutil
 from rich.console import Console
 
 from tools.launch import microbenchmark
+from tools.launch.compose import DEFAULT_DATA, model_for
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures, Workload
@@ -88,7 +89,10 @@ def request_here(
     target: Target, device: Device, calibration: Calibration, options: Options
 ) -> Request:
     """What the planner is asked: the target's model, this machine, the batch of the options."""
-    model, on_cpu = load_model(target.model), target.device is DeviceKind.CPU
+    # As it will be trained: over the vocabulary of the data.
+    data = options.data or DEFAULT_DATA[target.device]
+    model = model_for(load_model(target.model), (), data)
+    on_cpu = target.device is DeviceKind.CPU
     usual = batch_for(model.batch, Parallelism(data=target.devices)).global_batch_size
     samples = options.global_batch_size or usual
     template = spec_of_model(model, Parallelism(), Batch(1, samples))

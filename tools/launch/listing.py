@@ -17,6 +17,7 @@ from tools.plan.tensors import active_parameters, parameters_total, rank_paramet
 from tools.spec.model import ALIASES, Model, load_model, model_names
 from tools.spec.run import DeviceKind, spec_of_model
 from tools.spec.strategy import (
+    BATCH_RULE,
     NAMED,
     OF_EXPERTS,
     Parallelism,
@@ -58,16 +59,26 @@ def show_list(console: Console) -> None:
         highlight=False,
     )
     models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
-    console.print(rich_table(_models(models, memory.available, gpus)))
+    console.print(rich_table(_models(models, memory.available, gpus), console.width))
+    console.print(_scaling(models[0]), highlight=False)
     for label, name in ALIASES.items():
         console.print(f"{label} is another name of {name}.", highlight=False)
     console.print(rich_table(_experts([model for model in models if model.shape.experts])))
-    console.print(rich_table(_strategies()))
+    console.print(rich_table(_strategies(), console.width))
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
     console.print(
         "  make train-tp2-gpt2-tiny-2cpu    make train-tp2-gpt2-large-2gpu    "
         "make train-ep2-moe-tiny-2cpu",
         highlight=False,
+    )
+
+
+def _scaling(model: Model) -> str:
+    """How strategies scale a model file's batch, with one as the example."""
+    scaled = batch_for(model.batch, parse_strategy("tp2", 2))
+    return (
+        f"batch is a baseline's, micro/global. A strategy scales it, {BATCH_RULE}: tp2 of "
+        f"{model.name} trains {scaled}. MICRO_BATCH= and GLOBAL_BATCH= set others."
     )
 
 
@@ -111,7 +122,7 @@ def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) 
         Column[Model]("shape", lambda m: f"{m.shape.layers}×{m.shape.hidden}"),
         Column[Model]("heads", lambda m: m.shape.heads),
         Column[Model]("length", lambda m: m.shape.seq_length),
-        Column[Model]("batch", lambda m: f"{m.batch.micro_batch_size}/{m.batch.global_batch_size}"),
+        Column[Model]("batch", lambda m: m.batch),
         fitting("CPU here", lambda m: runnable_here(m, available_bytes)),
         *([fitting("GPUs here", lambda m: runnable_on(m, gpus))] if gpus else []),
     )

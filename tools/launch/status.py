@@ -70,7 +70,7 @@ def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None
         console.print(text, markup=False)
         return
     table = Table(_COLUMNS, tuple(rows)).fitting(console.width)
-    console.print(rich_table(table), crop=False)
+    console.print(rich_table(table, console.width), crop=False)
     if _NOTE not in table.columns:
         for seen in rows:
             if seen.note:

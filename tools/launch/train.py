@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from packaging.version import Version
@@ -25,12 +26,12 @@ from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.submit import submit
 from tools.launch.target import Target, parse_target, script_of
-from tools.plan.tensors import parameters_total
+from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
 from tools.spec.files import ROOT
-from tools.spec.model import Model, load_model
+from tools.spec.model import load_model
 from tools.spec.run import Backend
-from tools.spec.strategy import StrategyError, parse_strategy, strategy_flags
+from tools.spec.strategy import StrategyError, parse_strategy, scaling_sentence, strategy_flags
 
 
 def start_target(name: str, options: Options, console: Console) -> int:
@@ -84,6 +85,8 @@ def _train(target: Target, launch: Launch, options: Options, console: Console) -
         check(launch, options.runs)
         ensure_start_checkpoint(launch, options, console)
     console.print(f"{target.name}: {describe(launch)}", highlight=False)
+    for sentence in differences(launch):
+        console.print(sentence, style="yellow", highlight=False)
     for repeat in range(1, options.repeats + 1):
         title = target.strategy if options.repeats == 1 else f"{target.strategy} {repeat}"
         if not train_once(launch, options, console, title):
@@ -140,19 +143,20 @@ def describe(launch: Launch) -> str:
     return (
         f"{launch.iterations} iterations on {launch.devices} {launch.spec.device.upper()} rank(s), "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{launch.spec.dtype}, {_trainer(launch)}{_place(launch)}{_vocabulary(launch.model)}"
+        f"{launch.spec.dtype}, {_trainer(launch)}{_place(launch)}"
     )
 
 
-def _vocabulary(model: Model) -> str:
-    """A note where the vocabulary is the data's and not that of the model's own tokenizer."""
-    own, trained = load_model(model.name).shape.vocabulary, model.shape.vocabulary
-    if own == trained:
-        return ""
-    return (
-        f", a vocabulary of {trained:,} as the data's for its own of {own:,}: "
-        f"{parameters_total(model.shape):,} parameters"
+def differences(launch: Launch) -> tuple[str, ...]:
+    """What the run trains otherwise than its model's file says, a sentence each."""
+    spec, own = launch.spec, load_model(launch.model.name)
+    shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
+    vocabulary = launch.model.shape.vocabulary
+    texts = (
+        vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor),
+        scaling_sentence(own.batch, spec.batch, spec.parallelism),
     )
+    return tuple(filter(None, texts))
 
 
 def _place(launch: Launch) -> str:

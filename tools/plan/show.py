@@ -16,9 +16,10 @@ from tools.plan.collectives.call import by_group, total_wire_bytes
 from tools.plan.collectives.rank import busiest_collectives
 from tools.plan.memory import COMPONENTS
 from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_candidates
+from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.spec.model import Model
+from tools.spec.model import GPT2_VOCABULARY, Model
 from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
@@ -54,6 +55,7 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
     return {
         "strategy": candidate.strategy,
         "command": make_command(request.model, spec),
+        "command_trains": trained_vocabulary_sentence(spec) or "what was planned",
         "parallelism": asdict(spec.parallelism),
         "micro_batch_size": spec.batch.micro_batch_size,
         "global_batch_size": spec.batch.global_batch_size,
@@ -118,6 +120,8 @@ def print_plan(
         console.print(rich_table(_ranking(named, "As make train-<strategy> runs them")))
     console.print(rich_table(_details(plan.winner)))
     command = make_command(plan.request.model, plan.winner.spec)
+    if difference := trained_vocabulary_sentence(plan.winner.spec):
+        console.print(difference, style="bold yellow", highlight=False)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
 
 
@@ -183,6 +187,11 @@ def _sorted(values: Mapping[str, float], unit: float) -> list[tuple[str, str]]:
 def _extra_flags(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags beyond those of the strategy."""
     return (*recompute_flags(spec.recompute), *cp_comm_flags(spec))
+
+
+def trained_vocabulary_sentence(spec: RunSpec) -> str:
+    """How the model that the command trains, on the kit's own data, differs from the planned one."""
+    return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
 def make_command(model: Model, spec: RunSpec) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tools.spec.model import ModelShape
@@ -85,6 +85,26 @@ def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, True, True))
     return ends.total + shape.layers * _layer_parameters(shape, 1, 1, 1).total
+
+
+def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str:
+    """What it changes to train a model over the tokens of the kit's data; empty if they are its own.
+
+    Args:
+        shape: With the model's own vocabulary.
+        trained: Entries of the vocabulary that is trained.
+        tensor: Ranks for which the vocabulary is padded.
+    """
+    if shape.vocabulary == trained:
+        return ""
+    planned = parameters_total(shape, tensor)
+    actual = parameters_total(replace(shape, vocabulary=trained), tensor)
+    return (
+        f"Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of {trained:,} is "
+        f"trained and not the model's own {shape.vocabulary:,}: {actual:,} parameters, "
+        f"{abs(actual - planned):,} {'more' if actual > planned else 'fewer'} than its {planned:,}; "
+        "DATA= with tokens of its own tokenizer trains the model itself."
+    )
 
 
 def active_parameters(shape: ModelShape, tensor: int = 1) -> int:

@@ -65,6 +65,9 @@ class Batch:
     micro_batch_size: int
     global_batch_size: int
 
+    def __str__(self) -> str:
+        return f"{self.micro_batch_size}/{self.global_batch_size}"
+
 
 NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 """The six that were published; each has a launch script of its own."""
@@ -212,6 +215,20 @@ def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
     return Batch(
         micro_batch_size=own.micro_batch_size * ranks_a_replica,
         global_batch_size=own.global_batch_size * parallelism.world_size,
+    )
+
+
+BATCH_RULE = "the micro batch times the ranks of a replica, the global batch times all ranks"
+"""`batch_for` in words."""
+
+
+def scaling_sentence(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
+    """That a model file's batch was scaled; empty if it was not, or another one was asked for."""
+    if batch == own or batch != batch_for(own, parallelism):
+        return ""
+    return (
+        f"Batch {batch} (micro/global), not the model file's {own}: as in the published runs a "
+        f"strategy scales it, {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= give a baseline the same."
     )
 
 

@@ -69,19 +69,26 @@ class Table[R]:
         """Texts, row by row: what HTML templates take."""
         return [[column.cell(row) for column in self.columns] for row in self.rows]
 
-    @property
-    def widths(self) -> list[int]:
-        """Characters of each column's longest text, its name included."""
-        return [max(map(len, texts)) for texts in self._texts()]
+    def widths(self, width: int | None = None) -> list[int]:
+        """Characters of each column in a terminal that has `width`, with two between columns.
 
-    @property
-    def least_widths(self) -> list[int]:
-        """Characters that each column needs in a terminal: one that wraps, its longest word."""
-        words = ([word for text in texts for word in text.split()] for texts in self._texts())
-        return [
-            min(WRAPPED_WIDTH, max(map(len, found), default=0)) if column.wraps else width
-            for column, width, found in zip(self.columns, self.widths, words, strict=True)
-        ]
+        Columns that wrap share what the others leave. Each has room for its longest word; where that
+        is too much for the terminal for its longest number, and if that is too much for anything.
+        """
+        longest = [max(map(len, texts)) for texts in self._texts()]
+        if width is None:
+            return longest
+        found, room = longest, -1
+        for unbroken in (str.strip, lambda word: word.strip("+−-(")[:1].isdigit(), lambda word: ""):
+            found = [self._least(place, unbroken) for place in range(len(self.columns))]
+            room = width - sum(found) - 2 * len(found)
+            if room >= 0:
+                break
+        for _ in range(room):
+            growing = [i for i in range(len(found)) if found[i] < longest[i]]
+            if growing:
+                found[min(growing, key=found.__getitem__)] += 1
+        return found
 
     def fitting(self, width: int) -> Table[R]:
         """The table for a terminal of so many characters, without columns that are all dashes.
@@ -91,10 +98,10 @@ class Table[R]:
         chosen: set[int] = set()
         room = width
         order = sorted(range(len(self.columns)), key=lambda index: self.columns[index].rank)
-        widths, texts = self.widths, self._texts()
+        texts = self._texts()
         for index in order:
-            longest = WRAPPED_WIDTH if self.columns[index].wraps else widths[index]
-            needed = min(widths[index], longest) + 2
+            longest = max(map(len, texts[index]))
+            needed = min(longest, WRAPPED_WIDTH if self.columns[index].wraps else longest) + 2
             known = any(text not in ("", DASH) for text in texts[index][1:])
             if index == order[0] or (needed <= room and known):
                 room -= needed
@@ -102,6 +109,14 @@ class Table[R]:
         return replace(
             self, columns=tuple(c for index, c in enumerate(self.columns) if index in chosen)
         )
+
+    def _least(self, place: int, unbroken: Callable[[str], object]) -> int:
+        """Characters of a column whose texts may be broken but for some words."""
+        texts = self._texts()[place]
+        if not self.columns[place].wraps:
+            return max(map(len, texts))
+        words = [word for text in texts for word in text.split() if unbroken(word)]
+        return min(WRAPPED_WIDTH, max(map(len, words), default=1))
 
     def _texts(self) -> list[tuple[str, ...]]:
         """Texts column by column, the name first."""
@@ -158,8 +173,11 @@ def csv_table[R](table: Table[R]) -> str:
     return buffer.getvalue()
 
 
-def rich_table(table: Table[Any] | TextTable) -> RichTable:
-    """For a terminal; columns that wrap share what the others leave, which are never cut."""
+def rich_table(table: Table[Any] | TextTable, width: int | None = None) -> RichTable:
+    """For a terminal; columns that wrap share what the others leave, which are never cut.
+
+    Their words are broken only where so many characters (`width`) are too few for them.
+    """
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -173,13 +191,14 @@ def rich_table(table: Table[Any] | TextTable) -> RichTable:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    for column, width in zip(table.columns, table.least_widths, strict=True):
+    for column, needed in zip(table.columns, table.widths(width), strict=True):
         shown.add_column(
             column.name,
             justify="right" if column.right else "left",
             no_wrap=not column.wraps,
             overflow="fold",
-            min_width=width,
+            max_width=needed,
+            min_width=needed,
         )
     for row in table.rows:
         cells = [(column.cell(row), column.style) for column in table.columns]

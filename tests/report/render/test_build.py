@@ -272,6 +272,20 @@ def test_terminal_shows_failed_attempts_and_runs_that_are_on_as_the_page_does(tm
     assert read_csv(folder)["b"]["status"] == "ok"
 
 
+def test_a_refused_speedup_names_the_batches_and_that_they_were_scaled(tmp_path):
+    batches = {"baseline": Batch(2, 4), "tp2": Batch(4, 8), "dp2": Batch(4, 4)}
+    for strategy, batch in batches.items():
+        record = run_record(strategy, strategy, batch=batch)
+        write_run(tmp_path / "runs", record, log_text([9.0] * 8))
+    _, printed, _ = made(tmp_path, width=1000)
+    refused = "a speedup per iteration is refused, their iterations hold different work"
+    assert (
+        f"{refused} (batch 2/4 | 4/8, scaled as published: the micro batch times the ranks of a "
+        "replica, the global batch times all ranks; MICRO_BATCH= and GLOBAL_BATCH= set one for all)"
+    ) in printed
+    assert "dp2 ×2 is within noise of baseline ×1" in printed
+
+
 def test_gpu_run_is_held_against_its_published_figures(tmp_path):
     record = run_record(
         "a",

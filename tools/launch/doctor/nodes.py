@@ -66,7 +66,7 @@ def main() -> int:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     differing = outliers(answers)
-    console.print(rich_table(_table(answers, differing)))
+    console.print(rich_table(_table(answers, differing), console.width))
     if between is not None:
         console.print(describe(between), markup=False, highlight=False, soft_wrap=True)
     for one in differing:

@@ -226,7 +226,7 @@ def _of_spec(say: Callable[[RunSpec], str]) -> Callable[[Run], str]:
 
 
 _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
-    _of_spec(lambda spec: f"batch {spec.batch.micro_batch_size}/{spec.batch.global_batch_size}"),
+    _of_spec(lambda spec: f"batch {spec.batch}"),
     _of_spec(lambda spec: f"seq {spec.shape.seq_length}"),
     lambda run: run.megatron.split(" ")[0],
     _of_spec(lambda spec: spec.backend),

@@ -96,7 +96,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
             console.print(Text(f"• {sentence}"))
         console.print()
     for found in explanation.tables:
-        console.print(rich_table(found))
+        console.print(rich_table(found, console.width))
 
 
 def explanation_markdown(explanation: Explanation) -> str:

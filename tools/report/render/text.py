@@ -16,6 +16,8 @@ from tools.report.canvas import Chart
 from tools.report.read.runs import Run
 from tools.report.render import tables
 from tools.report.render.tables import terminal_results
+from tools.spec.run import RunSpec
+from tools.spec.strategy import BATCH_RULE, Parallelism, batch_for
 from tools.text.table import markdown_table, markdown_text, rich_table
 from tools.text.units import number
 
@@ -106,11 +108,26 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     flaws = [d for d in comparison.differences if not d.part_of_strategy]
     if comparison.per_iteration is None:
         text += "; a speedup per iteration is refused, their iterations hold different work"
+        text += _different_batches(reference.run.spec, entry.run.spec)
     if flaws:
         text += "; not the same: " + ", ".join(
             f"{d.what} ({d.reference} | {d.other})" for d in flaws
         )
     return text + "."
+
+
+def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
+    """The batches of different work, and that a strategy's is scaled from the model's."""
+    if reference is None or other is None or reference.batch == other.batch:
+        return ""
+    text = f" (batch {reference.batch} | {other.batch}"
+    if reference.parallelism == Parallelism() and other.batch == batch_for(
+        reference.batch, other.parallelism
+    ):
+        text += (
+            f", scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= set one for all"
+        )
+    return f"{text})"
 
 
 def _kind(entry: Entry) -> tuple[str, str, str]:
