@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
+from tools.report.analyse.statistics import Verdict, compare
 from tools.report.explain.predicted import Stages, ideal_bubble, measured_stages
 from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
+from tools.report.read.runs import Run
 from tools.spec.strategy import Parallelism
-from tools.text.units import joined, milliseconds, signed
+from tools.text.units import joined, milliseconds, number, signed
 
-_ARITHMETIC = "forward and backward without communication"
+_FORWARD, _BACKWARD = "forward without communication", "backward without communication"
 _SMALLEST_SHARE = 0.1
 """Of the whole difference; smaller parts are summed up as the rest."""
 _NEGLIGIBLE_SHARE = 0.02
@@ -81,54 +82,79 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     whole = mean(r.iteration_seconds for r in times.ranks)
     fair = share * mean(r.iteration_seconds for r in reference.ranks)
     text = f"{subject.label}: {_difference(subject, whole, fair)}"
-    margin = _scatter(subject, whole) + _scatter(baseline, fair)
-    if abs(whole - fair) <= margin:
-        return (
-            f"{text}; the scatter of iterations moves these means by {milliseconds(margin)}, so no cost "
-            "can be named."
-        )
+    one, two = baseline.entry.estimate, subject.entry.estimate
+    found = compare(one, two, 1 / share) if one and two else None
+    if found is None or found.verdict is Verdict.UNKNOWN:
+        return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
+    if found.verdict is Verdict.NOISE:
+        return f"{text}, which is within noise{_scatter(found.noise)}, so no cost can be named."
     costs = costs_above(reference, times, share)
-    return f"{text}: {_named_causes(costs, whole - fair)}{_doubt(costs, fair)}"
+    named = _named_causes(costs, whole - fair, found.noise * fair)
+    return f"{text}: {named}{_arithmetic(subject, baseline, costs, share)}"
 
 
 def _difference(subject: Subject, whole: float, fair: float) -> str:
     ranks = subject.split.world_size
     direction = "above" if whole > fair else "below"
     return (
-        f"an iteration takes {milliseconds(whole)}, baseline's work divided over {ranks} rank(s) "
+        f"an iteration takes {number(1000 * whole)} ms, baseline's work divided over {ranks} rank(s) "
         f"would take {milliseconds(fair)}; {milliseconds(abs(whole - fair))} {direction} that"
     )
 
 
-def _scatter(subject: Subject, seconds: float) -> float:
-    """Two standard errors of the mean, from the scatter of the logged iterations."""
-    found = subject.entry.configuration.estimate
-    return 2 * found.spread * seconds / math.sqrt(found.count) if found else 0.0
+def _scatter(noise: float) -> str:
+    return f" (iterations themselves scatter by {noise:.1%})" if noise else ""
 
 
-def _named_causes(costs: Sequence[ExtraTime], difference: float) -> str:
+def _named_causes(costs: Sequence[ExtraTime], difference: float, noise: float) -> str:
+    """The large parts, and the sum of the others; `noise` is how far iterations scatter."""
     shown = [c for c in costs if abs(c.seconds) >= _SMALLEST_SHARE * abs(difference)]
     parts = [f"{signed(milliseconds(cost.seconds))} {cost.part}" for cost in shown]
     rest = difference - sum(cost.seconds for cost in shown)
     if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
-        parts.append(f"{signed(milliseconds(rest))} all else")
+        within = ", within noise" if abs(rest) <= noise else ""
+        parts.append(f"{signed(milliseconds(rest))} all else{within}")
     return f"{joined(parts)}."
 
 
-def _doubt(costs: Sequence[ExtraTime], fair: float) -> str:
-    """What these numbers do not show."""
-    arithmetic = next(cost.seconds for cost in costs if cost.part == _ARITHMETIC)
-    if arithmetic < -_DOUBTFUL_SHARE * fair:
+def _arithmetic(
+    subject: Subject, baseline: Subject, costs: Sequence[ExtraTime], share: float
+) -> str:
+    """Why arithmetic takes another time than baseline's share of it, where that is a large part."""
+    extra = sum(cost.seconds for cost in costs if cost.part in (_FORWARD, _BACKWARD))
+    times = baseline.findings.times
+    assert times is not None  # `costs` were split by it.
+    parts = _parts(times)
+    fair = share * (parts[_FORWARD] + parts[_BACKWARD])
+    if extra < -_DOUBTFUL_SHARE * share * mean(r.iteration_seconds for r in times.ranks):
         return (
             " Arithmetic takes less than baseline's share of it, so the machine was not the same for "
             "both runs, and this division does not hold."
         )
-    if arithmetic == max(cost.seconds for cost in costs) and arithmetic > 0:
+    if extra <= max(0, *(c.seconds for c in costs if c.part not in (_FORWARD, _BACKWARD))):
+        return ""
+    text = f" The largest part is arithmetic itself, {milliseconds(extra)} in all"
+    crowding = _ranks_a_core(subject.run)
+    if crowding is None:
+        return f"{text}; how many cores its ranks had is not known."
+    if crowding <= 1:
         return (
-            " The largest part is arithmetic itself, and what makes it slower (shared cores, smaller "
-            "matrices, other load) is not in the ledgers."
+            f"{text}: each rank had a core of its own, so it is smaller matrices, memory bandwidth that "
+            "ranks share, or another load on the machine."
         )
-    return ""
+    shared = min(extra, (crowding - 1) * fair)
+    rest = extra - shared
+    left = f", and {milliseconds(rest)} of it not" if rest > _NEGLIGIBLE_SHARE * extra else ""
+    reason = f"{crowding:g} ranks shared each core, which explains up to {milliseconds(shared)}"
+    return f"{text}: {reason}{left}."
+
+
+def _ranks_a_core(run: Run) -> float | None:
+    """Ranks for each core of their machine; a rank computes with one thread."""
+    if run.record is None:
+        return None
+    host, ranks = run.record.host, run.record.spec.parallelism.world_size
+    return ranks / max(1, len(host.nodes)) / host.cores
 
 
 def _parts(times: TimeRecord) -> dict[str, float]:
@@ -141,10 +167,12 @@ def _parts_of_rank(rank: RankTime | None) -> dict[str, float]:
     phases = rank.phase_seconds if rank else {}
     calls = rank.communication_seconds if rank else {}
     inside = (Phase.FORWARD, Phase.BACKWARD)
+    alone = {phase: phases.get(phase, 0.0) - calls.get(phase, 0.0) for phase in inside}
     whole = (Phase.GRADIENT_SYNC, Phase.PIPELINE)
     others = [phase for phase in Phase if phase not in (*inside, *whole, Phase.OPTIMIZER)]
     return {
-        _ARITHMETIC: sum(phases.get(p, 0.0) - calls.get(p, 0.0) for p in inside),
+        _FORWARD: alone[Phase.FORWARD],
+        _BACKWARD: alone[Phase.BACKWARD],
         "communication inside forward and backward": sum(calls.get(p, 0.0) for p in inside),
         "gradient sync": phases.get(Phase.GRADIENT_SYNC, 0.0),
         "waiting for other pipeline stages": phases.get(Phase.PIPELINE, 0.0),

@@ -30,6 +30,7 @@ from tools.report.explain.time_shares import (
     busy_seconds,
     mean,
     read_time_ledger,
+    scaled,
     time_shares,
     with_pipeline_waits,
 )
@@ -148,6 +149,9 @@ class Findings:
     """What the ledgers of one run measured, and what the closed forms predict."""
 
     times: TimeRecord | None = None
+    """Of an iteration that takes as long as the report's row says: see `findings_of`."""
+    scale: float = 1.0
+    """The row's time an iteration over the ledger's mean; the ledger's other seconds take it too."""
     shares: tuple[TimeShares, ...] = ()
     parameters: tuple[Residual, ...] = ()
     calls: tuple[CallComparison, ...] = ()
@@ -158,16 +162,27 @@ class Findings:
     notes: tuple[str, ...] = ()
 
 
-def findings_of(run: Run) -> Findings:
-    """Compare one run with its closed forms; whatever is missing becomes a note."""
+def findings_of(run: Run, iteration_ms: float | None = None) -> Findings:
+    """Compare one run with its closed forms; whatever is missing becomes a note.
+
+    How long an iteration takes is said once, by the report's row: the median of its window
+    (`iteration_ms`). The ledger's means are of every steady iteration of one run, warm-up and pauses
+    too, so of them only the shares are taken. Without the row's figure they stand for themselves.
+    """
     times, problem = _times(run)
-    times = with_pipeline_waits(times, run.ledgers.communication) if times else None
+    scale = 1.0
+    if times:
+        times = with_pipeline_waits(times, run.ledgers.communication)
+        whole = mean(rank.iteration_seconds for rank in times.ranks)
+        scale = iteration_ms / (1000 * whole) if iteration_ms else 1.0
+        times = scaled(times, scale)
     notes = [*_missing(run), *([problem] if problem else [])]
     shares = time_shares(times) if times else ()
     try:
         configuration = configuration_of_run(run)
         return Findings(
             times=times,
+            scale=scale,
             shares=shares,
             parameters=tuple(_parameters(run, configuration)),
             calls=tuple(_calls(run, configuration)),
@@ -177,7 +192,7 @@ def findings_of(run: Run) -> Findings:
             notes=tuple(notes),
         )
     except (NoClosedFormError, UnevenSplitError) as error:
-        return Findings(times, shares, notes=(*notes, f"nothing predicted: {error}"))
+        return Findings(times, scale, shares, notes=(*notes, f"nothing predicted: {error}"))
 
 
 def _times(run: Run) -> tuple[TimeRecord | None, str]:

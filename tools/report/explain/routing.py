@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.records.measurements import (
     ROUTED_GROUPS,
@@ -306,8 +306,12 @@ def _iterations(subject: Subject) -> tuple[IterationRouting, ...]:
 
 
 def _loads(subject: Subject) -> tuple[RankLoad, ...]:
-    record = subject.run.ledgers.routing
-    return loads(record, subject.split, subject.run.ledgers.communication) if record else ()
+    record, scale = subject.run.ledgers.routing, subject.findings.scale
+    found = loads(record, subject.split, subject.run.ledgers.communication) if record else ()
+    return tuple(
+        replace(load, wait_seconds=load.wait_seconds and scale * load.wait_seconds)
+        for load in found
+    )
 
 
 def _figure(value: float | None) -> str:

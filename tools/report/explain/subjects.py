@@ -51,7 +51,10 @@ class Topic:
 
 def subjects_of(report: Report) -> tuple[Subject, ...]:
     """Every entry with its findings."""
-    return tuple(Subject(entry, findings_of(entry.run)) for entry in report.entries)
+    return tuple(
+        Subject(entry, findings_of(entry.run, entry.estimate and entry.estimate.median))
+        for entry in report.entries
+    )
 
 
 def find(

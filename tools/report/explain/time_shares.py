@@ -78,6 +78,24 @@ def with_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | 
     )
 
 
+def scaled(times: TimeRecord, factor: float) -> TimeRecord:
+    """The same shares of an iteration that takes `factor` times as long."""
+    return replace(
+        times,
+        ranks=tuple(
+            replace(
+                rank,
+                iteration_seconds=factor * rank.iteration_seconds,
+                phase_seconds={p: factor * s for p, s in rank.phase_seconds.items()},
+                communication_seconds={
+                    p: factor * s for p, s in rank.communication_seconds.items()
+                },
+            )
+            for rank in times.ranks
+        ),
+    )
+
+
 def busy_seconds(rank: RankTime) -> float:
     """Seconds in forward and backward of an iteration, communication inside them included."""
     phases = rank.phase_seconds
