@@ -15,7 +15,7 @@ from tools.spec.strategy import Parallelism
 from tools.text.units import joined, milliseconds, number, signed
 
 _FORWARD, _BACKWARD = "forward without communication", "backward without communication"
-_SMALLEST_SHARE = 0.1
+_SMALLEST_SHARE = 0.05
 """Of the whole difference; smaller parts are summed up as the rest."""
 _NEGLIGIBLE_SHARE = 0.02
 _DOUBTFUL_SHARE = 0.15
