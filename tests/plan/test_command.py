@@ -50,7 +50,14 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("--model gpt2-large --gpus 0", "--gpus is 0; use 1 or more."),
         ("--model gpt2-large --gpus 12 --nodes 2 --gpus-per-node 8", "have 16 GPUs, not 12"),
         ("--model gpt2-large --gpus 2 --dtype fp64", "no dtype 'fp64'; use fp16, bf16, fp32"),
-        ("--model gpt2-large --gpus 2 --global-batch -3", "global batch is -3"),
+        (
+            "--model gpt2-large --gpus 2 --global-batch -3",
+            "--global-batch: -3 is not a whole number",
+        ),
+        (
+            "--model gpt2-large --gpus two",
+            "Argument --gpus: two is not a whole number; see --help.",
+        ),
         ("--model gpt2-large --gpus 2 --seq 0", "sequence length is 0"),
         ("--model gpt2-large --gpus 2 --calibration nowhere.json", "nowhere.json cannot be read"),
     ],

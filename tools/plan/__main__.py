@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 
-from tools.plan.request import RequestError, request_from_options
+from tools.plan.request import RequestError, RequestParser, request_from_options
 from tools.plan.search import Plan, Request, search
 from tools.spec.settings import add_options
 
@@ -32,9 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(residual_tables(), end="")
         return 0
-    options = _parser().parse_args(words)
     try:
-        return _plan(options)
+        return _plan(_parser().parse_args(words))
     except (RequestError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -102,8 +101,8 @@ def _nodes_sentence(request: Request, devices: int) -> str:
 _PICTURE_SLACK = 1.5
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> RequestParser:
+    parser = RequestParser(
         prog="python -m tools.plan",
         description="Rank every legal way to split a model, with memory, communication and time.",
     )

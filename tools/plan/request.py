@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NoReturn
 
 from tools.plan.memory import PRECISIONS
 from tools.plan.search import Request
@@ -20,6 +21,18 @@ USUAL_NODE = 8
 
 class RequestError(ValueError):
     """A request that contradicts itself or asks for what is not there; the message says which."""
+
+
+class RequestParser(ArgumentParser):
+    """Refuses an option's value as everything else is refused: by one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(f"{message[:1].upper()}{message[1:]}; see --help.")
 
 
 def request_from_options(options: Namespace) -> Request:

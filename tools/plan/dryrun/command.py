@@ -10,7 +10,7 @@ from dataclasses import replace
 from tools.plan.dryrun.comparison import CheckedRank, dry_run
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
-from tools.plan.request import with_sequence
+from tools.plan.request import RequestParser, with_sequence
 from tools.spec.model import Model, load_model
 from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.settings import add_options
@@ -19,8 +19,8 @@ from tools.spec.strategy import Batch, Parallelism, Sharding
 
 def main(arguments: list[str]) -> int:
     """Run the command; 1 if a rank differs from its closed form, 2 for what cannot be."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         model = load_model(options.model)
         spec = spec_from(options, model)
         ranks = ranks_named(options.ranks, spec)
@@ -77,8 +77,8 @@ def _show(
         print_comparisons(model, spec, comparisons)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> RequestParser:
+    parser = RequestParser(
         prog="python -m tools.plan dryrun",
         description="One iteration of Megatron's own code for chosen ranks, without devices.",
     )
