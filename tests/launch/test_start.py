@@ -1,5 +1,6 @@
 """The shared starting checkpoint, written by a stand-in for Megatron."""
 
+import io
 import os
 import platform
 from pathlib import Path
@@ -7,7 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.launch.checkpoint.conftest import Write, damage
+from tests.launch.checkpoint.conftest import saved as saved  # noqa: PLC0414 - a fixture
+from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a fixture
 from tools.launch import start
+from tools.launch.checkpoint.stored import verified_weights
 from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.target import parse_target
@@ -30,25 +35,84 @@ def ensure(launch: Launch, tmp_path: Path) -> Path | None:
 
 
 def test_of_two_runs_that_start_together_one_writes_it_and_the_other_takes_it(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
 ) -> None:
     path = launch.start_checkpoint
     assert path is not None
 
-    def write(_: Launch, log: Path, *__: object) -> int:
-        (log.parent / "mine").touch()
+    def written_twice(_: Launch, log: Path, *__: object) -> int:
+        write(log.parent, 1)
         path.mkdir()  # the other run is done meanwhile
         (path / "theirs").touch()
         return 0
 
-    monkeypatch.setattr(start, "run_ranks", write)
+    monkeypatch.setattr(start, "run_ranks", written_twice)
     assert ensure(launch, tmp_path) == path
     assert [file.name for file in path.iterdir()] == ["theirs"]
     assert partials(launch) == []
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch, write: Write) -> list[Path]:
+    """Where the stand-in has written a checkpoint."""
+    folders: list[Path] = []
+
+    def run_ranks(_: Launch, log: Path, *__: object) -> int:
+        write(log.parent, 1)
+        folders.append(log.parent)
+        return 0
+
+    monkeypatch.setattr(start, "run_ranks", run_ranks)
+    return folders
+
+
+def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence(
+    launch: Launch, tmp_path: Path, written: list[Path]
+) -> None:
+    said = io.StringIO()
+    console = Console(file=said, width=1000)
+    options = Options(runs=tmp_path)
+    path = start.ensure_start_checkpoint(launch, options, console)
+    assert path is not None
+    weights = verified_weights(path)
+    start.ensure_start_checkpoint(launch, options, console)
+    assert len(written) == 1  # it is as it was
+    damage(path / "iter_0000001")
+    assert start.ensure_start_checkpoint(launch, options, console) == path
+    assert len(written) == 2
+    assert (path.parent / f"damaged-{path.name}").is_dir()
+    assert ".distcp is not what was saved" in said.getvalue()
+    assert "is kept as damaged-" in said.getvalue()
+    assert weights is not None
+    assert verified_weights(path) == weights
+
+
+def test_one_without_a_manifest_is_read_back_against_its_own_checksums(
+    launch: Launch, tmp_path: Path, written: list[Path], write: Write
+) -> None:
+    path = launch.start_checkpoint
+    assert path is not None
+    write(path, 1)
+    ensure(launch, tmp_path)
+    assert written == []
+    (path / "iter_0000001" / "manifest.json").unlink()
+    damage(path / "iter_0000001")
+    ensure(launch, tmp_path)
+    assert len(written) == 1
+
+
+def test_one_whose_tracker_names_another_iteration_is_written_anew(
+    launch: Launch, tmp_path: Path, written: list[Path]
+) -> None:
+    path = ensure(launch, tmp_path)
+    assert path is not None
+    (path / "latest_checkpointed_iteration.txt").write_text("2")
+    ensure(launch, tmp_path)
+    assert len(written) == 2
+
+
 def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, tmp_path: Path, written: list[Path]
 ) -> None:
     path = launch.start_checkpoint
     assert path is not None
@@ -64,7 +128,7 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(
     )
     for folder in (dead, living, elsewhere, other):
         folder.mkdir(parents=True)
-    monkeypatch.setattr(start, "run_ranks", lambda *_: 0)
     ensure(launch, tmp_path)
     assert path.is_dir()
+    assert len(written) == 1
     assert sorted(partials(launch)) == sorted([living, elsewhere, other])

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from tools.launch.checkpoint.stored import quarantine
+from tools.launch.checkpoint.stored import quarantine, verified_weights
 from tools.launch.checks.docker import image_id
 from tools.launch.cluster.nodes import Nodes
+from tools.launch.code import code_of
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.container import docker
 from tools.launch.container.versions import installed_versions
@@ -124,7 +125,11 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         software=provenance.software,
         dataset=records.DatasetIdentity(launch.data, open_dataset(data_path(launch)).bin_sha256),
         start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
+        start_weights=verified_weights(launch.start_checkpoint)
+        if launch.start_checkpoint
+        else None,
         kit_commit=kit_commit(),
+        code=_code_of(launch, folder),
         runtime=launch.runtime.name,
         image=provenance.image,
         save_every=launch.saving.every if launch.saving else None,
@@ -156,6 +161,15 @@ def utc_now() -> str:
 
 def _still(run: Path) -> str:
     return f"{run} is still running; stop it before it is resumed."
+
+
+def _code_of(launch: Launch, folder: Path) -> records.Code:
+    """What trains; of a run that resumes also what trained until then, if that was not the same."""
+    now, loaded = code_of(launch), launch.resume_point
+    if loaded is None:
+        return now
+    before = records.read_run(folder.parent / loaded.run).code
+    return before.joined(now) if before else now
 
 
 def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:

@@ -1,7 +1,11 @@
 """The shared starting checkpoint: the same weights for every strategy, so that losses can be compared.
 
 Without it TP and PP initialise differently. One rank writes it in Megatron's distributed format, which
-every layout loads resharded. It is written under a temporary name and renamed when it is complete.
+every layout loads resharded. It is written under a temporary name, read back, and renamed when it is
+whole. Each use compares its files with the manifest of then: sha256, about a second for each GB. One
+that has changed is kept under another name and written anew, with a sentence: its weights follow from
+model, seed and Megatron, and `run.json` has their hash, so no run is compared with one that started
+from others.
 """
 
 from __future__ import annotations
@@ -10,12 +14,19 @@ import os
 import platform
 import shutil
 import stat
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 
+from tools.launch.checkpoint.readable import (
+    TRACKER_FILE,
+    DamagedCheckpointError,
+    finished_iteration,
+)
+from tools.launch.checkpoint.stored import DAMAGED, check, find_checkpoints
 from tools.launch.compose import UNTIED, Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
@@ -40,7 +51,20 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
         return None
     if path.is_dir():
         check_owner(path)
-        return path
+        flaw = _flaw(path)
+        if flaw is None:
+            return path
+        aside = _set_aside(path)
+        console.print(
+            f"The starting checkpoint {from_root(path)} has changed since it was written ({flaw}); it "
+            f"is kept as {aside.name} and written anew.",
+            style="yellow",
+            highlight=False,
+        )
+    return _write(path, launch, options, console)
+
+
+def _write(path: Path, launch: Launch, options: Options, console: Console) -> Path:
     partial = _own_partial(path)
     writer = _writing_launch(launch, options, partial)
     log = partial / LOG_FILE
@@ -49,6 +73,11 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
     if exit_code != 0:
         reason = diagnose(log, exit_code, interrupted=False).reason
         raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")
+    if flaw := _flaw(partial):
+        raise LaunchError(
+            f"The starting checkpoint that was written to {partial} cannot be read back: {flaw}; see "
+            "whether the disk is sound, or name another folder with RUNS=."
+        )
     try:
         partial.rename(path)
     except OSError:
@@ -57,6 +86,35 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
             raise
         shutil.rmtree(partial)
     return path
+
+
+def _flaw(folder: Path) -> str | None:
+    """What is wrong with a starting checkpoint; None if it is what was written.
+
+    One without a manifest, of before there was one, is read back against its own checksums.
+    """
+    stored = find_checkpoints(folder)
+    if not stored or stored[0].iteration != finished_iteration(folder):
+        return f"it holds no checkpoint, or {TRACKER_FILE} names another"
+    try:
+        check(stored[0])
+    except DamagedCheckpointError as error:
+        return f"{stored[0].path.name}: {error}"
+    except OSError as error:
+        raise LaunchError(
+            f"{stored[0].path} cannot be checked ({error.strerror}); see to it that it can be read and "
+            "written, or name another folder with RUNS=."
+        ) from error
+    return None
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a checkpoint another name, in place of the last one that was found so."""
+    aside = path.with_name(f"{DAMAGED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(FileNotFoundError):  # Another run has done so meanwhile.
+        path.rename(aside)
+    return aside
 
 
 def _own_partial(path: Path) -> Path:

@@ -78,6 +78,26 @@ class MegatronEntry:
 
 
 @dataclass(frozen=True)
+class Code:
+    """Hashes of the files that trained, as they were on the disk, whatever a repository says of them."""
+
+    kit: str
+    megatron: str | None = None
+    """None where it is in an image, whose digest says which, or where another backend trained."""
+
+    def __str__(self) -> str:
+        return f"kit {self.kit}" + (f", Megatron {self.megatron}" if self.megatron else "")
+
+    def joined(self, later: Code) -> Code:
+        """Of a run that was resumed: what trained first, then what trained on, where they differ."""
+
+        def join(one: str | None, two: str | None) -> str | None:
+            return one if one == two else f"{one or 'none'}+{two or 'none'}"
+
+        return Code(join(self.kit, later.kit) or self.kit, join(self.megatron, later.megatron))
+
+
+@dataclass(frozen=True)
 class DeviceLink:
     """How the GPUs of two ranks are connected; None is what the driver does not report."""
 
@@ -140,7 +160,11 @@ class RunRecord:
     dataset: DatasetIdentity | None = None
     start_checkpoint: str | None = None
     """Identity of the shared starting weights; runs are comparable in loss only if it is equal."""
+    start_weights: str | None = None
+    """Hash of those weights; a checkpoint that is written anew from the same seed has the same."""
     kit_commit: str | None = None
+    code: Code | None = None
+    """None in records of before it was kept."""
     runtime: str = "host"
     """`docker` or `host`."""
     image: str | None = None
@@ -206,15 +230,17 @@ def encode_run(record: RunRecord) -> dict[str, Any]:
     What `argv` and `environment` say (shape, recomputation, optimizer, fused patches) is not repeated.
     """
     spec = record.spec
-    known = msgspec.to_builtins(spec) | msgspec.to_builtins(record)
-    known |= {"strategy": spec.name, "seq_length": spec.shape.seq_length}
+    known = msgspec.to_builtins(spec) | {"strategy": spec.name, "seq_length": spec.shape.seq_length}
+    # One by one: msgspec leaves out defaults that it filled in itself, of a file of before they were.
+    known |= {each.name: msgspec.to_builtins(getattr(record, each.name)) for each in fields(record)}
     return {name: known[name] for name in _RUN_FIELDS}
 
 
 _RUN_FIELDS = (
     *("run", "created_utc", "backend", "strategy", "model", "device", "parallelism", "batch"),
     *("seq_length", "dtype", "dropout", "seed", "exit_interval", "argv", "command", "environment"),
-    *("entry", "host", "software", "dataset", "start_checkpoint", "kit_commit", "runtime", "image"),
+    *("entry", "host", "software", "dataset", "start_checkpoint", "start_weights"),
+    *("kit_commit", "code", "runtime", "image"),
     *("link_bits_per_second", "save_every", "resumptions", "shares_gpu", "plant", "schema"),
 )
 """Fields of `run.json` in their order."""

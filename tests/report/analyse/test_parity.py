@@ -2,17 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.report.factory import log_text, run_record, write_run
+from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.records.io import write_record
 from tools.records.measurements import LayerRouting, RankRouting, RoutingRecord
-from tools.records.run import ROUTING_FILE
+from tools.records.run import ROUTING_FILE, Code
 from tools.report.analyse.configurations import configurations
 from tools.report.analyse.parity import last_digit, parity_of
 from tools.report.read.runs import load_runs
-from tools.spec.run import Plant
+from tools.spec.run import DeviceKind, Plant
 from tools.spec.strategy import Batch
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
+GOOD, EDITED = Code("kit-1", "megatron-1"), Code("kit-2", "megatron-1")
 
 
 def verdicts(tmp_path, *runs, micro=False, routed=None):
@@ -65,19 +66,138 @@ def test_two_digits_off_is_broken_at_the_first_such_iteration(tmp_path):
     assert found["a"].verdict == "broken@4"
 
 
-def test_what_repeats_differ_by_is_tolerated_and_no_more(tmp_path):
+def on_gpu(name, strategy="baseline", **changes):
+    record = run_record(name, strategy, device=DeviceKind.GPU, **({"code": GOOD} | changes))
+    return replace(record, host=replace(record.host, devices=("H200",) * len(record.host.devices)))
+
+
+def test_what_repeats_on_gpus_differ_by_is_tolerated_and_no_more(tmp_path):
     runs = [
-        (run_record("b1"), LOSSES),
-        (run_record("b2"), changed(LOSSES, 3, 5e-5)),
-        (run_record("t", "tp2"), changed(LOSSES, 4, 4e-5)),
-        (run_record("c", "cp2"), changed(LOSSES, 4, 9e-5)),
-        (run_record("p", "pp2"), changed(LOSSES, 2, 4e-5)),
+        (on_gpu("b1"), LOSSES),
+        (on_gpu("b2"), changed(LOSSES, 3, 5e-5)),
+        (on_gpu("t", "tp2"), changed(LOSSES, 4, 4e-5)),
+        (on_gpu("c", "cp2"), changed(LOSSES, 4, 9e-5)),
+        (on_gpu("p", "pp2"), changed(LOSSES, 2, 4e-5)),
     ]
     found = verdicts(tmp_path, *runs)
     assert found["t"].verdict == "held"
     assert found["t"].repeats == 1
     assert found["c"].verdict == "broken@4"
     assert found["p"].verdict == "broken@2"
+    assert found["b2"].repeats_differ == ""
+
+
+@pytest.mark.parametrize("code", [None, EDITED])
+def test_runs_of_other_or_unknown_code_are_no_repeats(tmp_path, code):
+    runs = [
+        (on_gpu("b"), LOSSES),
+        (on_gpu("s1", "sp2", code=None if code is None else GOOD), LOSSES),
+        (on_gpu("s2", "sp2", code=code), changed(LOSSES, 5, 1e-3)),
+    ]
+    found = verdicts(tmp_path, *runs)
+    assert (found["s2"].verdict, found["s2"].repeats) == ("broken@5", 0)
+
+
+def test_an_edit_between_two_runs_is_seen_though_the_first_was_good(tmp_path):
+    found = verdicts(
+        tmp_path,
+        (run_record("b", code=GOOD), LOSSES),
+        (run_record("s1", "sp2", code=GOOD), LOSSES),
+        (run_record("s2", "sp2", code=EDITED), changed(LOSSES, 5, 1e-3)),
+    )
+    assert found["s2"].verdict == "broken@5"
+    assert "s1" not in found
+    back = verdicts(
+        tmp_path / "back",
+        (run_record("b", code=GOOD), LOSSES),
+        (run_record("s1", "sp2", code=EDITED), changed(LOSSES, 5, 1e-3)),
+        (run_record("s2", "sp2", code=GOOD), LOSSES),
+    )
+    assert back["s2"].verdict == "held"
+
+
+@pytest.mark.parametrize("order", [(0.0, 1e-3), (1e-3, 0.0)])
+def test_repeats_on_cpu_ranks_that_differ_are_a_finding_and_never_a_tolerance(tmp_path, order):
+    found = verdicts(
+        tmp_path,
+        (run_record("b", code=GOOD), LOSSES),
+        (run_record("s1", "sp2", code=GOOD), changed(LOSSES, 5, order[0])),
+        (run_record("s2", "sp2", code=GOOD), changed(LOSSES, 5, order[1])),
+        (run_record("t", "tp2", code=GOOD), changed(LOSSES, 5, 1e-4)),
+    )
+    assert found["s2"].verdict == "broken@5"
+    assert found["s2"].judged == ("s1" if order[0] else "s2")
+    assert found["s2"].repeats_differ == (
+        "repeats differ by 1000 unit(s) of the last printed digit: not deterministic, or not the "
+        "same code"
+    )
+    assert found["t"].verdict == "broken@5"
+    assert found["b"].repeats_differ == ""
+
+
+def test_a_baseline_of_another_seed_does_not_take_the_reference_away(tmp_path):
+    wrong = changed(LOSSES, 5, 1e-3)
+    found = verdicts(
+        tmp_path,
+        (run_record("b"), LOSSES),
+        (run_record("t", "tp2"), LOSSES),
+        (run_record("s", "sp2"), wrong),
+        (run_record("b7", seed=7, start_checkpoint="start-7"), [loss + 1 for loss in LOSSES]),
+    )
+    assert (found["b7"].verdict, found["b7"].reference) == ("reference", "b")
+    assert (found["t"].verdict, found["t"].reference) == ("held", "b")
+    assert (found["s"].verdict, found["s"].reference) == ("broken@5", "b")
+
+
+def test_rows_whose_baseline_is_of_another_seed_say_so(tmp_path):
+    found = verdicts(
+        tmp_path,
+        (run_record("t", "tp2"), LOSSES),
+        (run_record("s", "sp2"), LOSSES),
+        (run_record("b7", seed=7, start_checkpoint="start-7"), LOSSES),
+    )
+    assert [found[name].verdict for name in "ts"] == ["reference", "held"]
+    assert {found[name].without_baseline for name in "ts"} == {"different seed"}
+    assert (found["b7"].verdict, found["b7"].without_baseline) == ("", "")
+
+
+def test_a_row_of_which_one_run_has_the_references_seed_is_compared_by_that_run(tmp_path):
+    found = verdicts(
+        tmp_path,
+        (run_record("b"), LOSSES),
+        (run_record("t", "tp2"), LOSSES),
+        (run_record("t7", "tp2", seed=7), changed(LOSSES, 5, 1.0)),
+    )
+    assert (found["t7"].verdict, found["t7"].judged) == ("held", "t")
+
+
+def test_bf16_is_given_what_it_was_measured_to_add_and_no_more(tmp_path):
+    # Of gpt2-tiny: baseline, a healthy tp2, and one whose norms' gradients were not reduced.
+    numbers = (1, 10, 25, 50)
+    by_iteration = {"b": [10.83, 10.33, 8.92, 7.08]}
+    healthy, broken = (9.3e-7, 1.2e-5, 3.1e-5, 1.4e-4), (9.3e-7, 8.9e-5, 7.6e-4, 7.8e-4)
+    for name, apart in (("t", healthy), ("s", broken)):
+        by_iteration[name] = [
+            loss * (1 + by) for loss, by in zip(by_iteration["b"], apart, strict=True)
+        ]
+    folders = []
+    for name, strategy in (("b", "baseline"), ("t", "tp2"), ("s", "sp2")):
+        lines = zip(numbers, by_iteration[name], strict=True)
+        text = "\n".join(iteration_line(number, 100.0, loss) for number, loss in lines)
+        folders.append(write_run(tmp_path, run_record(name, strategy, dtype="bf16"), text))
+    rows = configurations(load_runs(folders)[0])
+    assert [parity.verdict for parity in parity_of(rows)] == ["reference", "held", "broken@10"]
+
+
+def test_weights_decide_what_start_is_shared_where_their_hash_is_known(tmp_path):
+    anew = run_record("a", "tp2", start_checkpoint="start-2", start_weights="w")
+    other = run_record("c", "cp2", start_weights="v")
+    base = (run_record("b", start_weights="w"), LOSSES)
+    found = verdicts(tmp_path, base, (anew, LOSSES), (other, LOSSES))
+    assert found["a"].verdict == "held"
+    assert found["c"].reason == "no shared starting checkpoint"
+    of_before = (run_record("d", "dp2"), LOSSES)
+    assert verdicts(tmp_path / "before", base, of_before)["d"].verdict == "held"
 
 
 def test_averaged_line_is_not_compared(tmp_path):
@@ -99,6 +219,7 @@ def test_averaged_line_is_not_compared(tmp_path):
         ({"seed": 7}, "different seed"),
         ({"batch": Batch(2, 16)}, "different global batch"),
         ({"dtype": "bf16"}, "different precision"),
+        ({"argv": (*run_record("x").argv, "--lr", "1e-4")}, "different --lr"),
         ({"dropout": 0.1}, "dropout is on, and its random numbers differ by layout"),
     ],
 )

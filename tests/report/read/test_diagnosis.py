@@ -43,6 +43,18 @@ def test_finished_run_is_ok(tmp_path):
     assert (found.status, found.exit_code, found.reason) == (Status.OK, 0, "")
 
 
+def test_a_run_of_which_every_step_was_skipped_is_nan_with_the_way_to_take_one(tmp_path):
+    lines = [iteration_line(number, loss=None, skipped=1) for number in (1, 2, 3)]
+    found = judged(tmp_path, "\n".join(lines), 0)
+    assert found.status is Status.NAN
+    assert "each of 3 iterations was skipped" in found.reason
+    assert "EXTRA='--initial-loss-scale 65536'" in found.reason
+    taken = judged(tmp_path, "\n".join([*lines, iteration_line(4, loss=10.0)]), 0)
+    assert taken.status is Status.OK
+    some = judged(tmp_path, iteration_line(5, loss=10.0, skipped=3), 0)
+    assert some.status is Status.OK
+
+
 def test_foreign_log_that_reached_its_last_iteration_is_ok(tmp_path):
     assert judged(tmp_path, iteration_line(5, total=5)).status is Status.OK
 

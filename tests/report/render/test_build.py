@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
-from tools.records.run import Host, Status
+from tools.records.run import Code, Host, Status
 from tools.report.analyse.entry import RESULTS
 from tools.report.analyse.report import build_report
 from tools.report.build import BuildOptions, build
@@ -381,3 +381,25 @@ def test_averaged_line_is_no_final_loss(tmp_path):
     write_run(tmp_path / "runs", run_record("a"), log_text([9.0, 8.0], [10.0, 9.0], micro=True))
     _, _, folder = made(tmp_path)
     assert read_csv(folder)["a"]["final_loss"] == "10.0"
+
+
+def test_the_report_says_what_took_a_reference_away_and_that_repeats_differ(tmp_path):
+    def losses(last):
+        return log_text([90.0] * 8, [10.0] * 7 + [last])
+
+    runs = tmp_path / "runs"
+    code, edited = Code("kit-1"), Code("kit-2")
+    for name, strategy, seed, last, by in (
+        ("0", "tp2", 1234, 9.0, edited),
+        ("1", "tp2", 1234, 9.0, code),
+        ("2", "sp2", 1234, 9.0, code),
+        ("3", "sp2", 1234, 9.1, code),
+        ("4", "baseline", 7, 8.0, code),
+    ):
+        write_run(runs, run_record(name, strategy, seed=seed, code=by), losses(last))
+    _, text, folder = made(tmp_path, width=1000)
+    assert "Loss parity of tp2 ×2, sp2 ×2 is not against baseline: different seed." in text
+    assert "Of sp2 ×2, repeats differ by 100000 unit(s) of the last printed digit" in text
+    rows = read_csv(folder)
+    assert rows["3"]["parity"] == "broken@8"
+    assert "1 older under other code not shown" in rows["1"]["notes"]

@@ -8,6 +8,7 @@ stand-ins for torch's classes, so nothing that it names is imported or run.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -90,6 +91,44 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
     common = folder / "common.pt"
     if common.exists():
         _check_file(common, [StoredPart(common.name, 0, common.stat().st_size)], keep_going)
+
+
+def weights_hash(folder: Path) -> str:
+    """A hash of a checkpoint's tensors: their names, places and the checksums of their values.
+
+    The files differ each time that the same weights are written: arguments and paths are in them too.
+
+    Raises:
+        DamagedCheckpointError: `.metadata` or an archive cannot be read.
+        OSError: A file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with (folder / METADATA).open("rb") as file:
+            stored = _SizeReader(file).load()
+        tensors = [
+            (str(key.fqn), tuple(key.offset), at)
+            for key, at in stored.storage_data.items()
+            if hasattr(stored.state_dict_metadata[key.fqn], "chunks")
+        ]
+        for name, offset, at in sorted(tensors, key=lambda tensor: tensor[:2]):
+            piece = StoredPart(str(at.relative_path), int(at.offset), int(at.length))
+            digest.update(f"{name} {offset} {_checksums(folder, piece)}\n".encode())
+    except OSError:
+        raise
+    except Exception as error:  # A damaged pickle or archive raises anything.
+        raise DamagedCheckpointError(f"{METADATA} cannot be read ({error})") from error
+    return digest.hexdigest()[:16]
+
+
+def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
+    """Of what `torch.save` wrote for one piece, but for its own version numbers."""
+    with (
+        (folder / piece.file).open("rb") as file,
+        zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive,
+    ):
+        members = ((m.filename.partition("/")[2], m.file_size, m.CRC) for m in archive.infolist())
+        return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
 
 
 def find_pieces(folder: Path) -> tuple[StoredPart, ...]:

@@ -24,6 +24,7 @@ from tools.launch.checkpoint.readable import (
     ReadingStoppedError,
     is_finished,
     verify_readable,
+    weights_hash,
 )
 from tools.launch.errors import LaunchError
 from tools.launch.progress import LogFollower
@@ -52,6 +53,8 @@ class CheckpointManifest:
 
     iteration: int
     files: Mapping[str, StoredFile]
+    weights: str | None = None
+    """`readable.weights_hash`; None in manifests of before it was kept."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ def verify(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None
         if not keep_going():
             raise ReadingStoppedError
         files[path.name] = _describe(path)
-    write_record(checkpoint.path / MANIFEST_FILE, CheckpointManifest(checkpoint.iteration, files))
+    weights = weights_hash(checkpoint.path)
+    manifest = CheckpointManifest(checkpoint.iteration, files, weights)
+    write_record(checkpoint.path / MANIFEST_FILE, manifest)
 
 
 def check(checkpoint: Checkpoint) -> None:
@@ -119,6 +124,17 @@ def check(checkpoint: Checkpoint) -> None:
             )
         if _describe(path) != known:
             raise DamagedCheckpointError(f"{name} is not what was saved: its sha256 differs")
+
+
+def verified_weights(folder: Path) -> str | None:
+    """The hash of the newest checkpoint's weights in a folder, as its manifest has it; None without."""
+    newest = next(iter(find_checkpoints(folder)), None)
+    if newest is None or not newest.is_verified:
+        return None
+    try:
+        return _read_manifest(newest).weights
+    except DamagedCheckpointError:
+        return None
 
 
 def prune(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...]:

@@ -87,6 +87,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "recomputation": spec and spec.recompute.value,
         "Adam's state": adam_state(run),
         "Megatron": run.megatron or None,
+        "code": record and record.code and str(record.code),
         "host": record and record.host.name,
         "link between the ranks": record and link_rate(record.spec),
         "patches": fused_patches(spec),

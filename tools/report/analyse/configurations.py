@@ -37,7 +37,9 @@ class Configuration:
     running: tuple[Run, ...] = ()
     """Runs of it that are still on and in none of its figures."""
     superseded: int = 0
-    """Older runs of the same configuration under other versions or on another machine."""
+    """Older runs of the same configuration by other code, under other versions or on another machine."""
+    other_code: int = 0
+    """Of those, the runs that are known to be by other code."""
 
     @property
     def newest(self) -> Run:
@@ -87,9 +89,10 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
         for run in members:
             by_conditions.setdefault(_conditions(run), []).append(run)
         newest = by_conditions[_conditions(members[-1])]
-        shown = list(by_conditions.values()) if all_conditions else [newest]
-        for group in shown:
-            found = _rows(group, len(members) - len(newest) if not all_conditions else 0)
+        now = _conditions(newest[-1])
+        older = [run for run in members if _conditions(run) != now]
+        for group in by_conditions.values() if all_conditions else [newest]:
+            found = _rows(group, () if all_conditions else older)
             if group is newest:
                 found[0] = replace(found[0], running=running)
             rows += found
@@ -109,7 +112,8 @@ def _ended(runs: Sequence[Run]) -> tuple[Sequence[Run], tuple[Run, ...]]:
     return (ended, running) if ended else (running[-1:], running[:-1])
 
 
-def _rows(group: Sequence[Run], superseded: int) -> list[Configuration]:
+def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
+    superseded = (len(older), sum(_is_other_code(run, group[-1]) for run in older))
     counting = [run for run in group if run.counts]
     failed = [run for run in group if not run.counts]
     rows = []
@@ -117,11 +121,11 @@ def _rows(group: Sequence[Run], superseded: int) -> list[Configuration]:
         newest = group.index(counting[-1])
         before = [run for run in failed if group.index(run) < newest]
         pooled = estimate([run.window.samples_ms for run in counting])
-        rows.append(Configuration(tuple(counting), pooled, tuple(before), superseded=superseded))
+        rows.append(Configuration(tuple(counting), pooled, tuple(before), (), *superseded))
         failed = [run for run in failed if group.index(run) > newest]
     if failed:
         earlier = tuple(failed[:-1])
-        rows.append(Configuration((failed[-1],), None, earlier, superseded=superseded))
+        rows.append(Configuration((failed[-1],), None, earlier, (), *superseded))
     return rows
 
 
@@ -138,15 +142,21 @@ def _conditions(run: Run) -> tuple[object, ...]:
     software = tuple(sorted(run.record.software.items()))
     host = run.record.host
     entry = run.record.entry
+    # Commits stand for the code in records of before its hash was kept.
     return (
-        run.record.kit_commit,
+        run.record.code or (run.record.kit_commit, entry.megatron_commit),
         entry.megatron_version,
-        entry.megatron_commit,
+        run.record.image,
         software,
         host.name,
         host.driver,
         host.interconnect,
     )
+
+
+def _is_other_code(run: Run, than: Run) -> bool:
+    one, two = run.record and run.record.code, than.record and than.record.code
+    return bool(one and two and one != two)
 
 
 def _order(row: Configuration) -> tuple[object, ...]:

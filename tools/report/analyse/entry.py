@@ -10,7 +10,7 @@ from typing import Any
 from tools.plan.tensors import parameters_total
 from tools.report.analyse.comparability import SHARED, SpeedComparison, adam_state, shares_gpu
 from tools.report.analyse.configurations import Configuration, is_planted, plant_name
-from tools.report.analyse.parity import Parity
+from tools.report.analyse.parity import REFERENCE, Parity
 from tools.report.analyse.published import Match
 from tools.report.analyse.rates import Rates
 from tools.report.analyse.statistics import Estimate
@@ -96,14 +96,8 @@ def notes_of(entry: Entry) -> list[str]:
     if len(configuration.runs) > 1:
         notes.append(f"{len(configuration.runs)} runs pooled")
     notes += other_attempts(configuration)
-    if configuration.superseded:
-        notes.append(f"{configuration.superseded} older under other versions not shown")
-    if parity.parted:
-        notes.append(f"from iteration {parity.parted} on tokens took other experts; not compared")
-    if parity.reason:
-        notes.append(f"loss not comparable: {parity.reason}")
-    elif parity.verdict.startswith("broken") and not parity.repeats:
-        notes.append("parity tolerance is the rounding alone: no repeat was run")
+    notes += _older(configuration)
+    notes += _parity_notes(parity, run)
     if adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
     shared = [SHARED] if shares_gpu(run.spec) else []
@@ -117,6 +111,29 @@ def other_attempts(configuration: Configuration) -> list[str]:
     failed, running = len(configuration.failed_before), len(configuration.running)
     texts = (f"{failed} earlier failed" if failed else "", f"{running} running" if running else "")
     return [text for text in texts if text]
+
+
+def _older(configuration: Configuration) -> list[str]:
+    code, all_of_them = configuration.other_code, configuration.superseded
+    counted = {"other code": code, "other versions": all_of_them - code}
+    return [f"{count} older under {what} not shown" for what, count in counted.items() if count]
+
+
+def _parity_notes(parity: Parity, run: Run) -> list[str]:
+    notes = []
+    if parity.repeats_differ:
+        notes.append(parity.repeats_differ)
+    if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
+        notes.append(f"parity is that of {parity.judged}")
+    if parity.without_baseline:
+        notes.append(f"baseline is not its parity's reference: {parity.without_baseline}")
+    if parity.parted:
+        notes.append(f"from iteration {parity.parted} on tokens took other experts; not compared")
+    if parity.reason:
+        notes.append(f"loss not comparable: {parity.reason}")
+    elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
+        notes.append("parity tolerance is the rounding alone: no repeat was run")
+    return notes
 
 
 def sent_bytes(run: Run) -> int | None:

@@ -95,7 +95,24 @@ def _classify_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
     if log.iterations[-1].has_nan:
         number = _first_nan(log)
         return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {number} to the end.")
+    if _took_no_step(log):
+        return StatusRecord(Status.NAN, exit_code, _skipped(log))
     return StatusRecord(Status.OK, exit_code, "")
+
+
+def _took_no_step(log: ScrapedLog) -> bool:
+    """Whether a loss scale that was too large had every step skipped."""
+    return all(found.skipped_iterations and not found.lm_loss for found in log.iterations)
+
+
+def _skipped(log: ScrapedLog) -> str:
+    last = log.iterations[-1]
+    scale = f" The loss scale has come down to {last.loss_scale:.0f}." if last.loss_scale else ""
+    return (
+        f"No step was taken: each of {last.iteration} iterations was skipped, its gradients being "
+        f"inf or NaN.{scale} Train more iterations (ITERS=), or begin with a smaller one "
+        "(EXTRA='--initial-loss-scale 65536')."
+    )
 
 
 def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) -> StatusRecord:

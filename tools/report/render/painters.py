@@ -13,7 +13,7 @@ from tools.text.units import number, size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from tools.report.analyse.parity import REFERENCE, Curve, last_digit, loss_curve
+from tools.report.analyse.parity import Curve, last_digit, loss_curve
 from tools.report.read.sources import DeviceSeries
 
 MAX_TIMES = 40
@@ -70,16 +70,20 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
 def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
     """Fill a figure: losses above, differences below where a reference was compared with."""
     labels = names(entries)
-    reference = next((e for e in entries if e.parity.verdict == REFERENCE), None)
-    compared = [(place, e) for place, e in enumerate(entries) if e.parity.compared]
-    if reference is None or not compared:
+    runs = {run.name: run for entry in entries for run in entry.configuration.runs}
+    compared = [
+        (place, loss_curve(runs[e.parity.judged]), loss_curve(runs[e.parity.reference]))
+        for place, e in enumerate(entries)
+        if e.parity.compared and e.parity.reference in runs
+    ]
+    if not compared:
         _draw_curves(figure.add_subplot(), entries, labels)
     else:
         figure.set_size_inches(WIDTH_INCHES, 4.6)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
         _draw_curves(upper, entries, labels)
         upper.set_xlabel("")
-        _draw_differences(lower, loss_curve(reference.run), compared)
+        _draw_differences(lower, compared)
     if len(entries) > 1:
         figure.legend(loc="outside right upper", handlelength=2.4)
 
@@ -212,9 +216,9 @@ def _mark_restarts(axes: Axes, restarts: Sequence[int], hue: str) -> None:
         )
 
 
-def _draw_differences(axes: Axes, reference: Curve, compared: Sequence[tuple[int, Entry]]) -> None:
-    for lane, (place, entry) in enumerate(compared):
-        curve = loss_curve(entry.run)
+def _draw_differences(axes: Axes, compared: Sequence[tuple[int, Curve, Curve]]) -> None:
+    """A row's place, the curve that was judged, and its reference's."""
+    for lane, (place, curve, reference) in enumerate(compared):
         steps = _thinned(sorted(curve.keys() & reference.keys()))
         units = [(curve[s] - reference[s]) / last_digit(reference[s]) for s in steps]
         # A hair's breadth apart, because most differences are exactly 0.

@@ -201,6 +201,17 @@ def _parity_sentences(report: Report) -> list[str]:
         for e in report.entries
         if e.parity.verdict.startswith("broken")
     ]
+    result += [
+        f"Of {e.label}, {e.parity.repeats_differ}."
+        for e in report.entries
+        if e.parity.repeats_differ
+    ]
+    lost = [e for e in report.entries if e.parity.without_baseline]
+    result += [
+        f"Loss parity of {', '.join(e.label for e in lost if e.parity.without_baseline == why)} is not"
+        f" against baseline: {why}."
+        for why in dict.fromkeys(e.parity.without_baseline for e in lost)
+    ]
     return result
 
 

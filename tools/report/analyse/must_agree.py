@@ -1,0 +1,76 @@
+"""Which runs must print the same losses, whatever the strategy."""
+
+from __future__ import annotations
+
+from tools.report.read.runs import Run, given_arguments
+
+_SCHEDULE = (
+    *("train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters"),
+    *("lr_warmup_fraction", "lr_warmup_iters", "weight_decay", "clip_grad"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "split"),
+)
+"""Arguments that change losses, and no strategy changes; `train_iters` decides the samples' order."""
+
+
+def obstacle(reference: Run, other: Run) -> str:
+    """Why two runs need not print the same losses; empty if they must."""
+    ours, theirs = _of_losses(reference), _of_losses(other)
+    # With another seed the start is another too, which then says less.
+    if ours["seed"] == theirs["seed"] and not _share_start(reference, other):
+        return "no shared starting checkpoint"
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    differing += _other_schedule(reference, other)
+    if differing:
+        return f"different {', '.join(differing)}"
+    if not all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
+        return "dropout is on, and its random numbers differ by layout"
+    return ""
+
+
+def _share_start(reference: Run, other: Run) -> bool:
+    """Whether both started from the same weights: by their hash, else by the checkpoint's name."""
+    ours, theirs = _weights(reference), _weights(other)
+    if ours and theirs:
+        return ours == theirs
+    one, two = reference.start_checkpoint, other.start_checkpoint
+    return one is not None and one == two
+
+
+def _weights(run: Run) -> str | None:
+    return run.record.start_weights if run.record else None
+
+
+def _of_losses(run: Run) -> dict[str, object]:
+    """What losses depend on."""
+    spec = run.spec
+    return {
+        "device": run.device,
+        "data": run.data,
+        "seed": spec and spec.seed,
+        "global batch": run.global_batch_size,
+        "sequence length": spec and spec.shape.seq_length,
+        "precision": spec and spec.dtype,
+        "optimizer": spec and spec.optimizer,
+        "plant": spec and spec.plant,
+    }
+
+
+def _other_schedule(reference: Run, other: Run) -> list[str]:
+    """Flags of the schedule that differ, where both runs tell theirs in the same way."""
+    if (reference.record is None) != (other.record is None):
+        return []
+    ours, theirs = _schedule(reference), _schedule(other)
+    return [f"--{name.replace('_', '-')}" for name in _SCHEDULE if ours[name] != theirs[name]]
+
+
+def _schedule(run: Run) -> dict[str, float | str | None]:
+    given = given_arguments(run.record.argv) if run.record else run.arguments
+    plain = {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
+    return {name: _as_number(plain.get(name)) for name in _SCHEDULE}
+
+
+def _as_number(text: str | None) -> float | str | None:
+    try:
+        return float(text or "")
+    except ValueError:
+        return text
