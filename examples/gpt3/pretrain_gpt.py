@@ -35,7 +35,6 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 WRITTEN_FOR = "0.19."
 
 NOT_COVERED = (
-    "mtp_num_layers",
     "sft",
     "fim_data",
     "dataloader_inter_document_masking",
@@ -68,6 +67,11 @@ def refuse_what_is_not_covered(args: Namespace) -> None:
                 f"--{option.replace('_', '-')} is not covered by this entry; set MEGATRON_LM to a "
                 "Megatron-LM checkout to use its own pretrain_gpt.py."
             )
+    if args.mtp_num_layers and args.pipeline_model_parallel_size > 1:
+        sys.exit(
+            "--mtp-num-layers over pipeline stages is not covered by this entry, which gives tokens to "
+            "the first alone; set MEGATRON_LM to a Megatron-LM checkout to use its own pretrain_gpt.py."
+        )
 
 
 def read_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:

@@ -153,7 +153,8 @@ class Trace:
         import torch
 
         def gradient(slot: str, tensor: Any) -> None:
-            if tensor.requires_grad and torch.is_grad_enabled():
+            of_graph = tensor.requires_grad and torch.is_grad_enabled()
+            if of_graph and not isinstance(tensor, torch.nn.Parameter):
                 tensor.register_hook(
                     lambda grad: self.note("activation gradients", name, slot, grad)
                 )
@@ -171,9 +172,10 @@ class Trace:
             for slot, value in enumerate(values):
                 if isinstance(value, torch.Tensor):
                     whole = root and last
-                    self.note(
-                        "loss" if whole else "outputs", "loss" if whole else name, str(slot), value
-                    )
+                    # In a backward pass it is a forward pass that is recomputed.
+                    if torch._C._current_graph_task_id() == -1:
+                        stage = "loss" if whole else "outputs"
+                        self.note(stage, "loss" if whole else name, str(slot), value)
                     gradient(f"out.{slot}", value)
 
         return before, after
@@ -233,10 +235,8 @@ def _layer(name: str) -> int:
 
 def _culprit(names: list[str], wrong: dict[str, set[str]]) -> str:
     passing = [name for name in names if wrong[name] == {"in"}]
-    if not passing:
-        return names[0]
-    inner = [name for name in passing if name.startswith(f"{passing[0]}.")]
-    return inner[-1] if inner else passing[0]
+    inner = (name for name in passing if not any(other.startswith(f"{name}.") for other in passing))
+    return next(inner, names[0])
 
 
 def _unwrapped(chunk: Any) -> Any:

@@ -1,0 +1,31 @@
+"""What of a GPT's newer parts trains on CPU ranks, alike in every layout."""
+
+import pytest
+
+from tests.examples.runs import Trainer
+
+ONE = "train-baseline-gpt2-tiny-1cpu"
+TP2, DP2 = "train-tp2-gpt2-tiny-2cpu", "train-dp2-gpt2-tiny-2cpu"
+LATENT = (
+    *("--multi-latent-attention", "--position-embedding-type", "rope", "--q-lora-rank", "32"),
+    *("--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8"),
+    *("--v-head-dim", "24"),
+)
+SINK = ("--softmax-type", "learnable")
+TOKENS_AHEAD = (
+    *("--mtp-num-layers", "1", "--calculate-per-token-loss", "--position-embedding-type", "rope"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("other", "extra"),
+    [(TP2, LATENT), (TP2, SINK), (DP2, TOKENS_AHEAD), (TP2, TOKENS_AHEAD)],
+    ids=["latent attention", "attention sink", "tokens ahead dp2", "tokens ahead tp2"],
+)
+def test_a_models_feature_trains_alike(train: Trainer, other: str, extra: tuple[str, ...]) -> None:
+    # Without clipping: the norm of a sink's gradient lacks a shard under TP (Megatron-LM #7452).
+    given = {"extra": (*extra, "--clip-grad", "0"), "iterations": 3}
+    one, many = train(ONE, **given), train(other, **given)
+    assert len(one.losses) == 3, one.status.reason
+    assert many.losses == pytest.approx(one.losses, abs=1.1e-5), many.status.reason

@@ -1,0 +1,71 @@
+"""The plants: each is stated, and each acts as stated (slow)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.verify.plants.check import FOLDER, plants
+from tests.verify.plants.trace import STAGES, first_difference
+from tools.launch.options import read_plant
+from tools.launch.target import parse_target
+from tools.launch.train import flags_of_grammar
+from tools.spec.files import ROOT
+
+MODULES = {"check.py", "trace.py", "__init__.py"}
+
+
+def test_every_plant_is_python_and_every_file_is_a_plant_of_the_table() -> None:
+    stated = {plant.file for plant in plants()}
+    assert stated == {path.name for path in FOLDER.glob("*.py")} - MODULES
+    assert all(
+        read_plant(str(FOLDER / file)).path == f"tests/verify/plants/{file}" for file in stated
+    )
+
+
+def test_every_stage_of_an_iteration_has_plants_and_each_names_a_layout_that_exists() -> None:
+    assert {plant.stage for plant in plants()} == set(STAGES)
+    ids = [plant.id for plant in plants()]
+    assert len(set(ids)) == len(ids) >= 36
+    for plant in plants():
+        flags_of_grammar(parse_target(f"train-{plant.strategy}-{plant.model}-{plant.devices}cpu"))
+
+
+def run_of(*events: tuple[str, str, str, str]) -> list[dict[str, object]]:
+    return [{"events": [list(event) for event in events]}]
+
+
+def test_the_first_difference_is_of_the_first_stage_and_the_first_layer() -> None:
+    before = run_of(
+        ("outputs", "decoder.layers.2.mlp", "0#0", "a"),
+        ("outputs", "decoder.layers.1.mlp", "0#0", "a"),
+        ("norm", "grad_norm", "", "1.0"),
+    )
+    after = run_of(
+        ("outputs", "decoder.layers.2.mlp", "0#0", "b"),
+        ("outputs", "decoder.layers.1.mlp", "0#0", "b"),
+        ("norm", "grad_norm", "", "2.0"),
+    )
+    assert first_difference(before, after) == ("outputs", "decoder.layers.1.mlp")
+    assert first_difference(before, before) == ("", "")
+
+
+def test_of_gradients_the_module_that_makes_a_wrong_one_of_a_right_one_is_named() -> None:
+    stage, layer = "activation gradients", "decoder.layers.1"
+    right = [(stage, layer, "out.0#0", "a"), (stage, f"{layer}.fc1", "out.0#0", "a")]
+    names = ((f"{layer}.fc1", "in.0#0"), (f"{layer}.norm", "out.0#0"), (layer, "in.0#0"))
+    before = run_of(*right, *((stage, name, slot, "a") for name, slot in names))
+    after = run_of(*right, *((stage, name, slot, "b") for name, slot in names))
+    assert first_difference(before, after) == (stage, f"{layer}.fc1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_every_plant_leaves_one_rank_alone_and_acts_where_it_is_stated(
+    tmp_path: Path, sample_prefix: Path
+) -> None:
+    command = (sys.executable, "-m", "tests.verify.plants.check")
+    given = ("--data", str(sample_prefix), "--folder", str(tmp_path))
+    done = subprocess.run((*command, *given), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
