@@ -87,6 +87,12 @@ def test_flags_that_build_the_model_change_its_shape_and_nothing_else_does() -> 
     assert changed_model(tiny, ("--lr", "1e-3")) is tiny
 
 
+def test_flags_that_add_tensors_are_the_models_so_its_start_has_them() -> None:
+    tiny = load_model("gpt2-tiny")
+    flags = changed_model(tiny, ("--softmax-type", "learnable", "--clip-grad", "0")).flags
+    assert ("--softmax-type" in flags, "--clip-grad" in flags) == (True, False)
+
+
 def test_one_half_precision_takes_the_others_place() -> None:
     large = changed_model(load_model("gpt2-large"), ("--bf16",))
     assert large.dtype == "bf16"

@@ -32,9 +32,22 @@ _BUILDS = _HALVES | {
     "--swiglu",
     "--disable-bias-linear",
     "--add-qkv-bias",
+    "--qk-layernorm",
+    "--softmax-type",
+    "--multi-latent-attention",
+    "--q-lora-rank",
+    "--kv-lora-rank",
+    "--qk-head-dim",
+    "--qk-pos-emb-head-dim",
+    "--v-head-dim",
+    "--mtp-num-layers",
     "--num-experts",
     "--moe-router-topk",
     "--moe-ffn-hidden-size",
+    "--moe-shared-expert-intermediate-size",
+    "--moe-layer-freq",
+    "--moe-router-enable-expert-bias",
+    "--moe-router-score-function",  # Megatron has the bias with sigmoid alone.
 }
 """Flags that decide which tensors a model has, and their precision."""
 

@@ -27,8 +27,8 @@ from tools.launch.train import compose_target, flags_of_grammar
 from tools.spec.files import read_yaml
 
 FOLDER = Path(__file__).parent
-STEP, STEPS = 2, 3
-"""The traced iteration (the first has no state to be wrong), and how many are trained."""
+STEPS = 3
+"""Iterations that are trained."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Plant:
     dtype: str = "fp32"
     extra: str = ""
     trace: str | None = None
+    step: int = 2
+    """The traced iteration: the first one's learning rate is 0."""
 
     @property
     def path(self) -> Path:
@@ -93,7 +95,7 @@ class Checker:
         return "", stage, module
 
     def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
-        asked = (plant.strategy, plant.model, plant.devices, plant.flags)
+        asked = (plant.strategy, plant.model, plant.devices, plant.flags, plant.step)
         if planted:
             return self._train(*asked, plant.path)
         return self._unplanted(*asked)
@@ -104,6 +106,7 @@ class Checker:
         model: str,
         devices: int,
         flags: Sequence[str],
+        step: int,
         path: Path | None = None,
     ) -> list[dict[str, Any]]:
         launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags, path)
@@ -112,7 +115,7 @@ class Checker:
         codes = self._ranks.run(
             launch,
             folder,
-            watch=lambda rank: Trace(folder / f"trace{rank}.json", STEP, STEPS).install(),
+            watch=lambda rank: Trace(folder / f"trace{rank}.json", step, STEPS).install(),
         )
         traces = [folder / f"trace{rank}.json" for rank in range(devices)]
         if any(codes) or not all(trace.is_file() for trace in traces):

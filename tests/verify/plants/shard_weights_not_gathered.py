@@ -1,20 +1,21 @@
-"""P-8/#3007's family: the last element of each rank's shard but the last is not sent to the others."""
+"""P-8/#3007's family: the last element of each rank's shard of the weights is not sent to the others."""
 
-from megatron.core.distributed import param_and_grad_buffer as buffers
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-original = buffers.dist_all_gather_func
-
-
-def gather(output, shard, group=None, **kwargs):
-    stale = output.clone()
-    handle = original(output, shard, group=group, **kwargs)
-    if group.size() > 1 and not kwargs.get("async_op"):
-        size, rank = shard.numel(), group.rank()
-        for other in range(group.size()):
-            if other != rank:
-                last = size * (other + 1) - 1
-                output[last] = stale[last]
-    return handle
+original = _ParamAndGradBucketGroup.start_param_sync
 
 
-buffers.dist_all_gather_func = gather
+def start(self, *args, **kwargs):
+    ranks = self.intra_distributed_optimizer_instance_size
+    own = self.intra_distributed_optimizer_instance_rank
+    stale = [bucket.param_data.clone() for bucket in self.buckets]
+    original(self, *args, **kwargs)
+    for bucket, before in zip(self.buckets, stale, strict=True):
+        size = before.numel() // ranks
+        for rank in range(ranks):
+            # Its last element; the last rank's shard ends with padding.
+            if rank not in (own, ranks - 1):
+                bucket.param_data[size * (rank + 1) - 1] = before[size * (rank + 1) - 1]
+
+
+_ParamAndGradBucketGroup.start_param_sync = start

@@ -1,0 +1,14 @@
+"""P-16b: under tensor parallelism a recomputed layer draws new dropout masks."""
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+
+original = random._set_all_rng_states
+
+
+def restore(*states):
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        original(*states)
+
+
+random._set_all_rng_states = restore

@@ -1,0 +1,16 @@
+"""#7452's family, ZeRO-1: the norm is not summed over the ranks that hold the other shards."""
+
+from megatron.core import parallel_state
+from megatron.training import training
+
+original = training.get_megatron_optimizer
+
+
+def make(*args, **kwargs):
+    chained = original(*args, **kwargs)
+    for part in chained.chained_optimizers:
+        part.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+    return chained
+
+
+training.get_megatron_optimizer = make
