@@ -232,7 +232,9 @@ class TestBuild:
         with pytest.raises(LaunchError, match="Docker is not installed"):
             build(None)
 
-    def test_a_failed_build_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_build_is_reported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         client = tmp_path / "docker"
         answer = '{"runtimes":{"runc":{}},"is":[]}'
         client.write_text(f"#!/bin/sh\n[ \"$1\" = info ] && echo '{answer}' && exit 0\nexit 9\n")

@@ -56,7 +56,7 @@ def test_all_do_the_same_work(six: dict[str, Run], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED[1:])
-def test_losses_are_baselines_to_the_last_printed_digit_or_one_beside_it(
+def test_losses_are_baselines_to_one_unit_of_the_last_printed_digit(
     six: dict[str, Run], name: str
 ) -> None:
     for mine, baselines in zip(six[name].losses, six["baseline"].losses, strict=True):

@@ -13,7 +13,7 @@ EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1", "ep2")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", EVERY)
-def test_a_run_that_ended_early_goes_on_to_the_last_digit_with_dropout(
+def test_a_run_that_ended_early_resumes_to_the_last_digit_with_dropout(
     kit: Kit, strategy: str
 ) -> None:
     early = kit.train(strategy, ITERS=str(SAVE_EVERY))
@@ -30,7 +30,7 @@ def saved_as_tp2(kit: Kit) -> Ended:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pp2", "cp2", "dp2", "sp2", "baseline"])
-def test_saved_as_tp2_it_goes_on_in_any_layout_with_the_same_losses(
+def test_saved_as_tp2_it_resumes_in_any_layout_with_the_same_losses(
     kit: Kit, saved_as_tp2: Ended, strategy: str
 ) -> None:
     resumed = kit.resume(saved_as_tp2.folder, "--strategy", strategy)
@@ -40,7 +40,7 @@ def test_saved_as_tp2_it_goes_on_in_any_layout_with_the_same_losses(
 
 
 @pytest.mark.slow
-def test_sharded_optimizer_states_go_on_in_a_layout_that_shards_them_too(kit: Kit) -> None:
+def test_sharded_optimizer_states_resume_in_a_layout_that_shards_them_too(kit: Kit) -> None:
     alone = {"DROPOUT": "0", "MICRO_BATCH": "1"}
     saved = kit.train("zero1", 4, ITERS=str(SAVE_EVERY), **alone)
     resumed = kit.resume(saved.folder, "--strategy", "tp2dp2-zero1", **alone)

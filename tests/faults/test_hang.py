@@ -14,7 +14,7 @@ HANG_SECONDS = 25
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["dp2", "pp2"])
-def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_go_on(
+def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_be_resumed(
     kit: Kit, strategy: str
 ) -> None:
     victim = kit.start(strategy, HANG_TIMEOUT=str(HANG_SECONDS))
@@ -35,7 +35,7 @@ def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_go_on(
 
 
 @pytest.mark.slow
-def test_a_run_that_only_pauses_is_left_alone(kit: Kit) -> None:
+def test_a_run_that_only_pauses_is_not_ended(kit: Kit) -> None:
     victim = kit.start("dp2", HANG_TIMEOUT=str(HANG_SECONDS))
     victim.wait_for("iteration        5/")
     stopped = victim.ranks[0]

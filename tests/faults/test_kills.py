@@ -55,7 +55,7 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undistur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_was_asked_to_stop_goes_on_as_well(kit: Kit, number: signal.Signals) -> None:
+def test_a_run_that_was_asked_to_stop_resumes_as_well(kit: Kit, number: signal.Signals) -> None:
     victim = kit.start("dp2")
     victim.wait_for("iteration        6/")
     victim.launcher.send_signal(number)
@@ -68,7 +68,9 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_well(kit: Kit, number: signal.S
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_is_killed_whenever_the_run_can_go_on(kit: Kit, seed: int) -> None:
+def test_whichever_process_is_killed_at_any_time_the_run_can_be_resumed(
+    kit: Kit, seed: int
+) -> None:
     choose = random.Random(1000 + seed)
     strategy, who = STRATEGIES[seed % len(STRATEGIES)], choose.choice(sorted(WHO))
     ended = struck(kit, strategy, who, *moment(seed))

@@ -54,7 +54,7 @@ def fill(disk: Path, but_for_bytes: int) -> Path:
 
 
 @pytest.mark.parametrize(("while_doing", "left_bytes"), [("saving", 8 << 20), ("logging", 0)])
-def test_a_full_disk_ends_the_run_and_once_there_is_room_it_goes_on(
+def test_a_full_disk_ends_the_run_and_once_there_is_room_it_resumes(
     kit: Kit, small_disk: Kit, while_doing: str, left_bytes: int
 ) -> None:
     victim = small_disk.start("dp2")

@@ -65,7 +65,7 @@ def test_a_cpu_run_computes_in_fp32_whatever_the_model_says() -> None:
     assert "--fp16" in composed("train-dp2-gpt2-large-2gpu").flags
 
 
-def test_variables_override_the_recipe_and_each_flag_stands_once() -> None:
+def test_variables_override_the_recipe_and_each_flag_is_given_once() -> None:
     launch = composed(
         "train-pp2-gpt2-tiny-2cpu", micro_batch_size=2, dropout=0.1, extra=("--lr", "5")
     )
@@ -103,7 +103,7 @@ def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(t
     ("version", "size"),
     [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)],
 )
-def test_the_null_tokenizer_is_told_the_size_that_gives_gpt2s(version: str, size: int) -> None:
+def test_the_null_tokenizer_gets_the_size_that_gives_gpt2s(version: str, size: int) -> None:
     entry = replace(WHEEL, megatron_version=version)
     assert tokenizer_flags(load_model("gpt2-tiny"), entry)[-1] == str(size)
 
@@ -141,6 +141,6 @@ def test_a_shape_in_extra_is_the_runs_own_with_starting_weights_of_its_own() -> 
     assert same.start_checkpoint == shallow.start_checkpoint
 
 
-def test_torch_fsdp2_runs_without_the_fusion_that_upstream_refuses_beside_it() -> None:
+def test_torch_fsdp2_runs_without_the_fusion_that_upstream_refuses_with_it() -> None:
     launch = composed("train-fsdp2-gpt2-large-2gpu", runtime=None)
     assert Flags(launch.flags).has("--no-gradient-accumulation-fusion")

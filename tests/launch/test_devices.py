@@ -76,7 +76,7 @@ def test_on_a_later_node_readings_carry_the_ranks_of_that_node(two_h200: FakeNvm
     assert [rank for rank, _ in GpuRanks(visible_gpus({}), lambda: 2).read()] == [2, 3]
 
 
-def test_what_a_gpu_does_not_tell_is_left_out_and_a_lost_gpu_gives_nothing(
+def test_what_a_gpu_does_not_report_is_left_out_and_a_lost_gpu_gives_nothing(
     two_h200: FakeNvml,
 ) -> None:
     two_h200.gpus[0].refuses = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates"}
@@ -116,7 +116,7 @@ def test_without_nvlink_the_path_over_pcie_is_named(two_h200: FakeNvml) -> None:
     assert describe_links(links) == "PCIe, one NUMA node, no peer access"
 
 
-def test_a_driver_that_tells_nothing_leaves_the_connection_open(two_h200: FakeNvml) -> None:
+def test_a_driver_that_reports_nothing_leaves_the_connection_unknown(two_h200: FakeNvml) -> None:
     two_h200.gpus[0].refuses = {"nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"}
     assert find_links(visible_gpus({})) == (DeviceLink(0, 1),)
     assert find_links(visible_gpus({})[:1]) == ()

@@ -27,7 +27,7 @@ def test_the_highest_clock_and_every_throttle_reason_are_kept(two_h200: FakeNvml
     ]
 
 
-def test_a_gpu_that_tells_nothing_is_no_error(two_h200: FakeNvml) -> None:
+def test_a_gpu_that_reports_nothing_is_no_error(two_h200: FakeNvml) -> None:
     gpus = visible_gpus()
     two_h200.lost.add(0)
     with ClockWatch(gpus) as watch:

@@ -73,7 +73,7 @@ def test_a_plant_that_is_no_python_file_is_refused_in_a_sentence(
         options_with(path)
 
 
-def test_ranks_are_told_the_file_and_its_hash_and_the_record_keeps_both(
+def test_ranks_get_the_file_and_its_hash_and_the_record_keeps_both(
     tmp_path: Path, composed: Composer
 ) -> None:
     plant = options_with(planted(tmp_path)).plant

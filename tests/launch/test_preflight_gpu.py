@@ -98,7 +98,7 @@ def test_a_desktops_gpu_is_not_busy(composed: Composer, two_h200: FakeNvml) -> N
         (8, "baseline", "not even a micro batch of 1 fits, so use more GPUs"),
     ],
 )
-def test_a_gpu_too_small_for_the_batch_is_told_the_batch_that_fits(
+def test_a_gpu_too_small_for_the_batch_is_refused_with_the_batch_that_fits(
     composed: Composer, two_h200: FakeNvml, memory_gib: int, strategy: str, way: str
 ) -> None:
     two_h200.gpus[0].memory_bytes = memory_gib * GIB

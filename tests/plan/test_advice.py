@@ -33,7 +33,7 @@ def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: Strateg
     assert family_of(parallelism) is kind
 
 
-def test_a_small_model_is_told_that_one_device_is_enough(make_request: MakeRequest) -> None:
+def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRequest) -> None:
     sentences = advice(search(make_request("gpt2-large", 2, "h200", 64)))
     assert "One device is enough" in sentences[1]
     assert sentences[2].startswith("Use data parallelism (dp2-zero1")
@@ -41,7 +41,7 @@ def test_a_small_model_is_told_that_one_device_is_enough(make_request: MakeReque
     assert "Binding is arithmetic" in sentences[-1]
 
 
-def test_a_large_model_is_told_to_combine(make_request: MakeRequest) -> None:
+def test_a_large_model_is_advised_to_combine(make_request: MakeRequest) -> None:
     plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
     sentences = advice(plan)
     assert sentences[1].startswith("One device is not enough")
@@ -69,13 +69,13 @@ def test_memory_binds_where_the_device_is_full(make_request: MakeRequest) -> Non
     assert "Binding is memory" in advice(plan)[-1]
 
 
-def test_what_does_not_fit_is_told_by_how_much(make_request: MakeRequest) -> None:
+def test_what_does_not_fit_is_refused_with_how_much_is_missing(make_request: MakeRequest) -> None:
     sentence = no_fit_sentence(search(make_request("gpt3-13b", 2, "rtx4090", 2)))
     assert "does not fit on 2 GeForce RTX 4090" in sentence
     assert "misses by" in sentence
 
 
-def test_each_pure_family_is_judged_by_its_best(make_request: MakeRequest) -> None:
+def test_each_pure_family_is_represented_by_its_best(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 2, "h200", 64)
     kinds = best_of_each_family(request)
     pure = {

@@ -216,7 +216,7 @@ def test_the_z_loss_is_logged_over_stage_pipeline_and_data_ranks() -> None:
     assert old == {Group.PIPELINE: 1, Group.DATA_CONTEXT: 1}
 
 
-def test_without_a_load_balancing_loss_nobody_counts_the_tokens_for_it() -> None:
+def test_without_a_load_balancing_loss_its_tokens_are_not_counted() -> None:
     split = Parallelism(tensor=2, sequence_parallel=True)
     balanced = RunSpec(MOE, split, Batch(2, 8), dtype="fp32")
     free = replace(balanced, shape=replace(MOE, load_balancing=False))

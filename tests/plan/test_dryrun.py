@@ -113,7 +113,7 @@ def test_sequence_parallelism_trades_all_reduces_for_gathers_and_scatters(
     assert {Operation.ALL_GATHER, Operation.REDUCE_SCATTER} <= calls
 
 
-def test_what_megatron_refuses_is_told_in_its_own_words(dry_runner: DryRunner) -> None:
+def test_what_megatron_refuses_is_reported_in_its_own_words(dry_runner: DryRunner) -> None:
     model = replace(TINY, flags=(*TINY.flags, "--moe-router-topk", "many"))
     spec = configured(model, Parallelism(), Batch(1, 1))
     with pytest.raises(DryRunError, match="The dry run of rank 0 failed: SystemExit"):

@@ -49,7 +49,7 @@ def test_skipping_leaves_out_the_bad_line_and_counts_it(
     assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
 
 
-def test_a_run_that_stopped_goes_on_with_skip(tool, tmp_path, capsys, reference, read_pair):
+def test_a_run_that_stopped_resumes_with_skip(tool, tmp_path, capsys, reference, read_pair):
     documents = [f"document {i}" for i in range(400)]
     lines = [json.dumps({"text": d}) for d in documents]
     path = tmp_path / "in.jsonl"
@@ -150,7 +150,7 @@ def test_an_output_without_a_manifest_is_not_touched(tool, tmp_path, capsys, wri
     assert (tmp_path / "o_text_document.bin").read_bytes() == b"precious"
 
 
-def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
+def test_a_full_disk_is_one_sentence_and_the_run_resumes_later(
     tool, tmp_path, capsys, write_lines, reference, read_pair, monkeypatch
 ):
     path = write_lines(GOOD)

@@ -134,7 +134,7 @@ def test_lines_together_are_what_they_are_alone(lines):
     ]
 
 
-def test_rows_of_tables_are_held_to_the_same_rules():
+def test_rows_of_tables_follow_the_same_rules():
     documents = parse_rows(["text"], [["a", None, 3, ["b", "c"], "\ud800"]])
     assert list(documents.columns[0]) == ["a", ["b", "c"]]
     assert [(p.kind, p.line) for p in documents.problems] == [

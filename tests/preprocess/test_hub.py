@@ -99,7 +99,7 @@ def test_lines_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "openwebtext-10k_text_document").documents == 2
 
 
-def test_a_hub_without_the_data_set_is_told_from_a_broken_one(tmp_path: Path) -> None:
+def test_a_hub_without_the_data_set_is_distinguished_from_a_broken_one(tmp_path: Path) -> None:
     with serving(Hub("somebody/else", b"")) as hub:
         answer = fetch(tmp_path / "ds", hub.url, tmp_path / "home")
     assert answer.returncode == 1

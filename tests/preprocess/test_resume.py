@@ -104,7 +104,7 @@ def interrupted(tool, english, tmp_path, monkeypatch, capsys):
     return arguments
 
 
-def test_it_goes_on_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
+def test_it_resumes_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
     assert not list(tmp_path.glob("*.idx"))
     assert tool(*interrupted) == 0
     assert "Resuming after 2 finished part(s)" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def files(prefix):
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
 
 
-def test_a_sound_data_set_passes_and_it_says_how_it_was_checked(tool, made, capsys):
+def test_a_valid_data_set_passes_and_it_says_how_it_was_checked(tool, made, capsys):
     assert tool("verify", made) == 0
     assert "every byte is the manifest's (sha256)" in capsys.readouterr().out
     made.with_name(made.name + ".manifest.json").unlink()

@@ -15,7 +15,7 @@ def flatten(group: list[tuple[str, list[str]]]) -> list[str]:
     return [word for name, values in group for word in (name, *values)]
 
 
-def test_a_file_is_read_word_by_word_without_its_comments(tmp_path: Path) -> None:
+def test_a_file_is_read_as_arguments_without_its_comments(tmp_path: Path) -> None:
     file = tmp_path / "m.args"
     file.write_text("# a model\n--num-layers 4  # few\n\n--fp16\n--name 'two words'\n")
     assert read_args_file(file) == ("--num-layers", "4", "--fp16", "--name", "two words")

@@ -90,7 +90,7 @@ def test_what_was_logged_before_it_began_counts_for_nothing(
     assert iterations(folder) == [4, 2]
 
 
-def test_a_failed_runs_last_word_does_not_wait_for_a_proof(
+def test_the_end_does_not_wait_for_the_last_checkpoint_to_be_verified(
     folder: Path, log: Path, write: Write
 ) -> None:
     with Keeper(folder, 2, log):

@@ -45,7 +45,7 @@ def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, '{"sharded_back'])
-def test_without_the_word_for_its_format_megatron_would_take_it_for_another(
+def test_without_its_format_field_megatron_would_take_it_for_another(
     copy: Path, text: str | None
 ) -> None:
     assert is_finished(copy)
@@ -58,7 +58,7 @@ def test_without_the_word_for_its_format_megatron_would_take_it_for_another(
         verify_readable(copy)
 
 
-def test_no_flipped_bit_of_an_archives_own_words_does_more_than_to_be_noticed(copy: Path) -> None:
+def test_every_flipped_bit_of_an_archives_own_fields_is_at_most_noticed(copy: Path) -> None:
     smallest = min(find_pieces(copy), key=lambda piece: piece.length_bytes)
     path = copy / smallest.file
     whole = path.read_bytes()
@@ -71,7 +71,7 @@ def test_no_flipped_bit_of_an_archives_own_words_does_more_than_to_be_noticed(co
     assert noticed > 200
 
 
-def test_a_reading_stops_when_nobody_waits_for_it(copy: Path) -> None:
+def test_a_read_stops_when_its_consumer_is_gone(copy: Path) -> None:
     with pytest.raises(ReadingStoppedError):
         verify_readable(copy, lambda: False)
 

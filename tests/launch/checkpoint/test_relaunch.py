@@ -110,7 +110,7 @@ def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary
     assert rows == 128
 
 
-def test_a_reached_end_is_refused_with_the_way_out() -> None:
+def test_a_reached_end_is_refused_with_the_remedy() -> None:
     with pytest.raises(LaunchError, match="set ITERS= above 8"):
         relaunch(record_of(composed("tp2", iterations=8)), FROM, None, Options())
     assert relaunch(record_of(composed("tp2")), FROM, None, Options(iterations=40)).iterations == 40
@@ -132,7 +132,7 @@ def test_what_cannot_be_resumed_is_not_saved_and_says_so_by_name(strategy: str) 
     assert "BACKEND=native" in problem
 
 
-def test_saving_beside_training_is_for_gpus() -> None:
+def test_asynchronous_saving_is_for_gpus() -> None:
     beside = Saving(4, asynchronous=True)
     [problem] = problems("tp2", beside)
     assert problem.startswith("ASYNC_SAVE=1 needs GPUs")
@@ -175,7 +175,7 @@ def test_a_strategy_names_its_ranks_where_it_has_degrees(text: str, devices: int
     assert devices_of(text, 3) == devices
 
 
-def test_a_model_that_was_changed_goes_on_as_what_it_became() -> None:
+def test_a_model_that_was_changed_resumes_in_its_changed_form() -> None:
     changed = composed("tp2", extra=("--num-layers", "2"))
     again = relaunch(record_of(changed), FROM, None, Options())
     assert again.model.shape == changed.model.shape
@@ -188,9 +188,7 @@ def test_a_shaped_link_stays_unless_another_is_named() -> None:
     assert relaunch(record, FROM, None, Options(network=LinkRate(5))).network == LinkRate(5)
 
 
-def test_a_job_that_is_put_back_goes_on_from_what_its_folder_holds(
-    tmp_path: Path, write: Write
-) -> None:
+def test_a_requeued_job_resumes_from_its_folders_checkpoint(tmp_path: Path, write: Write) -> None:
     launch = composed("tp2")
     assert resume_if_saved(launch, tmp_path) is launch
     stored = tmp_path / "checkpoints"

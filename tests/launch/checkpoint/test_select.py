@@ -58,7 +58,7 @@ def test_without_a_whole_checkpoint_it_says_what_is_wrong_with_each(
         ((7.0, 6.0), 1),
     ],
 )
-def test_after_a_nan_only_what_has_given_a_loss_is_gone_on_from(
+def test_after_a_nan_a_run_resumes_only_from_a_checkpoint_that_gave_a_loss(
     tmp_path: Path, stored: Path, write: Write, losses: tuple[float, ...], chosen: int
 ) -> None:
     for iteration in (1, 2, 3, 5):

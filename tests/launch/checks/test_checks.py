@@ -199,7 +199,7 @@ def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.Monkey
         ("", "", "not logged in"),
     ],
 )
-def test_wandb_is_judged_by_the_keys_presence_alone(
+def test_wandb_is_decided_by_the_keys_presence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, netrc_text: str, found: str
 ) -> None:
     (tmp_path / "netrc").write_text(netrc_text)

@@ -96,7 +96,7 @@ def share(
 
 
 @pytest.mark.parametrize("commands", [(SPEAKING, SILENT), (SILENT, SPEAKING)])
-def test_a_node_whose_log_never_grows_is_left_alone_while_another_speaks(
+def test_a_node_whose_log_never_grows_is_not_ended_while_anothers_grows(
     shares: Shares, commands: tuple[Sequence[str], Sequence[str]]
 ) -> None:
     assert shares(*commands, 1.5) == [0, 0]

@@ -12,7 +12,7 @@ def test_without_nnodes_a_run_is_on_one_machine(environment: dict[str, str]) -> 
     assert nodes_from_environment(environment) is None
 
 
-def test_a_node_is_told_where_the_first_one_listens() -> None:
+def test_a_node_gets_the_address_of_the_first_one() -> None:
     assert nodes_from_environment(TWO) == Nodes(2, 1, "10.0.0.1", 29500, Rendezvous.STATIC)
 
 
@@ -32,7 +32,7 @@ def test_a_wrong_variable_is_named_with_its_value(change: dict[str, str], messag
         nodes_from_environment(TWO | change)
 
 
-def test_torchrun_starts_this_nodes_ranks_alone_and_meets_the_others() -> None:
+def test_torchrun_starts_this_nodes_ranks_only_and_joins_the_others() -> None:
     nodes = Nodes(2, 1, "10.0.0.1", 29501)
     assert torchrun(4, "python", nodes)[3:] == (
         *("--nnodes", "2", "--nproc-per-node", "4", "--node-rank", "1"),

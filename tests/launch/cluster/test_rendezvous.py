@@ -239,7 +239,7 @@ def test_a_node_that_is_silent_is_lost_though_its_connection_stays(
     assert eventually(first.failure) == LOST
 
 
-def test_a_node_whose_connection_cannot_be_recognised_is_judged_by_its_heartbeats(
+def test_a_node_whose_connection_cannot_be_recognised_is_checked_by_its_heartbeats(
     first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Such as behind a router that translates addresses.
@@ -316,7 +316,7 @@ def test_the_kernel_is_asked_to_give_a_lost_machine_up(
     assert 1000 * messages.SILENT_SECONDS in limits
 
 
-def test_a_store_that_is_slow_to_answer_loses_nobody(
+def test_a_store_that_is_slow_to_answer_loses_no_node(
     first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "SILENT_SECONDS", 0.5)
@@ -434,7 +434,7 @@ def test_something_else_that_listens_at_node_0s_address_is_named(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(st.binary(min_size=1, max_size=4096), min_size=1, max_size=6))
-def test_strangers_who_say_anything_disturb_nobody(strangers: list[bytes]) -> None:
+def test_foreign_connections_do_not_disturb_the_rendezvous(strangers: list[bytes]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     magic = b"\0" + (0x3C85F7CE).to_bytes(4, "little")  # What a client of the store begins with.

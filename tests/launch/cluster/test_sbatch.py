@@ -167,7 +167,7 @@ def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
     assert (folders[0] / "slurm.txt").read_text() == f"got:\n5 {folders[0]}\n"
 
 
-def test_a_step_is_told_the_cpus_that_its_job_asked_for() -> None:
+def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
     show = f"{CPUS}\necho ${{SRUN_CPUS_PER_TASK-none}}"
     for given_, told in (({}, "none"), ({"SLURM_CPUS_PER_TASK": "64"}, "64")):
         environment = {"PATH": os.environ["PATH"], **given_}

@@ -173,7 +173,7 @@ def test_status_shows_what_waits_and_what_runs_as_slurm_says(
         ("FAILED", Status.CRASHED, "ended FAILED in Slurm; see slurm.txt"),
     ],
 )
-def test_a_job_that_ended_without_its_launchers_word_gets_its_status_from_slurm(
+def test_a_job_that_ended_without_its_launchers_status_gets_it_from_slurm(
     programs: Path, tmp_path: Path, state: str, status: Status, reason: str
 ) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)
@@ -184,7 +184,7 @@ def test_a_job_that_ended_without_its_launchers_word_gets_its_status_from_slurm(
     assert read_status(folder).status is status
 
 
-def test_a_job_that_slurm_forgot_is_judged_by_its_log(programs: Path, tmp_path: Path) -> None:
+def test_a_job_that_slurm_forgot_is_classified_by_its_log(programs: Path, tmp_path: Path) -> None:
     job_folder(tmp_path, "12", iterations=2)
     (seen,) = follow(tmp_path)
     assert seen.state == "incomplete"
@@ -234,7 +234,7 @@ def test_a_job_of_somebody_else_is_left_alone_because_slurm_does_not_list_it(
         ("CANCELLED", "Stopped on request after iteration 2."),
     ],
 )
-def test_a_launcher_that_slurm_told_to_stop_gets_slurms_reason(
+def test_a_launcher_that_slurm_asked_to_stop_gets_slurms_reason(
     programs: Path, tmp_path: Path, state: str, reason: str
 ) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)

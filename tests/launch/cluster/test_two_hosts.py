@@ -88,7 +88,7 @@ def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(
     second.communicate(timeout=10)
 
 
-def test_a_rank_that_stands_still_on_the_other_host_is_named_and_all_stacks_are_kept(
+def test_a_rank_that_stalls_on_the_other_host_is_named_and_all_stacks_are_kept(
     hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
 ) -> None:
     long = {"ITERS": "400", "HANG_TIMEOUT": "25"}

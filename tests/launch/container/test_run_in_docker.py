@@ -79,7 +79,7 @@ def test_versions_of_an_image_are_asked_once(
     assert "--gpus" not in probes[0]
 
 
-def test_an_image_that_tells_no_versions_does_not_stop_the_run(
+def test_an_image_that_reports_no_versions_does_not_stop_the_run(
     launch: Launch, docker: FakeDocker, two_h200: FakeNvml, tmp_path: Path
 ) -> None:
     docker.answer("run", LOG)

@@ -43,7 +43,7 @@ def test_a_node_that_lacks_a_row_is_an_outlier() -> None:
     assert outliers(answers) == [Outlier("b", "GPUs", "no such row", "8 H200")]
 
 
-def test_what_a_shell_prints_beside_a_nodes_line_is_no_answer() -> None:
+def test_what_a_shell_prints_around_a_nodes_line_is_no_answer() -> None:
     text = 'Welcome!\n{"host": "b", "findings": [["warn", "Hub", "out of reach", "", null]]}\n{}\n'
     assert parse(text) == [("b", [Finding(WARN, "Hub", "out of reach")])]
 

@@ -93,7 +93,7 @@ def test_another_optimizer_is_no_broken_parity_but_a_difference_in_score() -> No
     assert "within what" in render("m", [*adamw, replace(muon, validation_loss=8.15)], ())
 
 
-def test_published_values_stand_below_with_what_is_wrong_with_them() -> None:
+def test_published_values_are_below_with_what_is_wrong_with_them() -> None:
     text = render("m", [run("megatron"), run("native")], ("A note.",))
     assert "| Native PyTorch | 4.80 | 208 s | 0.0703 | 98.74% | 1.07 |" in text
     assert "| Megatron-LM | 4.46 | 224 s | 0.0759 | 98.64% | 1.08 |" in text

@@ -9,7 +9,7 @@ def runs(*verdicts: tuple[str, str, str]) -> list[Measured]:
     ]
 
 
-def test_reference_and_held_agree() -> None:
+def test_reference_and_kept_parity_agree() -> None:
     assert disagreements(runs(("baseline", "ok", "reference"), ("tp2", "ok", "held"))) == []
 
 

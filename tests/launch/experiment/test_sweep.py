@@ -116,7 +116,7 @@ def test_what_was_trained_before_is_used_and_only_the_failed_is_tried_again(
     assert text.count("made before") == 3
 
 
-def test_ctrl_c_leaves_what_there_is_and_the_next_time_goes_on(
+def test_ctrl_c_keeps_what_there_is_and_the_next_call_resumes(
     machine: Machine, request_: Experiment, options: Options
 ) -> None:
     machine.interrupts_at = "megatron dp2"

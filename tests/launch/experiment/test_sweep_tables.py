@@ -63,7 +63,7 @@ def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
     assert "10,240" in rows[1]  # 512 tokens in 50 ms
 
 
-def test_a_failed_cell_stands_in_the_table_with_its_reason_and_the_sweep_as_incomplete() -> None:
+def test_a_failed_cell_is_in_the_table_with_its_reason_and_the_sweep_is_incomplete() -> None:
     failed = measured(Backend.NATIVE, None, complete=False, failure="oom: too large")
     text = render("s", [measured(Backend.MEGATRON, 100), failed], [])
     assert "oom: too large" in text

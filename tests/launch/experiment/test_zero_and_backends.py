@@ -38,7 +38,7 @@ def test_bandwidth_is_what_was_sent_over_the_time_spent_on_it() -> None:
     assert measured("megatron", "dp2", 100, communication_seconds=None).implied_gigabits is None
 
 
-def test_each_measured_value_is_beside_the_published_one() -> None:
+def test_each_measured_value_is_next_to_the_published_one() -> None:
     runs = [
         measured("megatron", "dp2", 100, peak_bytes=200_000_000),
         measured("megatron", "zero2", 200),
@@ -56,14 +56,14 @@ def test_each_measured_value_is_beside_the_published_one() -> None:
     assert "ZeRO-2: Megatron-LM 0.19.0 (commit abc)" in text
 
 
-def test_transfers_that_the_write_up_gives_are_beside_what_was_sent() -> None:
+def test_transfers_that_the_write_up_gives_are_next_to_what_was_sent() -> None:
     text = compare_zero.render("gpt3-355m", [measured("megatron", "zero3", 200)])
     row = cells(text, "ZeRO-3", 2)
     assert row[2] == "50.0 MB (700 MB)"
     assert row[4:] == ["100.0 ms (11 s)", "4.00 Gbit/s (0.5 Gbit/s)"]
 
 
-def test_a_model_that_was_not_published_says_whose_figures_are_beside_it() -> None:
+def test_a_model_that_was_not_published_names_the_model_of_the_published_figures() -> None:
     text = compare_zero.render("gpt2-tiny", [measured("megatron", "dp2", 100)])
     assert "The published figures are gpt3-64m's, not gpt2-tiny's." in text
 
@@ -85,7 +85,7 @@ def test_a_failed_run_has_dashes_and_no_speedup() -> None:
     assert [cell.partition(" ")[0] for cell in row[3:]] == ["–"] * 4
 
 
-def test_overhead_is_over_the_runs_own_passes_and_bare_is_beside_it() -> None:
+def test_overhead_is_over_the_runs_own_passes_and_next_to_bare() -> None:
     runs = [measured("megatron", "dp2", 120), measured("bare", "dp2", 100)]
     text = compare_backends.render("gpt2-tiny", runs)
     assert cells(text, "megatron")[5:8] == ["80.0 ms", "+50.0%", "+20.0%"]

@@ -79,7 +79,7 @@ def test_a_disk_that_was_full_for_a_moment_is_a_cause_too(
     )
 
 
-def test_the_last_words_give_the_held_room_back_and_drop_empty_stacks(folder: Path) -> None:
+def test_the_end_frees_the_reserved_disk_space_and_drops_empty_stacks(folder: Path) -> None:
     exit_status.reserve_room(folder)
     assert (folder / exit_status.RESERVE_FILE).stat().st_blocks * 512 >= exit_status.RESERVE_BYTES
     stacks = folder / records.STACKS_FOLDER

@@ -44,7 +44,7 @@ stuck_here()
 """
 
 
-def test_a_log_that_grows_is_no_hang_and_one_that_stands_still_is(tmp_path: Path) -> None:
+def test_a_log_that_grows_is_no_hang_and_one_that_stalls_is(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("a")
     watch = HangWatch(0.3)
@@ -62,7 +62,7 @@ def test_a_rank_is_in_a_collective_if_its_innermost_frames_are() -> None:
     assert not is_in_collective(WORKING)
 
 
-def test_a_stopped_rank_is_the_cause_before_any_that_stacks_tell() -> None:
+def test_a_stopped_rank_is_the_cause_before_any_that_stacks_show() -> None:
     assert find_culprit([1], {0: WORKING, 1: WAITING})[0] == 1
     rank, why = find_culprit([], {0: WAITING, 1: WORKING, 2: WAITING})
     assert (rank, "all ranks but rank 1 wait" in why) == (1, True)

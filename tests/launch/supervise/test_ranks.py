@@ -36,7 +36,7 @@ def test_ranks_are_found_by_their_environment(tmp_path: Path) -> None:
         assert wait_for(ranks, 0).pid != wait_for(ranks, 1).pid
 
 
-def test_processes_that_ignore_sigterm_are_gone_after_stop(
+def test_processes_that_ignore_sigterm_are_ended_by_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.5)
@@ -45,7 +45,9 @@ def test_processes_that_ignore_sigterm_are_gone_after_stop(
     assert not alive(rank)
 
 
-def test_a_rank_orphaned_by_torchruns_death_is_ended_before_the_end_is_told(tmp_path: Path) -> None:
+def test_a_rank_orphaned_by_torchruns_death_is_ended_before_the_end_is_reported(
+    tmp_path: Path,
+) -> None:
     with RankProcesses(("bash", "-c", "RANK=0 sleep 60 & wait"), {}, tmp_path / "log.txt") as ranks:
         rank = wait_for(ranks, 0)
         os.kill(rank.ppid(), 9)

@@ -81,7 +81,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fam
         family.launcher.communicate()
 
 
-def test_nobody_outlives_a_launcher_that_was_killed_and_the_status_says_so(
+def test_no_process_outlives_a_launcher_that_was_killed_and_the_status_says_so(
     families: dict[str, Family],
 ) -> None:
     family = families["launcher"]
@@ -96,7 +96,7 @@ def test_a_stopped_rank_does_not_outlive_its_launcher_either(families: dict[str,
     assert families["launcher of a stopped rank"].wait_until_gone()
 
 
-def test_nobody_outlives_torchrun_and_the_launcher_is_told_by_what_it_died(
+def test_no_process_outlives_torchrun_and_the_launcher_learns_what_ended_it(
     families: dict[str, Family],
 ) -> None:
     family = families["torchrun"]
@@ -105,7 +105,7 @@ def test_nobody_outlives_torchrun_and_the_launcher_is_told_by_what_it_died(
     assert int(output) == 128 + signal.SIGKILL
 
 
-def test_nobody_outlives_the_supervisor(families: dict[str, Family]) -> None:
+def test_no_process_outlives_the_supervisor(families: dict[str, Family]) -> None:
     family = families["supervisor"]
     family.launcher.wait(timeout=40)
     assert family.wait_until_gone()

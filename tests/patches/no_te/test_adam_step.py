@@ -28,7 +28,7 @@ def test_counting_by_group_changes_no_update() -> None:
         assert torch.equal(one, other)
 
 
-def test_the_count_stands_in_the_groups_and_only_moments_in_the_state() -> None:
+def test_the_count_is_in_the_groups_and_only_moments_are_in_the_state() -> None:
     optimizer = optimizer_of()
     count_steps_by_group(optimizer)
     train(optimizer, range(3))
@@ -36,7 +36,7 @@ def test_the_count_stands_in_the_groups_and_only_moments_in_the_state() -> None:
     assert {key for state in optimizer.state.values() for key in state} == {"exp_avg", "exp_avg_sq"}
 
 
-def test_what_was_saved_goes_on_as_if_it_had_not_been() -> None:
+def test_what_was_saved_resumes_as_if_it_had_not_been() -> None:
     whole, first = optimizer_of(), optimizer_of()
     for optimizer in (whole, first):
         count_steps_by_group(optimizer)

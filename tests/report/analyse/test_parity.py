@@ -48,7 +48,7 @@ def test_last_digit_is_the_one_megatron_prints(value, unit):
     assert last_digit(value) == pytest.approx(unit, rel=1e-12)
 
 
-def test_baseline_is_the_reference_and_one_digit_off_is_held(tmp_path):
+def test_baseline_is_the_reference_and_one_digit_off_keeps_parity(tmp_path):
     found = verdicts(
         tmp_path,
         (run_record("a", "tp2"), changed(LOSSES, 5, 1e-6)),

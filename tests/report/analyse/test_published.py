@@ -80,7 +80,7 @@ def test_other_device_cannot_reproduce(tmp_path):
     assert "device NVIDIA H100 80GB HBM3 instead of NVIDIA H200" in time.differs
 
 
-def test_other_model_is_shown_beside_the_main_sources_figure(tmp_path):
+def test_another_model_is_shown_next_to_the_main_sources_figure(tmp_path):
     (time,) = matches(tmp_path, run_record("r", "tp2"), 50.0, None)
     assert time.figure.model == "gpt2-large"
     assert time.verdict == "not comparable"
@@ -90,7 +90,7 @@ def test_other_model_is_shown_beside_the_main_sources_figure(tmp_path):
     )
 
 
-def test_strategy_nobody_published_has_no_figure(tmp_path):
+def test_an_unpublished_strategy_has_no_figure(tmp_path):
     split = Parallelism(tensor=2, pipeline=2, data=2)
     record = changed(run_record("r"), parallelism=split, strategy="tp2pp2dp2")
     run = load_folder(write_run(tmp_path, record, log_text([1.0])))

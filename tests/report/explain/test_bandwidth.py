@@ -50,7 +50,7 @@ def test_a_faster_link_takes_away_only_the_time_the_bytes_need(tmp_path: Path) -
     assert curve.predicted(5e8) == pytest.approx(400.0)
 
 
-def test_rows_at_different_rates_are_told_apart_by_their_rate(tmp_path: Path) -> None:
+def test_rows_at_different_rates_are_distinguished_by_their_rate(tmp_path: Path) -> None:
     report = report_of(
         run(tmp_path, "1", "dp2", 300.0, 10**9),
         run(tmp_path, "2", "dp2", 900.0, 2 * 10**8),
@@ -63,7 +63,7 @@ def test_rows_at_different_rates_are_told_apart_by_their_rate(tmp_path: Path) ->
     ]
 
 
-def test_rows_that_differ_in_two_things_are_told_apart_by_both(tmp_path: Path) -> None:
+def test_rows_that_differ_in_two_things_are_distinguished_by_both(tmp_path: Path) -> None:
     def batch(folder: Path, size: int) -> Path:
         records.write_run(folder, changed(records.read_run(folder), batch=Batch(2, size)))
         return folder

@@ -9,7 +9,7 @@ from tools.report.build import BuildOptions, build
 from tools.report.explain.tables import bench_tables
 
 
-def test_settings_stand_beside_mark_and_floor() -> None:
+def test_settings_are_next_to_mark_and_floor() -> None:
     times, kernels = bench_tables(bench(result("published", 438.0, 440.0), result("bf16", 219.0)))
     assert "floor 200 ms (large bf16 product 800 TFLOP/s, large copy 4.00 TB/s)" in times.title
     assert times.lines[0][:7] == (
@@ -44,7 +44,7 @@ def test_a_report_shows_the_bench_of_its_runs_folder(tmp_path: Path) -> None:
         assert "×1.000" in text
 
 
-def test_a_damaged_bench_is_told_and_left_out(tmp_path: Path) -> None:
+def test_a_damaged_bench_is_reported_and_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / FOLDER
     folder.mkdir(parents=True)
     (folder / FILE).write_text("{")

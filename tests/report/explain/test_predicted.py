@@ -152,7 +152,7 @@ def test_memory_is_compared_by_component_and_adams_step_counts_are_named(tmp_pat
     assert "the output layer's backward" in rows["peak of live tensors"].note
 
 
-def test_on_a_gpu_the_allocators_figures_and_the_devices_own_stand_beside_the_peak(
+def test_on_a_gpu_the_allocators_and_the_devices_figures_are_next_to_the_peak(
     tmp_path: Path,
 ) -> None:
     folder = write(tmp_path, "baseline")
@@ -193,7 +193,7 @@ def test_fused_kernels_are_fullest_at_the_planners_moment(tmp_path: Path) -> Non
     assert moment(tmp_path, "baseline", **fused) == ("the loss", 4 * 128 * 50304)
 
 
-def test_bubble_is_held_against_the_closed_form_and_against_unequal_stages(tmp_path: Path) -> None:
+def test_the_bubble_is_checked_against_the_closed_form_and_unequal_stages(tmp_path: Path) -> None:
     folder = write(tmp_path, "pp2")
     work = {Phase.FORWARD: 0.1, Phase.BACKWARD: 0.3}
     write_times(

@@ -91,7 +91,9 @@ def test_a_rank_computes_what_all_ranks_of_its_group_route_to_its_experts() -> N
     assert (first.wait_seconds, second.wait_seconds) == (0.3, 0.1)
 
 
-def test_ranks_that_share_experts_or_hold_copies_are_told_apart_as_megatron_numbers_them() -> None:
+def test_ranks_that_share_experts_or_hold_copies_are_distinguished_as_megatron_numbers_them() -> (
+    None
+):
     rows = [(layer((4, 0)),), (layer((0, 4)),), (layer((4, 0)),), (layer((4, 0)),)]
     copies = loads(record(*rows), Parallelism(data=4, expert=2), None)
     assert [load.tokens for load in copies] == [4, 4, 8, 0]
@@ -177,7 +179,7 @@ def test_a_damaged_file_is_a_note(run: Path) -> None:
     assert any("routing.json cannot be used" in note for note in loaded.notes)
 
 
-def test_a_dense_run_has_no_word_on_routing(tmp_path: Path) -> None:
+def test_a_dense_run_reports_no_routing(tmp_path: Path) -> None:
     folder = write(tmp_path, "dp2")
     write_calls(folder, waiting(0.010, 0.004))
     assert answers(folder) == ()

@@ -131,7 +131,7 @@ def test_nan_that_stops_megatron_is_nan(tmp_path, error):
     assert judged(tmp_path, traceback(error), 1).status is Status.NAN
 
 
-def test_nan_that_megatron_leaves_to_another_device_to_judge_is_nan(tmp_path):
+def test_nan_that_megatron_leaves_to_another_device_to_check_is_nan(tmp_path):
     start = (
         "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 1 at iteration #7"
     )
@@ -179,7 +179,7 @@ def test_stopping_what_had_already_failed_is_a_crash(tmp_path):
     assert judged(tmp_path, text, 1).status is Status.CRASHED
 
 
-def test_killed_without_a_word_says_what_kills(tmp_path):
+def test_a_kill_without_a_message_says_what_kills(tmp_path):
     text = iteration_line(3) + "\n" + EPILOGUE.replace("exitcode  : 1", "exitcode  : -9")
     found = judged(tmp_path, text, 1)
     assert (found.status, found.rank) == (Status.CRASHED, 1)

@@ -27,7 +27,7 @@ def family(tmp_path: Path) -> tuple[Run, Run]:
     return load_folder(parent), load_folder(child)
 
 
-def test_a_run_in_another_layout_goes_on_with_its_parents_curve_up_to_the_checkpoint(
+def test_a_run_in_another_layout_continues_its_parents_curve_from_the_checkpoint(
     family: tuple[Run, Run],
 ) -> None:
     parent, child = family
@@ -44,7 +44,7 @@ def test_its_times_are_its_own(family: tuple[Run, Run]) -> None:
     assert set(child.window.iterations) <= {5, 6, 7, 8}
 
 
-def test_a_parent_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_missing_parent_is_reported(tmp_path: Path) -> None:
     record = run_record(CHILD, "dp2", resumptions=(Resumption(PARENT, 4),))
     child = load_folder(write_run(tmp_path, record, log_text([1, 1])))
     assert any("is not beside it" in note for note in child.notes)

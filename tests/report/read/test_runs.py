@@ -36,7 +36,7 @@ ARGUMENTS = """------------------------ arguments ------------------------
 """
 
 
-def test_folder_tells_everything(tmp_path):
+def test_a_run_folder_gives_setup_status_and_reason(tmp_path):
     run = load_folder(write_run(tmp_path, run_record("a", "tp2"), log_text([9.0, 8.0])))
     assert (run.name, run.status.status, run.notes) == ("a", Status.OK, ())
     assert run.spec is not None
@@ -51,7 +51,7 @@ def test_folder_without_log_is_no_log(tmp_path):
     assert not run.counts
 
 
-def test_stale_folder_without_status_is_judged_by_its_log(tmp_path):
+def test_a_stale_folder_without_status_is_classified_by_its_log(tmp_path):
     run = load_folder(write_run(tmp_path, run_record("a"), iteration_line(3), None))
     assert run.status.status is Status.INCOMPLETE
     assert "no status.json" in run.notes

@@ -286,7 +286,7 @@ def test_a_refused_speedup_names_the_batches_and_that_they_were_scaled(tmp_path)
     assert "dp2 ×2 is within noise of baseline ×1" in printed
 
 
-def test_gpu_run_is_held_against_its_published_figures(tmp_path):
+def test_a_gpu_run_is_compared_with_its_published_figures(tmp_path):
     record = run_record(
         "a",
         "tp2",

@@ -50,7 +50,7 @@ def test_each_group_gets_the_time_of_its_kernels_and_the_rest_is_gaps() -> None:
     }
 
 
-def test_elementwise_kernels_are_told_by_the_operators_around_their_launch() -> None:
+def test_elementwise_kernels_are_identified_by_the_operators_around_their_launch() -> None:
     kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>"
     events = [
         step(1, 0, 1000),

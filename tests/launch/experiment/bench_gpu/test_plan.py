@@ -49,7 +49,7 @@ def test_main_settings_come_first_with_their_repeats_and_in_turn() -> None:
     ]
 
 
-def test_a_second_call_goes_on_where_the_first_ended() -> None:
+def test_a_second_call_resumes_where_the_first_ended() -> None:
     before = bench(result("published", 400.0, 401.0), result("tuned", 300.0))
     titles = [step.title for step in steps(SETTINGS, before)]
     assert titles[:2] == ["tuned 2/2", f"{ALONE[0].name} 1/1"]
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_left_out_by_name_and_the_rest_kept() -> None:
     assert "DATA='my data' make train-baseline-gpt2-large-1gpu" in text
 
 
-def test_the_train_command_is_told_the_patches_and_keeps_no_ledger() -> None:
+def test_the_train_command_names_the_patches_and_keeps_no_ledger() -> None:
     told = variables(TUNED, "r")
     assert (told["RUNTIME"], told["LEDGER"], told["RUNS"]) == ("host", "0", "r")
     assert told["FUSED"] == ",".join(TUNED.fused)
@@ -102,7 +102,7 @@ def test_one_patch_can_be_left_out_of_tuned_or_added_by_name() -> None:
     assert not {without.name, beside.name} & {setting.name for setting in chosen("")}
 
 
-def test_cuda_graphs_are_measured_beside_tuned() -> None:
+def test_cuda_graphs_are_measured_in_addition_to_tuned() -> None:
     (graphs,) = chosen("tuned+cuda-graph")
     assert graphs.fused == TUNED.fused
     assert graphs.flags == (*TUNED.flags, "--cuda-graph-impl", "full_iteration")

@@ -152,7 +152,7 @@ def test_every_result_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
     assert [(s.name, len(s.runs)) for s in written.settings] == [("published+norm", 1), ("bf16", 1)]
 
 
-def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_reported_and_the_others_are_made(tmp_path: Path) -> None:
     def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
         if step.setting.name == "bf16":
             raise MeasureError("it fell over")
@@ -193,7 +193,7 @@ def test_iterations_that_were_timed_before_a_run_fell_over_count_with_a_note(
     assert len(bf16.runs[0].iteration_ms) == 20
 
 
-def test_without_ceilings_the_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ceilings_the_runs_are_still_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(command: object, **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess((), 1, "", "RuntimeError: CUDA error: out of memory")
 
@@ -214,7 +214,7 @@ def test_what_no_time_is_left_for_is_recorded_as_left_out(tmp_path: Path) -> Non
     assert len(written.settings) == len(SETTINGS)
 
 
-def test_other_conditions_begin_anew_and_equal_ones_go_on(
+def test_other_conditions_begin_anew_and_equal_ones_resume(
     one_h200: FakeNvml, tmp_path: Path
 ) -> None:
     fresh = run._begin(tmp_path)
@@ -248,7 +248,7 @@ def test_a_run_over_its_time_is_asked_to_end_and_waited_for(
     assert marker.exists()
 
 
-def test_a_run_that_is_refused_tells_its_last_line(
+def test_a_run_that_is_refused_reports_its_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = (sys.executable, "-c", "import sys; print('no room'); sys.exit(2)")
