@@ -10,6 +10,9 @@ from typing import Self
 class BackgroundThread:
     """Runs `watch` while a `with` block runs; at its end `done` is set, and the block waits."""
 
+    stop_seconds: float | None = None
+    """For `watch` to return, where it may wait for something that never comes; None is no limit."""
+
     def __init__(self) -> None:
         self.done = threading.Event()
         self._thread = threading.Thread(target=self.watch, daemon=True)
@@ -33,4 +36,4 @@ class BackgroundThread:
     def stop(self) -> None:
         """End the work, as the end of the block does."""
         self.done.set()
-        self._thread.join()
+        self._thread.join(self.stop_seconds)

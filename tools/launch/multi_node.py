@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tools.launch.cluster.nodes import INTERFACES, Nodes, node_folder
 from tools.launch.cluster.rendezvous.coordinator import Coordinator
-from tools.launch.cluster.rendezvous.messages import NodeInfo
+from tools.launch.cluster.rendezvous.messages import NodeRecord
 from tools.launch.cluster.rendezvous.worker import Worker
 from tools.launch.compose import Launch
 from tools.launch.container.versions import installed_versions
@@ -38,18 +38,15 @@ def train_first(
     Raises:
         LaunchError: A node is missing, differs, or cannot run its share; nothing was written.
     """
-    with Coordinator(nodes, node_info(launch, nodes)) as coordinator:
+    with Coordinator(nodes, node_record(launch, nodes.count)) as coordinator:
         try:
             check(launch, options.runs)
             ensure_start_checkpoint(launch, options, console)
         except LaunchError as error:
             coordinator.gather()
             coordinator.refuse(f"Node 0: {error}")
-            raise
         console.print(f"{title}: waiting for {nodes.count - 1} more node(s)", highlight=False)
-        hosts = tuple(each.host for each in coordinator.gather())
-        launch = replace(launch, nodes=replace(nodes, hosts=hosts))
-        launch = _between(launch, coordinator.interface())
+        launch = _among(launch, coordinator.gather())
         return execute(launch, options.runs, console, title, coordinator, options.run_folder)
 
 
@@ -61,25 +58,24 @@ def train_other(
     Raises:
         LaunchError: Node 0 was not reached or refuses, or this machine cannot run its share.
     """
-    with Worker(nodes, node_info(launch, nodes)) as worker:
-        try:
-            check(launch, options.runs)
-        except LaunchError as error:
-            worker.introduce(problem=str(error))
-            raise
-        worker.introduce()
+    own = node_record(launch, nodes.count)
+    try:
+        check(launch, options.runs)
+    except LaunchError as error:
+        own = replace(own, problem=str(error))
+    with Worker(nodes, own) as worker:
         console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
-        folder = worker.join()
+        folder, nodes = worker.join()
         mine = node_folder(folder, nodes.rank)
         mine.mkdir(parents=True, exist_ok=True)
         ledger = {"KIT_LEDGER": str(folder / LEDGER_FOLDER)} if launch.ledger else {}
-        launch = _between(launch, worker.interface())
+        launch = _among(launch, nodes)
         with RunProgress(console, title, launch.iterations) as progress:
             code = run_ranks(launch, mine / LOG_FILE, progress, ledger, worker, folder)
         return folder, code
 
 
-def node_info(launch: Launch, nodes: Nodes) -> NodeInfo:
+def node_record(launch: Launch, nodes: int) -> NodeRecord:
     """This node, with what must be the same on all."""
     try:
         data = open_dataset(data_path(launch)).bin_sha256 or "without a record"
@@ -89,7 +85,7 @@ def node_info(launch: Launch, nodes: Nodes) -> NodeInfo:
     plant = launch.spec.plant
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     has = {
-        "NNODES=": str(nodes.count),
+        "NNODES=": str(nodes),
         "the kit's commit": kit_commit() or "unknown",
         "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
         "torch": installed_versions().get("torch", "none"),
@@ -103,15 +99,15 @@ def node_info(launch: Launch, nodes: Nodes) -> NodeInfo:
     if launch.spec.device is DeviceKind.GPU:
         names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
         has["GPUs"] = ", ".join(names) or "none"
-    return NodeInfo(nodes.rank, platform.node(), has)
+    return NodeRecord(platform.node(), has)
 
 
-def _between(launch: Launch, interface: str | None) -> Launch:
+def _among(launch: Launch, nodes: Nodes) -> Launch:
     """The launch with gloo on the interface that joins the nodes, unless the caller has chosen one.
 
     gloo would take the address of the machine's name, which is often 127.0.1.1.
     """
-    if interface is None:
-        return launch
-    chosen = {name: os.environ.get(name) or interface for name in INTERFACES}
-    return replace(launch, environment={**launch.environment, **chosen})
+    if nodes.interface is None:
+        return replace(launch, nodes=nodes)
+    chosen = {name: os.environ.get(name) or nodes.interface for name in INTERFACES}
+    return replace(launch, nodes=nodes, environment={**launch.environment, **chosen})

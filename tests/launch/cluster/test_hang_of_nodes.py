@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tools.launch.cluster.nodes import NodeGroup, Nodes, node_folder
 from tools.launch.cluster.rendezvous.coordinator import Coordinator
-from tools.launch.cluster.rendezvous.messages import NodeInfo
+from tools.launch.cluster.rendezvous.messages import NodeRecord
 from tools.launch.cluster.rendezvous.worker import Worker
 from tools.launch.compose import Launch
 from tools.launch.execute import run_ranks
@@ -51,22 +51,19 @@ def shares(tmp_path: Path) -> Iterator[Shares]:
         port = int(free.getsockname()[1])
     nodes = Nodes(2, 0, "127.0.0.1", port)
     with ExitStack() as stack:
-        first = stack.enter_context(Coordinator(nodes, NodeInfo(0, "a", {}), timeout=60))
-        other = stack.enter_context(
-            Worker(replace(nodes, rank=1), NodeInfo(1, "b", {}), timeout=60)
-        )
+        first = stack.enter_context(Coordinator(nodes, NodeRecord("a", {}), timeout=60))
+        other = stack.enter_context(Worker(replace(nodes, rank=1), NodeRecord("b", {}), timeout=60))
 
         def run(mine: Sequence[str], theirs: Sequence[str], hang_timeout: float) -> list[object]:
             results: list[object] = [None, None]
             (tmp_path / "run.json").write_text("{}")
 
             def second() -> None:
-                folder = node_folder(other.join(), 1)
+                folder = node_folder(other.join()[0], 1)
                 folder.mkdir(parents=True)
                 log = folder / "log.txt"
                 results[1] = share(theirs, hang_timeout, log, other, tmp_path)
 
-            other.introduce()
             first.gather()
             thread = threading.Thread(target=second, daemon=True)
             thread.start()

@@ -1,5 +1,6 @@
 import os
 import signal
+import weakref
 
 import pytest
 
@@ -45,6 +46,25 @@ def test_work_that_can_stop_asks_in_between_and_nothing_is_asked_twice() -> None
         ask()
         with pytest.raises(Interrupted):
             raise_if_asked()
+    raise_if_asked()
+
+
+class Referent:
+    """What a weak reference can point at."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_request_is_not_lost_where_python_drops_what_a_handler_raises() -> None:
+    def wait_for_another_node() -> None:
+        with interruptible():
+            referent = Referent()
+            reference = weakref.ref(referent, lambda _: ask())
+            del referent
+            assert reference() is None  # Nothing was raised out of the callback.
+            raise_if_asked()
+
+    with pytest.raises(Interrupted):
+        wait_for_another_node()
     raise_if_asked()
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.records.run import LOG_FILE, NODES_FOLDER, SAMPLES_FILE, StatusRecord
@@ -15,7 +14,6 @@ from tools.spec import settings
 from tools.spec.setting import whole_below
 
 DEFAULT_PORT = 29500
-PORTS = range(1024, 65536)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Variables that name the network interface between the nodes, of this machine alone."""
 
@@ -39,6 +37,8 @@ class Nodes:
     rendezvous: Rendezvous = Rendezvous.STATIC
     hosts: tuple[str, ...] = ()
     """Names of all, in node order; known once all have come."""
+    interface: str | None = None
+    """This machine's network interface between them; known then, unless addresses are translated."""
 
     def torchrun_flags(self, ranks_a_node: int) -> tuple[str, ...]:
         """torchrun's flags on this node."""
@@ -52,69 +52,41 @@ class Nodes:
         return (*place, "--rdzv-backend", "c10d", *endpoint, *host)
 
 
-class NodeGroup(Protocol):
-    """What a launcher does about the other nodes while its own ranks train."""
+class NodeGroup:
+    """What a launcher does about the other nodes while its own ranks train; here there is none."""
 
-    @property
-    def cause(self) -> StatusRecord | None:
-        """How the run ended, where another node's end was the first cause and no log says so."""
-        ...
+    cause: StatusRecord | None = None
+    """How the run ended, where another node's end was the first cause and no log says so."""
 
     def announce(self, folder: Path) -> None:
-        """Let them start: the run folder is there."""
-        ...
+        """Let the others start: the run folder is there."""
 
     def failure(self) -> str | None:
         """Why this node must stop, if it must; called several times a second."""
-        ...
+        return None
 
     def hangs(self, is_stalled: bool) -> bool:
         """Whether the run hangs, where this node's log has not grown for the timeout or has.
 
         Megatron prints on its last rank alone, so node 0, whose log receives all lines, decides.
         """
-        ...
+        return is_stalled
 
     def stopped(self, own: Sequence[int]) -> Sequence[int]:
         """Once this node's stacks are collected: wait for the others'; the stopped ranks of all."""
-        ...
+        return own
 
-    def finish(self, exit_code: int, error: BaseException | None = None) -> int:
+    def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
         """Report how this node ended, wait for the others; the whole run's exit code.
 
         Args:
             exit_code: torchrun's; anything but 0 if this node did not wait for it.
             error: What the launcher was ended by, if by anything.
         """
-        ...
-
-
-class SingleNode:
-    """A run on one machine."""
-
-    cause = None
-
-    def announce(self, folder: Path) -> None:
-        """There is no other node."""
-
-    def failure(self) -> str | None:
-        """There is no other node that could fail."""
-        return None
-
-    def hangs(self, is_stalled: bool) -> bool:
-        """This log is all there is."""
-        return is_stalled
-
-    def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """No other node has ranks."""
-        return own
-
-    def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
-        """There is no other node to wait for."""
         return exit_code
 
 
-SINGLE_NODE = SingleNode()
+SINGLE_NODE = NodeGroup()
 
 
 @wrong_settings_refused()
@@ -150,47 +122,34 @@ class NodeFiles:
 
     def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
         self._folder = folder
+        others = [node_folder(folder, node) for node in nodes]
         # Made before the others start, so what is there is from an attempt before this one.
-        self._read = {place: _size(place / LOG_FILE) for place in map(self._of, nodes)}
+        self._read = {other: len(_bytes_of(other / LOG_FILE)) for other in others}
 
-    def bring(self) -> None:
-        """Add the whole lines that came since the last call."""
-        for folder in self._read:
-            self._add(folder, whole_lines=True)
+    def bring(self, whole_lines: bool = True) -> None:
+        """Add what came since the last call, up to the last whole line unless all nodes have ended."""
+        for folder, position in self._read.items():
+            text = _bytes_of(folder / LOG_FILE, position)
+            if whole_lines:
+                text = text[: text.rfind(b"\n") + 1]
+            if text:
+                self._read[folder] = position + len(text)
+                with (self._folder / LOG_FILE).open("ab") as log:
+                    log.write(text if text.endswith(b"\n") else text + b"\n")
 
     def complete(self) -> None:
         """Add the rest, and the samples, once all nodes have ended."""
-        for folder in self._read:
-            self._add(folder, whole_lines=False)
-            samples = _lines_of(folder / SAMPLES_FILE)[1:]
-            with (self._folder / SAMPLES_FILE).open("ab") as file:
-                file.writelines(samples)
-
-    def _of(self, node: int) -> Path:
-        return node_folder(self._folder, node)
-
-    def _add(self, folder: Path, whole_lines: bool) -> None:
-        try:
-            # Opened anew each time: a network file system shows what others wrote when it is opened.
-            with (folder / LOG_FILE).open("rb") as file:
-                file.seek(self._read[folder])
-                text = file.read()
-        except OSError:
-            return
-        if whole_lines:
-            text = text[: text.rfind(b"\n") + 1]
-        if text:
-            self._read[folder] += len(text)
-            with (self._folder / LOG_FILE).open("ab") as log:
-                log.write(text if text.endswith(b"\n") else text + b"\n")
+        self.bring(whole_lines=False)
+        with (self._folder / SAMPLES_FILE).open("ab") as file:
+            for folder in self._read:
+                file.writelines(_bytes_of(folder / SAMPLES_FILE).splitlines(keepends=True)[1:])
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _lines_of(path: Path) -> list[bytes]:
+def _bytes_of(path: Path, position: int = 0) -> bytes:
     try:
-        return path.read_bytes().splitlines(keepends=True)
+        # Opened anew each time: a network file system shows what others wrote when it is opened.
+        with path.open("rb") as file:
+            file.seek(position)
+            return file.read()
     except OSError:
-        return []
+        return b""

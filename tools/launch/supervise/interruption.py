@@ -23,14 +23,19 @@ class _Request:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the first request to stop into `Interrupted`; later ones do not disturb the clearing up."""
+    """Turn the first request to stop into `Interrupted`; later ones do not disturb the clearing up.
+
+    A handler runs wherever the main thread is, and Python drops what is raised in a finalizer or in a
+    callback of a weak reference, of which every import makes one. So work that waits calls
+    `raise_if_asked`, which finds a request that was dropped.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
         for name in STOPPING:
             signal.signal(name, signal.SIG_IGN)
-        _Request.came = True
+        _Request.came = True  # Still asked for where Python drops what is raised here.
         if not _Request.deferring:
-            raise_if_asked()
+            raise Interrupted
 
     before = {number: signal.signal(number, interrupt) for number in STOPPING}
     try:
