@@ -7,7 +7,8 @@ python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch 
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch experiment NAME [--model NAME]        a file of examples/experiments
 python -m tools.launch resume runs/…  [--strategy pp2]       continue from the newest valid checkpoint
-python -m tools.launch demo | parity | list | image | reproduce | sweep | status | bench-gpu | loss-curve
+python -m tools.launch demo | parity | list | image | reproduce | sweep | status
+python -m tools.launch bench-gpu | bench-ledger | loss-curve
 """
 
 from __future__ import annotations
@@ -120,10 +121,10 @@ def _bench_gpu(_: argparse.Namespace, options: Options, console: Console) -> int
     return bench_gpu(options.runs, options.dry_run, console)
 
 
-def _loss_curve(_: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.experiment.commands import loss_curve
+def _on_target(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.experiment.commands import run_on_target
 
-    return loss_curve(options, console)
+    return run_on_target(command.name, options, console)
 
 
 def _verify(command: argparse.Namespace, options: Options, console: Console) -> int:
@@ -174,7 +175,8 @@ _HANDLERS = {
     "status": _status,
     "resume": _resume,
     "bench-gpu": _bench_gpu,
-    "loss-curve": _loss_curve,
+    "bench-ledger": _on_target,
+    "loss-curve": _on_target,
 }
 SPREADING = ("target", "run", "resume")
 SUBMITTING = ("target", "run", "sweep", "status")
@@ -210,9 +212,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"
     )
-    commands.add_parser(
+    ledger = commands.add_parser("bench-ledger", help="what the ledger costs, on against off")
+    ledger.set_defaults(name="bench_ledger")
+    curve = commands.add_parser(
         "loss-curve", help="what FUSED= does to the losses, compared with another seed"
     )
+    curve.set_defaults(name="loss_curve")
     commands.add_parser("list", help="models, strategies, and what runs here")
     status = commands.add_parser("status", help="every run: waiting, running or ended")
     status.add_argument("--quiet", action="store_true", help="only record which jobs Slurm ended")

@@ -90,6 +90,8 @@ class Launch:
     nodes: Nodes | None = None
     """The machines it runs on, where there are several."""
     hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
+    time_limit_seconds: float | None = None
+    """After which the run is ended; what it has logged by then is there."""
     saving: Saving | None = None
     resume_point: ResumePoint | None = None
 

@@ -21,7 +21,13 @@ from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.run_folder import create_run_folder
 from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, SampleSource
 from tools.launch.supervise import exit_status
-from tools.launch.supervise.hang import HangError, HangWatch, collect_stacks, kept_if_filled
+from tools.launch.supervise.hang import (
+    EndedRunError,
+    HangWatch,
+    TimeLimitError,
+    collect_stacks,
+    kept_if_filled,
+)
 from tools.launch.supervise.interruption import Interrupted, deferred, raise_if_asked
 from tools.launch.supervise.ranks import RankProcesses
 from tools.records import run as records
@@ -75,7 +81,7 @@ def run_ranks(
     launch's environment. The end is reported to the other nodes once this one's processes are gone.
 
     Raises:
-        HangError: The log did not grow for the launch's timeout.
+        EndedRunError: The log did not grow for the launch's timeout, or the launch's time was over.
         Interrupted: A request to stop came, and they were ended.
     """
     with deferred():
@@ -107,6 +113,7 @@ def _run_share(
     ):
         follower = LogFollower(log, logged_before)
         watch = HangWatch(launch.hang_timeout_seconds)
+        limit, began = launch.time_limit_seconds, time.monotonic()
         try:
             while True:
                 exit_code = ranks.exit_code()
@@ -120,6 +127,8 @@ def _run_share(
                 if group.hangs(watch.is_hanging(log)):
                     stopped = group.stopped(collect_stacks(ranks.by_rank(), stacks))
                     raise watch.error(stopped, stacks)
+                if limit is not None and time.monotonic() - began > limit:
+                    raise TimeLimitError(f"It was not done in {limit:.0f} s and was ended.")
                 time.sleep(POLL_SECONDS)
         finally:
             follower.close()
@@ -133,13 +142,13 @@ def _train_in(
     kills_before = exit_status.memory_kills()
     exit_code: int | None = None
     interrupted = False
-    hang: HangError | None = None
+    ended: EndedRunError | None = None
     room = exit_status.DiskWatermark(folder)
     try:
         with room:
             exit_code = _train(launch, folder, console, title, group)
-    except HangError as error:
-        hang = error
+    except EndedRunError as error:
+        ended = error
     except Interrupted:
         interrupted = True
         raise
@@ -148,8 +157,8 @@ def _train_in(
             folder, exit_code, interrupted, kills_before, room.free_bytes
         )
         cause = group.cause
-        if hang:
-            cause = records.StatusRecord(records.Status.CRASHED, None, str(hang), hang.rank)
+        if ended:
+            cause = records.StatusRecord(ended.status, None, str(ended), ended.rank)
         if cause and not interrupted:
             status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
         status = _finish(folder, status, time.monotonic() - started)

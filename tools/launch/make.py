@@ -59,7 +59,6 @@ TOOLS = {
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tools.report", ("bench",)),
     "bench-preprocess": Tool("tools.bench.preprocess"),
-    "bench-ledger": Tool("tools.launch.experiment.bench_ledger"),
     "compare-zero": Tool("tools.launch", ("experiment", "zero")),
     "compare-backends": Tool("tools.launch", ("experiment", "backends")),
     "compare-moe": Tool("tools.launch", ("experiment", "moe")),
@@ -84,7 +83,10 @@ TOOLS = {
 """Targets with another command than their name; the rest are commands of `tools.launch`, or train."""
 
 COMMANDS = frozenset(
-    {"demo", "parity", "list", "image", "reproduce", "sweep", "status", "bench-gpu", "loss-curve"}
+    (
+        *("demo", "parity", "list", "image", "reproduce", "sweep", "status"),
+        *("bench-gpu", "bench-ledger", "loss-curve"),
+    )
 )
 
 

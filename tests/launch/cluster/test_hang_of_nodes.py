@@ -83,6 +83,7 @@ def share(
         environment={},
         runtime=SimpleNamespace(container=False),
         hang_timeout_seconds=hang_timeout,
+        time_limit_seconds=None,
         spec=SimpleNamespace(device=DeviceKind.CPU),
     )
     progress = RunProgress(Console(file=io.StringIO()), "share", 1)

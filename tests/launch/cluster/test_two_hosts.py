@@ -55,7 +55,7 @@ def test_two_hosts_train_one_run_over_their_own_addresses(
     hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
 ) -> None:
     nodes = [start(host, rank, tmp_path, sample_prefix) for rank, host in enumerate(hosts)]
-    said = [node.communicate(timeout=150)[0] for node in nodes]
+    said = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     (folder,) = tmp_path.glob("2*")
     assert read_status(folder).status is Status.OK

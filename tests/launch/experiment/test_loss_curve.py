@@ -7,7 +7,7 @@ from megatron_patches.fusions import NAMES
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import compose_cell
-from tools.launch.experiment.commands import loss_curve
+from tools.launch.experiment.commands import run_on_target
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.tables.loss_curve import Distances, distance
 from tools.launch.options import Options, options_from_environment
@@ -68,4 +68,4 @@ def test_on_a_gpu_the_model_keeps_its_batch_and_dropout() -> None:
 def test_a_target_that_cannot_train_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TARGET", "train-what")
     with pytest.raises(LaunchError):
-        loss_curve(Options(data="owt-ds/any"), Console(file=io.StringIO()))
+        run_on_target("loss_curve", Options(data="owt-ds/any"), Console(file=io.StringIO()))

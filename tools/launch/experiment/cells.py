@@ -9,7 +9,7 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.data import ensure_data
-from tools.launch.experiment.definition import Cell, Experiment
+from tools.launch.experiment.definition import Cell, Experiment, option_fields
 from tools.launch.options import Options
 from tools.launch.preflight import check, check_composition
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
@@ -44,7 +44,9 @@ def plan_cells(experiment: Experiment, options: Options, console: Console) -> Pl
     skipped: list[Skipped] = []
     for cell in experiment.cells:
         try:
-            launches.append((cell, compose_cell(cell, options, runtimes)))
+            launch = compose_cell(cell, options, runtimes)
+            environment = {**launch.environment, **experiment.environment}
+            launches.append((cell, replace(launch, environment=environment)))
         except (LaunchError, ValueError) as error:
             if not experiment.skips_illegal:
                 raise
@@ -66,7 +68,7 @@ def check_cells(planned: Planned, experiment: Experiment, options: Options) -> P
     problems: dict[str, str] = {}
     for cell, launch in planned.launches:
         try:
-            look(launch, options.runs)
+            look(launch, cell_options(cell, options).runs)
         except LaunchError as error:
             skipped.append(_skip(cell, error))
             for line in str(error).splitlines():
@@ -98,14 +100,19 @@ def compose_cell(
 
 
 def cell_options(cell: Cell, options: Options) -> Options:
-    """The options under which this cell is trained."""
-    return replace(
+    """The options under which this cell is trained.
+
+    Raises:
+        LaunchError: One of its own variables is not known.
+    """
+    common = replace(
         options,
         backend=cell.backend or options.backend,
         optimizer=cell.optimizer or options.optimizer,
         seed=options.seed + cell.seed_offset,
         fused=options.fused if cell.fused else (),
     )
+    return replace(common, **option_fields(dict(cell.settings), cell.name))
 
 
 def _skip(cell: Cell, error: Exception) -> Skipped:

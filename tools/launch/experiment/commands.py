@@ -17,12 +17,13 @@ from tools.launch.experiment.definition import Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
 from tools.launch.experiment.runner import CellResult, Runner, say
-from tools.launch.experiment.tables import backends, moe, zero
+from tools.launch.experiment.tables import backends, ledger_cost, moe, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
 from tools.launch.options import Options
 from tools.launch.preflight import LOG_BYTES
 from tools.launch.target import parse_target
 from tools.launch.train import command_line
+from tools.report.read.runs import load_folder
 from tools.spec.files import ROOT
 from tools.spec.published import MAIN_SOURCE, load_published
 
@@ -96,16 +97,15 @@ def parity(options: Options, console: Console) -> int:
     return run_experiment(replace(demo, report="parity", table="parity"), options, console)
 
 
-def loss_curve(options: Options, console: Console, target: str = "") -> int:
-    """What FUSED= does to the losses of a target; 0 if the patches stay within what a seed does.
+def run_on_target(name: str, options: Options, console: Console, target: str = "") -> int:
+    """Run an experiment whose cells train `target`, or TARGET=, instead of their own; its exit code.
 
     Raises:
         LaunchError: It cannot work here, or a run did not end well.
     """
     target = target or os.environ.get("TARGET", "")
     trained = parse_target(target) if target else None
-    experiment = load_experiment("loss_curve", options, target=trained)
-    return run_experiment(experiment, options, console)
+    return run_experiment(load_experiment(name, options, target=trained), options, console)
 
 
 def run_experiment(experiment: Experiment, options: Options, console: Console) -> int:
@@ -126,6 +126,7 @@ def run_experiment(experiment: Experiment, options: Options, console: Console) -
     if output.announce is not None:
         say(console, output.announce([launch for _, launch in planned.launches], options))
     runner = Runner(planned.launches, options, console, experiment.takes_finished)
+    runner.budget_seconds = experiment.budget_seconds
     runner.train()
     return output.finish(Ended(experiment, options, runner.results(), console))
 
@@ -166,6 +167,16 @@ def refuse_few_iterations(_: Planned, options: Options) -> None:
             f"ITERS={options.iterations} ends within fp16's skipped iterations ({SKIPPED_ITERATIONS} in "
             f"the published runs), before Adam's state exists; use {2 * SKIPPED_ITERATIONS} or more."
         )
+
+
+def refuse_without_ledger(_: Planned, options: Options) -> None:
+    """Refuse to measure the ledger's cost without it.
+
+    Raises:
+        LaunchError: It is switched off.
+    """
+    if not options.ledger:
+        raise LaunchError("LEDGER=0 leaves nothing to measure; leave it out.")
 
 
 def announce_published(launches: Sequence[Launch], options: Options) -> str:
@@ -227,15 +238,39 @@ def loss_curve_of(ended: Ended) -> int:
     Raises:
         LaunchError: A run did not end well.
     """
-    for result in ended.results:
-        if not result.complete:
-            names = ", ".join(folder.name for folder in result.failed)
-            raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
+    _refuse_failed(ended)
     found = loss_curve_table.distances([run.losses for run in ended.measured()])
     say(
         ended.console, loss_curve_table.sentence(found, [result.launch for result in ended.results])
     )
     return int(not found.within)
+
+
+def ledger_cost_of(ended: Ended) -> int:
+    """Three sentences; 1 if the ledger costs more than it may for sure.
+
+    Raises:
+        LaunchError: A run did not end well, or is too short.
+    """
+    _refuse_failed(ended)
+    (result,) = ended.results
+    runs = [load_folder(folder) for folder in result.runs]
+    cost = ledger_cost.cost_of([ledger_cost.iteration_times(run) for run in runs])
+    say(ended.console, f"{result.cell.target.name}: {cost}")
+    say(ended.console, cost.verdict)
+    calls = ledger_cost.calls_of(runs[0])
+    say(
+        ended.console,
+        ledger_cost.by_call(ledger_cost.call_nanoseconds(), calls, cost.off.median),
+    )
+    return int(cost.is_above_limit)
+
+
+def _refuse_failed(ended: Ended) -> None:
+    for result in ended.results:
+        if not result.complete:
+            names = ", ".join(folder.name for folder in result.failed)
+            raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
 
 
 def _losses_agree(ended: Ended, runs: Sequence[Measured]) -> int:
@@ -269,5 +304,6 @@ OUTPUTS = {
     "backends": Output(backends_of),
     "moe": Output(moe_of),
     "loss_curve": Output(loss_curve_of),
+    "ledger_cost": Output(ledger_cost_of, refuse_without_ledger),
 }
 """By the name that an experiment's `table:` gives."""

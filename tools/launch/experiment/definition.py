@@ -44,6 +44,14 @@ class Cell:
     """Added to SEED=."""
     fused: bool = True
     """Whether FUSED= applies."""
+    label: str = ""
+    """What it is called, where strategy and backend do not tell cells apart."""
+    settings: tuple[tuple[str, VariableValue], ...] = ()
+    """Make variables of this cell alone, whatever the caller's say."""
+    repeats: int | None = None
+    """None is the caller's REPEATS=."""
+    expected_seconds: float = 0.0
+    """Of a run, while none was timed; an experiment with a time budget leaves out what does not fit."""
 
     @property
     def target(self) -> Target:
@@ -53,6 +61,8 @@ class Cell:
     @property
     def name(self) -> str:
         """In full, for people."""
+        if self.label:
+            return self.label
         backend = self.backend or Backend.MEGATRON
         return f"{backend} {self.strategy} {self.model} {self.devices}{self.device}"
 
@@ -78,6 +88,10 @@ class Experiment:
     """Whether a cell that cannot work is left out; else it refuses the whole experiment."""
     instead: str = ""
     """What to run where this one is refused."""
+    budget_seconds: float | None = None
+    """For all runs together; one that is not done by then is ended. None is no limit."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the ranks."""
     left_out: tuple[str, ...] = ()
     """A sentence for each package that is not installed and the cells that need it."""
 
@@ -103,6 +117,8 @@ class _Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: OptimizerName | None = None
     seed_offset: int = 0
     fused: bool = True
+    settings: dict[str, VariableValue] = {}
+    repeats: int | None = None
     needs: str = ""
 
 
@@ -120,6 +136,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_gpu: dict[str, VariableValue] = {}
     on_models: dict[str, dict[str, VariableValue]] = {}
     fixed: dict[str, VariableValue] = {}
+    environment: dict[str, str] = {}
+    budget_seconds: float | None = None
     evaluation_batches: int | None = None
     repeats: int = 1
     repeats_change_seed: bool = False
@@ -139,7 +157,7 @@ def load_experiment(
     Raises:
         LaunchError: There is none of this name, or its file holds what is not known.
     """
-    file = _read(name)
+    file, source = _read(name), f"{name}.yaml"
     model = load_model(target.model if target else model or file.model).name
     device = target.device if target else _device(file)
     entries = [_Cell(entry) if isinstance(entry, str) else entry for entry in file.cells]
@@ -154,6 +172,8 @@ def load_experiment(
             entry.optimizer,
             entry.seed_offset,
             entry.fused,
+            settings=tuple(entry.settings.items()),
+            repeats=entry.repeats,
         )
         for entry in entries
         if entry.needs not in lacking
@@ -164,12 +184,15 @@ def load_experiment(
     return Experiment(
         report=file.report.format(model=model),
         cells=tuple(cells),
-        defaults=_defaults(file, name, model, device),
-        fixed=_fields(file.fixed, name) | ({"repeats": 1} if file.repeats_change_seed else {}),
+        defaults=_defaults(file, source, model, device),
+        fixed=option_fields(file.fixed, source)
+        | ({"repeats": 1} if file.repeats_change_seed else {}),
         table=file.table,
         evaluation_batches=file.evaluation_batches,
         takes_finished=file.takes_finished,
         instead=file.instead,
+        budget_seconds=file.budget_seconds,
+        environment=file.environment,
         left_out=tuple(file.packages[package] for package in sorted(lacking)),
     )
 
@@ -190,7 +213,7 @@ def _read(name: str) -> _File:
         raise LaunchError(f"{path.relative_to(ROOT)} is no experiment: {error}.") from None
 
 
-def _defaults(file: _File, name: str, model: str, device: DeviceKind) -> dict[str, Any]:
+def _defaults(file: _File, source: str, model: str, device: DeviceKind) -> dict[str, Any]:
     """Of the batch, then of all, of the device, of the model: a later one counts."""
     own = load_model(model).batch
     batch: dict[str, Any] = {}
@@ -203,19 +226,23 @@ def _defaults(file: _File, name: str, model: str, device: DeviceKind) -> dict[st
     of_device = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
     return {
         **batch,
-        **_fields(file.defaults, name),
-        **_fields(of_device, name),
+        **option_fields(file.defaults, source),
+        **option_fields(of_device, source),
         **{
             field: value
             for pattern, variables in file.on_models.items()
             if fnmatch(model, pattern)
-            for field, value in _fields(variables, name).items()
+            for field, value in option_fields(variables, source).items()
         },
     }
 
 
-def _fields(variables: Mapping[str, VariableValue], name: str) -> dict[str, Any]:
-    """Fields of `Options` that make variables set; each must be known and change something."""
+def option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[str, Any]:
+    """Fields of `Options` that make variables set.
+
+    Raises:
+        LaunchError: One is not known or changes nothing; `source` says where it is set.
+    """
     texts = {
         key: str(int(value)) if isinstance(value, bool) else str(value)
         for key, value in variables.items()
@@ -225,9 +252,9 @@ def _fields(variables: Mapping[str, VariableValue], name: str) -> dict[str, Any]
     for key in texts:
         others = {other: text for other, text in texts.items() if other != key}
         if key not in known:
-            raise LaunchError(f"{name}.yaml sets {key}, which is no variable of a training target.")
+            raise LaunchError(f"{source} sets {key}, which is no variable of a training target.")
         if options_from_environment(others) == read:
-            raise LaunchError(f"{name}.yaml sets {key} to its default, which changes nothing.")
+            raise LaunchError(f"{source} sets {key} to its default, which changes nothing.")
     return {
         each.name: getattr(read, each.name)
         for each in fields(Options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,8 +21,14 @@ from tools.launch.train import outcome
 from tools.records.run import Status
 from tools.spec.run import Backend
 
-Finished = Callable[[Launch], list[Path]]
-"""Runs of a cell that were made before and ended well, newest first."""
+Finished = Callable[[Cell, Launch], Sequence[Path]]
+"""Runs of a cell that were made before and count, newest first."""
+
+Judge = Callable[[Cell, Path | None, str], str]
+"""Given the folder and the problem of a run that has ended, if it has them; why it does not count, or
+has to be the cell's last, and nothing if it is good."""
+
+NO_TIME = "no time was left for it"
 
 
 @dataclass(frozen=True)
@@ -61,67 +67,119 @@ class Runner:
     """Whether cells differ in more than strategy and backend."""
     finished: Finished | None = None
     """How finished runs are found; None looks in `options.runs`."""
+    judge: Judge | None = None
+    """What becomes of each run as soon as it has ended; None takes those that ended well."""
+    budget_seconds: float | None = None
+    """For all runs from `train` on; what is not expected to be done in it is left out."""
+    _longest_seconds: dict[int, float] = field(default_factory=dict)
+    """Of the runs so far, by their number of iterations."""
+    _began: float = field(default_factory=time.monotonic)
     _made: dict[Cell, list[Path]] = field(default_factory=dict)
     _failed: dict[Cell, tuple[str, Path | None]] = field(default_factory=dict)
 
     def train(self) -> None:
-        """Train what is not there. Repeats are apart, so that a slow drift falls on all cells alike.
+        """Train what is not there, while there is time.
 
         Raises:
             Interrupted: A request to stop came; the run that was on its way is complete on disk.
         """
-        total, began = len(self.cells) * self.options.repeats, time.monotonic()
-        for repeat in range(1, self.options.repeats + 1):
-            for number, (cell, launch) in enumerate(self.cells, start=1):
-                if cell in self._failed:
-                    continue
-                title = self._title(cell, launch, number, repeat)
-                made = self._taken(launch)
-                if len(made) >= repeat:
-                    say(self.console, f"{title}: made before → {made[-repeat].name}")
-                    continue
-                said = self._train(cell, launch, title)
-                ended = (repeat - 1) * len(self.cells) + number
-                seconds = (time.monotonic() - began) / ended * (total - ended)
-                left = f", about {seconds:.0f} s left" if ended < total else ""
-                say(self.console, f"{title}: {said}{left}")
+        launches, self._began = dict(self.cells), time.monotonic()
+        steps = in_turn(list(launches), self.options.repeats)
+        for done, (repeat, cell) in enumerate(steps, start=1):
+            launch = launches[cell]
+            title = self._title(cell, launch, list(launches).index(cell) + 1, repeat)
+            if cell in self._failed:
+                continue
+            made = self._taken(cell, launch)
+            if len(made) >= repeat:
+                say(self.console, f"{title}: made before → {made[-repeat].name}")
+                continue
+            expected = self._longest_seconds.get(launch.iterations, cell.expected_seconds)
+            if self.seconds_left is not None and expected > self.seconds_left:
+                say(self.console, f"{title}: left out, {NO_TIME}; repeat the command.")
+                if self.judge and repeat == 1:
+                    self.judge(cell, None, NO_TIME)
+                continue
+            said = self._train(cell, launch, title)
+            seconds = (time.monotonic() - self._began) / done * (len(steps) - done)
+            left = f", about {seconds:.0f} s left" if done < len(steps) else ""
+            say(self.console, f"{title}: {said}{left}")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the budget, if there is one."""
+        if self.budget_seconds is None:
+            return None
+        return self.budget_seconds - (time.monotonic() - self._began)
 
     def results(self) -> list[CellResult]:
         """One a cell, in order."""
         return [self._result(cell, launch) for cell, launch in self.cells]
 
     def _result(self, cell: Cell, launch: Launch) -> CellResult:
-        runs = self._taken(launch) if self.takes_finished else self._made.get(cell, [])[::-1]
+        runs = self._taken(cell, launch) if self.takes_finished else self._made.get(cell, [])[::-1]
         failure, folder = self._failed.get(cell, ("", None))
         failed = (folder,) if folder else ()
-        return CellResult(cell, launch, tuple(runs), failed, failure, self.options.repeats)
+        return CellResult(cell, launch, tuple(runs), failed, failure, self._wanted(cell))
 
-    def _taken(self, launch: Launch) -> list[Path]:
+    def _wanted(self, cell: Cell) -> int:
+        return cell.repeats or self.options.repeats
+
+    def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
         if not self.takes_finished:
             return []
-        find = self.finished or (lambda one: finished_runs(one, self.options.runs))
-        return find(launch)[: self.options.repeats]
+        found = (
+            self.finished(cell, launch)
+            if self.finished
+            else finished_runs(launch, cell_options(cell, self.options).runs)
+        )
+        return found[: self._wanted(cell)]
 
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:
+        own, began, folder = cell_options(cell, self.options), time.monotonic(), None
         try:
-            own = cell_options(cell, self.options)
             ensure_start_checkpoint(launch, own, self.console)
-            folder, status = execute(launch, self.options.runs, self.console, title)
+            limited = replace(launch, time_limit_seconds=self.seconds_left)
+            folder, status = execute(limited, own.runs, self.console, title)
         except LaunchError as error:
-            self._failed[cell] = str(error), None
-            return str(error)
-        if status.status is Status.OK:
-            self._made.setdefault(cell, []).append(folder)
+            said = problem = str(error)
         else:
-            self._failed[cell] = f"{status.status}: {status.reason}", folder
-        return outcome(folder, status)
+            said = outcome(folder, status)
+            problem = "" if status.status is Status.OK else f"{status.status}: {status.reason}"
+        seconds = time.monotonic() - began
+        longest = self._longest_seconds.get(launch.iterations, 0.0)
+        self._longest_seconds[launch.iterations] = max(longest, seconds)
+        if self.judge:
+            problem = self.judge(cell, folder, problem)
+            said = said if problem in said else f"{said}; {problem}"
+        if problem:
+            self._failed[cell] = problem, folder
+        elif folder:
+            self._made.setdefault(cell, []).append(folder)
+        return said
 
     def _title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
-        which = f" repeat {repeat}" if self.options.repeats > 1 else ""
+        which = f" repeat {repeat}" if self._wanted(cell) > 1 else ""
         other = launch.spec.backend != Backend.MEGATRON
         short = f"{launch.spec.backend} {cell.strategy}" if other else cell.strategy
-        name = cell.name if self.titles_in_full else short
+        name = cell.name if self.titles_in_full or cell.label else short
         return f"[{number}/{len(self.cells)}]{which} {name}"
+
+
+def in_turn(cells: Sequence[Cell], repeats: int = 1) -> list[tuple[int, Cell]]:
+    """Every repeat of every cell, in the order in which they are trained.
+
+    Repeats are apart, so that a slow drift falls on all cells alike. Cells with more repeats come before
+    the others, because a median of one run has no scatter to judge others by.
+    """
+    wanted = {cell: cell.repeats or repeats for cell in cells}
+    return [
+        (repeat, cell)
+        for number in sorted(set(wanted.values()), reverse=True)
+        for repeat in range(1, number + 1)
+        for cell in cells
+        if wanted[cell] == number
+    ]
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

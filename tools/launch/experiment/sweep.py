@@ -108,7 +108,7 @@ def sweep(
     (folder / CELLS_FILE).write_bytes(cells + b"\n")
     runner = Runner(planned.launches, options, console, takes_finished=True, titles_in_full=True)
     if options.slurm is not None:
-        runner.finished = lambda launch: finished_in_slurm(launch, options)
+        runner.finished = lambda _, launch: finished_in_slurm(launch, options)
         submit_cells(
             [(cell, launch, variables(cell, options)) for cell, launch in planned.launches],
             options,

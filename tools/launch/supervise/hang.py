@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from tools.launch.errors import LaunchError
+from tools.records.run import Status
 
 STACK_SECONDS = 3.0
 """At most so long are stacks waited for."""
@@ -21,12 +22,24 @@ _COLLECTIVE = re.compile(r'File ".*/torch/distributed/')
 _INNERMOST_FRAMES = 6
 
 
-class HangError(LaunchError):
-    """A run that was stalled for as long as HANG_TIMEOUT= allows."""
+class EndedRunError(LaunchError):
+    """A run that the launcher ended; the message is the reason in its status."""
 
-    def __init__(self, message: str, rank: int | None) -> None:
+    status = Status.INTERRUPTED
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class TimeLimitError(EndedRunError):
+    """A run that was not done within its time."""
+
+
+class HangError(EndedRunError):
+    """A run that was stalled for as long as HANG_TIMEOUT= allows."""
+
+    status = Status.CRASHED
 
 
 class HangWatch:

@@ -4,17 +4,17 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.fusions import NAMES
-from tests.launch.experiment.bench_gpu.results import bench, result
 from tools.launch.experiment.bench_gpu.plan import (
     BUDGET_SECONDS,
     SETTINGS,
     WARM_UP,
+    cells_of,
     chosen,
     describe,
     fitting,
-    steps,
     variables,
 )
+from tools.launch.experiment.runner import in_turn
 from tools.spec.model import load_model
 
 PUBLISHED, TUNED = chosen("published tuned")
@@ -42,32 +42,26 @@ def test_every_patch_is_measured_alone_once() -> None:
     assert all(setting.why == f"the patch {setting.fused[0]} alone" for setting in ALONE)
 
 
+def turns(names: str = "") -> list[str]:
+    cells = cells_of(chosen(names), Path("runs"))
+    return [f"{cell.label} {repeat}/{cell.repeats}" for repeat, cell in in_turn(cells)]
+
+
 def test_main_settings_come_first_with_their_repeats_and_in_turn() -> None:
-    assert [step.title for step in steps(SETTINGS)][:5] == [
+    assert turns()[:5] == [
         *("published 1/2", "tuned 1/2", "published 2/2", "tuned 2/2"),
         f"{ALONE[0].name} 1/1",
     ]
 
 
-def test_a_second_call_resumes_where_the_first_ended() -> None:
-    before = bench(result("published", 400.0, 401.0), result("tuned", 300.0))
-    titles = [step.title for step in steps(SETTINGS, before)]
-    assert titles[:2] == ["tuned 2/2", f"{ALONE[0].name} 1/1"]
-
-
-def test_a_setting_that_failed_is_tried_again() -> None:
-    before = bench(result("bf16", reason="it failed"))
-    assert [step.title for step in steps(chosen("bf16"), before)] == ["bf16 1/1"]
-
-
 def test_what_does_not_fit_is_left_out_by_name_and_the_rest_kept() -> None:
-    planned = steps(SETTINGS)
+    planned = in_turn(cells_of(SETTINGS, Path("runs")))
     kept, left = fitting(planned, BUDGET_SECONDS)
     assert set(kept) | set(left) == set(planned)
-    assert sum(step.expected_seconds for step in kept) <= BUDGET_SECONDS
+    assert sum(cell.expected_seconds for _, cell in kept) <= BUDGET_SECONDS
     assert left
-    text = describe(planned, BUDGET_SECONDS, {"DATA": "my data"})
-    assert all(step.title in text for step in planned)
+    text = describe(SETTINGS, BUDGET_SECONDS, {"DATA": "my data"})
+    assert all(title in text for title in turns())
     assert "DATA='my data' make train-baseline-gpt2-large-1gpu" in text
 
 

@@ -2,11 +2,11 @@ import gzip
 import io
 import json
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,20 +14,20 @@ from tests.launch.experiment.bench_gpu.results import bench
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.report.factory import log_text, run_record, write_run
 from tools.launch import microbenchmark
+from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.bench_gpu import run
-from tools.launch.experiment.bench_gpu.measured import (
-    GAPS,
-    TRACE,
-    MeasureError,
-    UnfinishedError,
-    measured,
-)
-from tools.launch.experiment.bench_gpu.plan import SETTINGS, BenchSetting, PlannedRun, chosen, steps
-from tools.launch.experiment.bench_gpu.run import Bench, _run_all, bench_gpu
-from tools.records.gpu_bench import read_bench, write_bench
+from tools.launch.experiment import cells, runner
+from tools.launch.experiment.bench_gpu import plan, run
+from tools.launch.experiment.bench_gpu.measured import GAPS, TRACE, MeasureError, measured
+from tools.launch.experiment.bench_gpu.plan import SETTINGS, BenchSetting, chosen
+from tools.launch.experiment.bench_gpu.run import Bench, bench_gpu
+from tools.launch.options import Options
+from tools.records.gpu_bench import GpuBench, read_bench, write_bench
+from tools.records.io import write_record
+from tools.records.run import STATUS_FILE, Status, StatusRecord
 from tools.spec.run import DeviceKind
 
+OK = StatusRecord(Status.OK, 0)
 PUBLISHED, TUNED = chosen("published tuned")
 QUIET = Console(file=io.StringIO())
 
@@ -44,7 +44,9 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
 
 def made(folder: Path, count: int, setting: BenchSetting) -> Path:
     record = run_record("r", dtype=setting.dtype)
-    return write_run(folder, record, log_text([400.0 + n for n in range(count)]))
+    made_now = write_run(folder, record, log_text([400.0 + n for n in range(count)]))
+    write_record(made_now / STATUS_FILE, StatusRecord(Status.OK, 0, wall_seconds=61.0))
+    return made_now
 
 
 def test_without_a_gpu_it_is_refused_in_a_sentence_and_nothing_is_written(
@@ -92,7 +94,7 @@ def test_a_torch_that_is_too_old_is_refused(
 
 def test_a_run_is_kept_with_the_iterations_after_the_warm_up(tmp_path: Path) -> None:
     setting = chosen("bf16")[0]
-    found = measured(made(tmp_path, 40, setting), setting, 61.0)
+    found = measured(made(tmp_path, 40, setting), setting)
     assert found.iteration_ms == tuple(400.0 + n for n in range(12, 32))
     assert len(found.losses) == 20
     assert (found.wall_seconds, found.groups_ms) == (61.0, {})
@@ -101,7 +103,7 @@ def test_a_run_is_kept_with_the_iterations_after_the_warm_up(tmp_path: Path) -> 
 def test_a_run_that_is_too_short_is_no_result(tmp_path: Path) -> None:
     setting = chosen("bf16")[0]
     with pytest.raises(MeasureError, match="has 15 of 20 timed iterations"):
-        measured(made(tmp_path / "a", 27, setting), setting, 1.0)
+        measured(made(tmp_path / "a", 27, setting), setting)
 
 
 @pytest.mark.parametrize("trace", [None, b"", gzip.compress(b'{"traceEvents": []}')[:-9]])
@@ -112,7 +114,7 @@ def test_a_trace_that_cannot_be_read_is_a_note_and_the_times_count(
     if trace is not None:
         (folder / TRACE).parent.mkdir()
         (folder / TRACE).write_bytes(trace)
-    found = measured(folder, PUBLISHED, 1.0)
+    found = measured(folder, PUBLISHED)
     assert (len(found.iteration_ms), found.groups_ms) == (50, {})
     assert found.note.startswith("the profiler's trace cannot be read: ")
 
@@ -127,73 +129,137 @@ def test_on_a_gpu_a_trace_of_the_host_alone_is_no_split(tmp_path: Path) -> None:
     (folder / TRACE).write_bytes(
         gzip.compress(json.dumps({"traceEvents": [step, operator]}).encode())
     )
-    found = measured(folder, PUBLISHED, 1.0)
+    found = measured(folder, PUBLISHED)
     assert (found.groups_ms, len(found.iteration_ms)) == ({}, 50)
     assert "saw nothing of the GPU" in found.note
 
 
-def bench_of(folder: Path, budget: float = 1e6) -> Bench:
-    return Bench(folder, budget, QUIET, bench())
+Train = Callable[[Launch, Path], tuple[Path, StatusRecord]]
 
 
-def test_every_result_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
-    planned = steps(chosen("bf16 published+norm"))
+def train_all(
+    names: str, runs: Path, train: Train, monkeypatch: pytest.MonkeyPatch, budget: float = 1e6
+) -> tuple[bool, GpuBench]:
+    """Bench these settings with a stand-in for training; whether all ended well, and what is kept."""
+
+    def execute(launch: Launch, folder: Path, *_: object) -> tuple[Path, StatusRecord]:
+        return train(launch, folder)
+
+    monkeypatch.setattr(runner, "execute", execute)
+    monkeypatch.setattr(cells, "check", lambda *_: None)
+    monkeypatch.setattr(cells, "ensure_data", lambda *_: None)
+    before = read_bench(runs) or bench()
+    call = Bench(runs, chosen(names), QUIET, before)
+    ended_well = call.train(Options(data="owt-ds/any"), budget)
+    return ended_well, read_bench(runs) or before
+
+
+def setting_of(launch: Launch, folder: Path) -> BenchSetting:
+    (setting,) = chosen(folder.name)
+    assert launch.iterations == setting.iterations
+    return setting
+
+
+def good(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
+    setting = setting_of(launch, folder)
+    made_before = len(list(folder.glob("*")))
+    return made(folder / f"run{made_before}", setting.iterations, setting), OK
+
+
+def test_every_result_is_written_as_soon_as_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
 
-    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+    def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
         before = read_bench(tmp_path)
         seen.append(len(before.settings) if before else 0)
-        return made(folder, 40, step.setting)
+        return good(launch, folder)
 
-    assert _run_all(bench_of(tmp_path), planned, {}, train) is False
-    written = read_bench(tmp_path)
-    assert written is not None
+    ended_well, written = train_all("bf16 published+norm", tmp_path, train, monkeypatch)
+    assert ended_well
     assert seen == [0, 1]
     assert [(s.name, len(s.runs)) for s in written.settings] == [("published+norm", 1), ("bf16", 1)]
 
 
-def test_a_run_that_fails_is_reported_and_the_others_are_made(tmp_path: Path) -> None:
-    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
-        if step.setting.name == "bf16":
-            raise MeasureError("it fell over")
-        return made(folder, 40, step.setting)
+def test_a_second_call_makes_what_the_first_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
 
-    assert _run_all(bench_of(tmp_path), steps(chosen("bf16 published+norm")), {}, train) is True
-    written = read_bench(tmp_path)
-    assert written is not None
+    def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
+        trained.append(folder.name)
+        return good(launch, folder)
+
+    train_all("tuned", tmp_path, train, monkeypatch)
+    _, written = train_all("tuned bf16", tmp_path, train, monkeypatch)
+    assert trained == ["tuned", "tuned", "bf16"]
+    assert [(s.name, len(s.runs)) for s in written.settings] == [("tuned", 2), ("bf16", 1)]
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
+        if folder.name == "bf16":
+            raise LaunchError("it fell over")
+        return good(launch, folder)
+
+    ended_well, written = train_all("bf16 published+norm", tmp_path, train, monkeypatch)
+    assert not ended_well
     reasons = {setting.name: setting.reason for setting in written.settings}
     assert reasons == {"published+norm": "", "bf16": "it fell over"}
 
 
-def test_a_setting_that_failed_is_not_repeated_in_the_same_call(tmp_path: Path) -> None:
+def test_a_setting_that_failed_is_tried_again_but_not_in_the_same_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[str] = []
 
-    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
-        tried.append(step.title)
-        raise MeasureError("it fell over")
+    def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
+        tried.append(folder.name)
+        raise LaunchError("it fell over")
 
-    assert _run_all(bench_of(tmp_path), steps(chosen("tuned bf16")), {}, train) is True
-    assert tried == ["tuned 1/2", "bf16 1/1"]
+    assert not train_all("tuned bf16", tmp_path, train, monkeypatch)[0]
+    assert tried == ["tuned", "bf16"]
+    assert not train_all("tuned bf16", tmp_path, train, monkeypatch)[0]
+    assert tried == ["tuned", "bf16", "tuned", "bf16"]
 
 
 def test_iterations_that_were_timed_before_a_run_fell_over_count_with_a_note(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
-        count = 40 if step.setting.name == "bf16" else 20
-        raise UnfinishedError(made(folder, count, step.setting), "the profiler fell over")
+    fell_over = StatusRecord(Status.CRASHED, 1, "The profiler fell over.")
 
-    planned = steps(chosen("bf16 published+norm"))
-    assert _run_all(bench_of(tmp_path), planned, {}, train) is True
-    written = read_bench(tmp_path)
-    assert written is not None
+    def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
+        setting = setting_of(launch, folder)
+        return made(folder / "r", 40 if setting.name == "bf16" else 20, setting), fell_over
+
+    ended_well, written = train_all("bf16 published+norm", tmp_path, train, monkeypatch)
+    assert not ended_well
     norm, bf16 = written.settings
-    assert (norm.runs, norm.reason) == ((), "the profiler fell over")
-    assert [run.note for run in bf16.runs] == ["the profiler fell over"]
+    assert (norm.runs, norm.reason) == ((), "crashed: The profiler fell over.")
+    assert [run.note for run in bf16.runs] == ["crashed: The profiler fell over."]
     assert len(bf16.runs[0].iteration_ms) == 20
 
 
-def test_without_ceilings_the_runs_are_still_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_cannot_work_here_is_recorded_with_the_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(launch: Launch, _: Path) -> None:
+        if "norm" in launch.environment.get("KIT_FUSED", ""):
+            raise LaunchError("FUSED=norm needs another GPU.")
+
+    monkeypatch.setattr(cells, "check", check)
+    monkeypatch.setattr(runner, "execute", lambda launch, folder, *_: good(launch, folder))
+    monkeypatch.setattr(cells, "ensure_data", lambda *_: None)
+    call = Bench(tmp_path, chosen("bf16 published+norm"), QUIET, bench())
+    assert not call.train(Options(data="owt-ds/any"), 1e6)
+    reasons = {setting.name: setting.reason for setting in call.result.settings}
+    assert reasons == {"published+norm": "FUSED=norm needs another GPU.", "bf16": ""}
+
+
+def test_without_ceilings_the_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(command: object, **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess((), 1, "", "RuntimeError: CUDA error: out of memory")
 
@@ -203,18 +269,34 @@ def test_without_ceilings_the_runs_are_still_made(monkeypatch: pytest.MonkeyPatc
     assert "not known: RuntimeError: CUDA error: out of memory" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_what_no_time_is_left_for_is_recorded_as_left_out(tmp_path: Path) -> None:
-    def train(step: PlannedRun, folder: Path, data: Mapping[str, str], seconds: float) -> Path:
+def test_what_no_time_is_left_for_is_recorded_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
         raise AssertionError("there was no time")
 
-    assert _run_all(bench_of(tmp_path, 1.0), steps(SETTINGS), {}, train) is False
-    written = read_bench(tmp_path)
-    assert written is not None
+    ended_well, written = train_all("", tmp_path, train, monkeypatch, budget=1.0)
+    assert ended_well
     assert {setting.reason for setting in written.settings} == {"no time was left for it"}
     assert len(written.settings) == len(SETTINGS)
 
 
-def test_other_conditions_begin_anew_and_equal_ones_resume(
+def test_each_run_gets_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+
+    def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
+        limits.append(launch.time_limit_seconds)
+        return good(launch, folder)
+
+    train_all("bf16", tmp_path, train, monkeypatch, budget=500.0)
+    (limit,) = limits
+    assert limit is not None
+    assert 490 < limit < 500
+
+
+def test_other_conditions_begin_anew_and_equal_ones_go_on(
     one_h200: FakeNvml, tmp_path: Path
 ) -> None:
     fresh = run._begin(tmp_path)
@@ -227,48 +309,19 @@ def test_other_conditions_begin_anew_and_equal_ones_resume(
     assert run._begin(tmp_path).created_utc != "before"
 
 
-SLOW_TRAINING = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))
-print("started", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_run_over_its_time_is_asked_to_end_and_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    marker = tmp_path / "ended"
-    command = (sys.executable, "-c", SLOW_TRAINING, str(marker))
-    real = subprocess.Popen
-    monkeypatch.setattr(run.subprocess, "Popen", lambda _, **kwargs: real(command, **kwargs))
-    (step,) = steps(chosen("bf16"))
-    with pytest.raises(MeasureError, match="was not done in 1 s"):
-        run._train(step, tmp_path / "runs", {}, 1.0)
-    assert marker.exists()
-
-
-def test_a_run_that_is_refused_reports_its_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = (sys.executable, "-c", "import sys; print('no room'); sys.exit(2)")
-    real = subprocess.Popen
-    monkeypatch.setattr(run.subprocess, "Popen", lambda _, **kwargs: real(command, **kwargs))
-    (step,) = steps(chosen("bf16"))
-    with pytest.raises(MeasureError, match="failed: no room"):
-        run._train(step, tmp_path / "runs", {}, 30.0)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("setting", [PUBLISHED, TUNED], ids=lambda setting: setting.name)
 def test_the_main_settings_train_and_are_measured_on_a_small_model_here(
-    setting: BenchSetting, tmp_path: Path, sample_prefix: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sample_prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "TARGET", "train-baseline-gpt2-tiny-1cpu")
-    monkeypatch.setenv("SHARED_START", "0")
-    folder = run._train(PlannedRun(setting, 1, 60.0), tmp_path, {"DATA": str(sample_prefix)}, 180.0)
-    found = measured(folder, setting, 60.0)
-    assert (len(found.iteration_ms), len(found.losses), found.note) == (50, 50, "")
-    assert found.losses[-1] < found.losses[0]
-    assert {"GEMM", "cross entropy", "GELU and bias", "optimizer", GAPS} <= set(found.groups_ms)
+    monkeypatch.setattr(plan, "TARGET", "train-baseline-gpt2-tiny-1cpu")
+    call = Bench(tmp_path, (PUBLISHED, TUNED), QUIET, bench())
+    once = tuple(msgspec.structs.replace(setting, repeats=1) for setting in call.settings)
+    call = replace(call, settings=once)
+    assert call.train(Options(data=str(sample_prefix), shared_start=False), 180.0)
+    assert [setting.name for setting in call.result.settings] == ["published", "tuned"]
+    for setting in call.result.settings:
+        (found,) = setting.runs
+        assert (len(found.iteration_ms), len(found.losses), found.note) == (50, 50, "")
+        assert found.losses[-1] < found.losses[0]
+        assert {"GEMM", "cross entropy", "GELU and bias", "optimizer", GAPS} <= set(found.groups_ms)

@@ -84,15 +84,7 @@ class MeasureError(RuntimeError):
     """A run did not give what it was made for; the message says why."""
 
 
-class UnfinishedError(MeasureError):
-    """A run ended badly; what it had measured until then is in its folder."""
-
-    def __init__(self, folder: Path, reason: str) -> None:
-        super().__init__(reason)
-        self.folder = folder
-
-
-def measured(folder: Path, setting: BenchSetting, wall_seconds: float) -> BenchRun:
+def measured(folder: Path, setting: BenchSetting) -> BenchRun:
     """Times, memory, losses and the split of an iteration; a trace that cannot be read is a note.
 
     Raises:
@@ -111,7 +103,7 @@ def measured(folder: Path, setting: BenchSetting, wall_seconds: float) -> BenchR
     return BenchRun(
         run=folder.name,
         iteration_ms=times,
-        wall_seconds=wall_seconds,
+        wall_seconds=run.status.wall_seconds or 0.0,
         peak_allocated_bytes=max(memory_by_rank(run).values(), default=None),
         device_memory_bytes=run.samples.peak_memory_bytes,
         losses=tuple(i.lm_loss for i in found if i.lm_loss is not None),

@@ -1,17 +1,19 @@
-"""What is measured, as `bench_gpu.yaml` says it; in which order, how long each run may take, as text."""
+"""What is measured, as `bench_gpu.yaml` says it: as cells of an experiment, and as text."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from megatron_patches.fusions import NAMES
-from tools.launch.experiment.definition import FOLDER
+from tools.launch.experiment.definition import FOLDER, Cell
+from tools.launch.experiment.runner import in_turn
 from tools.launch.microbenchmark import Workload
-from tools.records.gpu_bench import MARK_MS, GpuBench
+from tools.launch.target import parse_target
+from tools.records.gpu_bench import MARK_MS
 from tools.spec.files import read_yaml
 
 BUDGET_SECONDS = 510.0
@@ -24,6 +26,9 @@ CEILINGS = Workload(
 over several seconds, so that the clocks settle as they do in training."""
 START_SECONDS = 40.0
 """From the command to the first iteration. Assumed, not measured."""
+
+Run = tuple[int, Cell]
+"""A repeat, from 1, of a cell."""
 
 
 class BenchSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,55 +116,24 @@ SETTINGS = tuple(map(_whole, _BENCH.settings))
 KNOWN = (*SETTINGS, *map(_whole, _BENCH.on_request))
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run of a setting."""
-
-    setting: BenchSetting
-    repeat: int
-    """From 1."""
-    expected_seconds: float
-
-    @property
-    def title(self) -> str:
-        """How it is called on the terminal."""
-        return f"{self.setting.name} {self.repeat}/{self.setting.repeats}"
-
-
-def steps(
-    settings: Sequence[BenchSetting], before: GpuBench | None = None
-) -> tuple[PlannedRun, ...]:
-    """Every run that is still to be made: first all settings once, then the repeats of two and more.
-
-    The main settings come before the others also with their repeats, because a median of one run has
-    no scatter to judge the others by.
-    """
-    done = {s.name: len(s.runs) for s in before.settings} if before else {}
-    main = [setting for setting in settings if setting.repeats > 1]
-    others = [setting for setting in settings if setting.repeats == 1]
-    rounds = range(1, 1 + max((setting.repeats for setting in main), default=0))
-    ordered = [(s, r) for r in rounds for s in main if r <= s.repeats] + [(s, 1) for s in others]
+def cells_of(settings: Sequence[BenchSetting], runs: Path) -> tuple[Cell, ...]:
+    """A cell for each setting; those that are repeated come first, and their repeats in turn."""
+    target = parse_target(TARGET)
     return tuple(
-        PlannedRun(s, r, expected_seconds(s)) for s, r in ordered if r > done.get(s.name, 0)
+        Cell(
+            *(target.model, target.strategy, target.devices, target.device),
+            label=setting.name,
+            settings=tuple(variables(setting, str(runs / setting.name)).items()),
+            repeats=setting.repeats,
+            expected_seconds=expected_seconds(setting),
+        )
+        for setting in settings
     )
 
 
 def expected_seconds(setting: BenchSetting) -> float:
     """Start-up as assumed and iterations at the published time: a guess that plans, not a result."""
     return START_SECONDS + setting.iterations * MARK_MS / 1000
-
-
-def fitting(
-    planned: Sequence[PlannedRun], seconds: float
-) -> tuple[tuple[PlannedRun, ...], tuple[PlannedRun, ...]]:
-    """Steps that fit one after another in so many seconds, and those that are left out."""
-    kept: list[PlannedRun] = []
-    left: list[PlannedRun] = []
-    for step in planned:
-        fits = step.expected_seconds <= seconds
-        (kept if fits else left).append(step)
-        seconds -= step.expected_seconds if fits else 0
-    return tuple(kept), tuple(left)
 
 
 def variables(setting: BenchSetting, runs: str) -> dict[str, str]:
@@ -175,32 +149,44 @@ def variables(setting: BenchSetting, runs: str) -> dict[str, str]:
     }
 
 
-def describe(planned: Sequence[PlannedRun], budget: float, environment: Mapping[str, str]) -> str:
+def describe(settings: Sequence[BenchSetting], budget: float, given: Mapping[str, str]) -> str:
     """The plan as text: what, with which patches, by which command, how long."""
-    kept, left = fitting(planned, budget - CEILINGS_SECONDS)
+    known = {setting.name: setting for setting in settings}
+    kept, left = fitting(in_turn(cells_of(settings, Path())), budget - CEILINGS_SECONDS)
     lines = [
         f"Ceilings of the device: a large bf16 product, a large copy (≈{CEILINGS_SECONDS:.0f} s)"
     ]
-    for step in kept:
-        lines += _lines(step, environment)
-    total = CEILINGS_SECONDS + sum(step.expected_seconds for step in kept)
+    for repeat, cell in kept:
+        lines += _lines(known[cell.label], repeat, given)
+    total = CEILINGS_SECONDS + sum(cell.expected_seconds for _, cell in kept)
     lines.append(
         f"Expected: {total:.0f} s of {budget:.0f} s, if a start takes {START_SECONDS:.0f} s and an "
         f"iteration {MARK_MS:.0f} ms; what fits is decided by what the runs really take."
     )
     if left:
-        names = ", ".join(step.title for step in left)
+        names = ", ".join(f"{cell.label} {repeat}/{cell.repeats}" for repeat, cell in left)
         lines.append(f"Would not fit, for the next call (it resumes where this one ends): {names}")
     return "\n".join(lines)
 
 
-def _lines(step: PlannedRun, environment: Mapping[str, str]) -> list[str]:
-    setting = step.setting
+def fitting(runs: Sequence[Run], seconds: float) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Runs that fit one after another in so many seconds, and those that are left out."""
+    kept: list[Run] = []
+    left: list[Run] = []
+    for run in runs:
+        needed = run[1].expected_seconds
+        (kept if needed <= seconds else left).append(run)
+        seconds -= needed if needed <= seconds else 0
+    return tuple(kept), tuple(left)
+
+
+def _lines(setting: BenchSetting, repeat: int, given: Mapping[str, str]) -> list[str]:
     patches = ", ".join(setting.fused) or "none"
-    settings = {**variables(setting, "runs/bench-gpu"), **environment}
+    settings = {**variables(setting, "runs/bench-gpu"), **given}
     words = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
     return [
-        f"{step.title}: {setting.why}; {setting.dtype}, patches: {patches}; {setting.timed} timed "
-        f"iterations of {setting.iterations} (≈{step.expected_seconds:.0f} s)",
+        f"{setting.name} {repeat}/{setting.repeats}: {setting.why}; {setting.dtype}, patches: "
+        f"{patches}; {setting.timed} timed iterations of {setting.iterations} "
+        f"(≈{expected_seconds(setting):.0f} s)",
         f"    {words} make {TARGET}",
     ]

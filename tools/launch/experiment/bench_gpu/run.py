@@ -1,24 +1,22 @@
-"""`make bench-gpu`: ceilings, then each setting by the kit's own train command, while time lasts."""
+"""`make bench-gpu`: ceilings, then each setting as a cell of the one runner, while time lasts."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
 from tools.launch import microbenchmark
-from tools.launch.compose import DEFAULT_DATA
+from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import driver_version, visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.bench_gpu.measured import MeasureError, UnfinishedError, measured
+from tools.launch.experiment.bench_gpu.measured import MeasureError, measured
 from tools.launch.experiment.bench_gpu.plan import (
     BUDGET_SECONDS,
     CEILINGS,
@@ -26,17 +24,17 @@ from tools.launch.experiment.bench_gpu.plan import (
     KNOWN,
     TARGET,
     BenchSetting,
-    PlannedRun,
+    cells_of,
     chosen,
     describe,
-    steps,
-    variables,
 )
-from tools.launch.experiment.data import ensure_sample
+from tools.launch.experiment.cells import check_cells, plan_cells
+from tools.launch.experiment.definition import Cell, Experiment
+from tools.launch.experiment.runner import Runner
 from tools.launch.megatron_entry import kit_commit
+from tools.launch.options import Options, options_from_environment
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
 from tools.launch.run_folder import utc_now
-from tools.launch.supervise.interruption import Interrupted
 from tools.launch.target import parse_target
 from tools.plan.time.flops import model_flops
 from tools.preprocess.dataset import idx_path
@@ -54,8 +52,6 @@ from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
 
-END_SECONDS = 20.0
-"""A run that does not end in its time is sent SIGTERM; its launcher ends the ranks within 10 s."""
 FIXED = (
     *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
     *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
@@ -67,27 +63,71 @@ SHOWN = ("KIT_PYTHON", "DATA")
 
 @dataclass
 class Bench:
-    """A call: what there is, and how to measure more."""
+    """A call: what there is by now, written to the disk as it comes."""
 
     runs: Path
-    budget_seconds: float
+    settings: Sequence[BenchSetting]
     console: Console
     result: GpuBench
-    started: float = field(default_factory=time.monotonic)
 
-    @property
-    def seconds_left(self) -> float:
-        """Of the budget."""
-        return self.budget_seconds - (time.monotonic() - self.started)
+    def train(self, options: Options, budget_seconds: float) -> bool:
+        """Train what is not there, as far as time allows; whether all that was started ended well.
 
-    def add(self, setting: BenchSetting, run: BenchRun | None, reason: str = "") -> None:
+        Raises:
+            Interrupted: A request to stop came; what had ended is kept.
+        """
+        cells = cells_of(self.settings, self.runs / FOLDER)
+        experiment = Experiment(FOLDER, cells, skips_illegal=True, budget_seconds=budget_seconds)
+        planned = check_cells(plan_cells(experiment, options, self.console), experiment, options)
+        for skipped in planned.skipped:
+            self.console.print(f"{skipped.cell.name}: {skipped.rule}", style="red", markup=False)
+            self.judge(skipped.cell, None, skipped.rule)
+        runner = Runner(
+            planned.launches,
+            options,
+            self.console,
+            takes_finished=True,
+            finished=self.finished,
+            judge=self.judge,
+            budget_seconds=experiment.budget_seconds,
+        )
+        runner.train()
+        return not planned.skipped and not any(result.failure for result in runner.results())
+
+    def finished(self, cell: Cell, _: Launch) -> list[Path]:
+        """Runs that are kept, newest first."""
+        kept = self._kept(cell.label)
+        names = [run.run for run in kept.runs] if kept else []
+        return [self.runs / FOLDER / cell.label / name for name in reversed(names)]
+
+    def judge(self, cell: Cell, folder: Path | None, problem: str) -> str:
+        """Keep a run with its timed iterations, also of one that fell over after them; its problem."""
+        setting = next(each for each in self.settings if each.name == cell.label)
+        if folder is None:
+            self._add(setting, None, problem)
+            return problem
+        try:
+            found = measured(folder, setting)
+        except MeasureError as error:
+            self._add(setting, None, problem or str(error))
+            return problem or str(error)
+        note = "; ".join(filter(None, (problem, found.note)))
+        self._add(setting, replace(found, note=note))
+        middle = median(found.iteration_ms)
+        self.console.print(f"{setting.name}: {middle:.1f} ms an iteration", highlight=False)
+        return note
+
+    def _kept(self, name: str) -> SettingResult | None:
+        return next((one for one in self.result.settings if one.name == name), None)
+
+    def _add(self, setting: BenchSetting, run: BenchRun | None, reason: str = "") -> None:
         """Keep a run, or why there is none, and write all that is known so far."""
-        kept = [s for s in self.result.settings if s.name != setting.name]
-        before = next((s for s in self.result.settings if s.name == setting.name), None)
+        before = self._kept(setting.name)
         runs = (*(before.runs if before else ()), *((run,) if run else ()))
         new = SettingResult(setting.name, setting.dtype, setting.fused, setting.extra, runs, reason)
-        order = [s.name for s in KNOWN]
-        settings = sorted((*kept, new), key=lambda s: order.index(s.name))
+        others = [one for one in self.result.settings if one.name != setting.name]
+        order = [one.name for one in KNOWN]
+        settings = sorted((*others, new), key=lambda one: order.index(one.name))
         self.result = replace(self.result, settings=tuple(settings), created_utc=utc_now())
         write_bench(self.runs, self.result)
 
@@ -103,16 +143,17 @@ def bench_gpu(
     settings, budget = _asked(environment)
     if dry_run:
         given = {name: environment[name] for name in SHOWN if environment.get(name)}
-        print(describe(steps(settings), budget, given))
+        print(describe(settings, budget, given))
         return 0
+    began = time.monotonic()
     _check(environment)
-    bench = Bench(runs, budget, console, _begin(runs))
-    data = _data(environment, console)
+    bench = Bench(runs, settings, console, _begin(runs))
     bench.result = replace(bench.result, ceilings=_ceilings(console))
-    failed = _run_all(bench, steps(settings, bench.result), data, _train)
+    options = replace(options_from_environment(environment), data=_data(environment))
+    ended_well = bench.train(options, budget - (time.monotonic() - began))
     console.print(bench_text(bench.result), markup=False, highlight=False)
     console.print(f"Results: {runs / FOLDER}; 'make report' shows them.", highlight=False)
-    return int(failed)
+    return int(not ended_well)
 
 
 def _asked(environment: Mapping[str, str]) -> tuple[tuple[BenchSetting, ...], float]:
@@ -158,14 +199,11 @@ def _begin(runs: Path) -> GpuBench:
     return before if before is not None and before.identity == fresh.identity else fresh
 
 
-def _data(environment: Mapping[str, str], console: Console) -> dict[str, str]:
+def _data(environment: Mapping[str, str]) -> str:
     """The data set that is named, else the published one where it was prepared, else the sample."""
-    if environment.get("DATA"):
-        return {"DATA": environment["DATA"]}
-    if idx_path(ROOT / DEFAULT_DATA[DeviceKind.GPU]).is_file():
-        return {}
-    ensure_sample(console)
-    return {"DATA": DEFAULT_DATA[DeviceKind.CPU]}
+    published = DEFAULT_DATA[DeviceKind.GPU]
+    is_prepared = idx_path(ROOT / published).is_file()
+    return environment.get("DATA") or (published if is_prepared else DEFAULT_DATA[DeviceKind.CPU])
 
 
 def _ceilings(console: Console) -> Ceilings | None:
@@ -181,98 +219,3 @@ def _ceilings(console: Console) -> Ceilings | None:
     if figures is None or not (figures.matmul_flops and figures.copy_bytes_per_second):
         return None
     return Ceilings(figures.matmul_flops, figures.copy_bytes_per_second)
-
-
-Train = Callable[[PlannedRun, Path, Mapping[str, str], float], Path]
-
-
-def _run_all(
-    bench: Bench, planned: Sequence[PlannedRun], data: Mapping[str, str], train: Train
-) -> bool:
-    """Run what fits; whether any run failed. The longest run so far decides what still fits."""
-    failed: set[str] = set()
-    longest: dict[int, float] = {}
-    for step in planned:
-        iterations = step.setting.iterations
-        if step.setting.name in failed:
-            bench.console.print(f"{step.title}: left out, because it failed before.")
-            continue
-        if longest.get(iterations, step.expected_seconds) > bench.seconds_left:
-            bench.console.print(f"{step.title}: left out, no time for it; repeat the command.")
-            if step.repeat == 1:
-                bench.add(step.setting, None, "no time was left for it")
-            continue
-        began = time.monotonic()
-        problem = _run_one(bench, step, data, train)
-        if problem:
-            failed.add(step.setting.name)
-            bench.console.print(f"{step.title}: {problem}", style="red", markup=False)
-        longest[iterations] = max(longest.get(iterations, 0.0), time.monotonic() - began)
-    return bool(failed)
-
-
-def _run_one(bench: Bench, step: PlannedRun, data: Mapping[str, str], train: Train) -> str:
-    """Run and keep; what went wrong, also where its timed iterations were there by then."""
-    began, problem = time.monotonic(), ""
-    try:
-        try:
-            folder = train(step, bench.runs / FOLDER / step.setting.name, data, bench.seconds_left)
-        except UnfinishedError as error:
-            folder, problem = error.folder, str(error)
-        found = measured(folder, step.setting, time.monotonic() - began)
-    except MeasureError as error:
-        bench.add(step.setting, None, problem or str(error))
-        return problem or str(error)
-    note = "; ".join(filter(None, (problem, found.note)))
-    bench.add(step.setting, replace(found, note=note))
-    bench.console.print(_result_line(step, found), highlight=False)
-    return note
-
-
-def _result_line(step: PlannedRun, found: BenchRun) -> str:
-    middle = sorted(found.iteration_ms)[len(found.iteration_ms) // 2]
-    return f"{step.title}: {middle:.1f} ms an iteration, {found.wall_seconds:.0f} s"
-
-
-def _train(step: PlannedRun, runs: Path, data: Mapping[str, str], seconds: float) -> Path:
-    """The kit's own train command; the run folder it made.
-
-    Raises:
-        MeasureError: It failed or was not done in time; an UnfinishedError if it had begun.
-    """
-    # Wide, or the last line would be the end of a sentence that says why it failed.
-    environment = {**os.environ, "COLUMNS": "1000", **variables(step.setting, str(runs)), **data}
-    before = set(runs.glob("*/run.json"))
-    command = (sys.executable, "-m", "tools.launch", "target", TARGET)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    problem = ""
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        if process.returncode != 0:
-            last = (output.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[
-                -1
-            ]
-            problem = f"'{shlex.join(command)}' failed: {last}"
-    except subprocess.TimeoutExpired:
-        _end(process)
-        problem = f"it was not done in {seconds:.0f} s and was ended"
-    except Interrupted:
-        _end(process)
-        raise
-    made = sorted(set(runs.glob("*/run.json")) - before)
-    if problem and made:
-        raise UnfinishedError(made[-1].parent, problem)
-    if problem or not made:
-        raise MeasureError(problem or "it left no run folder")
-    return made[-1].parent
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.communicate(timeout=END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()

@@ -1,0 +1,47 @@
+import io
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.execute import execute
+from tools.launch.experiment.cells import compose_cell
+from tools.launch.experiment.definition import Cell
+from tools.launch.options import Options
+from tools.records.run import Status, read_status
+from tools.spec.run import DeviceKind
+
+LINE = " iteration        1/      25 | elapsed time per iteration (ms): 9.0 | lm loss: 1.0E+01 |"
+
+
+@dataclass(frozen=True)
+class Endless(Launch):
+    """Logs one iteration, and trains on for a minute."""
+
+    def command(self, run_folder: str = "") -> tuple[str, ...]:  # noqa: ARG002
+        return ("bash", "-c", f"echo '{LINE}'; exec sleep 60")
+
+
+def endless(runs: Path, data: Path) -> Launch:
+    cell = Cell("gpt2-tiny", "dp2", 2, DeviceKind.CPU)
+    launch = compose_cell(cell, Options(data=str(data), runs=runs))
+    fields: Sequence[str] = list(launch.__dataclass_fields__)
+    return Endless(**{name: getattr(launch, name) for name in fields})
+
+
+def test_a_run_over_its_time_is_ended_and_what_it_logged_is_there(
+    tmp_path: Path, sample_prefix: Path
+) -> None:
+    launch = replace(endless(tmp_path, sample_prefix), time_limit_seconds=1.0)
+    began = time.monotonic()
+    folder, status = execute(launch, tmp_path, Console(file=io.StringIO()), "endless")
+    assert time.monotonic() - began < 15
+    assert (status.status, status.reason) == (
+        Status.INTERRUPTED,
+        "It was not done in 1 s and was ended.",
+    )
+    assert read_status(folder) == status
+    assert "iteration        1/" in (folder / "log.txt").read_text()
