@@ -111,13 +111,13 @@ def print_plan(
         console.print(f"Training takes {days:,.1f} days.", highlight=False)
     if not plan.winner:
         return
-    console.print(
-        rich_table(_ranking(plan.ranked, f"The best of {plan.legal:,} legal configurations"))
-    )
+    rankings = [_ranking(plan.ranked, f"The best of {plan.legal:,} legal configurations")]
     if plan.lightest:
-        console.print(rich_table(_ranking([plan.lightest], "Least memory")))
+        rankings.append(_ranking([plan.lightest], "Least memory"))
     if named := single_axis_candidates(plan.request):
-        console.print(rich_table(_ranking(named, "As make train-<strategy> runs them")))
+        rankings.append(_ranking(named, "As make train-<strategy> runs them"))
+    for ranking in rankings:
+        console.print(rich_table(ranking.fitting(console.width)))
     console.print(rich_table(_details(plan.winner)))
     command = make_command(plan.request.model, plan.winner.spec)
     if difference := trained_vocabulary_sentence(plan.winner.spec):
@@ -138,14 +138,16 @@ def _scaling_sentence(plan: Plan, scaled: Scaling) -> str:
 def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
     columns = (
         Column[Candidate]("strategy", _strategy, right=False),
-        Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size),
-        Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages),
-        Column[Candidate]("recompute", lambda c: c.spec.recompute),
-        Column[Candidate]("ms/iteration", lambda c: 1e3 * c.seconds.total, "{:,.1f}".format),
-        Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format),
-        Column[Candidate]("MFU", lambda c: c.mfu, percent),
-        Column[Candidate]("GiB a rank", _memory),
-        Column[Candidate]("GB sent", lambda c: _sent(c.spec) / _GB, "{:,.2f}".format),
+        Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size, rank=5),
+        Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages, rank=8),
+        Column[Candidate]("recompute", lambda c: c.spec.recompute, rank=6),
+        Column[Candidate](
+            "ms/iteration", lambda c: 1e3 * c.seconds.total, "{:,.1f}".format, rank=1
+        ),
+        Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format, rank=4),
+        Column[Candidate]("MFU", lambda c: c.mfu, percent, rank=3),
+        Column[Candidate]("GiB a rank", _memory, rank=2),
+        Column[Candidate]("GB sent", lambda c: _sent(c.spec) / _GB, "{:,.2f}".format, rank=7),
     )
     return Table(columns, tuple(candidates), title)
 

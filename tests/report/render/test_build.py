@@ -261,8 +261,9 @@ def test_terminal_shows_failed_attempts_and_runs_that_are_on_as_the_page_does(tm
     for name, status in (("a", Status.OUT_OF_MEMORY), ("b", Status.OK), ("c", Status.INCOMPLETE)):
         folder = write_run(tmp_path / "runs", run_record(name), log_text([9.0] * 8), status)
     (folder / "samples.csv").write_text("seconds\n")
+    assert "ok (1 failed, 1 running)" in made(tmp_path, width=60)[1]
     _, printed, folder = made(tmp_path, width=200)
-    assert "ok (1 earlier failed, 1 running)" in printed
+    assert "ok (1 failed, 1 running)" in printed
     said = (
         "3 runs in 1 configuration; an earlier attempt of baseline ×1 is oom; one more of "
         "baseline ×1 is running (iteration 8 of 25)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
@@ -56,7 +56,7 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank
     )
     for comparison in comparisons:
         console.print(rich_table(figures_table(comparison)))
-        console.print(rich_table(_calls_table(comparison)))
+        console.print(rich_table(_calls_table(comparison).fitting(console.width)))
         console.print(verdict(comparison), highlight=False)
     for note in NOTES:
         console.print(f"[dim]{note}[/dim]", highlight=False)
@@ -130,12 +130,12 @@ def _call_as_data(row: Calls) -> dict[str, Any]:
 def _calls_table(comparison: CheckedRank) -> Table[Calls]:
     columns = (
         Column[Calls]("group", lambda row: row.group, right=False),
-        Column[Calls]("operation", lambda row: row.operation, right=False),
-        Column[Calls]("phase", lambda row: row.phase, right=False),
-        Column[Calls]("ranks", lambda row: row.ranks),
-        Column[Calls]("calls", lambda row: row.calls, count),
-        Column[Calls]("bytes a call", lambda row: row.payload_bytes, count),
-        Column[Calls]("GB sent", lambda row: row.wire_bytes / _GB, "{:,.3f}".format),
+        Column[Calls]("operation", lambda row: row.operation, right=False, rank=1),
+        Column[Calls]("phase", lambda row: row.phase, right=False, rank=3),
+        Column[Calls]("ranks", lambda row: row.ranks, rank=4),
+        Column[Calls]("calls", lambda row: row.calls, count, rank=2),
+        Column[Calls]("bytes a call", lambda row: row.payload_bytes, count, rank=2),
+        Column[Calls]("GB sent", lambda row: row.wire_bytes / _GB, "{:,.3f}".format, rank=2),
     )
     calls = comparison.report.communication.calls
     sent = [row for row in calls if row.ranks > 1 and row.wire_bytes]
@@ -145,8 +145,9 @@ def _calls_table(comparison: CheckedRank) -> Table[Calls]:
 def print_verified(verified: list[Verified], console: Console) -> None:
     """One table over all candidates, then what could not be run or differs."""
     rows = [(item.candidate.strategy, one) for item in verified for one in item.comparisons]
-    table = Table(_VERIFIED_COLUMNS, tuple(rows), "Closed form against Megatron's own code")
-    console.print(rich_table(table))
+    columns = tuple(replace(column, wraps=column.right) for column in _VERIFIED_COLUMNS)
+    table = Table(columns, tuple(rows), "Closed form against Megatron's own code")
+    console.print(rich_table(table, console.width))
     for sentence in _sentences(verified):
         console.print(sentence, highlight=False)
 

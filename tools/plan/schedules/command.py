@@ -82,12 +82,16 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
         Column[SimulatedSchedule]("idle", lambda t: figures(t).idle_share, percent),
         Column[SimulatedSchedule]("bubble", lambda t: figures(t).bubble, "{:.4f}".format),
         Column[SimulatedSchedule]("closed form", closed_form_bubble, "{:.4f}".format),
-        Column[SimulatedSchedule]("held, by stage", lambda t: _listed(figures(t).activations)),
-        Column[SimulatedSchedule]("versions", lambda t: _listed(figures(t).weight_versions)),
-        Column[SimulatedSchedule]("staleness", lambda t: _listed(figures(t).staleness)),
+        Column[SimulatedSchedule](
+            "held, by stage", lambda t: _listed(figures(t).activations), wraps=True
+        ),
+        Column[SimulatedSchedule](
+            "versions", lambda t: _listed(figures(t).weight_versions), wraps=True
+        ),
+        Column[SimulatedSchedule]("staleness", lambda t: _listed(figures(t).staleness), wraps=True),
     )
-    table = rich_table(Table(columns, tuple(timelines), title))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(rich_table(Table(columns, tuple(timelines), title), console.width))
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -74,9 +74,9 @@ def _time_and_interval(entry: Entry) -> str:
 
 
 def _status_and_attempts(entry: Entry) -> str:
-    attempts = other_attempts(entry.configuration)
+    attempts = ", ".join(other_attempts(entry.configuration)).replace("earlier ", "")
     status = entry.run.status.status.value
-    return f"{status} ({', '.join(attempts)})" if attempts else status
+    return f"{status} ({attempts})" if attempts else status
 
 
 def _status_style(entry: Entry) -> str:
@@ -159,7 +159,10 @@ def markdown_results(report: Report) -> Table[Entry]:
 
 def terminal_results(title: str, entries: Sequence[Entry], width: int) -> Table[Entry]:
     """Results of one model on one device, as many columns as fit."""
-    return Table(_OF_TERMINAL, tuple(entries), title).fitting(width)
+    # Failed attempts are shown however narrow it is.
+    others = any(other_attempts(entry.configuration) for entry in entries)
+    columns = (replace(c, rank=1) if others and c.name == "status" else c for c in _OF_TERMINAL)
+    return Table(tuple(columns), tuple(entries), title).fitting(width)
 
 
 _WINDOW = (
