@@ -142,8 +142,10 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
             if query.is_cuda and plain and not has_bias_or_packing(args, kwargs):
                 return _attend_dropping(self, query, key, value, None)
-            # Of multi-latent attention both are parts of one tensor, which Megatron views as rows.
-            return original(self, query, key.contiguous(), value.contiguous(), *args, **kwargs)
+            if self.config.multi_latent_attention:
+                # Both are parts of one tensor, which Megatron views as rows; others need no copy.
+                key, value = key.contiguous(), value.contiguous()
+            return original(self, query, key, value, *args, **kwargs)
         if not plain:
             raise NotImplementedError(
                 f"Context parallelism without Transformer Engine knows plain causal attention, not "
