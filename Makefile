@@ -37,6 +37,7 @@ trace-%: setup ## one iteration of such a run as a picture, and for Perfetto
 verify-%: setup ## verify-<strategy>-<model>-<N>cpu: the first tensor that is wrong, against one rank
 	@$(VENV_PYTHON) -m tools.launch make $@
 status: ## all runs: queued, running or ended, iteration, loss, time left
+stop: ## end a run that is on, from any terminal: RUN=runs/…
 resume: ## continue from the newest valid checkpoint: RUN=runs/… STRATEGY=pp2
 image: ## build the container for RUNTIME=docker
 reproduce: ## the six published runs on two GPUs, and a report; resumable
@@ -70,9 +71,11 @@ loss-curve: ## 200 losses with FUSED=, compared with those of another seed
 lint: setup ## ruff, mypy, shellcheck, hadolint, import-linter
 	@$(no_variables)tools/lint.sh
 clean: ## remove runs, reports and caches; keeps .venv and owt-ds
-	@$(no_variables)rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@$(no_variables)[ ! -d runs ] || ! $(VENV_PYTHON) -c 'import msgspec, psutil, rich' 2>/dev/null || \
+		RUNS= $(VENV_PYTHON) -m tools.launch idle
+	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status resume image reproduce \
+CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
 	compare-zero compare-backends compare-moe sweep plan dryrun schedules report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve
 $(CALLS): setup

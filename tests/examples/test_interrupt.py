@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.examples.runs import Run
+from tools.launch.__main__ import main
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import Status
@@ -64,7 +65,10 @@ def stopped(
 def stop(launcher: subprocess.Popen[bytes], folder: Path, number: signal.Signals) -> Stopped:
     ranks = psutil.Process(launcher.pid).children(recursive=True)
     asked = time.monotonic()
-    launcher.send_signal(number)
+    if number is signal.SIGTERM:  # As `make stop` sends it.
+        assert main(("stop", str(folder))) == 0
+    else:
+        launcher.send_signal(number)
     exit_code = launcher.wait(timeout=30)
     return Stopped(folder, exit_code, time.monotonic() - asked, ranks)
 

@@ -102,7 +102,7 @@ def test_the_345m_alias_is_one_gpu_with_the_published_batch(runtime: str) -> Non
         env=environment,
         capture_output=True,
         text=True,
-        check=True,
+        check=False,  # Where GPUs or data are missing, the refusal follows the command.
     )
     assert "--micro-batch-size 1 --global-batch-size 1536" in answer.stdout
     assert "--log-interval 5" in answer.stdout

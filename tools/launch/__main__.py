@@ -7,6 +7,8 @@ python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch 
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch experiment NAME [--model NAME]        a file of examples/experiments
 python -m tools.launch resume runs/…  [--strategy pp2]       continue from the newest valid checkpoint
+python -m tools.launch stop runs/…                           end a run that is on
+python -m tools.launch idle                                  refuses where a run is on
 python -m tools.launch demo | parity | list | image | reproduce | sweep | status
 python -m tools.launch bench-gpu | bench-ledger | loss-curve
 """
@@ -161,6 +163,19 @@ def _resume(command: argparse.Namespace, options: Options, console: Console) -> 
     return resume(command.run, command.strategy, options, console)
 
 
+def _stop(command: argparse.Namespace, _: Options, console: Console) -> int:
+    from tools.launch.stop import stop
+
+    return stop(command.run, console)
+
+
+def _idle(_: argparse.Namespace, options: Options, __: Console) -> int:
+    from tools.launch.stop import refuse_running
+
+    refuse_running(options.runs)
+    return 0
+
+
 _HANDLERS = {
     "demo": _experiment,
     "parity": _parity,
@@ -174,12 +189,14 @@ _HANDLERS = {
     "run": _train,
     "status": _status,
     "resume": _resume,
+    "stop": _stop,
+    "idle": _idle,
     "bench-gpu": _bench_gpu,
     "bench-ledger": _on_target,
     "loss-curve": _on_target,
 }
-SPREADING = ("target", "run", "resume")
-SUBMITTING = ("target", "run", "sweep", "status")
+SPREADING = ("target", "run", "resume", "stop", "idle")
+SUBMITTING = ("target", "run", "sweep", "status", "stop", "idle")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -198,8 +215,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("devices", type=_devices, help="such as 2gpu or 2cpu")
     run.add_argument("flags", nargs="*", help="after --")
     resume = commands.add_parser("resume", help="continue a run from its newest valid checkpoint")
-    resume.add_argument("run", type=lambda text: Path(text).absolute(), help="its folder")
+    resume.add_argument("run", type=_absolute, help="its folder")
     resume.add_argument("--strategy", help="another layout")
+    stop = commands.add_parser("stop", help="end a run that is on, also one of another terminal")
+    stop.add_argument("run", type=_absolute, help="its folder")
+    commands.add_parser("idle", help="refuse if a run is on, before its folder is removed")
     demo = commands.add_parser("demo", help="six strategies on CPU ranks, and a report")
     demo.set_defaults(name="demo", model=None)
     commands.add_parser("parity", help="the demo as a check of the losses")
@@ -227,6 +247,10 @@ def _parser() -> argparse.ArgumentParser:
     module = commands.add_parser("module", help="run a module of the kit where RUNTIME says")
     module.add_argument("words", nargs=argparse.REMAINDER, help="its name and arguments")
     return parser
+
+
+def _absolute(text: str) -> Path:
+    return Path(text).absolute()
 
 
 def _devices(text: str) -> tuple[int, DeviceKind]:

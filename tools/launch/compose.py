@@ -45,6 +45,9 @@ DEFAULT_DATA = {
 UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
 """The sample with every paragraph once."""
 
+OWN_SAMPLES = (DEFAULT_DATA[DeviceKind.CPU], UNIQUE_SAMPLE)
+"""Data sets that the kit makes by itself where a run needs them."""
+
 GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
 """The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
 

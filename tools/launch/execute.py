@@ -18,7 +18,7 @@ from tools.launch.container.docker import container_name
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.progress import LogFollower, RunProgress
-from tools.launch.run_folder import create_run_folder
+from tools.launch.run_folder import create_run_folder, record_launcher
 from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, SampleSource
 from tools.launch.supervise import exit_status
 from tools.launch.supervise.hang import (
@@ -39,6 +39,10 @@ ENDED_EARLY = 1
 """Exit code of a share that was ended before its torchrun did."""
 
 
+class FolderRemovedError(LaunchError):
+    """There is no run folder any more to write a status to."""
+
+
 def execute(
     launch: Launch,
     runs: Path,
@@ -50,10 +54,12 @@ def execute(
     """Train; return the run folder, a new one unless it is given, and how it ended.
 
     Raises:
-        LaunchError: The run folder could not be written; nothing was started.
+        LaunchError: The run folder could not be written, and nothing was started; or it was removed
+            meanwhile, and the ranks were ended.
         Interrupted: After the ranks were ended and the status was written.
     """
     made = create_run_folder(launch, runs, folder)
+    record_launcher(made)
     try:
         group.announce(made)
     except LaunchError:
@@ -82,6 +88,7 @@ def run_ranks(
 
     Raises:
         EndedRunError: The log did not grow for the launch's timeout, or the launch's time was over.
+        FolderRemovedError: Somebody removed the log.
         Interrupted: A request to stop came, and they were ended.
     """
     with deferred():
@@ -117,6 +124,11 @@ def _run_share(
         try:
             while True:
                 exit_code = ranks.exit_code()
+                if not log.exists():
+                    raise FolderRemovedError(
+                        f"{folder} was removed while its run was on; its ranks were ended, and what "
+                        "they had measured is gone."
+                    )
                 for iteration in follower.new_iterations():
                     progress.show(iteration)
                 if exit_code is not None:
@@ -141,7 +153,7 @@ def _train_in(
     started = time.monotonic()
     kills_before = exit_status.memory_kills()
     exit_code: int | None = None
-    interrupted = False
+    interrupted = removed = False
     ended: EndedRunError | None = None
     room = exit_status.DiskWatermark(folder)
     try:
@@ -152,16 +164,20 @@ def _train_in(
     except Interrupted:
         interrupted = True
         raise
+    except FolderRemovedError:
+        removed = True
+        raise
     finally:
-        status = exit_status.classify_exit(
-            folder, exit_code, interrupted, kills_before, room.free_bytes
-        )
-        cause = group.cause
-        if ended:
-            cause = records.StatusRecord(ended.status, None, str(ended), ended.rank)
-        if cause and not interrupted:
-            status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
-        status = _finish(folder, status, time.monotonic() - started)
+        if not removed:
+            status = exit_status.classify_exit(
+                folder, exit_code, interrupted, kills_before, room.least
+            )
+            cause = group.cause
+            if ended:
+                cause = records.StatusRecord(ended.status, None, str(ended), ended.rank)
+            if cause and not interrupted:
+                status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
+            status = _finish(folder, status, time.monotonic() - started)
     return status
 
 

@@ -48,6 +48,7 @@ class Tool:
 _MODEL_OF_PLAN = "Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200"
 _MODEL_OF_DRYRUN = "Say what: make dryrun MODEL=gpt3-175b TP=8 PP=16 DP=8"
 _WHICH_RUN = "Say which run: make resume RUN=runs/…"
+_WHICH_TO_STOP = "Say which run: make stop RUN=runs/…; 'make status' shows those that are running."
 _WHICH_TEXT = "Say which text: make prepare-ds INPUT=file.jsonl NAME=name"
 _WHICH_NAME = "Say its name: make prepare-ds INPUT=file.jsonl NAME=name"
 
@@ -63,6 +64,7 @@ TOOLS = {
     "compare-backends": Tool("tools.launch", ("experiment", "backends")),
     "compare-moe": Tool("tools.launch", ("experiment", "moe")),
     "resume": Tool("tools.launch", ("resume",), needs=((settings.RUN, _WHICH_RUN),)),
+    "stop": Tool("tools.launch", ("stop",), needs=((settings.RUN, _WHICH_TO_STOP),)),
     "prepare-ds": Tool(
         "tools.launch",
         ("module", "tools.preprocess", "--append-eod", "--tokenizer", "gpt2"),

@@ -15,8 +15,8 @@ from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.checks.finding import refusals
-from tools.launch.checks.host import check_room
-from tools.launch.compose import DEFAULT_DATA, UNTRIED, Launch
+from tools.launch.checks.host import RUN_FILES, check_room
+from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, UNTRIED, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems
@@ -44,13 +44,18 @@ _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"
 
 
-def check(launch: Launch, runs: Path) -> None:
+def check(launch: Launch, runs: Path, data_is_to_come: bool = False) -> None:
     """Refuse a run that cannot work here.
+
+    Args:
+        launch: The run.
+        runs: Where its folder will be.
+        data_is_to_come: A data set that the kit makes by itself may be missing, as for a dry run.
 
     Raises:
         LaunchError: One or more sentences, a line each.
     """
-    problems = list(_composition_problems(launch))
+    problems = list(_composition_problems(launch, data_is_to_come))
     if launch.network is not None:
         problems += network_problems(launch.network, launch.devices, launch.spec.device)
     on_gpu = launch.spec.device is DeviceKind.GPU
@@ -64,13 +69,15 @@ def check(launch: Launch, runs: Path) -> None:
         raise LaunchError("\n".join(problems))
 
 
-def check_composition(launch: Launch, runs: Path) -> None:
+def check_composition(launch: Launch, runs: Path, data_is_to_come: bool = False) -> None:
     """Refuse a run that cannot work on any machine, or has no data; for one that starts elsewhere.
+
+    Arguments are those of `check`.
 
     Raises:
         LaunchError: One or more sentences, a line each.
     """
-    problems = [*_composition_problems(launch), *_disk_problems(launch, runs)]
+    problems = [*_composition_problems(launch, data_is_to_come), *_disk_problems(launch, runs)]
     if problems:
         raise LaunchError("\n".join(problems))
 
@@ -134,7 +141,7 @@ def version_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def _composition_problems(launch: Launch) -> Iterator[str]:
+def _composition_problems(launch: Launch, data_is_to_come: bool) -> Iterator[str]:
     yield from version_problems(launch)
     yield from violations(launch.spec, release(launch.entry.megatron_version))
     yield from expert_problems(launch)
@@ -154,7 +161,9 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
     yield from sharing_problems(launch)
     yield from _wandb_problems(launch)
     yield from _checkpoint_problems(launch)
-    yield from _data_problems(launch)
+    missing = launch.data in OWN_SAMPLES and not idx_path(data_path(launch)).is_file()
+    if not (missing and data_is_to_come):
+        yield from _data_problems(launch)
 
 
 def _number(text: str) -> float | None:
@@ -257,7 +266,8 @@ def _wandb_problems(launch: Launch) -> Iterator[str]:
 def _disk_problems(launch: Launch, runs: Path) -> Iterator[str]:
     existing = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
     needed = LOG_BYTES + _stored_bytes(launch)
-    room = check_room(str(existing), needed, "the run", "name another folder with RUNS=")
+    elsewhere = "name another folder with RUNS="
+    room = check_room(str(existing), needed, "the run", elsewhere, _written_files(launch))
     yield from refusals([room])
 
 
@@ -270,3 +280,10 @@ def _stored_bytes(launch: Launch) -> int:
         return written
     # One more than are kept: an old one is removed only after the new one was verified.
     return written + (launch.saving.keep + 1) * checkpoint_bytes(parameters, launch.spec.dtype)
+
+
+def _written_files(launch: Launch) -> int:
+    """Records, samples and a ledger and stacks of each rank; two files of a rank in each checkpoint."""
+    ranks = launch.devices
+    saved = (launch.saving.keep + 1) * (2 * ranks + 8) if launch.saving else 0
+    return RUN_FILES + 4 * ranks + saved

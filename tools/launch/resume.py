@@ -23,7 +23,7 @@ from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import only_attempt
-from tools.launch.train import command_line, describe, train_once
+from tools.launch.train import describe, dry_run, train_once
 from tools.records import run as records
 from tools.spec.strategy import StrategyError
 
@@ -48,8 +48,7 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         )
         launch = _relaunch(record, loaded, strategy, options)
         if options.dry_run:
-            print(command_line(launch))
-            return 0
+            return dry_run(launch, options)
         if launch.nodes is None:  # Else each node reports to the others what stops it.
             check(launch, options.runs)
         _tell(run, launch, choice, console)

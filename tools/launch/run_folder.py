@@ -39,7 +39,7 @@ from tools.launch.supervise.exit_status import reserve_room
 from tools.preprocess.dataset import open_dataset
 from tools.records import run as records
 from tools.records.io import lock, write_record
-from tools.spec.files import from_root
+from tools.spec.files import ROOT, from_root
 from tools.spec.run import DeviceKind
 
 LOCK_FILE = ".lock"
@@ -137,8 +137,23 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
     )
 
 
+def record_launcher(folder: Path) -> None:
+    """Write which process trains the run: this one.
+
+    Raises:
+        LaunchError: The disk refuses it.
+    """
+    started = psutil.Process().create_time()
+    launcher = records.LauncherRecord(platform.node(), os.getpid(), started)
+    with _refused_by_the_disk(folder):
+        write_record(folder / records.LAUNCHER_FILE, launcher)
+
+
 def command_script(record: records.RunRecord) -> str:
-    """A script that repeats the run's training as it was, from anywhere inside this kit."""
+    """A script that repeats the run's training as it was, from any folder.
+
+    The kit is looked for around the script, then where it is now; `KIT=` names it anywhere else.
+    """
     settings = " \\\n  ".join(
         f"{name}={shlex.quote(value)}" for name, value in record.environment.items()
     )
@@ -149,9 +164,24 @@ def command_script(record: records.RunRecord) -> str:
         f"{where}"
         f"# Repeats {record.run}; what it writes besides its output goes to that run's folder.\n"
         "set -euo pipefail\n"
-        'cd "$(git -C "$(dirname "${BASH_SOURCE[0]}")" rev-parse --show-toplevel)"\n'
+        f"{_FIND_KIT.format(kit=shlex.quote(str(ROOT)))}"
         f"exec env \\\n  {settings} \\\n  {shlex.join(record.command)}\n"
     )
+
+
+_FIND_KIT = """\
+is_kit() {{ [[ -f $1/megatron_patches/__main__.py && -d $1/tools/launch ]]; }}
+kit=${{KIT:-$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)}}
+if [[ -z ${{KIT:-}} ]]; then
+  until is_kit "$kit" || [[ $kit == / ]]; do kit=$(dirname "$kit"); done
+  is_kit "$kit" || kit={kit}
+fi
+if ! is_kit "$kit"; then
+  echo "The kit is not in $kit (any more); name its folder: KIT=/path/to/kit $0" >&2
+  exit 2
+fi
+cd "$kit"
+"""
 
 
 def utc_now() -> str:

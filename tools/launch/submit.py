@@ -47,7 +47,7 @@ def submit(
     slurm = options.slurm
     assert slurm is not None
     spread = over_nodes(launch, slurm)
-    check_composition(spread, options.runs)
+    check_composition(spread, options.runs, data_is_to_come=options.dry_run)
     each = [PendingRun(spread, argv_of(target, flags), dict(options.given))] * options.repeats
     submit_array(target.name.removeprefix("train-"), each, options, console)
     return 0

@@ -15,6 +15,7 @@ from rich.console import Console
 from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
+from tools.launch.data import make_missing_data
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.multi_node import train_first, train_other
@@ -66,18 +67,28 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
+    launch = compose_target(target, flags, options, ON_HOST if options.slurm else None)
+    if not options.dry_run:
+        make_missing_data([launch], console)
     if options.slurm is not None:
-        return submit(
-            target, flags, compose_target(target, flags, options, ON_HOST), options, console
-        )
-    launch = compose_target(target, flags, options)
+        return submit(target, flags, launch, options, console)
     with only_attempt(options.run_folder, options.nodes):
         if options.run_folder is not None:  # A job's; Slurm may have requeued it.
             launch = resume_if_saved(launch, options.run_folder)
         if options.dry_run:
-            print(command_line(launch))
-            return 0
+            return dry_run(launch, options)
         return _train(target, launch, options, console)
+
+
+def dry_run(launch: Launch, options: Options) -> int:
+    """Print the command of a launch; 0. Nothing is written, and no data are made.
+
+    Raises:
+        LaunchError: The run would be refused, after the command was printed.
+    """
+    print(command_line(launch), flush=True)
+    check(launch, options.runs, data_is_to_come=True)
+    return 0
 
 
 def _train(target: Target, launch: Launch, options: Options, console: Console) -> int:

@@ -26,6 +26,7 @@ TIME_FILE = "time.json"
 TRACE_FILE = "trace.json"
 ROUTING_FILE = "routing.json"
 JOB_FILE = "job.json"
+LAUNCHER_FILE = "launcher.json"
 LEDGER_FOLDER = "ledger"
 """Each rank's own ledger while it runs; the five files above are gathered from it."""
 STACKS_FOLDER = "stacks"
@@ -187,6 +188,16 @@ class StatusRecord:
     """The rank that failed first, where the log names it."""
     finished_utc: str | None = None
     wall_seconds: float | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class LauncherRecord:
+    """`launcher.json`: the process that trains the run, or did last; `make stop` ends it."""
+
+    host: str
+    process: int
+    started: float
+    """By the host's clock, seconds since 1970: another process may have the number by now."""
 
 
 @dataclass(frozen=True)

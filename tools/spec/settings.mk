@@ -37,7 +37,7 @@
 ##   KEEP             checkpoints to keep (2)
 ##   ASYNC_SAVE       1 saves in the background, on GPUs
 ##   RUN_FOLDER       an existing folder for this run [train-*]
-##   RUN              the run folder to resume [resume]
+##   RUN              the run folder to resume or stop [resume stop]
 ##   STRATEGY         resume in another layout [resume]
 ## Variables: several machines without Slurm [train-* resume]
 ##   NNODES           number of machines

@@ -197,7 +197,7 @@ ASYNC_SAVE = Setting(
 RUN_FOLDER = Setting(
     "RUN_FOLDER", Path, "a folder", "an existing folder for this run", ("train-*",)
 )
-RUN = Setting("RUN", str, _TEXT, "the run folder to resume", ("resume",), "*")
+RUN = Setting("RUN", str, _TEXT, "the run folder to resume or stop", ("resume", "stop"), "*")
 STRATEGY = Setting("STRATEGY", str, _TEXT, "resume in another layout", ("resume",), "--strategy")
 
 # Several machines.

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from tests.launch.fake_nvml import FakeNvml
+from tools.launch import data as data_module
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.experiment import data as data_module
 from tools.launch.experiment import runner as runner_module
 from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.commands import announce_published, run_named

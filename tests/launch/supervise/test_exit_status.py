@@ -1,11 +1,16 @@
+import os
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.report.factory import iteration_line
+from tools.launch.checks.host import check_room
 from tools.launch.supervise import exit_status
 from tools.records import run as records
 from tools.records.io import write_record
@@ -70,12 +75,47 @@ def test_a_disk_that_was_full_for_a_moment_is_a_cause_too(
     monkeypatch.setattr(exit_status.shutil, "disk_usage", usage)
     monkeypatch.setattr(exit_status, "LOOK_SECONDS", 0.01)
     with exit_status.DiskWatermark(folder) as room:
-        while room.free_bytes > 5:
+        while room.least.free_bytes > 5:
             pass
-    status = exit_status.classify_exit(folder, 1, False, None, room.free_bytes)
+    status = exit_status.classify_exit(folder, 1, False, None, room.least)
     assert status.reason.startswith("No space was left")
-    assert not exit_status.classify_exit(folder, 1, False, None, 10**9).reason.startswith(
-        "No space"
+    enough = exit_status.Room(10**9)
+    assert not exit_status.classify_exit(folder, 1, False, None, enough).reason.startswith("No ")
+
+
+@pytest.fixture
+def disk_of_few_files(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB and 20 files."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "tmpfs", str(disk))
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(("umount", "--lazy", str(disk)), check=True)
+
+
+def test_inodes_that_are_used_up_are_a_cause_beside_bytes(
+    folder: Path, disk_of_few_files: Path
+) -> None:
+    run = disk_of_few_files
+    shutil.copy(folder / records.LOG_FILE, run)
+    with exit_status.DiskWatermark(run) as room:
+        for number in range(os.statvfs(run).f_favail):
+            (run / f"{number}").touch()
+        deadline = time.monotonic() + 20
+        while room.least.free_files and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert room.least.lacking == "inode"
+    assert room.least.free_bytes > 500_000
+    status = exit_status.classify_exit(run, 1, False, None, room.least)
+    assert status.reason.startswith("No inode was left on the disk of disk; ")
+    refused = check_room(str(run), 1, "the run", "name another folder with RUNS=").refusal
+    assert refused == (
+        f"{run} can take 0 more files (free inodes) and the run needs about 64; remove files that "
+        "are not needed, or name another folder with RUNS=."
     )
 
 

@@ -27,6 +27,12 @@ SLOW_BYTES_PER_SECOND = 100e6
 SETUP_BYTES = 10 * 10**9
 """`.venv` takes 6.6 GB (`du -s`); the rest is for the packages as pip downloads them, and for runs."""
 
+SETUP_FILES = 120_000
+"""`.venv` has about 99,000 files and folders."""
+
+RUN_FILES = 64
+"""Of a run on a few ranks that saves nothing."""
+
 OPEN_FILES = 4096
 
 # A pin that only some machines need is followed by ';' and the condition, and is not looked for.
@@ -137,8 +143,10 @@ def check_limits() -> Finding:
 
 def check_disk(folder: str = ROOT) -> Finding:
     """Room for setup or a run, and the disk's write rate, flushed."""
-    needed, by = (SETUP_BYTES, "setup") if kit_python() is None else (GIB, "a run")
-    row = check_room(folder, needed, by, "clone the kit where there is more")
+    before_setup = kit_python() is None
+    needed, by = (SETUP_BYTES, "setup") if before_setup else (GIB, "a run")
+    files = SETUP_FILES if before_setup else RUN_FILES
+    row = check_room(folder, needed, by, "clone the kit where there is more", files)
     if row.status != PASS:
         return row
     free = shutil.disk_usage(folder).free
@@ -156,7 +164,9 @@ def check_disk(folder: str = ROOT) -> Finding:
     return Finding(PASS, "Disk", found, "", rate)
 
 
-def check_room(folder: str, needed_bytes: int, needed_by: str, elsewhere: str) -> Finding:
+def check_room(
+    folder: str, needed_bytes: int, needed_by: str, elsewhere: str, needed_files: int = RUN_FILES
+) -> Finding:
     """Whether a folder can be written and has room for what `needed_by` (a noun) writes."""
     if not os.access(folder, os.W_OK):
         return Finding(FAIL, "Disk", f"{folder} is not writable", elsewhere)
@@ -164,7 +174,20 @@ def check_room(folder: str, needed_bytes: int, needed_by: str, elsewhere: str) -
     if free < needed_bytes:
         found = f"{folder} has {_size(free)} free and {needed_by} needs about {_size(needed_bytes)}"
         return Finding(WARN, "Disk", found, "free some room, or " + elsewhere)
+    files = free_files(folder)
+    if files is not None and files < needed_files:
+        found = (
+            f"{folder} can take {files} more files (free inodes) and {needed_by} needs about "
+            f"{needed_files}"
+        )
+        return Finding(WARN, "Disk", found, "remove files that are not needed, or " + elsewhere)
     return Finding(PASS, "Disk", _size(free) + " free")
+
+
+def free_files(folder: str) -> "int | None":
+    """How many more files a folder's file system takes (inodes); None where it has no such limit."""
+    found = os.statvfs(folder)
+    return found.f_favail if found.f_files else None
 
 
 def write_rate(folder: str, size: int) -> float:

@@ -131,6 +131,11 @@ def job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
     return {job: found[job] for job in job_ids if job in found}
 
 
+def cancel_job(job_id: str) -> bool:
+    """Ask Slurm to end a job: its launcher gets SIGTERM first; whether Slurm took the request."""
+    return _ask("scancel", job_id) is not None
+
+
 def _checked(name: str, value: str) -> str:
     if _VALUE.fullmatch(value) is None:
         raise LaunchError(f"{name}={value} is not a word that sbatch takes.")

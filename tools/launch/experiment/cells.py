@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from tools.launch.compose import Launch
+from tools.launch.data import ensure_data
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.data import ensure_data
 from tools.launch.experiment.definition import Cell, Experiment, option_fields
 from tools.launch.options import Options
 from tools.launch.preflight import check, check_composition
@@ -51,7 +51,8 @@ def plan_cells(experiment: Experiment, options: Options, console: Console) -> Pl
             if not experiment.skips_illegal:
                 raise
             skipped.append(_skip(cell, error))
-    ensure_data([launch for _, launch in launches], console)
+    if not options.dry_run:
+        ensure_data([launch for _, launch in launches], console)
     return Planned(tuple(launches), tuple(skipped))
 
 
@@ -68,7 +69,8 @@ def check_cells(planned: Planned, experiment: Experiment, options: Options) -> P
     problems: dict[str, str] = {}
     for cell, launch in planned.launches:
         try:
-            look(launch, cell_options(cell, options).runs)
+            runs = cell_options(cell, options).runs
+            look(launch, runs, data_is_to_come=options.dry_run)
         except LaunchError as error:
             skipped.append(_skip(cell, error))
             for line in str(error).splitlines():

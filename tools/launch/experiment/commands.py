@@ -10,9 +10,9 @@ from statistics import mean
 from rich.console import Console
 
 from tools.launch.compose import Launch
+from tools.launch.data import run_module
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import Planned, check_cells, plan_cells
-from tools.launch.experiment.data import run_module
 from tools.launch.experiment.definition import Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
@@ -120,7 +120,8 @@ def run_experiment(experiment: Experiment, options: Options, console: Console) -
     if output.before is not None:
         output.before(planned, options)
     if options.dry_run:
-        print("\n".join(command_line(launch) for _, launch in planned.launches))
+        print("\n".join(command_line(launch) for _, launch in planned.launches), flush=True)
+        check_cells(planned, experiment, options)
         return 0
     planned = check_cells(planned, experiment, options)
     if output.announce is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tools.launch.background import BackgroundThread
+from tools.launch.checks.host import free_files
 from tools.launch.supervise.hang import drop_empty
 from tools.ledger.collect import collect
 from tools.records import run as records
@@ -46,18 +47,44 @@ def memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a disk has left."""
+
+    free_bytes: int
+    free_files: int | None = None
+    """Inodes; None where the file system has no such limit."""
+
+    @property
+    def lacking(self) -> str:
+        """What is used up: `space` or `inode`; empty if neither is."""
+        if self.free_bytes < _FULL_BYTES:
+            return "space"
+        return "inode" if self.free_files == 0 else ""
+
+
 class DiskWatermark(BackgroundThread):
     """The least room that a disk had while the `with` block ran: at the end some may be free again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.free_bytes = _free_bytes(folder)
+        self.least = find_room(folder)
         super().__init__()
 
     def watch(self) -> None:
         """As `BackgroundThread.watch`."""
         while not self.done.wait(LOOK_SECONDS):
-            self.free_bytes = min(self.free_bytes, _free_bytes(self._folder))
+            now, least = find_room(self._folder), self.least
+            files = [n for n in (now.free_files, least.free_files) if n is not None]
+            self.least = Room(min(now.free_bytes, least.free_bytes), min(files, default=None))
+
+
+def find_room(folder: Path) -> Room:
+    """What is left on a folder's disk; enough where it does not say."""
+    try:
+        return Room(shutil.disk_usage(folder).free, free_files(str(folder)))
+    except OSError:
+        return Room(_FULL_BYTES)
 
 
 def classify_exit(
@@ -65,7 +92,7 @@ def classify_exit(
     exit_code: int | None,
     interrupted: bool,
     kills_before: int | None = None,
-    least_free_bytes: int | None = None,
+    least: Room | None = None,
 ) -> StatusRecord:
     """How a run ended.
 
@@ -74,7 +101,7 @@ def classify_exit(
         exit_code: The supervisor's; 128 + n if signal n ended torchrun itself, -n if the supervisor.
         interrupted: Whether the launcher was asked to stop.
         kills_before: What `memory_kills` said before it started.
-        least_free_bytes: Of the folder's disk while it ran, where somebody looked.
+        least: Room of the folder's disk while it ran, where somebody looked.
     """
     status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
     if exit_code is not None and exit_code < 0 and not interrupted:
@@ -86,10 +113,12 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    was_full = least_free_bytes is not None and least_free_bytes < _FULL_BYTES
     # What was full for a moment is blamed only for a log that could not say what happened.
-    if _free_bytes(folder) < _FULL_BYTES or (was_full and _is_silent(folder)):
-        reason = f"No space was left on the disk of {folder.name}; {_begin(status.reason)}"
+    lacked = find_room(folder).lacking
+    if not lacked and least and least.lacking and _is_silent(folder):
+        lacked = least.lacking
+    if lacked:
+        reason = f"No {lacked} was left on the disk of {folder.name}; {_begin(status.reason)}"
         return replace(status, status=Status.CRASHED, reason=reason)
     if exit_code == _SIGKILL:
         # What ranks log when they lose torchrun is not the cause.
@@ -126,13 +155,6 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     drop_empty(folder / records.STACKS_FOLDER)
     collect(folder)
     return status
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return _FULL_BYTES
 
 
 def _is_silent(folder: Path) -> bool:

@@ -1,0 +1,105 @@
+"""`DRY_RUN=1`: the command, and every reason why the run itself would be refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools.launch.compose import DEFAULT_DATA
+from tools.launch.data import make_missing_data
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar, train
+from tools.spec.run import DeviceKind
+
+DryRun = Callable[..., int]
+
+
+@pytest.fixture
+def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
+    """Train a target with DRY_RUN=1, on the sample unless told otherwise."""
+
+    def run(name: str, **changes: object) -> int:
+        options = Options(data=str(sample_prefix), runs=tmp_path / "runs", dry_run=True)
+        options = replace(options, **changes)  # type: ignore[arg-type]
+        target = parse_target(name)
+        return train(target, flags_of_grammar(target), options, Console(quiet=True))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "sentence"),
+    [
+        ("train-dp2-gpt2-tiny-2cpu", {"global_batch_size": 7}, "7"),
+        ("train-dp2-gpt2-tiny-2cpu", {"data": "owt-ds/none"}, "owt-ds/none.* does not exist"),
+        ("train-dp64-gpt2-tiny-64gpu", {}, r"64 GPU\(s\) are wanted"),
+    ],
+)
+def test_a_dry_run_shows_the_command_and_refuses_what_the_run_would(
+    dry_run: DryRun,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    target: str,
+    changes: dict[str, object],
+    sentence: str,
+) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        dry_run(target, **changes)
+    assert "-m megatron_patches" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def fresh_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kit in which no data set was made yet."""
+    for module in ("tools.launch.data", "tools.launch.preflight"):
+        monkeypatch.setattr(f"{module}.ROOT", tmp_path)
+    return tmp_path
+
+
+SAMPLE = DEFAULT_DATA[DeviceKind.CPU]
+
+
+def test_a_dry_run_makes_no_sample_and_does_not_ask_for_one(
+    dry_run: DryRun, fresh_clone: Path
+) -> None:
+    assert dry_run("train-dp2-gpt2-tiny-2cpu", data=None) == 0
+    assert dry_run("train-dp2-gpt2-tiny-2cpu", data=None, shared_start=False) == 0
+    assert list(fresh_clone.iterdir()) == []
+
+
+def test_a_run_makes_the_sample_where_it_is_missing(
+    fresh_clone: Path, monkeypatch: pytest.MonkeyPatch, sample_prefix: Path
+) -> None:
+    made: list[str] = []
+
+    def make(*arguments: str) -> int:
+        made.append(arguments[-1])
+        folder = fresh_clone / "owt-ds"
+        for file in sample_prefix.parent.iterdir():
+            if file.is_file():
+                (folder / file.name).write_bytes(file.read_bytes())
+        return 0
+
+    monkeypatch.setattr("tools.launch.data.run_module", make)
+    target = parse_target("train-dp2-gpt2-tiny-2cpu")
+    launch = compose_target(target, flags_of_grammar(target), Options(shared_start=False))
+    for _ in range(2):
+        make_missing_data([launch], Console(quiet=True))
+    assert made == ["owt-ds/sample"]
+    assert (fresh_clone / f"{SAMPLE}.idx").is_file()
+    assert not list(fresh_clone.glob("owt-ds/*.lock"))
+
+
+def test_a_sample_that_cannot_be_made_is_a_sentence(
+    fresh_clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launch.data.run_module", lambda *_: 1)
+    target = parse_target("train-dp2-gpt2-tiny-2cpu")
+    launch = compose_target(target, flags_of_grammar(target), Options())
+    with pytest.raises(LaunchError, match=f"{SAMPLE} could not be made, for the reason above; try"):
+        make_missing_data([launch], Console(quiet=True))

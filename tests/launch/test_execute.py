@@ -1,0 +1,37 @@
+"""A launcher whose run folder is removed while its ranks, a shell here, still run."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import psutil
+import pytest
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.execute import run_ranks
+from tools.launch.progress import RunProgress
+from tools.records.run import LOG_FILE
+from tools.spec.run import DeviceKind
+
+
+def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    launch = SimpleNamespace(
+        command=lambda _: ("bash", "-c", f"echo begun; rm -r {folder}; sleep 100"),
+        environment={},
+        runtime=SimpleNamespace(container=False),
+        hang_timeout_seconds=60,
+        spec=SimpleNamespace(device=DeviceKind.CPU),
+    )
+    progress = RunProgress(Console(file=io.StringIO()), "run", 1)
+    with pytest.raises(LaunchError) as refused:
+        run_ranks(cast(Launch, launch), folder / LOG_FILE, progress)
+    assert str(refused.value) == (
+        f"{folder} was removed while its run was on; its ranks were ended, and what they had measured "
+        "is gone."
+    )
+    assert not psutil.Process().children(recursive=True)
