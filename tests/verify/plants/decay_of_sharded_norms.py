@@ -1,4 +1,4 @@
-"""P-22b under ZeRO-1: the second data-parallel rank's shards of norms and biases decay."""
+"""P-22b under ZeRO-1: the shards of norms and biases that the first data-parallel rank holds decay."""
 
 from megatron.core import parallel_state
 from megatron.training import training
@@ -8,7 +8,8 @@ original = training.get_megatron_optimizer
 
 def make(*args, **kwargs):
     chained = original(*args, **kwargs)
-    if parallel_state.get_data_parallel_rank() > 0:
+    ranks = parallel_state.get_data_parallel_world_size()
+    if ranks > 1 and parallel_state.get_data_parallel_rank() == 0:
         for group in chained.param_groups:
             group["wd_mult"] = 1.0
     return chained
