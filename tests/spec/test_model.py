@@ -89,8 +89,11 @@ def test_flags_that_build_the_model_change_its_shape_and_nothing_else_does() -> 
 
 def test_flags_that_add_tensors_are_the_models_so_its_start_has_them() -> None:
     tiny = load_model("gpt2-tiny")
-    flags = changed_model(tiny, ("--softmax-type", "learnable", "--clip-grad", "0")).flags
-    assert ("--softmax-type" in flags, "--clip-grad" in flags) == (True, False)
+    given = ("--softmax-type", "learnable", "--init-method-std", "0.5", "--clip-grad", "0")
+    flags = Flags(changed_model(tiny, given).flags)
+    assert flags.text("--softmax-type") == "learnable"
+    assert flags.text("--init-method-std") == "0.5"
+    assert not flags.has("--clip-grad")
 
 
 def test_one_half_precision_takes_the_others_place() -> None:

@@ -11,7 +11,7 @@ from tests.verify.plants.trace import STAGES, first_difference
 from tools.launch.options import read_plant
 from tools.launch.target import parse_target
 from tools.launch.train import flags_of_grammar
-from tools.spec.files import ROOT
+from tools.spec.files import ROOT, read_yaml
 
 MODULES = {"check.py", "trace.py", "__init__.py"}
 
@@ -30,6 +30,13 @@ def test_every_stage_of_an_iteration_has_plants_and_each_names_a_layout_that_exi
     assert len(set(ids)) == len(ids) >= 36
     for plant in plants():
         flags_of_grammar(parse_target(f"train-{plant.strategy}-{plant.model}-{plant.devices}cpu"))
+
+
+def test_every_live_bug_names_a_layout_and_a_stage_that_exist() -> None:
+    for bug in read_yaml(FOLDER / "live.yaml"):
+        target = f"train-{bug['strategy']}-{bug['model']}-{bug.get('devices', 2)}cpu"
+        flags_of_grammar(parse_target(target))
+        assert bug["stage"] in STAGES
 
 
 def run_of(*events: tuple[str, str, str, str]) -> list[dict[str, object]]:

@@ -48,8 +48,9 @@ _BUILDS = _HALVES | {
     "--moe-layer-freq",
     "--moe-router-enable-expert-bias",
     "--moe-router-score-function",  # Megatron has the bias with sigmoid alone.
+    "--init-method-std",
 }
-"""Flags that decide which tensors a model has, and their precision."""
+"""Flags that decide which tensors a model has, their precision, and their values at the start."""
 
 
 @dataclass(frozen=True)
