@@ -1,4 +1,3 @@
-import io
 import struct
 
 import numpy as np
@@ -7,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.preprocess.dataset.files import (
-    IndexHeader,
-    read_array,
-    read_header,
+    Index,
+    read_index,
     token_dtype,
     write_index,
 )
@@ -22,12 +20,12 @@ def test_uint16_below_65500_entries_and_int32_from_there_on():
     assert token_dtype(65_500) == np.int32
 
 
-def test_the_layout_byte_by_byte():
-    stream = io.BytesIO()
+def test_the_layout_byte_by_byte(tmp_path):
+    path = tmp_path / "x.idx"
     lengths = [np.array([3]), np.array([2])]
     boundaries = [np.array([1, 1]), np.array([2])]
-    write_index(stream, IndexHeader("uint16", 2, 3), lambda: lengths, boundaries)
-    assert stream.getvalue() == (
+    write_index(Index(path, "uint16", 2, 3), lambda: lengths, boundaries)
+    assert path.read_bytes() == (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 2, 4)
         + struct.pack("<2i", 3, 2)
@@ -41,15 +39,13 @@ def test_the_layout_byte_by_byte():
 def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
     folder = tmp_path_factory.mktemp("index")
     lengths = [n for document in counts for n in document]
-    wanted = IndexHeader("int32", len(lengths), len(counts))
+    wanted = Index(folder / "x.idx", "int32", len(lengths), len(counts))
     ends = np.cumsum([len(document) for document in counts], dtype=np.int64)
-    with (folder / "x.idx").open("wb") as stream:
-        write_index(stream, wanted, lambda: [np.array(lengths, np.int32)], [ends])
-    header = read_header(folder / "x.idx")
-    assert header == wanted
-    assert (folder / "x.idx").stat().st_size == header.size_bytes
-    at = header.boundaries_offset
-    boundaries = np.concatenate(list(read_array(folder / "x.idx", at, "<i8", len(counts) + 1)))
+    write_index(wanted, lambda: [np.array(lengths, np.int32)], [ends])
+    index = read_index(folder / "x.idx")
+    assert index == wanted
+    assert (folder / "x.idx").stat().st_size == index.size_bytes
+    boundaries = np.concatenate(list(index.boundaries()))
     assert boundaries.tolist() == np.cumsum([0, *(len(d) for d in counts)]).tolist()
 
 
@@ -67,4 +63,4 @@ def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory
 def test_a_damaged_header_is_named(tmp_path, content, said):
     (tmp_path / "x.idx").write_bytes(content)
     with pytest.raises(DatasetError, match=said):
-        read_header(tmp_path / "x.idx")
+        read_index(tmp_path / "x.idx")

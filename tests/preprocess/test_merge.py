@@ -3,7 +3,7 @@ import json
 import pytest
 
 from tools.preprocess.dataset.verify import verify
-from tools.preprocess.output import atomic_io
+from tools.preprocess.output import folder
 
 DOCUMENTS = [f"Document {i} " + "and words " * (i % 5) for i in range(60)] + [""]
 
@@ -91,7 +91,7 @@ def test_an_existing_output_is_not_touched(tool, parts, tmp_path, capsys):
 def test_killed_while_renaming_it_can_be_run_again(
     tool, parts, tmp_path, monkeypatch, moves, reference, read_pair
 ):
-    move, done = atomic_io.move, 0
+    move, done = folder.move, 0
 
     def dying(source, target):
         nonlocal done
@@ -101,7 +101,7 @@ def test_killed_while_renaming_it_can_be_run_again(
         done += 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_io, "move", dying)
+        patch.setattr(folder, "move", dying)
         assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 130
     assert not (tmp_path / "all.idx").exists()
     assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 0

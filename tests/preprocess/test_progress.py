@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tools.preprocess import progress
-from tools.preprocess.output.writer import Progress
+from tools.preprocess.progress import Progress
 from tools.preprocess.sample import sample_documents
 
 ROOT = Path(__file__).resolve().parents[2]

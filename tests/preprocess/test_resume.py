@@ -157,7 +157,7 @@ def test_a_changed_input_is_refused_with_the_difference(
 
 
 def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, capsys):
-    with (tmp_path / "o.partial/part-000000/text.bin").open("r+b") as stream:
+    with (tmp_path / "o.partial/joined/text.bin").open("r+b") as stream:
         stream.seek(1000)
         stream.write(b"\xff\xff")
     assert tool(*interrupted) == 1
@@ -165,7 +165,7 @@ def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, cap
 
 
 def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
-    from tools.preprocess.output.atomic_io import locked
+    from tools.preprocess.output.folder import locked
 
     with locked(tmp_path / "o.partial"):
         assert tool(*interrupted) == 1
@@ -176,11 +176,11 @@ def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path,
 def test_killed_while_renaming_it_finishes_the_renames(
     tool, english, undisturbed, tmp_path, monkeypatch, moves
 ):
-    from tools.preprocess.output import atomic_io
+    from tools.preprocess.output import folder
 
     arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:
-        move, done = atomic_io.move, 0
+        move, done = folder.move, 0
 
         def dying(source, target):
             nonlocal done
@@ -189,7 +189,7 @@ def test_killed_while_renaming_it_finishes_the_renames(
             move(source, target)
             done += 1
 
-        patch.setattr(atomic_io, "move", dying)
+        patch.setattr(folder, "move", dying)
         assert tool(*arguments) == 130
     assert not (tmp_path / "o_text_document.idx").exists()
     assert tool(*arguments) == 0

@@ -241,7 +241,7 @@ def _ceiling(source: Path) -> float:
 def _texts(path: Path) -> Iterable[tuple[int, list[str]]]:
     source = open_source((str(path),))
     held = 0
-    for _, block in source.blocks(0, 0):
+    for block in source.blocks(source.start):
         texts = [text for text in source.parse(block).columns[0] if isinstance(text, str)]
         yield block.size_bytes, texts
         held += block.size_bytes

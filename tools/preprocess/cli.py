@@ -19,7 +19,7 @@ from tools.preprocess.errors import DatasetError, InputError, PreprocessError
 from tools.preprocess.input.hub import HubInput, fetch
 from tools.preprocess.input.source import parse_shard
 from tools.preprocess.output.join import merge
-from tools.preprocess.output.writer import Progress
+from tools.preprocess.progress import Progress, progress_on
 from tools.preprocess.run import PreprocessOptions, preprocess
 from tools.preprocess.sample import write_sample
 
@@ -156,8 +156,6 @@ def _run(flags: Flags) -> int:
 def _make(options: PreprocessOptions, as_json: bool = False) -> int:
     """Preprocess with progress on stderr and a summary on stdout."""
     from rich.console import Console  # not every command needs it
-
-    from tools.preprocess.progress import progress_on
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     start = time.monotonic()

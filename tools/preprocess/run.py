@@ -13,9 +13,10 @@ from tools.preprocess.encode.pipeline import Pipeline, default_threads
 from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, load_tokenizer, require_eod
 from tools.preprocess.errors import DatasetError, OutputError
 from tools.preprocess.input.source import WHOLE_INPUT, InputShard, Source, open_source
-from tools.preprocess.output.atomic_io import disk_errors, locked, retire
+from tools.preprocess.output.folder import disk_errors, locked, retire
 from tools.preprocess.output.workspace import Workspace
-from tools.preprocess.output.writer import DatasetWriter, Progress, Watch
+from tools.preprocess.output.writer import fill
+from tools.preprocess.progress import Progress, Watch
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,11 @@ def preprocess(
             if not workspace.is_complete:
                 encoder = choose_encoder(spec, source.samples(options.cross_check), say)
                 threads = options.threads or default_threads()
-                pipeline = Pipeline(source.parse, encoder, workspace.dtype, eod, threads)
-                writer = DatasetWriter(workspace, source, options.on_error == "skip", say)
-                writer.run(pipeline, options.part_bytes, progress, watch)
+                pipeline = Pipeline(
+                    source.parse, encoder, workspace.dtype, eod, threads, progress.clock
+                )
+                skip = options.on_error == "skip"
+                fill(workspace, source, pipeline, skip, say, progress, watch)
                 workspace.finish(encoder.name)
             return [open_dataset(prefix) for prefix in workspace.publish()], progress
 

@@ -12,13 +12,14 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tools.preprocess.dataset.manifest import Manifest, manifest_path, read_manifest
 from tools.preprocess.errors import DatasetError
+from tools.records.io import flush_to_disk
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -29,133 +30,61 @@ TokenType = np.dtype[Any]
 IntArray = NDArray[Any]
 
 _HEADER = struct.Struct("<9sQBQQ")
-_DTYPE_BY_CODE = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float64",
-    7: "float32",
-    8: "uint16",
-}
-_CODE_BY_DTYPE = {name: code for code, name in _DTYPE_BY_CODE.items()}
+_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+"""By their code in the header, which counts from 1."""
 _CHUNK = 1 << 20
 """Sequences (or documents) held in memory at a time while an index is written or read."""
+_REMAKE = "make the data set again"
 
 
 @dataclass(frozen=True)
-class IndexHeader:
-    """The first 34 bytes of an `.idx`."""
+class Index:
+    """An `.idx`: its header, and its three arrays a chunk at a time."""
 
+    idx_path: Path
     dtype: str
     sequences: int
+    """Documents that are not empty; more than documents if these hold sentences."""
     documents: int
 
     @property
     def size_bytes(self) -> int:
-        """Size of the whole file that this header describes."""
+        """Size of the whole file that the header describes."""
         return _HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
 
-    @property
-    def lengths_offset(self) -> int:
-        """Where the sequence lengths (int32) start, in bytes."""
-        return _HEADER.size
+    def lengths(self, first: int = 0) -> Iterator[IntArray]:
+        """Tokens of each sequence."""
+        return read_array(self.idx_path, _HEADER.size + 4 * first, "<i4", self.sequences - first)
 
-    @property
-    def pointers_offset(self) -> int:
-        """Where the sequences' byte offsets (int64) start, in bytes."""
-        return _HEADER.size + 4 * self.sequences
+    def pointers(self, first: int = 0, count: int | None = None) -> Iterator[IntArray]:
+        """Byte of the `.bin` that each sequence starts at."""
+        offset = _HEADER.size + 4 * self.sequences + 8 * first
+        count = self.sequences - first if count is None else count
+        return read_array(self.idx_path, offset, "<i8", count)
 
-    @property
-    def boundaries_offset(self) -> int:
-        """Where the document boundaries (int64) start, in bytes."""
-        return _HEADER.size + 12 * self.sequences
-
-
-def token_dtype(vocabulary: int) -> TokenType:
-    """Type of a token id on disk for a vocabulary of this many entries."""
-    return np.dtype(np.uint16 if vocabulary <= LARGEST_UINT16_VOCABULARY else np.int32)
-
-
-def read_header(path: Path) -> IndexHeader:
-    """Read and check the header.
-
-    Raises:
-        DatasetError: Too short, another format, or an unknown dtype.
-    """
-    with path.open("rb") as stream:
-        raw = stream.read(_HEADER.size)
-    if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
-        raise DatasetError(f"{path} is no Megatron index: its header is damaged; make it again.")
-    _, version, code, sequences, boundaries = _HEADER.unpack(raw)
-    if version != VERSION or code not in _DTYPE_BY_CODE or boundaries < 1:
-        raise DatasetError(
-            f"{path} has an unreadable header (version {version}, dtype code {code}, "
-            f"{boundaries} document boundaries); make it again."
-        )
-    return IndexHeader(_DTYPE_BY_CODE[code], sequences, boundaries - 1)
-
-
-def write_index(
-    stream: BinaryIO,
-    header: IndexHeader,
-    lengths: Callable[[], Iterable[IntArray]],
-    boundaries: Iterable[IntArray],
-) -> None:
-    """Write an index chunk by chunk, so in bounded memory.
-
-    Args:
-        stream: Where to write.
-        header: What the numbers add up to.
-        lengths: Tokens of each sequence; called twice.
-        boundaries: Sequences before each document boundary but the first, which is 0.
-    """
-    code = _CODE_BY_DTYPE[header.dtype]
-    itemsize = np.dtype(header.dtype).itemsize
-    stream.write(_HEADER.pack(MAGIC, VERSION, code, header.sequences, header.documents + 1))
-    for chunk in lengths():
-        stream.write(chunk.astype("<i4").data)
-    start = 0
-    for chunk in lengths():
-        ends = start + itemsize * np.cumsum(chunk, dtype=np.int64)
-        stream.write((ends - itemsize * chunk.astype(np.int64)).astype("<i8").data)
-        start = int(ends[-1]) if len(ends) else start
-    stream.write(np.array(0, "<i8").tobytes())
-    for chunk in boundaries:
-        stream.write(chunk.astype("<i8").data)
-
-
-def read_array(path: Path, offset: int, dtype: str, count: int) -> Iterator[IntArray]:
-    """`count` numbers from byte `offset` on, a million at a time; fewer if the file ends before.
-
-    Reads instead of mapping: mapped pages would count as resident memory.
-    """
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        while count > 0:
-            chunk = np.fromfile(stream, dtype, min(count, _CHUNK))
-            if not len(chunk):
-                return
-            count -= len(chunk)
-            yield chunk
-
-
-_REMAKE = "make the data set again"
-_INTEGER_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+    def boundaries(self, first: int = 0, count: int | None = None) -> Iterator[IntArray]:
+        """Sequences before each document boundary: documents + 1 numbers."""
+        offset = _HEADER.size + 12 * self.sequences + 8 * first
+        count = self.documents + 1 - first if count is None else count
+        return read_array(self.idx_path, offset, "<i8", count)
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Index):
     """A data set whose two files agree with each other and with the manifest, if there is one."""
 
-    prefix: Path
-    documents: int
-    sequences: int
-    """Documents that are not empty; more than documents if these hold sentences."""
     tokens: int
-    dtype: str
     manifest: Manifest | None
+
+    @property
+    def prefix(self) -> Path:
+        """Path without suffix."""
+        return self.idx_path.with_suffix("")
+
+    @property
+    def bin_path(self) -> Path:
+        """The tokens."""
+        return bin_path(self.prefix)
 
     @property
     def vocabulary(self) -> int | None:
@@ -172,37 +101,9 @@ class Dataset:
         """Of the tokens."""
         return self.manifest.bin_sha256 if self.manifest else None
 
-    @property
-    def bin_path(self) -> Path:
-        """The tokens."""
-        return bin_path(self.prefix)
-
-    @property
-    def idx_path(self) -> Path:
-        """The index."""
-        return idx_path(self.prefix)
-
-    @property
-    def header(self) -> IndexHeader:
-        """What the index begins with."""
-        return IndexHeader(self.dtype, self.sequences, self.documents)
-
     def token_chunks(self) -> Iterator[IntArray]:
-        """All tokens, a chunk at a time, as all of the following."""
+        """All tokens, a chunk at a time."""
         return read_array(self.bin_path, 0, self.dtype, self.tokens)
-
-    def lengths(self) -> Iterator[IntArray]:
-        """Tokens of each sequence."""
-        return read_array(self.idx_path, self.header.lengths_offset, "<i4", self.sequences)
-
-    def pointers(self) -> Iterator[IntArray]:
-        """Byte of the `.bin` that each sequence starts at."""
-        return read_array(self.idx_path, self.header.pointers_offset, "<i8", self.sequences)
-
-    def boundaries(self) -> Iterator[IntArray]:
-        """Sequences before each document boundary: documents + 1 numbers."""
-        count = self.documents + 1
-        return read_array(self.idx_path, self.header.boundaries_offset, "<i8", count)
 
 
 def bin_path(prefix: Path) -> Path:
@@ -220,6 +121,72 @@ def strip_suffix(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
+def token_dtype(vocabulary: int) -> TokenType:
+    """Type of a token id on disk for a vocabulary of this many entries."""
+    return np.dtype(np.uint16 if vocabulary <= LARGEST_UINT16_VOCABULARY else np.int32)
+
+
+def read_array(path: Path, offset: int, dtype: str, count: int) -> Iterator[IntArray]:
+    """`count` numbers from byte `offset` on, a million at a time; fewer if the file ends before.
+
+    Reads instead of mapping: mapped pages would count as resident memory.
+    """
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        while count > 0:
+            chunk = np.fromfile(stream, dtype, min(count, _CHUNK))
+            if not len(chunk):
+                return
+            count -= len(chunk)
+            yield chunk
+
+
+def write_index(
+    index: Index, lengths: Callable[[], Iterable[IntArray]], boundaries: Iterable[IntArray]
+) -> None:
+    """Write an index chunk by chunk, so in bounded memory, and have it on the disk.
+
+    Args:
+        index: Where, and what the numbers add up to.
+        lengths: Tokens of each sequence; called twice.
+        boundaries: Sequences before each document boundary but the first, which is 0.
+    """
+    code = _DTYPES.index(index.dtype) + 1
+    itemsize = np.dtype(index.dtype).itemsize
+    with index.idx_path.open("wb") as stream:
+        stream.write(_HEADER.pack(MAGIC, VERSION, code, index.sequences, index.documents + 1))
+        for chunk in lengths():
+            stream.write(chunk.astype("<i4").data)
+        start = 0
+        for chunk in lengths():
+            ends = start + itemsize * np.cumsum(chunk, dtype=np.int64)
+            stream.write((ends - itemsize * chunk.astype(np.int64)).astype("<i8").data)
+            start = int(ends[-1]) if len(ends) else start
+        stream.write(np.array(0, "<i8").tobytes())
+        for chunk in boundaries:
+            stream.write(chunk.astype("<i8").data)
+        flush_to_disk(stream)
+
+
+def read_index(path: Path) -> Index:
+    """Read and check the header.
+
+    Raises:
+        DatasetError: Too short, another format, or an unknown dtype.
+    """
+    with path.open("rb") as stream:
+        raw = stream.read(_HEADER.size)
+    if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
+        raise DatasetError(f"{path} is no Megatron index: its header is damaged; make it again.")
+    _, version, code, sequences, boundaries = _HEADER.unpack(raw)
+    if version != VERSION or not 1 <= code <= len(_DTYPES) or boundaries < 1:
+        raise DatasetError(
+            f"{path} has an unreadable header (version {version}, dtype code {code}, "
+            f"{boundaries} document boundaries); make it again."
+        )
+    return Index(path, _DTYPES[code - 1], sequences, boundaries - 1)
+
+
 def open_dataset(prefix: Path) -> Dataset:
     """Check a data set in a fraction of a second and describe it.
 
@@ -232,12 +199,18 @@ def open_dataset(prefix: Path) -> Dataset:
     for path in (idx_path(prefix), bin_path(prefix)):
         if not path.is_file():
             raise DatasetError(f"{path} does not exist; {_REMAKE} (make prepare-ds-sample).")
-    header = read_header(idx_path(prefix))
-    tokens = _check_sizes(prefix, header)
+    index = read_index(idx_path(prefix))
+    tokens = _check_sizes(index, bin_path(prefix))
     manifest = read_manifest(prefix)
-    if manifest is not None:
-        _check_manifest(prefix, header, tokens, manifest)
-    return Dataset(prefix, header.documents, header.sequences, tokens, header.dtype, manifest)
+    dataset = Dataset(**vars(index), tokens=tokens, manifest=manifest)
+    for what in ("documents", "sequences", "tokens", "dtype") if manifest else ():
+        said, found = getattr(manifest, what), getattr(dataset, what)
+        if said != found:
+            raise DatasetError(
+                f"{manifest_path(prefix)} says {what} {said}, but the files say {found}; they "
+                "belong to different data sets: remove the manifest, or make all three again."
+            )
+    return dataset
 
 
 def largest_token(dataset: Dataset, sample: int = 1 << 20) -> int:
@@ -257,20 +230,26 @@ def largest_token(dataset: Dataset, sample: int = 1 << 20) -> int:
     return max(int(tokens[start : start + length].max()) for start in starts)
 
 
-def _check_sizes(prefix: Path, header: IndexHeader) -> int:
+def _check_sizes(index: Index, data: Path) -> int:
     """Compare the index with its own size and with the `.bin`'s; the number of tokens."""
-    index, data = idx_path(prefix), bin_path(prefix)
-    if header.dtype not in _INTEGER_DTYPES:
-        raise DatasetError(f"{index} holds {header.dtype} values, not token ids; {_REMAKE}.")
-    _check_size(index, header.size_bytes, "its header asks for")
-    wanted, sequences = _bytes_indexed(index, header)
-    if sequences != header.sequences:
+    if index.dtype.startswith("float"):
         raise DatasetError(
-            f"{index} ends its documents after {sequences} sequences but holds "
-            f"{header.sequences}; {_REMAKE}."
+            f"{index.idx_path} holds {index.dtype} values, not token ids; {_REMAKE}."
         )
-    _check_size(data, wanted, f"{index.name} describes")
-    return wanted // np.dtype(header.dtype).itemsize
+    _check_size(index.idx_path, index.size_bytes, "its header asks for")
+    (boundary,) = next(index.boundaries(index.documents))
+    if boundary != index.sequences:
+        raise DatasetError(
+            f"{index.idx_path} ends its documents after {boundary} sequences but holds "
+            f"{index.sequences}; {_REMAKE}."
+        )
+    itemsize = np.dtype(index.dtype).itemsize
+    last = max(index.sequences - 1, 0)
+    wanted = 0  # without sequences
+    for pointers, lengths in zip(index.pointers(last), index.lengths(last), strict=True):
+        wanted = int(pointers[-1]) + itemsize * int(lengths[-1])
+    _check_size(data, wanted, f"{index.idx_path.name} describes")
+    return wanted // itemsize
 
 
 def _check_size(path: Path, wanted: int, by: str) -> None:
@@ -280,31 +259,3 @@ def _check_size(path: Path, wanted: int, by: str) -> None:
             f"{path} is {found} bytes where {by} {wanted}; "
             f"it is {'cut short' if found < wanted else 'too long'}, so {_REMAKE}."
         )
-
-
-def _bytes_indexed(index: Path, header: IndexHeader) -> tuple[int, int]:
-    """Bytes of `.bin` that the last sequence ends at, and the last document boundary."""
-    with index.open("rb") as stream:
-        stream.seek(header.boundaries_offset + 8 * header.documents)
-        boundary = int(np.frombuffer(stream.read(8), dtype="<i8")[0])
-        if header.sequences == 0:
-            return 0, boundary
-        stream.seek(header.pointers_offset - 4)
-        length = int(np.frombuffer(stream.read(4), dtype="<i4")[0])
-        stream.seek(header.boundaries_offset - 8)
-        pointer = int(np.frombuffer(stream.read(8), dtype="<i8")[0])
-    return pointer + length * np.dtype(header.dtype).itemsize, boundary
-
-
-def _check_manifest(prefix: Path, header: IndexHeader, tokens: int, manifest: Manifest) -> None:
-    for what, in_manifest, found in (
-        ("documents", manifest.documents, header.documents),
-        ("sequences", manifest.sequences, header.sequences),
-        ("tokens", manifest.tokens, tokens),
-        ("dtype", manifest.dtype, header.dtype),
-    ):
-        if in_manifest != found:
-            raise DatasetError(
-                f"{manifest_path(prefix)} says {what} {in_manifest}, but the files say {found}; "
-                "they belong to different data sets: remove the manifest, or make all three again."
-            )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.preprocess.dataset.files import Dataset, IntArray, read_array
+from tools.preprocess.dataset.files import Dataset, IntArray
 from tools.preprocess.dataset.split import split_bounds
 from tools.preprocess.dataset.verify import common_end
 from tools.preprocess.errors import OutputError
@@ -109,26 +109,20 @@ def _token_offset(dataset: Dataset, sequence: int) -> int:
     """Tokens before a sequence."""
     if sequence >= dataset.sequences:
         return dataset.tokens
-    pointer = _read(dataset, dataset.header.pointers_offset + 8 * sequence, 1)
-    return int(pointer[0]) // np.dtype(dataset.dtype).itemsize
+    (pointer,) = next(dataset.pointers(sequence, 1))
+    return int(pointer) // np.dtype(dataset.dtype).itemsize
 
 
 def _document_lengths(dataset: Dataset) -> Iterator[IntArray]:
-    header = dataset.header
     itemsize = np.dtype(dataset.dtype).itemsize
-    for first in range(0, header.documents, _ROWS):
-        count = min(_ROWS, header.documents - first)
-        boundaries = _read(dataset, header.boundaries_offset + 8 * first, count + 1)
+    for first in range(0, dataset.documents, _ROWS):
+        count = min(_ROWS, dataset.documents - first)
+        boundaries = np.concatenate(list(dataset.boundaries(first, count + 1)))
         start, stop = int(boundaries[0]), int(boundaries[-1])
-        pointers = _read(dataset, header.pointers_offset + 8 * start, stop - start + 1)
-        if stop == header.sequences:  # what follows the last pointer is no pointer
-            pointers = np.append(pointers[: stop - start], dataset.tokens * itemsize)
-        yield np.diff(pointers[boundaries - start]) // itemsize
-
-
-def _read(dataset: Dataset, offset: int, count: int) -> IntArray:
-    chunks = list(read_array(dataset.idx_path, offset, "<i8", count))
-    return np.concatenate(chunks) if chunks else np.empty(0, np.int64)
+        pointers = list(dataset.pointers(start, min(stop + 1, dataset.sequences) - start))
+        if stop == dataset.sequences:
+            pointers.append(np.array([dataset.tokens * itemsize]))
+        yield np.diff(np.concatenate(pointers)[boundaries - start]) // itemsize
 
 
 _BAR_CHARACTERS = 40

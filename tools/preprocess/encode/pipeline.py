@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tools.preprocess.dataset.files import TokenType
 from tools.preprocess.encode.encoders import Encoder, Ids, Offsets
-from tools.preprocess.input.documents import Documents, Text, utf8_size
+from tools.preprocess.input.documents import Documents, Problem, ProblemKind, Text, utf8_size
 from tools.preprocess.input.files import BLOCK_BYTES, Block
 
 Int32s = NDArray[np.int32]
@@ -66,13 +66,11 @@ def _flatten(texts: Sequence[Text]) -> tuple[Sequence[str], Int32s | None]:
 
 
 def _sequences_a_document(lengths: Int32s, sentences: Int32s | None) -> Int32s:
-    filled = (lengths > 0).astype(np.int32)
+    filled = lengths > 0
     if sentences is None:
-        return filled
-    before = np.concatenate(([0], np.cumsum(filled)))
-    ends = np.cumsum(sentences)
-    counts: Int32s = (before[ends] - before[ends - sentences]).astype(np.int32)
-    return counts
+        return filled.astype(np.int32)
+    owners = np.repeat(np.arange(len(sentences)), sentences)
+    return np.bincount(owners[filled], minlength=len(sentences)).astype(np.int32)
 
 
 def _insert(ids: Ids, ends: Offsets, dtype: TokenType, eod: int) -> NDArray[Any]:
@@ -100,14 +98,11 @@ IN_FLIGHT_BYTES = 8 * BLOCK_BYTES
 class Encoded:
     """A block on its way to the disk, without its texts, which are large."""
 
-    slice_index: int
     block: Block
-    documents: Documents
+    line_count: int
+    problems: tuple[Problem, ...]
     packed: tuple[Packed, ...]
     """One for each JSON key."""
-    parse_seconds: float
-    """Processor time, as is the next one."""
-    encode_seconds: float
 
 
 @dataclass(frozen=True)
@@ -119,20 +114,22 @@ class Pipeline:
     dtype: TokenType
     eod: int | None
     threads: int
+    clock: Callable[[str], AbstractContextManager[None]]
+    """Measures a stage; see `Progress.clock`."""
 
-    def run(self, blocks: Iterator[tuple[int, Block]]) -> Iterator[Encoded]:
+    def run(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
         """Yield every block, encoded, in order."""
         pending: deque[tuple[int, Future[Encoded]]] = deque()
         in_flight = 0
         with ThreadPoolExecutor(self.threads, thread_name_prefix="encode") as pool:
             try:
-                for index, block in blocks:
+                for block in blocks:
                     while pending and in_flight + block.size_bytes > IN_FLIGHT_BYTES:
                         size, future = pending.popleft()
                         in_flight -= size
                         yield future.result()
                         del future  # or it would keep its block until the next one
-                    pending.append((block.size_bytes, pool.submit(self._encode, index, block)))
+                    pending.append((block.size_bytes, pool.submit(self._encode, block)))
                     in_flight += block.size_bytes
                     del block
                 while pending:
@@ -140,23 +137,25 @@ class Pipeline:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _encode(self, index: int, block: Block) -> Encoded:
-        start = time.thread_time()
-        documents = self.parse(block)
-        if isinstance(block.data, bytearray):
-            block.data.clear()  # a large document; its text is all that is still needed
-        parsed = time.thread_time()
-        packed = tuple(
-            pack(column, self.encoder, self.dtype, self.eod) for column in documents.columns
+    def _encode(self, block: Block) -> Encoded:
+        with self.clock("reading"):
+            documents = self.parse(block)
+            if isinstance(block.data, bytearray):
+                block.data.clear()  # a large document; its text is all that is still needed
+        with self.clock("encoding"):
+            packed = tuple(
+                pack(column, self.encoder, self.dtype, self.eod) for column in documents.columns
+            )
+        empty = (
+            Problem(ProblemKind.EMPTY_DOCUMENT, documents.lines[index])
+            for column in packed
+            for index in (column.counts == 0).nonzero()[0].tolist()
         )
-        encoded = time.thread_time()
         return Encoded(
-            slice_index=index,
             block=replace(block, data=b"", columns=None),
-            documents=replace(documents, columns=()),
+            line_count=documents.line_count,
+            problems=(*documents.problems, *empty),
             packed=packed,
-            parse_seconds=parsed - start,
-            encode_seconds=encoded - parsed,
         )
 
 

@@ -44,6 +44,14 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Position:
+    """A place in the input: byte (of the uncompressed text) or row `offset` of a slice."""
+
+    slice_index: int
+    offset: int
+
+
+@dataclass(frozen=True)
 class Block:
     """Some whole lines, or some rows, of a slice; or one thing wrong with the input itself."""
 
@@ -52,11 +60,18 @@ class Block:
     size_bytes: int
     """Text in it."""
     read_bytes: int
-    """How far the slice as stored has been read, for the progress bar."""
+    """How far the slice, or from `Source` the input, is read as stored, for the progress bar."""
+    slice_index: int = 0
+    """Set by `Source`."""
     data: bytes | bytearray = b""
     columns: tuple[Any, ...] | None = None
     """Of tables: one Arrow array a key."""
     problem: Problem | None = None
+
+    @property
+    def end(self) -> Position:
+        """Where the next block starts."""
+        return Position(self.slice_index, self.next_offset)
 
 
 Blocks = Iterator[Block]

@@ -6,10 +6,10 @@ The cuts follow from the offset a stream is read from, so a resumed run sees the
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from tools.preprocess.input.documents import Problem, ProblemKind
 from tools.preprocess.input.files import BLOCK_BYTES, Block, Blocks, Format, Slice
@@ -30,13 +30,30 @@ def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Blocks:
         limit: Largest document in bytes; of a line that must hold a larger one, only the end is
             looked for.
     """
-    stride = BLOCK_BYTES if slice_.format is Format.LINES else _ARCHIVE_READ_BYTES
     longest = None if limit is None else _LONGEST_ESCAPE * limit + BLOCK_BYTES
-    with _open(slice_, offset) as (read, position):
-        reader = _ArchiveReader(read, position, stride)
-        if slice_.format is not Format.LINES:
-            reader.skip(offset)
-        yield from _split(reader, offset, slice_.stop, longest)
+    with Path(slice_.name).open("rb") as stored:
+        archive = None if slice_.format is Format.LINES else _Archive(stored, slice_.format)
+        text = _at(offset, stored, archive)
+        first = 0 if archive else slice_.start
+        rest = b""
+        while True:
+            room = BLOCK_BYTES if slice_.stop is None else min(BLOCK_BYTES, slice_.stop - offset)
+            data = rest + text.read(room - len(rest))
+            if not data:
+                break
+            if cut := data.rfind(b"\n") + 1:
+                offset, rest = offset + cut, data[cut:]
+                yield Block(offset, cut, stored.tell() - first, data=data[:cut])
+                continue
+            line, size, is_whole = _long_line(text, data, longest)
+            if not is_whole and archive and archive.damage:
+                break
+            offset, rest = offset + size, b""
+            problem = None if line else Problem(ProblemKind.TOO_LARGE, 0, f"{size} bytes")
+            yield Block(offset, len(line), stored.tell() - first, data=line, problem=problem)
+        if archive and archive.damage:
+            problem = Problem(ProblemKind.BROKEN_ARCHIVE, 0, archive.damage)
+            yield Block(offset, 0, stored.tell(), problem=problem)
 
 
 def lines_before(slice_: Slice, offset: int) -> int:
@@ -47,13 +64,11 @@ def lines_before(slice_: Slice, offset: int) -> int:
 
 def next_line_start(path: Path, offset: int) -> int:
     """Where the first line starts that starts at `offset` or after it."""
-    if offset == 0:
-        return 0
     with path.open("rb") as stream:
-        stream.seek(offset - 1)
-        while piece := stream.read(BLOCK_BYTES):
-            if cut := piece.find(b"\n") + 1:
-                return stream.tell() - len(piece) + cut
+        if offset > 0:
+            stream.seek(offset - 1)
+            while (piece := stream.readline(BLOCK_BYTES)) and not piece.endswith(b"\n"):
+                pass
         return stream.tell()
 
 
@@ -61,109 +76,53 @@ def _count_lines(data: bytes | bytearray) -> int:
     return data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
 
 
-@contextmanager
-def _open(slice_: Slice, offset: int) -> Iterator[tuple[Callable[[int], bytes], Callable[[], int]]]:
-    """A function that reads some bytes of text, and one that tells how far the file is read.
+class _Archive(io.RawIOBase):
+    """The text of an archive. Damage ends it and is kept for later: what came before it counts."""
 
-    Plain files stand at `offset`, archives at their start.
-    """
-    path = Path(slice_.name)
-    if slice_.format is Format.LINES:
-        with path.open("rb", buffering=0) as plain:
-            plain.seek(offset)
-            yield lambda size: plain.read(size) or b"", lambda: plain.tell() - slice_.start
-        return
-    with path.open("rb") as stored:
-        if slice_.format is Format.GZIP:
-            with gzip.GzipFile(fileobj=stored) as archive:
-                yield archive.read1, stored.tell
+    def __init__(self, stored: BinaryIO, format_: Format) -> None:
+        self.damage: str | None = None
+        self._read: Any
+        if format_ is Format.GZIP:
+            self._read = gzip.GzipFile(fileobj=stored).read1
         else:
             import pyarrow  # a fifth of a second that plain files need not pay
 
             # Unlike zstandard's reader it notices a frame that is cut short.
-            with pyarrow.CompressedInputStream(stored, "zstd") as archive:
-                yield archive.read, stored.tell
+            self._read = pyarrow.CompressedInputStream(stored, "zstd").read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self.damage:
+            return 0
+        try:
+            piece = self._read(min(len(buffer), _ARCHIVE_READ_BYTES))
+        except _ARCHIVE_ERRORS as error:
+            self.damage = str(error)
+            return 0
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
-class _ArchiveReader:
-    """Reads fully, and keeps damage of an archive for later: what came before it counts."""
-
-    def __init__(
-        self, read: Callable[[int], bytes], position: Callable[[], int], stride: int
-    ) -> None:
-        self._read = read
-        self._stride = stride
-        self.position = position
-        self.damage: str | None = None
-
-    def skip(self, size: int) -> None:
-        """Pass over text."""
-        while size > 0 and (piece := self.read(min(size, BLOCK_BYTES))):
-            size -= len(piece)
-
-    def read(self, size: int) -> bytes:
-        """As many bytes as asked for; fewer only at the end, or where the archive is damaged."""
-        found: list[bytes] = []
-        while size > 0:
-            try:
-                piece = self._read(min(size, self._stride))
-            except _ARCHIVE_ERRORS as error:
-                self.damage = str(error)
-                break
-            if not piece:
-                break
-            found.append(piece)
-            size -= len(piece)
-        return found[0] if len(found) == 1 else b"".join(found)
+def _at(offset: int, stored: BinaryIO, archive: _Archive | None) -> BinaryIO:
+    """The text from `offset` on; an archive can only be read up to there."""
+    if archive is None:
+        stored.seek(offset)
+        return stored
+    text = io.BufferedReader(archive, _ARCHIVE_READ_BYTES)
+    while offset > 0 and (piece := text.read(min(offset, BLOCK_BYTES))):
+        offset -= len(piece)
+    return text
 
 
-def _split(reader: _ArchiveReader, offset: int, stop: int | None, limit: int | None) -> Blocks:
-    rest = b""
-    while True:
-        wanted = BLOCK_BYTES - len(rest)
-        if stop is not None:
-            wanted = min(wanted, stop - offset - len(rest))
-        chunk = reader.read(wanted)
-        data = rest + chunk
-        last = len(chunk) < wanted or (stop is not None and offset + len(data) >= stop)
-        if last and reader.damage:
-            data = data[: data.rfind(b"\n") + 1]  # the line that was cut is no document
-        cut = len(data) if last else data.rfind(b"\n") + 1
-        if cut == 0 and not last:
-            block, rest = _long_line(reader, data, offset, limit)
-            rest = rest if stop is None else rest[: stop - block.next_offset]
+def _long_line(text: BinaryIO, head: bytes, limit: int | None) -> tuple[bytearray, int, bool]:
+    """Read on to the end of a line: it (nothing if over the limit), its size, whether it has an end."""
+    line, size, piece = bytearray(head), len(head), b""
+    while not piece.endswith(b"\n") and (piece := text.readline(BLOCK_BYTES)):
+        size += len(piece)
+        if limit is None or size <= limit:
+            line += piece
         else:
-            block, rest = Block(offset + cut, cut, reader.position(), data[:cut]), data[cut:]
-        if block.size_bytes or block.problem:
-            yield block
-            offset = block.next_offset
-        if last or reader.damage:
-            break
-    if reader.damage:
-        problem = Problem(ProblemKind.BROKEN_ARCHIVE, 0, reader.damage)
-        yield Block(offset, 0, reader.position(), problem=problem)
-
-
-def _long_line(
-    reader: _ArchiveReader, head: bytes, offset: int, limit: int | None
-) -> tuple[Block, bytes]:
-    """Read on to the end of a line longer than a block; the line, and what was read beyond it."""
-    line, size, refused = bytearray(head), len(head), False
-    while True:
-        chunk = reader.read(BLOCK_BYTES)
-        cut = chunk.find(b"\n") + 1
-        end = cut or len(chunk)
-        size += end
-        refused = limit is not None and size > limit
-        if refused:
             line.clear()  # its size is still counted, but nothing is held
-        else:
-            line += chunk[:end]
-        if cut or len(chunk) < BLOCK_BYTES:
-            break
-    if reader.damage and not cut:
-        return Block(offset, 0, reader.position()), b""
-    if refused:
-        problem = Problem(ProblemKind.TOO_LARGE, 0, f"{size} bytes")
-        return Block(offset + size, 0, reader.position(), problem=problem), chunk[end:]
-    return Block(offset + size, size, reader.position(), line), chunk[end:]
+    return line, size, piece.endswith(b"\n")

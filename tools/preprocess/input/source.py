@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.preprocess.dataset.manifest import InputIdentity
@@ -22,6 +22,7 @@ from tools.preprocess.input.files import (
     Block,
     Blocks,
     Format,
+    Position,
     Slice,
     check_keys,
     expand,
@@ -139,21 +140,28 @@ class Source:
         """Of everything as stored; 0 if not known."""
         return sum(slice_.size_bytes for slice_ in self.slices)
 
-    def blocks(self, first: int, offset: int) -> Iterator[tuple[int, Block]]:
-        """All blocks from `offset` of slice `first` on, each with the number of its slice.
+    @property
+    def start(self) -> Position:
+        """Where the first block starts."""
+        return Position(0, self.slices[0].start if self.slices else 0)
+
+    def blocks(self, start: Position) -> Blocks:
+        """All blocks from a position on.
 
         Raises:
             InputError: A table lacks a column, or the hub fails.
         """
-        for index in range(first, len(self.slices)):
+        before = sum(slice_.size_bytes for slice_ in self.slices[: start.slice_index])
+        for index in range(start.slice_index, len(self.slices)):
             slice_ = self.slices[index]
-            start = offset if index == first else slice_.start
+            offset = start.offset if index == start.slice_index else slice_.start
             empty = True
-            for block in self._open(slice_, start):
+            for block in self._open(slice_, offset):
                 empty = False
-                yield index, block
-            if empty and start == 0 and slice_.start == 0:
-                yield index, Block(0, 0, 0, problem=Problem(ProblemKind.EMPTY_FILE, 0))
+                yield replace(block, slice_index=index, read_bytes=before + block.read_bytes)
+            if empty and offset == 0 and slice_.start == 0:
+                yield Block(0, 0, before, index, problem=Problem(ProblemKind.EMPTY_FILE, 0))
+            before += slice_.size_bytes
 
     def parse(self, block: Block) -> Documents:
         """Documents of a block."""
@@ -168,12 +176,12 @@ class Source:
             return refuse_large(documents, self.max_document_bytes)
         return documents
 
-    def lines_before(self, slice_index: int, offset: int) -> int:
-        """Lines (or rows) of the whole input before an offset of a slice."""
-        slice_ = self.slices[slice_index]
-        if offset == 0 or slice_.format in (Format.PARQUET, Format.HUB):
-            return offset
-        return lines_before(slice_, offset)
+    def lines_before(self, position: Position) -> int:
+        """Lines (or rows) of the whole input before a position in it."""
+        slice_ = self.slices[position.slice_index]
+        if position.offset == 0 or slice_.format in (Format.PARQUET, Format.HUB):
+            return position.offset
+        return lines_before(slice_, position.offset)
 
     def samples(self, count: int) -> list[str]:
         """Up to `count` documents from the start of the first, the middle and the last slice."""

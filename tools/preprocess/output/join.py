@@ -6,27 +6,22 @@ import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tools.preprocess.dataset.files import (
     Dataset,
-    IndexHeader,
+    Index,
     IntArray,
     bin_path,
     idx_path,
     open_dataset,
+    read_index,
     write_index,
 )
-from tools.preprocess.dataset.manifest import (
-    Manifest,
-    RunIdentity,
-    ShardHash,
-    manifest_path,
-)
+from tools.preprocess.dataset.manifest import Manifest, RunIdentity, ShardHash, manifest_path
 from tools.preprocess.errors import DatasetError, OutputError
-from tools.preprocess.output.atomic_io import (
+from tools.preprocess.output.folder import (
     JOINED,
     WHOLE,
     complete,
@@ -38,121 +33,58 @@ from tools.preprocess.output.atomic_io import (
 )
 from tools.records.io import flush_to_disk, write_record
 
-Buffer = bytes | memoryview
-_PIECE_BYTES = 4 << 20
+_KEY = "data"
 
 
-class JoinedBin:
-    """A `.bin` that grows, hashed on the way."""
+def join_indexes(indexes: Sequence[Index], prefix: Path) -> None:
+    """Write the index at `prefix` for the tokens that `indexes`, at least one, divide in order."""
 
-    def __init__(self, path: Path) -> None:
-        self._stream = path.open("wb")
-        self._sha256 = hashlib.sha256()
+    def lengths() -> Iterator[IntArray]:
+        for index in indexes:
+            yield from index.lengths()
 
-    @property
-    def sha256(self) -> str:
-        """Of all that was appended so far."""
-        return self._sha256.hexdigest()
+    def boundaries() -> Iterator[IntArray]:
+        before = 0
+        for index in indexes:
+            # The first boundary of each is the last one of the index before it.
+            yield from (before + chunk for chunk in index.boundaries(1))
+            before += index.sequences
 
-    def append(self, data: Buffer) -> None:
-        """Add some tokens."""
-        self._sha256.update(data)
-        self._stream.write(data)
-
-    def append_file(self, path: Path) -> str:
-        """Add another `.bin`; its own sha256."""
-        own = hashlib.sha256()
-        with path.open("rb") as source:
-            while piece := source.read(_PIECE_BYTES):
-                own.update(piece)
-                self.append(piece)
-        return own.hexdigest()
-
-    def flush(self) -> None:
-        """Have it on the disk."""
-        flush_to_disk(self._stream)
-
-    def close(self) -> None:
-        """Leave it as it is."""
-        with suppress(OSError):  # a full disk, reported already
-            self._stream.close()
+    sequences = sum(index.sequences for index in indexes)
+    documents = sum(index.documents for index in indexes)
+    joined = Index(idx_path(prefix), indexes[0].dtype, sequences, documents)
+    write_index(joined, lengths, boundaries())
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What a manifest says of a data set beside counts and hashes."""
-
-    json_key: str
-    engine: str
-    problems: Mapping[str, int]
-    identity: RunIdentity
-
-
-def seal(
+def write_manifest(
     prefix: Path,
-    joined: JoinedBin,
-    datasets: Sequence[Dataset],
     shards: Sequence[ShardHash],
-    origin: Origin | None,
+    json_key: str,
+    engine: str,
+    problems: Mapping[str, int],
+    identity: RunIdentity,
 ) -> None:
-    """Complete the joined `.bin` at `prefix` with its index and manifest, all on the disk.
-
-    Args:
-        prefix: Path without suffix.
-        joined: The tokens, all of them.
-        datasets: Where they came from, in order; at least one.
-        shards: The same for the manifest.
-        origin: Without it there is no manifest.
-    """
-    joined.flush()
-    header = IndexHeader(
-        dtype=datasets[0].dtype,
-        sequences=sum(dataset.sequences for dataset in datasets),
-        documents=sum(dataset.documents for dataset in datasets),
-    )
-    with idx_path(prefix).open("wb+") as stream:
-        write_index(stream, header, lambda: _lengths(datasets), _boundaries(datasets))
-        flush_to_disk(stream)
-        stream.seek(0)
-        index_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    if origin is None:
-        return
+    """Describe the `.bin` and `.idx` at `prefix`, of which `shards` are all stretches, in order."""
+    index = read_index(idx_path(prefix))
+    with index.idx_path.open("rb") as stream:
+        idx_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     manifest = Manifest(
-        json_key=origin.json_key,
-        documents=header.documents,
-        sequences=header.sequences,
-        tokens=sum(dataset.tokens for dataset in datasets),
-        dtype=header.dtype,
+        json_key=json_key,
+        documents=index.documents,
+        sequences=index.sequences,
+        tokens=sum(shard.tokens for shard in shards),
+        dtype=index.dtype,
         text_bytes=sum(shard.text_bytes for shard in shards),
         bin_bytes=bin_path(prefix).stat().st_size,
-        idx_bytes=header.size_bytes,
-        bin_sha256=joined.sha256,
-        idx_sha256=index_sha256,
-        engine=origin.engine,
-        problems=dict(origin.problems),
-        identity=origin.identity,
+        idx_bytes=index.size_bytes,
+        bin_sha256=shards[-1].sha256,
+        idx_sha256=idx_sha256,
+        engine=engine,
+        problems=dict(problems),
+        identity=identity,
         shards=tuple(shards),
     )
     write_record(manifest_path(prefix), manifest, durable=True)
-
-
-def _lengths(datasets: Sequence[Dataset]) -> Iterator[IntArray]:
-    for dataset in datasets:
-        yield from dataset.lengths()
-
-
-def _boundaries(datasets: Sequence[Dataset]) -> Iterator[IntArray]:
-    """All boundaries but the first of each: that is the last one of the data set before it."""
-    before = 0
-    for dataset in datasets:
-        skip = 1
-        for chunk in dataset.boundaries():
-            yield before + chunk[skip:]
-            skip = 0
-        before += dataset.sequences
-
-
-_KEY = "data"
 
 
 def merge(
@@ -194,38 +126,39 @@ def merge(
 
 def _join(datasets: Sequence[Dataset], prefix: Path) -> None:
     shards: list[ShardHash] = []
-    with closing(JoinedBin(bin_path(prefix))) as joined:
+    so_far = hashlib.sha256()
+    with bin_path(prefix).open("wb") as stream:
         for dataset in datasets:
-            own = joined.append_file(dataset.bin_path)
-            if dataset.manifest is not None and own != dataset.manifest.bin_sha256:
+            own = hashlib.sha256()
+            for tokens in dataset.token_chunks():
+                own.update(tokens.data)
+                so_far.update(tokens.data)
+                stream.write(tokens.data)
+            if dataset.bin_sha256 not in (None, own.hexdigest()):
                 raise DatasetError(
                     f"{dataset.bin_path} is damaged (its sha256 is not its manifest's); "
                     "make it again."
                 )
             size = dataset.manifest.text_bytes if dataset.manifest else 0
             counts = (dataset.documents, dataset.sequences, dataset.tokens)
-            shards.append(ShardHash(*counts, size, joined.sha256))
-        seal(prefix, joined, datasets, shards, _origin(datasets))
-
-
-def _origin(datasets: Sequence[Dataset]) -> Origin | None:
-    """What all manifests together say; nothing if one is missing."""
+            shards.append(ShardHash(*counts, size, so_far.hexdigest()))
+        flush_to_disk(stream)
+    join_indexes(datasets, prefix)
     known = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
-    if len(known) < len(datasets):
-        return None
-    problems: Counter[str] = Counter()
-    for manifest in known:
-        problems.update(manifest.problems)
-    inputs = dict.fromkeys(identity for part in known for identity in part.identity.inputs)
-    return Origin(
-        json_key=known[0].json_key,
-        engine=" and ".join(dict.fromkeys(manifest.engine for manifest in known)),
-        problems=problems,
-        identity=replace(known[0].identity, inputs=tuple(inputs), part="0/1"),
-    )
+    if len(known) == len(datasets):
+        inputs = dict.fromkeys(identity for part in known for identity in part.identity.inputs)
+        write_manifest(
+            prefix,
+            shards,
+            json_key=known[0].json_key,
+            engine=" and ".join(dict.fromkeys(manifest.engine for manifest in known)),
+            problems=sum((Counter(manifest.problems) for manifest in known), Counter()),
+            identity=replace(known[0].identity, inputs=tuple(inputs), part="0/1"),
+        )
 
 
 def _check_kin(datasets: Sequence[Dataset], say: Callable[[str], None]) -> None:
+    """Refuse data sets that do not belong together, as far as types and manifests say."""
     first = datasets[0]
     for dataset in datasets:
         if dataset.dtype != first.dtype:
