@@ -16,7 +16,7 @@ from tools.preprocess.dataset import stats
 from tools.preprocess.dataset.files import Dataset, open_dataset, strip_suffix
 from tools.preprocess.dataset.verify import verify
 from tools.preprocess.errors import DatasetError, InputError, PreprocessError
-from tools.preprocess.input.hub import HubInput, fetch
+from tools.preprocess.input.hub import Hub
 from tools.preprocess.input.source import parse_shard
 from tools.preprocess.output.join import merge
 from tools.preprocess.progress import Progress, progress_on
@@ -228,7 +228,7 @@ def _hub(flags: Flags) -> int:
         pass
     lines = prefix.with_name(prefix.name + ".jsonl")
     if not lines.is_file():
-        fetch(HubInput(flags.name, flags.hub_config, flags.hub_split), "text", lines)
+        Hub(flags.name, flags.hub_config, flags.hub_split).fetch("text", lines)
     return _make(PreprocessOptions((str(lines),), prefix, append_eod=True))
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ _FETCHED_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class HubInput:
-    """`--input hub:NAME`, with `--hub-config` and `--hub-split`."""
+class Hub:
+    """A split of a data set: `--input hub:NAME`, with `--hub-config` and `--hub-split`."""
 
     name: str
     config: str | None
@@ -39,73 +40,58 @@ class HubInput:
     @property
     def label(self) -> str:
         """How messages and manifests call it."""
-        return (
-            f"{PREFIX}{self.name}" + (f"/{self.config}" if self.config else "") + f":{self.split}"
-        )
+        config = f"/{self.config}" if self.config else ""
+        return f"{PREFIX}{self.name}{config}:{self.split}"
 
+    def fetch(self, key: str, lines: Path) -> None:
+        """Write one column as JSON lines `{key: …}`, whole or not at all.
 
-def fetch(hub: HubInput, key: str, lines: Path) -> None:
-    """Write one column of a split as JSON lines `{key: …}`, whole or not at all.
+        Raises:
+            InputError: The hub cannot be reached, dropped the connection, or has no such data set.
+            OutputError: The disk refuses the lines or what the client keeps.
+        """
+        cache = lines.with_name(_CACHE)
+        # The client reads these when it is imported.
+        os.environ.setdefault("HF_HUB_CACHE", str(cache / "files"))
+        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "tables"))
+        # The plain download resumes within a file; the chunked one needs services that mirrors lack.
+        os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+        import datasets  # seconds, which a repeated call need not pay
 
-    Raises:
-        InputError: The hub cannot be reached, dropped the connection, or has no such data set.
-        OutputError: The disk refuses the lines or what the client keeps.
-    """
-    cache = lines.with_name(_CACHE)
-    # The client reads these when it is imported.
-    os.environ.setdefault("HF_HUB_CACHE", str(cache / "files"))
-    os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "tables"))
-    # The plain download resumes within a file; the chunked one needs services that mirrors lack.
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    import datasets  # seconds, which a repeated call need not pay
-
-    try:
-        lines.parent.mkdir(parents=True, exist_ok=True)
-        table = datasets.load_dataset(hub.name, hub.config, split=hub.split)
-        with written_whole(lines) as stream:
-            for batch in table.select_columns([key]).iter(_FETCHED_ROWS):
-                rows = (json.dumps({key: value}, ensure_ascii=False) for value in batch[key])
-                stream.writelines(row.encode() + b"\n" for row in rows)
-    except Exception as error:  # the client has no common base for what a hub can do to it
-        name = getattr(error, "filename", None)
-        if isinstance(error, OSError) and str(name or "").startswith(str(lines.parent)):
-            raise OutputError(
-                f"{name} cannot be written ({error.strerror}); free some room in {lines.parent}."
+        try:
+            lines.parent.mkdir(parents=True, exist_ok=True)
+            table = datasets.load_dataset(self.name, self.config, split=self.split)
+            with written_whole(lines) as stream:
+                for batch in table.select_columns([key]).iter(_FETCHED_ROWS):
+                    rows = (json.dumps({key: value}, ensure_ascii=False) for value in batch[key])
+                    stream.writelines(row.encode() + b"\n" for row in rows)
+        except Exception as error:  # the client has no common base for what a hub can do to it
+            name = getattr(error, "filename", None)
+            if isinstance(error, OSError) and str(name or "").startswith(str(lines.parent)):
+                raise OutputError(
+                    f"{name} cannot be written ({error.strerror}); free some room in "
+                    f"{lines.parent}."
+                ) from None
+            endpoint = os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
+            raise InputError(
+                f"Data set {self.name} was not fetched from {endpoint} ({_reason(error)}); run the "
+                "same command again (files that arrived whole are kept), name a mirror with "
+                "HF_ENDPOINT=, or use other text: 'make prepare-ds-sample', or 'make prepare-ds "
+                f"INPUT=file.jsonl NAME={lines.stem}'."
             ) from None
-        raise _not_fetched(hub, lines, error) from None
-    shutil.rmtree(cache, ignore_errors=True)
-
-
-def open_hub(hub: HubInput) -> HubSource:
-    """Look a data set up.
-
-    Raises:
-        InputError: It is not found, has no such split, or the hub cannot be reached.
-    """
-    import datasets  # seconds that other inputs need not pay
-
-    try:
-        builder = datasets.load_dataset_builder(hub.name, hub.config)
-        stream = builder.as_streaming_dataset(split=hub.split)
-    except Exception as error:
-        raise _unreadable(hub, error) from None
-    return HubSource(hub, builder, stream)
-
-
-class HubSource:
-    """A split that is read as a stream of rows."""
-
-    def __init__(self, hub: HubInput, builder: Any, stream: Any) -> None:
-        self.hub = hub
-        self._builder = builder
-        self._stream = stream
+        shutil.rmtree(cache, ignore_errors=True)
 
     def identity(self) -> InputIdentity:
-        """Of the split's files: on the hub their commit, in a folder their time stamps."""
-        files = (self._builder.config.data_files or {}).get(self.hub.split)
-        origin = getattr(files, "origin_metadata", None) or [self._builder.hash]
+        """Of the split's files: on the hub their commit, in a folder their time stamps.
+
+        Raises:
+            InputError: It is not found, has no such split, or the hub cannot be reached.
+        """
+        builder, _ = self._opened
+        files = (builder.config.data_files or {}).get(self.split)
+        origin = getattr(files, "origin_metadata", None) or [builder.hash]
         digest = hashlib.sha256(repr(sorted(map(str, origin))).encode()).hexdigest()
-        return InputIdentity(self.hub.label, 0, 0, digest)
+        return InputIdentity(self.label, 0, 0, digest)
 
     def slice(self, shard: int, shards: int) -> Slice:
         """Rows of one of several shards.
@@ -114,16 +100,16 @@ class HubSource:
             InputError: The number of rows is not known, so it cannot be cut.
         """
         if shards == 1:
-            return Slice(self.hub.label, Format.HUB, 0, None, 0)
-        splits = self._builder.info.splits or {}
-        rows = splits[self.hub.split].num_examples if self.hub.split in splits else 0
+            return Slice(self.label, Format.HUB, 0, None, 0)
+        splits = self._opened[0].info.splits or {}
+        rows = splits[self.split].num_examples if self.split in splits else 0
         if not rows:
             raise InputError(
-                f"{self.hub.label} does not publish its number of rows, so --shard cannot cut it; "
+                f"{self.label} does not publish its number of rows, so --shard cannot cut it; "
                 "download it and give its files with --input."
             )
         start, stop = rows * shard // shards, rows * (shard + 1) // shards
-        return Slice(self.hub.label, Format.HUB, start, stop, 0)
+        return Slice(self.label, Format.HUB, start, stop, 0)
 
     def blocks(self, slice_: Slice, offset: int, keys: Sequence[str]) -> Blocks:
         """Blocks of a slice, from row `offset` on.
@@ -133,7 +119,7 @@ class HubSource:
         """
         from tools.preprocess.input import tables  # imports pyarrow
 
-        stream = self._stream.skip(offset)
+        stream = self._opened[1].skip(offset)
         if slice_.stop is not None:
             stream = stream.take(slice_.stop - offset)
         row = offset
@@ -145,24 +131,24 @@ class HubSource:
         except InputError:
             raise
         except Exception as error:
-            raise _unreadable(self.hub, error) from None
+            raise self._unreadable(error) from None
 
+    @cached_property
+    def _opened(self) -> tuple[Any, Any]:
+        """The client's description of the data set, and the split as a stream of rows."""
+        import datasets  # seconds that other inputs need not pay
 
-def _unreadable(hub: HubInput, error: Exception) -> InputError:
-    return InputError(
-        f"{hub.label} cannot be read ({_reason(error)}); check name, split and network, or "
-        "download it and give its files with --input."
-    )
+        try:
+            builder = datasets.load_dataset_builder(self.name, self.config)
+            return builder, builder.as_streaming_dataset(split=self.split)
+        except Exception as error:
+            raise self._unreadable(error) from None
 
-
-def _not_fetched(hub: HubInput, lines: Path, error: Exception) -> InputError:
-    endpoint = os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
-    return InputError(
-        f"Data set {hub.name} was not fetched from {endpoint} ({_reason(error)}); run the same "
-        "command again (files that arrived whole are kept), name a mirror with HF_ENDPOINT=, or "
-        "use other text: 'make prepare-ds-sample', or 'make prepare-ds INPUT=file.jsonl "
-        f"NAME={lines.stem}'."
-    )
+    def _unreadable(self, error: Exception) -> InputError:
+        return InputError(
+            f"{self.label} cannot be read ({_reason(error)}); check name, split and network, or "
+            "download it and give its files with --input."
+        )
 
 
 def _reason(error: Exception) -> str:

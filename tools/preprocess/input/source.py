@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from tools.preprocess.dataset.manifest import InputIdentity
@@ -30,7 +31,7 @@ from tools.preprocess.input.files import (
     whole_file,
 )
 from tools.preprocess.input.hub import PREFIX as HUB_PREFIX
-from tools.preprocess.input.hub import HubInput, HubSource, open_hub
+from tools.preprocess.input.hub import Hub
 from tools.preprocess.input.lines import line_blocks, lines_before, next_line_start
 
 
@@ -98,17 +99,16 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
 def _cut_table(file: Slice, low: int, high: int) -> Iterator[Slice]:
     from tools.preprocess.input.tables import row_groups  # imports pyarrow
 
-    groups = row_groups(Path(file.name))
-    total = max(sum(groups), 1)
-    row, start, stop = 0, None, 0
-    for rows in groups:
-        if low <= file.size_bytes * row // total < high:
-            start, stop = (row if start is None else start), row + rows
-        row += rows
-    if start is not None:
-        yield Slice(file.name, file.format, start, stop, file.size_bytes * (stop - start) // total)
-    elif not groups and low <= 0 < high:
-        yield file
+    starts = [0, *accumulate(row_groups(Path(file.name)))]
+    rows = max(starts[-1], 1)
+    inside = [
+        group for group, at in enumerate(starts[:-1]) if low <= file.size_bytes * at // rows < high
+    ]
+    if inside:
+        start, stop = starts[inside[0]], starts[inside[-1] + 1]
+        yield Slice(file.name, file.format, start, stop, file.size_bytes * (stop - start) // rows)
+    elif len(starts) == 1 and low <= 0 < high:
+        yield file  # damaged or empty: reading it will show
 
 
 def _slurm_shard() -> InputShard:
@@ -133,7 +133,7 @@ class Source:
     keys: tuple[str, ...]
     max_document_bytes: int | None
     parser: LineParser
-    hub: HubSource | None = None
+    hub: Hub | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -223,9 +223,10 @@ def open_source(
     if any(name.startswith(HUB_PREFIX) for name in inputs):
         if len(inputs) > 1:
             raise InputError("--input hub:NAME stands alone; run once for each and merge.")
-        hub = open_hub(HubInput(inputs[0].removeprefix(HUB_PREFIX), hub_config, hub_split))
+        hub = Hub(inputs[0].removeprefix(HUB_PREFIX), hub_config, hub_split)
+        identity = hub.identity()
         rows = (hub.slice(shard.index, shard.count),)
-        return Source(rows, (hub.identity(),), keys, max_document_bytes, parser, hub)
+        return Source(rows, (identity,), keys, max_document_bytes, parser, hub)
     files = expand(inputs)
     identities = tuple(identify(file) for file in files)
     slices = cut([whole_file(file) for file in files], shard)
