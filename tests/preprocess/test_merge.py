@@ -21,7 +21,7 @@ def test_merged_parts_are_the_whole(tool, parts, tmp_path, reference, read_pair)
     assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 0
     assert read_pair(tmp_path / "all") == reference(DOCUMENTS)
     verdict = verify(tmp_path / "all")
-    assert verdict.hashed
+    assert verdict.dataset.manifest
     assert not verdict.problems
     assert not (tmp_path / "all.partial").exists()
 

@@ -164,6 +164,17 @@ def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, cap
     assert "Part 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", [10, 50])
+def test_a_part_whose_index_is_cut_short_is_noticed_before_anything_is_published(
+    tool, interrupted, tmp_path, capsys, size
+):
+    os.truncate(tmp_path / "o.partial/part-000000/text.idx", size)
+    assert tool(*interrupted) == 1
+    assert "--restart" in capsys.readouterr().err
+    assert not list(tmp_path.glob("o_text_document.*"))
+    assert tool(*interrupted, "--restart") == 0
+
+
 def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
     from tools.preprocess.output.folder import locked
 

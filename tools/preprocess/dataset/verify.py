@@ -25,8 +25,6 @@ class Verification:
 
     dataset: Dataset | None
     """None if the two files do not even fit each other."""
-    hashed: bool
-    """Whether a manifest's hashes were compared, which finds every changed byte."""
     vocabulary: int | None
     """Which the token ids were checked against."""
     problems: tuple[str, ...]
@@ -36,7 +34,7 @@ class Verification:
         assert self.dataset is not None
         how = (
             "every byte is the manifest's (sha256), and the structure is sound"
-            if self.hashed
+            if self.dataset.manifest
             else "the structure is sound; without a manifest, changed tokens inside the vocabulary "
             "cannot be told"
         )
@@ -60,7 +58,7 @@ def verify(prefix: Path, vocabulary: int | None = None) -> Verification:
     try:
         dataset = open_dataset(prefix)
     except DatasetError as error:
-        return Verification(None, False, vocabulary, (str(error),))
+        return Verification(None, vocabulary, (str(error),))
     vocabulary = vocabulary or dataset.vocabulary
     problems = [
         *(_check_hashes(dataset, dataset.manifest) if dataset.manifest else ()),
@@ -70,7 +68,7 @@ def verify(prefix: Path, vocabulary: int | None = None) -> Verification:
     ]
     if not problems:
         problems += _check_ends(dataset)
-    return Verification(dataset, dataset.manifest is not None, vocabulary, tuple(problems))
+    return Verification(dataset, vocabulary, tuple(problems))
 
 
 def last_tokens(dataset: Dataset) -> Iterator[IntArray]:

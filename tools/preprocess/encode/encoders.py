@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, added_tokens, load_regex
+from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, added_tokens
 from tools.preprocess.encode.unassigned import has_unassigned, tokens_to_check
 
 Ids = NDArray[np.uint32]
@@ -113,17 +113,15 @@ class HuggingFaceEncoder:
 
 
 class RegexEncoder:
-    """GPT-2 cut by the package `regex`, as Megatron's `GPT2BPETokenizer` does: slow, for few texts.
-
-    Raises:
-        TokenizerError: The package is not installed.
-    """
+    """GPT-2 cut by the package `regex`, as Megatron's `GPT2BPETokenizer` does: slow, for few texts."""
 
     name = "regex"
     _PIECES = 1 << 16
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        self._cuts = load_regex().compile(
+        import regex  # few texts need it
+
+        self._cuts = regex.compile(
             r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
         )
         self._merges = _load_hugging_face(spec, cut=False)

@@ -62,22 +62,6 @@ def load_tokenizer(name: str) -> TokenizerSpec:
     return _load_file(file)
 
 
-def load_regex() -> Any:
-    """The package that Megatron cuts GPT-2's text with.
-
-    Raises:
-        TokenizerError: It is not installed.
-    """
-    try:
-        import regex  # few texts need it
-    except ImportError:
-        raise TokenizerError(
-            "This text has characters newer than Python's Unicode tables, which only the package "
-            "regex cuts as Megatron does; it is not installed: run 'make setup'."
-        ) from None
-    return regex
-
-
 def gpt2_files() -> tuple[Path, Path]:
     """GPT-2's vocabulary and merges, as Megatron's `--vocab-file` and `--merge-file` want them.
 

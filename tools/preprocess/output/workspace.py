@@ -25,13 +25,14 @@ from tools.preprocess.dataset.files import (
     TokenType,
     bin_path,
     idx_path,
+    open_dataset,
     read_index,
     token_dtype,
     write_index,
 )
 from tools.preprocess.dataset.manifest import RunIdentity, ShardHash, difference
 from tools.preprocess.encode.pipeline import Encoded, Int32s, Packed
-from tools.preprocess.errors import OutputError
+from tools.preprocess.errors import DatasetError, OutputError
 from tools.preprocess.input.files import Position
 from tools.preprocess.output.folder import JOINED, WHOLE, complete, fresh, locked, publish
 from tools.preprocess.output.join import join_indexes, write_manifest
@@ -123,16 +124,19 @@ class Workspace:
 
     def finish(self, engine: str) -> None:
         """Complete the data sets; from here on only renames are left."""
-        numbers = range(len(self.parts))
         problems: Counter[str] = Counter()
         for part in self.parts:
             problems.update(part.problems)
-        for index, key in enumerate(self.identity.json_keys):
+        folders = [self._part_folder(number) for number in range(len(self.parts))]
+        for number, key in enumerate(self.identity.json_keys):
             prefix = self.folder / JOINED / key
-            parts = [read_index(idx_path(self._part_folder(number) / key)) for number in numbers]
-            join_indexes(parts, prefix)
-            shards = [part.outputs[index] for part in self.parts]
-            write_manifest(prefix, shards, key, engine, problems, self.identity)
+            shards = [part.outputs[number] for part in self.parts]
+            try:
+                join_indexes([read_index(idx_path(folder / key)) for folder in folders], prefix)
+                write_manifest(prefix, shards, key, engine, problems, self.identity)
+                open_dataset(prefix)  # all of it fits together
+            except DatasetError as error:
+                raise OutputError(f"{error} Or start over with --restart.") from None
         complete(self.folder)
 
     def publish(self) -> Sequence[Path]:
