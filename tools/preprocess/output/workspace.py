@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +98,12 @@ class Workspace:
         """Whether the parts reach to the input's end."""
         return bool(self.parts) and self.parts[-1].final
 
-    def append(self, encoded: Encoded, problems: Mapping[str, int]) -> None:
+    def append(self, encoded: Encoded) -> None:
         """Add a block; when a part is full it is committed, and survives from then on."""
         for output, packed in zip(self._outputs.values(), encoded.packed, strict=True):
             output.append(packed)
         self._end = encoded.block.end
-        self._problems.update(problems)
+        self._problems.update(problem.kind for problem in encoded.problems)
         self._size_bytes += encoded.block.size_bytes
         entries = max(output.entries for output in self._outputs.values())
         if self._size_bytes >= self.identity.shard_bytes or entries >= MOST_ENTRIES:

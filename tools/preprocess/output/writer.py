@@ -24,7 +24,7 @@ _NAMED_PROBLEMS = 10
 """Places named for each kind of problem; the others are only counted."""
 
 
-class Problems:
+class ProblemReporter:
     """Names problems by file and line, and stops the run at the first that is not to be skipped."""
 
     def __init__(self, source: Source, start: Position, skip_errors: bool, say: Say) -> None:
@@ -37,8 +37,8 @@ class Problems:
         self._lines_before: int | None = None
         """Of the slice before `_counted_from`: counted only when a problem asks for it."""
 
-    def found_in(self, encoded: Encoded) -> Counter[str]:
-        """The number of each kind in a block; blocks have to come in order.
+    def report(self, encoded: Encoded) -> None:
+        """Name those of a block; blocks have to come in order.
 
         Raises:
             InputError: A document cannot be used and errors are not to be skipped.
@@ -50,7 +50,6 @@ class Problems:
         for problem in encoded.problems:
             self._name(problem)
         self._lines += encoded.line_count
-        return Counter(problem.kind for problem in encoded.problems)
 
     def _name(self, problem: Problem) -> None:
         harmless = problem.kind in HARMLESS
@@ -91,11 +90,11 @@ def fill(
     if workspace.has_all_input:
         return
     start = workspace.parts[-1].end if workspace.parts else source.start
-    problems = Problems(source, start, skip_errors, say)
+    reporter = ProblemReporter(source, start, skip_errors, say)
     for encoded in pipeline.run(_read(source, start, say, progress)):
-        found = problems.found_in(encoded)
+        reporter.report(encoded)
         with progress.clock("writing"):
-            workspace.append(encoded, found)
+            workspace.append(encoded)
         progress.add(
             done_bytes=encoded.block.read_bytes,
             text_bytes=encoded.block.size_bytes,
