@@ -2,10 +2,10 @@
 
 Without it TP and PP initialise differently. One rank writes it in Megatron's distributed format, which
 every layout loads resharded. It is written under a temporary name, read back, and renamed when it is
-whole. Each use compares its files with the manifest of then: sha256, about a second for each GB. One
-that has changed is kept under another name and written anew, with a sentence: its weights follow from
-model, seed and Megatron, and `run.json` has their hash, so no run is compared with one that started
-from others.
+whole. Each use compares its files with the manifest of then: sha256, 1.4 GB/s on one core here, which
+is 2.2 s for gpt2-large. One that has changed is kept under another name and written anew, with a
+sentence: its weights follow from model, seed and Megatron, and `run.json` has their hash, so no run is
+compared with one that started from others.
 """
 
 from __future__ import annotations

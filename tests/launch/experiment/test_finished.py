@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,19 @@ def test_a_run_is_found_by_what_was_trained_and_not_by_its_folders_name(
     folder = create_run_folder(made, options.runs)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
     assert finished_run(wanted, options.runs) == (folder if found else None)
+
+
+def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
+    sample_prefix: Path, tmp_path: Path
+) -> None:
+    target = parse_target("train-dp2-gpt2-tiny-2cpu")
+    options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
+    launch = compose_target(target, flags_of_grammar(target), options)
+    folder = create_run_folder(launch, options.runs)
+    write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
+    record = records.read_run(folder)
+    assert record.code is not None
+    records.write_run(folder, replace(record, code=replace(record.code, kit="edited")))
+    assert finished_run(launch, options.runs) == folder
+    records.write_run(folder, replace(record, code=replace(record.code, megatron="edited")))
+    assert finished_run(launch, options.runs) is None

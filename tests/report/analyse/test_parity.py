@@ -173,9 +173,10 @@ def test_a_row_of_which_one_run_has_the_references_seed_is_compared_by_that_run(
 
 def test_bf16_is_given_what_it_was_measured_to_add_and_no_more(tmp_path):
     # Of gpt2-tiny: baseline, a healthy tp2, and one whose norms' gradients were not reduced.
-    numbers = (1, 10, 25, 50)
-    by_iteration = {"b": [10.83, 10.33, 8.92, 7.08]}
-    healthy, broken = (9.3e-7, 1.2e-5, 3.1e-5, 1.4e-4), (9.3e-7, 8.9e-5, 7.6e-4, 7.8e-4)
+    numbers = (1, 10, 25, 50, 82)
+    by_iteration = {"b": [10.83, 10.33, 8.92, 7.08, 5.92]}
+    healthy = (9.3e-7, 1.2e-5, 3.1e-5, 1.4e-4, 2.8e-3)
+    broken = (9.3e-7, 8.9e-5, 7.6e-4, 7.8e-4, 3e-3)
     for name, apart in (("t", healthy), ("s", broken)):
         by_iteration[name] = [
             loss * (1 + by) for loss, by in zip(by_iteration["b"], apart, strict=True)
@@ -186,7 +187,9 @@ def test_bf16_is_given_what_it_was_measured_to_add_and_no_more(tmp_path):
         text = "\n".join(iteration_line(number, 100.0, loss) for number, loss in lines)
         folders.append(write_run(tmp_path, run_record(name, strategy, dtype="bf16"), text))
     rows = configurations(load_runs(folders)[0])
-    assert [parity.verdict for parity in parity_of(rows)] == ["reference", "held", "broken@10"]
+    found = parity_of(rows)
+    assert [parity.verdict for parity in found] == ["reference", "held", "broken@10"]
+    assert [(parity.compared, parity.until) for parity in found[1:]] == [(4, 50), (4, 50)]
 
 
 def test_weights_decide_what_start_is_shared_where_their_hash_is_known(tmp_path):

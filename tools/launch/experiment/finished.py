@@ -2,7 +2,7 @@
 
 Stricter than the report's `Identity`, which groups repeats into a row by specification and device. A
 run that stands for one not made must agree also in what a specification leaves out: the seed, the data
-set, the number of iterations, software, image and commit of Megatron.
+set, the number of iterations, software, image and the files of Megatron. The kit's own may differ.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.launch.cluster.nodes import INTERFACES
+from tools.launch.code import code_of
 from tools.launch.compose import Launch
 from tools.launch.relaunch import OF_ONE_START
 from tools.launch.run_folder import Provenance, find_provenance
 from tools.records import run as records
-from tools.records.run import RunRecord
+from tools.records.run import Code, RunRecord
 from tools.spec.files import from_root
 from tools.spec.flags import drop_flags
 
@@ -34,8 +35,8 @@ def finished_runs(launch: Launch, runs: Path) -> list[Path]:
     folders = folders_like(launch, runs)
     if not folders:
         return []
-    here = find_provenance(launch, runs)
-    return [folder for folder in folders if _is_same(folder, launch, here)]
+    here, code = find_provenance(launch, runs), code_of(launch)
+    return [folder for folder in folders if _is_same(folder, launch, here, code)]
 
 
 def folders_like(launch: Launch, runs: Path) -> list[Path]:
@@ -72,7 +73,7 @@ def _trained(record: RunRecord) -> tuple[object, ...]:
     return words, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
 
 
-def _is_same(folder: Path, launch: Launch, here: Provenance) -> bool:
+def _is_same(folder: Path, launch: Launch, here: Provenance, code: Code) -> bool:
     try:
         attempts, status = attempts_of(folder), records.read_status(folder)
     except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
@@ -86,13 +87,15 @@ def _is_same(folder: Path, launch: Launch, here: Provenance) -> bool:
         and first.environment == launch.environment
         and first.entry == launch.entry
         and trained_alike(attempts)
-        and all(_was_made(attempt, here) for attempt in attempts)
+        and all(_was_made(attempt, here, code) for attempt in attempts)
     )
 
 
-def _was_made(record: RunRecord, here: Provenance) -> bool:
+def _was_made(record: RunRecord, here: Provenance, code: Code) -> bool:
+    known = record.code
     return (
-        record.software == here.software
+        (known is None or known.megatron == code.megatron)
+        and record.software == here.software
         and record.image == here.image
         and (record.host.cpu, record.host.cores) == (here.host.cpu, here.host.cores)
         and record.host.devices == here.host.devices

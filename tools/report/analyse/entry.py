@@ -129,6 +129,8 @@ def _parity_notes(parity: Parity, run: Run) -> list[str]:
         notes.append(f"baseline is not its parity's reference: {parity.without_baseline}")
     if parity.parted:
         notes.append(f"from iteration {parity.parted} on tokens took other experts; not compared")
+    if parity.until and not parity.reason:
+        notes.append(f"its precision is compared up to iteration {parity.until}")
     if parity.reason:
         notes.append(f"loss not comparable: {parity.reason}")
     elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
