@@ -1,20 +1,13 @@
 """The page in a real browser: nothing on the console, charts drawn, sorting works, dark and light."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
 
+from tests.chromium import chromium, needs_chromium
 from tests.report.render.test_build import demo, made
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
-)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium on PATH: the page was not opened in a browser"
-)
+pytestmark = needs_chromium
 
 CHECK = """
 <script>
@@ -36,22 +29,6 @@ addEventListener("load", () => {
 });
 </script>
 """
-
-
-def chromium(*arguments):
-    done = subprocess.run(
-        [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-            *("--enable-logging=stderr", "--log-level=0", "--hide-scrollbars"),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, console
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from tools.report.explain.explanation import Explanation
 from tools.report.render import tables
 from tools.report.render.text import sentences
 from tools.text import units
+from tools.text.html import environment
 from tools.text.table import Column, Table
 from tools.text.units import DASH
 
@@ -37,17 +38,9 @@ def render_page(
     report: Report, charts: Sequence[Chart], explanation: Explanation | None = None
 ) -> str:
     """The whole report as one HTML file."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     results = tables.page_results(report)
-    return environment.get_template("page.html.j2").render(
+    template = environment(_TEMPLATES).get_template("page.html.j2")
+    return template.render(
         report=report,
         charts=charts,
         explanation=explanation or Explanation(),

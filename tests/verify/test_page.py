@@ -1,0 +1,327 @@
+"""`verify.html`, of small made captures: what is marked, what is calm, what is drawn."""
+
+import html
+import json
+import re
+from base64 import b64decode
+from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+
+from tests.chromium import chromium, needs_chromium
+from tools.records.capture import (
+    RESPONSES_FILE,
+    CapturedModule,
+    CapturedRank,
+    CaptureWriter,
+    Placement,
+    Site,
+    Stage,
+)
+from tools.verify.captured import read_capture
+from tools.verify.compare import Compared, Comparison, Pair
+from tools.verify.map import COLUMNS, rows_of
+from tools.verify.page import render_page, write_page
+from tools.verify.picture import Picture
+from tools.verify.verdict import Judgement, Outcome, Verdict, judge, refused
+
+MODULES = [
+    *("embedding", "decoder", "decoder.layers.0", "decoder.layers.0.mlp"),
+    *("decoder.layers.1", "decoder.layers.1.mlp"),
+]
+RANK = CapturedRank(
+    rank=0,
+    world_size=1,
+    iteration=2,
+    tensor=(0, 1),
+    pipeline=(0, 1),
+    context=(0, 1),
+    data=(0, 1),
+    expert=(0, 1),
+    expert_tensor=(0, 1),
+    expert_sources=((0, 0),),
+    sequence_parallel=False,
+    gated=False,
+    sequence_length=8,
+    micro_batch_size=2,
+    micro_batches=1,
+    per_token_loss=False,
+    clip_gradient=1.0,
+    dropout=False,
+    vocabulary=32,
+    dtype="float32",
+    loss_scale=1.0,
+    modules={name: CapturedModule("Module", f"megatron/{name}.py:7") for name in MODULES},
+)
+
+
+def capture(folder, spoiled=()):
+    """Two layers: activations of 8 × 2 × 4, and each layer's weight with its gradient."""
+    writer = CaptureWriter(folder / "rank-0")
+    values = np.random.default_rng(0)
+
+    def add(stage, name, slot, placement=None):
+        tensor = values.normal(size=(8, 2, 4)).astype(np.float32)
+        if (stage, name, slot) in spoiled:
+            tensor[4:] *= 3  # The later half of the sequence.
+        micro_batch = None if placement else 0
+        writer.add(
+            Site(stage, name, slot, micro_batch), "float32", tensor.shape, tensor.data, placement
+        )
+
+    for name in MODULES:
+        add(Stage.OUTPUTS, name, "input.0")
+    for name in reversed(MODULES):
+        add(Stage.OUTPUTS, name, "output")
+    for name in reversed(MODULES):
+        add(Stage.ACTIVATION_GRADIENTS, name, "output")
+    for layer in (1, 0):
+        name = f"decoder.layers.{layer}.mlp.weight"
+        add(Stage.WEIGHTS, name, "weight", Placement(name, (8, 2, 4), (0, 0, 0)))
+    writer.close(RANK)
+    (folder / "rank-0" / RESPONSES_FILE).write_text("{}")
+    return read_capture(folder)
+
+
+@pytest.fixture(scope="module")
+def judgements(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captures")
+    reference = capture(folder / "reference")
+    wrong = [
+        (Stage.OUTPUTS, "decoder.layers.1.mlp", "output"),
+        (Stage.OUTPUTS, "decoder.layers.1", "output"),
+        (Stage.ACTIVATION_GRADIENTS, "decoder.layers.0", "output"),
+        (Stage.WEIGHTS, "decoder.layers.0.mlp.weight", "weight"),
+    ]
+    names = {"layout": "tp2", "reference": "baseline", "command": "make verify-tp2-m-2cpu"}
+    found = judge(reference, capture(folder / "wrong", wrong)), judge(reference, reference)
+    return [replace(one, verdict=replace(one.verdict, **names)) for one in found]
+
+
+@pytest.fixture(scope="module")
+def differs(judgements):
+    return render_page(judgements[0])
+
+
+def cells(page):
+    """The classes of each cell, by name of the row and place of the column."""
+    body = re.search(r"<tbody>(.*?)</tbody>", page, re.DOTALL)[1]
+    found = {}
+    for line in body.split("<tr ")[1:]:
+        name = re.search(r'title="([^"]*)"', line)[1]
+        for place, classes in enumerate(re.findall(r'<td[^>]*class="([^"]*)"', line)):
+            found[name, place] = set(classes.split())
+    return found
+
+
+def is_red(classes):
+    return bool(classes & {"c4", "c5", "c6", "c7"})
+
+
+FORWARD_OUT, BACKWARD_OUT, WEIGHTS = 2, 4, len(COLUMNS) - 1
+
+
+def test_first_wrong_cell_is_marked_and_every_wrong_one_is_red(differs):
+    found = cells(differs)
+    assert [at for at, classes in found.items() if "first" in classes] == [
+        ("decoder.layers.1.mlp", FORWARD_OUT)
+    ]
+    assert {at for at, classes in found.items() if is_red(classes)} == {
+        ("decoder.layers.1.mlp", FORWARD_OUT),
+        ("decoder.layers.1", FORWARD_OUT),
+        ("decoder.layers.0", BACKWARD_OUT),
+        ("decoder.layers.0.mlp", WEIGHTS),
+    }
+
+
+def test_rows_are_modules_in_forward_order_and_parameters_are_in_their_modules_row(judgements):
+    rows = rows_of(judgements[0].compared, None)
+    assert [(row.name, row.label, row.depth) for row in rows] == [
+        ("embedding", "embedding", 0),
+        ("decoder", "decoder", 0),
+        ("decoder.layers.0", "layers.0", 1),
+        ("decoder.layers.0.mlp", "mlp", 2),
+        ("decoder.layers.1", "layers.1", 1),
+        ("decoder.layers.1.mlp", "mlp", 2),
+    ]
+    assert [one.key[1] for one in rows[3].cells[WEIGHTS].tensors] == ["decoder.layers.0.mlp.weight"]
+
+
+def test_head_says_where_how_much_and_how_to_repeat_it(differs):
+    text = html.unescape(re.sub(r"<[^>]+>", "", differs))
+    assert "tp2 differs from baseline at outputs, decoder.layers.1.mlp (output)." in text
+    for part in (
+        "megatron/decoder.layers.1.mlp.py:7",
+        "make verify-tp2-m-2cpu",
+        "20 of 20 tensors",
+    ):
+        assert part in text
+
+
+def test_difference_names_the_rows_that_are_wrong(differs):
+    assert (
+        "32 of 64 elements (50.0%) differ by more than the tolerance, all within rows 4–15 of 16,"
+        " columns 0–3 of 4." in differs
+    )
+
+
+def test_nothing_is_loaded_from_elsewhere(differs, judgements):
+    for page in (differs, render_page(judgements[1])):
+        assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", page)
+        assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', page))
+
+
+def test_page_that_held_has_no_red_and_counts_every_tensor(judgements):
+    page = render_page(judgements[1])
+    assert "tp2 computes what baseline computes" in page
+    assert not any(is_red(classes) or "first" in classes for classes in cells(page).values())
+    assert 'id="difference"' not in page
+    assert "Of 20 tensors, each over all ranks and micro batches, 20 have no error" in page
+    assert '<div class="c0 zero" style="height:100.0%" title="no error: 20 tensors">' in page
+
+
+def test_refusal_is_said_and_nothing_is_drawn(tmp_path):
+    write_page(tmp_path, refused("The two runs did different work: dtype is <bf16>."))
+    page = (tmp_path / "verify.html").read_text()
+    assert "The two runs did different work: dtype is &lt;bf16&gt;." in page
+    assert "<tbody>" not in page
+
+
+def test_names_cannot_end_the_data_of_the_page():
+    key = (Stage.OUTPUTS, "</script><b>", "output")
+    compared = Compared((Comparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1)
+    page = render_page(Judgement(Verdict(Outcome.HELD, worst_ratio=0.1), compared))
+    assert "</script><b>" not in page
+
+
+def made(names, wrong=(), not_aligned=()):
+    comparisons = [
+        Comparison(
+            (Stage.OUTPUTS, name, "output"), 1.0, place, error=20.0 if name in wrong else 0.5
+        )
+        for place, name in enumerate(names)
+    ]
+    return Compared(tuple(comparisons), not_aligned, len(names), len(names))
+
+
+def test_long_maps_fold_the_layers_that_are_calm():
+    names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
+    rows = rows_of(made(names, wrong=["decoder.layers.7.mlp"]), None)
+    assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.7"]
+    assert sum(row.shown for row in rows) == 42
+    assert rows[18].levels_within()[FORWARD_OUT] == 3
+    assert rows[21].levels_within()[FORWARD_OUT] == 5
+
+
+def test_where_red_is_everywhere_only_the_layer_of_the_first_is_open():
+    names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
+    first = (Stage.OUTPUTS, "decoder.layers.3.mlp", "output")
+    rows = rows_of(made(names, wrong=names), first)
+    assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.3"]
+
+
+def test_what_was_not_compared_is_hatched_in_its_own_row():
+    lines = (
+        "decoder.mlp.experts input.0 decoder.mlp.experts output.0: its shape follows no known split",
+        "decoder.mlp.router.bias: the reference has no such parameter",
+    )
+    rows = rows_of(made(["decoder", "decoder.mlp", "decoder.mlp.router"], not_aligned=lines), None)
+    marked = {
+        row.name: [place for place, cell in enumerate(row.cells) if cell.not_compared]
+        for row in rows
+    }
+    assert marked == {
+        "decoder": [],
+        "decoder.mlp": [],
+        "decoder.mlp.router": [6, 7, 9, 10],
+        "decoder.mlp.experts": [1, 2, 4, 5],
+    }
+
+
+def drawn(picture):
+    from matplotlib.image import imread
+
+    return imread(BytesIO(b64decode(picture.data_uri.partition(",")[2])))
+
+
+def test_one_wrong_element_of_many_is_seen_in_the_smaller_picture():
+    reference = np.ones((2000, 30), np.float32)
+    ours = reference.copy()
+    ours[1234, 5] = 2
+    points = drawn(Picture(Pair(0, None, ours, reference), 1e-6))
+    assert points.shape == (500, 30, 4)
+    red = np.argwhere(points[..., 3] > 0.9)
+    assert red.tolist() == [[308, 5]]
+    assert points[308, 5, 0] > 0.8
+    assert (points[..., 3] > 0).sum() == 1
+
+
+def test_sequences_of_a_batch_are_drawn_one_after_another():
+    reference = np.ones((8, 2, 4), np.float32)
+    ours = reference.copy()
+    ours[:, 1] = 3
+    picture = Picture(Pair(0, 0, ours, reference), 1e-6)
+    assert np.flatnonzero(picture.matrix.any(1)).tolist() == [*range(8, 16)]
+    assert picture.axes[0].text == "dimension 1 (2) × dimension 0 (8)"
+
+
+def test_not_finite_and_integer_tensors_can_be_drawn():
+    reference = np.ones(40, np.float32)
+    ours = reference.copy()
+    ours[3], ours[4] = np.nan, np.inf
+    assert np.argwhere(drawn(Picture(Pair(0, None, ours, reference), 1e-6))[..., 3] > 0.9)[
+        :, 1
+    ].tolist() == [3, 4]
+    ids = np.arange(40)
+    picture = Picture(Pair(0, None, np.roll(ids, 1), ids), 0.0)
+    assert picture.extent.startswith("40 of 40 elements (100.0%)")
+    assert (drawn(picture)[..., 3] > 0.9).all()
+
+
+def test_scalar_is_shown_as_numbers():
+    picture = Picture(Pair(0, None, np.float32(2) * np.ones(()), np.ones(())), 1e-6)
+    assert not picture.is_drawn
+    assert [(one.index, one.ours, one.reference) for one in picture.worst()] == [("–", "2", "1")]
+
+
+CHECK = """
+<script>
+addEventListener("load", () => {
+  const about = () => document.querySelector("#about h3").textContent;
+  const first = document.querySelector("td.first");
+  const press = (key) => document.activeElement.dispatchEvent(
+    new KeyboardEvent("keydown", { key, bubbles: true }));
+  const result = { start: about(), wide: document.documentElement.scrollWidth > innerWidth };
+  first.click(); press("ArrowUp"); result.up = about();
+  const rows = () => [...document.querySelectorAll("[role=grid] tbody tr")]
+    .filter((row) => !row.hidden).length;
+  result.all = rows();
+  document.querySelectorAll(".fold")[0].click(); result.folded = rows();
+  const outer = [...document.querySelectorAll("tr")].find((row) => row.matches(".folded"));
+  result.colour = outer.cells[3].className;
+  document.querySelectorAll(".fold")[0].click(); result.again = rows();
+  result.colours = ["c0", "c7"].map((name) => getComputedStyle(
+    document.querySelector(".legend ." + name)).backgroundColor);
+  document.title = "CHECKED " + JSON.stringify(result);
+});
+</script>
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "dark"), [(420, True), (1600, False)])
+def test_page_works_in_a_browser(differs, tmp_path, width, dark):
+    path = tmp_path / "verify.html"
+    path.write_text(differs.replace("</body>", CHECK + "</body>"))
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    dumped, console = chromium(*scheme, f"--window-size={width},900", "--dump-dom", path.as_uri())
+    assert console == []
+    result = json.loads(html.unescape(re.search(r"CHECKED (.*?)</title>", dumped, re.DOTALL)[1]))
+    assert result["start"] == "decoder.layers.1.mlp: outputs (of its outputs)"
+    assert result["up"] == "decoder.layers.1: outputs (of its outputs)"
+    assert not result["wide"], "the page itself must not scroll sideways"
+    assert (result["all"], result["folded"], result["again"]) == (6, 2, 6)
+    assert "c7" in result["colour"].split() or "c6" in result["colour"].split()
+    assert result["colours"][1] == ("rgb(255, 90, 80)" if dark else "rgb(164, 14, 31)")
