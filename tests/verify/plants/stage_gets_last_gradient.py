@@ -9,9 +9,9 @@ received = []
 def backward(input_tensor, output_tensor, gradient, config):
     tensor = gradient[0] if isinstance(gradient, list) else gradient
     if tensor is not None:
-        received.append(tensor.clone())
+        received.append(tensor.detach().clone())
         if len(received) % 2 == 0:
-            tensor.copy_(received[-2])
+            tensor.data.copy_(received[-2])
     return original(input_tensor, output_tensor, gradient, config)
 
 
