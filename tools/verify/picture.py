@@ -60,10 +60,10 @@ class Picture:
         """Each element's difference over the reference's root mean square; of integers 1 or 0."""
         ours, reference = self.pair.ours, self.pair.reference
         if not np.issubdtype(ours.dtype, np.floating):
-            return np.asarray(ours != reference, np.float64)
+            return np.asarray(ours != reference, np.float32)
         size = _rms(reference) or _rms(ours) or 1.0
         with np.errstate(invalid="ignore"):
-            found = np.abs(np.subtract(ours, reference, dtype=np.float64)) / size
+            found = np.abs(ours - reference) / ours.dtype.type(size)
         return np.where((ours == reference) | (np.isnan(ours) & np.isnan(reference)), 0.0, found)
 
     @cached_property
@@ -143,7 +143,10 @@ class Picture:
         if not self.relative.size:
             return
         flat = np.nan_to_num(self.relative, nan=np.inf).ravel()
-        order = np.argsort(-flat, kind="stable")[:most] if self.is_drawn else np.arange(flat.size)
+        order = np.arange(flat.size)
+        if self.is_drawn:  # Not all of a large tensor is sorted.
+            largest = np.argpartition(flat, -most)[-most:]
+            order = largest[np.argsort(-flat[largest], kind="stable")]
         for place in order:
             index = np.unravel_index(int(place), self.relative.shape)
             ours, reference = self.pair.ours[index], self.pair.reference[index]
