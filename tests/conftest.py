@@ -15,6 +15,18 @@ from tools.spec.files import ROOT
 if TYPE_CHECKING:
     from tests.examples.runs import SharedRuns
 
+REAL_RUNS = {"all_runs", "killed", "stopped"}
+"""Fixtures that wait for the shared runs."""
+
+
+def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
+    return not fixtures.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that look at real runs come last: the runs train while the others run."""
+    items.sort(key=lambda item: asks_for(item, REAL_RUNS))
+
 
 @pytest.fixture(scope="session")
 def sample_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,17 +45,18 @@ def starting_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_runs(request: pytest.FixtureRequest) -> Iterator[SharedRuns | None]:
-    """Real runs that `tests/examples` looks at: begun with the first test, whichever it is."""
+    """Real runs that several tests look at: begun with the first test, whichever it is."""
     items = request.session.items
-    asked = {name for item in items for name in getattr(item, "fixturenames", ())}
-    if not asked & {"train", "trained"}:
+    if not any(asks_for(item, {"train", *REAL_RUNS}) for item in items):
         yield None
         return
     from tests.examples.runs import SharedRuns
 
     runs = request.getfixturevalue("tmp_path_factory").mktemp("runs")
     (runs / ".start").symlink_to(request.getfixturevalue("starting_weights"))
-    others = any("tests/examples/" not in item.nodeid for item in items)
+    looking = [item for item in items if asks_for(item, REAL_RUNS)]
+    asked = {name for item in looking for name in getattr(item, "fixturenames", ())}
+    others = len(looking) < len(items)
     shared = SharedRuns(asked, runs, request.getfixturevalue("sample_prefix"), others)
     yield shared
     shared.stop()

@@ -3,11 +3,7 @@
 import pytest
 
 from tests.examples.runs import FIXTURES, Run, SharedRuns, Trainer
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of this folder come last: their runs train while the others run."""
-    items.sort(key=lambda item: "tests/examples/" in item.nodeid)
+from tests.examples.stopped import MOMENTS, Stopped
 
 
 @pytest.fixture(scope="session")
@@ -16,56 +12,63 @@ def train(shared_runs: SharedRuns) -> Trainer:
 
 
 @pytest.fixture(scope="session")
-def trained(shared_runs: SharedRuns) -> dict[str, Run]:
+def all_runs(shared_runs: SharedRuns) -> dict[str, Run]:
     """All runs that the collected tests look at, each trained once."""
-    return shared_runs.result()
+    return shared_runs.runs
 
 
 @pytest.fixture(scope="session")
-def six(trained: dict[str, Run]) -> dict[str, Run]:
-    return {name: trained[name] for name in FIXTURES["six"]}
+def six(all_runs: dict[str, Run]) -> dict[str, Run]:
+    return {name: all_runs[name] for name in FIXTURES["six"]}
 
 
 @pytest.fixture(scope="session")
-def eight(trained: dict[str, Run]) -> dict[str, Run]:
+def eight(all_runs: dict[str, Run]) -> dict[str, Run]:
     """The six, interleaved PP2 and the distributed optimizer."""
-    return {name: trained[name] for name in FIXTURES["eight"]}
+    return {name: all_runs[name] for name in FIXTURES["eight"]}
 
 
 @pytest.fixture(scope="session")
-def zero3(trained: dict[str, Run]) -> Run:
-    return trained["zero3"]
+def zero3(all_runs: dict[str, Run]) -> Run:
+    return all_runs["zero3"]
 
 
 @pytest.fixture(scope="session")
-def refused(trained: dict[str, Run]) -> Run:
+def refused(all_runs: dict[str, Run]) -> Run:
     """Megatron under an option that the kit's entry does not cover."""
-    return trained["refused"]
+    return all_runs["refused"]
 
 
 @pytest.fixture(scope="session")
-def native(trained: dict[str, Run]) -> dict[str, Run]:
+def native(all_runs: dict[str, Run]) -> dict[str, Run]:
     """Plain PyTorch on one rank and under TP 2."""
-    return {name: trained[f"native {name}"] for name in ("baseline", "tp2")}
+    return {name: all_runs[f"native {name}"] for name in ("baseline", "tp2")}
 
 
 @pytest.fixture(scope="session")
-def experts(trained: dict[str, Run]) -> Run:
+def experts(all_runs: dict[str, Run]) -> Run:
     """A mixture of experts on one rank, validated after the last iteration."""
-    return trained["experts"]
+    return all_runs["experts"]
 
 
 @pytest.fixture(scope="session")
-def ep2(trained: dict[str, Run]) -> Run:
-    return trained["ep2"]
+def ep2(all_runs: dict[str, Run]) -> Run:
+    return all_runs["ep2"]
 
 
 @pytest.fixture(scope="session")
-def native_experts(trained: dict[str, Run]) -> Run:
-    return trained["native experts"]
+def native_experts(all_runs: dict[str, Run]) -> Run:
+    return all_runs["native experts"]
 
 
 @pytest.fixture(scope="session")
-def spread_experts(trained: dict[str, Run]) -> Run:
+def spread_experts(all_runs: dict[str, Run]) -> Run:
     """Plain PyTorch with the experts over two ranks."""
-    return trained["spread experts"]
+    return all_runs["spread experts"]
+
+
+@pytest.fixture(scope="session")
+def stopped(shared_runs: SharedRuns) -> dict[int, Stopped]:
+    """Runs by the signal that asked them to stop."""
+    found = shared_runs.scenario("stopped")
+    return {number: Stopped(**found[number.name]) for number in MOMENTS}

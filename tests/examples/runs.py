@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Semaphore, Thread
+from typing import Any
 
 from rich.console import Console
 
+from tests.examples.stopped import stopped
+from tests.faults.killed import killed
 from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
@@ -83,12 +89,6 @@ class Trainer:
         folder, _ = execute(launch, options.runs, console, target.strategy)
         return run_of(folder)
 
-    def together(self, wanted: Mapping[str, Wanted], at_a_time: int) -> dict[str, Run]:
-        """Runs by name; one leaves cores idle while it starts and ends, so two may train at a time."""
-        with ThreadPoolExecutor(at_a_time) as pool:
-            runs = pool.map(lambda one: self(one[0], **one[1]), wanted.values())
-            return dict(zip(wanted, runs, strict=True))
-
 
 EVALUATED = {"extra": ("--eval-interval", str(ITERATIONS), "--eval-iters", "2")}
 NATIVE = {"backend": Backend.NATIVE}
@@ -122,9 +122,15 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 ALONE = "pp2"
 """What it waits for is looked at, so it trains without another run beside it."""
 
+SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {"killed": killed, "stopped": stopped}
+"""What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
+
+AT_A_TIME = 2
+"""A run leaves cores idle while it starts and ends."""
+
 
 class SharedRuns:
-    """The runs of `FIXTURES` that were asked for: a process of their own trains them.
+    """The runs and scenarios that were asked for, made by a process of its own.
 
     Other tests run meanwhile, and some of them change the environment of their process.
     """
@@ -137,38 +143,83 @@ class SharedRuns:
             if fixture in asked
             for name, run in FIXTURES[fixture].items()
         }
+        self._names = list(wanted)
         # Those on one rank first: two of them start at a time, and write the two starts.
-        self._names = sorted(wanted, key=lambda name: "1cpu" not in wanted[name][0])
+        on_one = [name for name in wanted if "1cpu" in wanted[name][0]]
+        on_two = [name for name in wanted if name not in on_one and name != ALONE]
+        names = (*on_one, *(name for name in SCENARIOS if name in asked), *on_two)
         self._answer = runs / "shared.json"
-        at_a_time = "1" if others_run else "2"
-        together = [name for name in self._names if name != ALONE]
-        words = (str(runs), str(data), at_a_time, str(self._answer), *together)
-        command = (sys.executable, "-m", "tests.examples.runs", *words)
-        self._process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        command = (sys.executable, "-m", "tests.examples.runs")
+        self._process = subprocess.Popen(
+            (*command, str(runs), str(data), str(self._answer), *names),
+            cwd=ROOT,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+        )
+        if not others_run:
+            self._use_all_cores()
 
-    def result(self) -> dict[str, Run]:
-        """All of them; the one that must train alone is trained now."""
-        assert self._process.wait() == 0, "the shared runs could not be trained; see above"
-        folders = json.loads(self._answer.read_text())
-        runs = {name: run_of(Path(folder)) for name, folder in folders.items()}
+    @functools.cached_property
+    def runs(self) -> dict[str, Run]:
+        """All runs; the one that must train alone is trained now."""
+        made = {name: Path(self._made(name)) for name in self._names if name != ALONE}
+        runs = {name: run_of(folder) for name, folder in made.items()}
         if ALONE in self._names:
             runs[ALONE] = self.trainer(dense(ALONE)[0])
         return runs
 
+    def scenario(self, name: str) -> Any:
+        """What a scenario found."""
+        return self._made(name)
+
     def stop(self) -> None:
         """End what still trains."""
+        self._use_all_cores()
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            os.killpg(self._process.pid, signal.SIGTERM)
             self._process.wait()
 
+    def _use_all_cores(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
-def main(runs: str, data: str, at_a_time: str, answer: str, *names: str) -> None:
-    """Train runs by name; their folders become the answer."""
+    def _made(self, name: str) -> Any:
+        result = self._results[name]
+        assert "failed" not in result, result["failed"]
+        return result["made"]
+
+    @functools.cached_property
+    def _results(self) -> dict[str, dict[str, Any]]:
+        self._use_all_cores()
+        assert self._process.wait() == 0, "the shared runs could not be made; see above"
+        results: dict[str, dict[str, Any]] = json.loads(self._answer.read_text())
+        return results
+
+
+def main(runs: str, data: str, answer: str, *names: str) -> None:
+    """Make runs and scenarios by name, one at a time until the input ends; write what was made."""
+    trainer = Trainer(Path(runs), Path(data))
     wanted = {name: run for each in FIXTURES.values() for name, run in each.items()}
-    made = Trainer(Path(runs), Path(data)).together(
-        {name: wanted[name] for name in names}, int(at_a_time)
-    )
-    Path(answer).write_text(json.dumps({name: str(run.folder) for name, run in made.items()}))
+    permits = Semaphore(1)
+
+    def permit_all() -> None:
+        sys.stdin.read()
+        permits.release(AT_A_TIME - 1)
+
+    def make(name: str) -> dict[str, Any]:
+        with permits:
+            try:
+                if name in SCENARIOS:
+                    return {"made": SCENARIOS[name](Path(runs), Path(data))}
+                target, changes = wanted[name]
+                return {"made": str(trainer(target, **changes).folder)}
+            except Exception:  # Only the tests that look at it are to fail.
+                return {"failed": traceback.format_exc()}
+
+    Thread(target=permit_all, daemon=True).start()
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        results = dict(zip(names, pool.map(make, names), strict=True))
+    Path(answer).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

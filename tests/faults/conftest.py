@@ -153,15 +153,16 @@ class Kit:
         took = time.monotonic() - began
         return Ended(made.pop() if made else folder, launcher.returncode, took, output)
 
-    def whole_curve(self, strategy: str, ranks: int = 2, **variables: str) -> Curve:
-        """Losses of the same run if nothing happens to it and nothing is saved.
+    def undisturbed_run(self, strategy: str, ranks: int = 2, **variables: str) -> Ended:
+        """The same run if nothing happens to it and nothing is saved, in a runs folder of its own."""
+        settings = {"SAVE_EVERY": "", "RUNS": str(self.undisturbed), **variables}
+        return self.train(strategy, ranks, **settings)
 
-        It has a runs folder of its own, so that it can train beside another of the same strategy.
-        """
+    def whole_curve(self, strategy: str, ranks: int = 2, **variables: str) -> Curve:
+        """Losses of the undisturbed run."""
         key = json.dumps([strategy, ranks, variables])
         if key not in self._whole:
-            settings = {"SAVE_EVERY": "", "RUNS": str(self.undisturbed), **variables}
-            ended = self.train(strategy, ranks, **settings)
+            ended = self.undisturbed_run(strategy, ranks, **variables)
             assert ended.exit_code == 0, ended.output
             self._whole[key] = loss_curve(ended.run)
         return self._whole[key]

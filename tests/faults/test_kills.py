@@ -3,15 +3,24 @@
 import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.examples.runs import SharedRuns
 from tests.faults.conftest import ITERATIONS, WHO, Ended, Kit, kill, moment, same_losses
+from tests.faults.killed import Killed
 from tools.launch.checkpoint.stored import find_checkpoints
-from tools.records.run import CHECKPOINTS_FOLDER, Status
+from tools.records.run import CHECKPOINTS_FOLDER, Status, StatusRecord, read_status
+from tools.report.analyse.parity import loss_curve
+from tools.report.read.runs import load_folder
 
 STRATEGIES = ("dp2", "tp2", "sp2", "cp2", "pp2", "zero1")
+
+
+@pytest.fixture
+def killed(shared_runs: SharedRuns) -> Killed:
+    return Killed(**shared_runs.scenario("killed"))
 
 
 def struck(kit: Kit, strategy: str, who: str, line: str, pause: float) -> Ended:
@@ -22,8 +31,7 @@ def struck(kit: Kit, strategy: str, who: str, line: str, pause: float) -> Ended:
     return victim.end()
 
 
-def judged_rightly(ended: Ended, who: str) -> None:
-    status = ended.status
+def judged_rightly(status: StatusRecord, who: str) -> None:
     if who == "launcher":
         assert (status.status, "launcher was killed" in status.reason) == (Status.INTERRUPTED, True)
     elif who.startswith("rank"):
@@ -38,19 +46,16 @@ def judged_rightly(ended: Ended, who: str) -> None:
 
 
 def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undisturbed_one(
-    kit: Kit,
+    killed: Killed,
 ) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        undisturbed = pool.submit(kit.whole_curve, "dp2")  # Trains meanwhile.
-        ended = struck(kit, "dp2", "rank 1", "iteration        6/", 0.0)
-        judged_rightly(ended, "rank 1")
-        assert ended.run.log.iterations
-        resumed = kit.resume(ended.folder)
-        assert (resumed.exit_code, resumed.folder) == (0, ended.folder), resumed.output
-        assert resumed.status.status is Status.OK
-        assert resumed.run.restarts == (5,)
-        same_losses(resumed.run, undisturbed.result())
-    assert (ended.folder / "attempts" / "1" / "status.json").is_file()
+    folder = Path(killed.folder)
+    judged_rightly(read_status(folder / "attempts" / "1"), "rank 1")
+    assert killed.iterations_reported
+    assert (killed.exit_code, killed.resumed_folder) == (0, killed.folder), killed.output
+    resumed = load_folder(folder)
+    assert read_status(folder).status is Status.OK
+    assert resumed.restarts == (5,)
+    same_losses(resumed, loss_curve(load_folder(Path(killed.undisturbed_folder))))
 
 
 @pytest.mark.slow
@@ -75,7 +80,7 @@ def test_whichever_process_is_killed_at_any_time_the_run_can_be_resumed(
     strategy, who = STRATEGIES[seed % len(STRATEGIES)], choose.choice(sorted(WHO))
     ended = struck(kit, strategy, who, *moment(seed))
     if ended.status.status is not Status.OK:  # It may have been over when it was struck.
-        judged_rightly(ended, who)
+        judged_rightly(ended.status, who)
     assert ended.run.log.iterations
     stored = find_checkpoints(ended.folder / CHECKPOINTS_FOLDER)
     finished = [checkpoint.iteration for checkpoint in stored if checkpoint.is_finished]
@@ -96,7 +101,7 @@ def test_before_the_first_checkpoint_nothing_is_left_but_a_run_that_cannot_be_re
     kit: Kit, who: str
 ) -> None:
     ended = struck(kit, "tp2", who, "initializing torch distributed", 0.0)
-    judged_rightly(ended, who)
+    judged_rightly(ended.status, who)
     refused = kit.resume(ended.folder)
     assert refused.exit_code == 2
     assert "holds no checkpoint" in " ".join(refused.output.split())

@@ -1,6 +1,7 @@
-"""Three updates of a small GPT by Megatron's own layers and optimizer: `… FUSED fp32|bf16`.
+"""Three updates of a small GPT by Megatron's own layers and optimizer: `… FUSED PRECISION…`.
 
-Prints losses, gradient norms and a sum over the parameters as JSON; an empty FUSED is Megatron alone.
+Prints a line of JSON: the patches, whether torch's compiler was loaded, and for each precision (fp32,
+bf16) losses, gradient norms and a sum over the parameters. An empty FUSED is Megatron alone.
 """
 
 import json
@@ -27,8 +28,9 @@ def model_and_optimizer(fused: str, half: bool) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     dtype = torch.bfloat16 if half else torch.float32
     config = TransformerConfig(
@@ -54,10 +56,8 @@ def model_and_optimizer(fused: str, half: bool) -> tuple[Any, Any]:
     return wrapped, get_megatron_optimizer(options, [wrapped])
 
 
-def main(fused: str, half: bool) -> None:
-    """Train three steps and print."""
-    context = find_context(Path("none"), "cpu", {"KIT_FUSED": fused})
-    applied = apply_patches(PATCHES, context)
+def figures(fused: str, half: bool) -> dict[str, Any]:
+    """Train three steps."""
     model, optimizer = model_and_optimizer(fused, half)
     torch.manual_seed(5)
     tokens, labels = torch.randint(VOCABULARY, (2, BATCH, TOKENS))
@@ -74,8 +74,18 @@ def main(fused: str, half: bool) -> None:
         losses.append(loss.item())
         norms.append(float(norm))
     total = sum(p.detach().double().abs().sum().item() for p in model.parameters())
-    print(json.dumps({"applied": applied, "losses": losses, "norms": norms, "total": total}))
+    return {"losses": losses, "norms": norms, "total": total}
+
+
+def main(fused: str, *precisions: str) -> None:
+    """Patch, train in each precision and print."""
+    context = find_context(Path("none"), "cpu", {"KIT_FUSED": fused})
+    found: dict[str, Any] = {"applied": apply_patches(PATCHES, context)}
+    for precision in precisions:
+        found[precision] = figures(fused, precision == "bf16")
+    found["compiler"] = "torch._inductor.lowering" in sys.modules
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] == "bf16")
+    main(*sys.argv[1:])

@@ -1,10 +1,8 @@
-import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,26 +15,28 @@ SAME_ARITHMETIC = "cross_entropy,adamw,multi_tensor"
 """Patches that round where Megatron rounds; the others round a compiled function only at its end."""
 
 
-ON_HOST = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ON_HOST = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 Figures = dict[str, Any]
-Trained = Callable[[str, str], "Future[Figures]"]
+PRECISIONS = {"": ("fp32", "bf16"), ALL: ("fp32", "bf16"), SAME_ARITHMETIC: ("bf16",)}
+"""Of the patches, the precisions that one process trains in."""
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[Trained]:
-    """What a training prints, each made once and two at a time."""
+def updates() -> dict[str, Figures]:
+    """What each process prints, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        yield functools.cache(lambda fused, precision: pool.submit(train, fused, precision))
+        return dict(zip(PRECISIONS, pool.map(train, PRECISIONS), strict=True))
 
 
-def train(fused: str, precision: str) -> Figures:
-    command = (sys.executable, "-m", "tests.patches.fused.in_megatron", fused, precision)
+def train(fused: str) -> Figures:
+    command = (sys.executable, "-m", "tests.patches.fused.in_megatron", fused, *PRECISIONS[fused])
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **ON_HOST},
+        env={**os.environ, **ON_HOST, **(UNCOMPILED if fused else {})},
         capture_output=True,
         text=True,
         check=False,
@@ -53,19 +53,23 @@ def train(fused: str, precision: str) -> Figures:
     ("fused", "precision", "tolerance"), [(ALL, "fp32", 3e-6), (SAME_ARITHMETIC, "bf16", 1e-6)]
 )
 def test_three_updates_of_a_gpt_are_those_of_megatron_alone(
-    trained: Trained, fused: str, precision: str, tolerance: float
+    updates: dict[str, Figures], fused: str, precision: str, tolerance: float
 ) -> None:
-    both = [trained("", precision), trained(fused, precision)]
-    alone, patched = (run.result() for run in both)
+    alone, patched = updates[""][precision], updates[fused][precision]
     for figure in ("losses", "norms", "total"):
         assert patched[figure] == pytest.approx(alone[figure], rel=tolerance)
     assert alone["losses"][2] < alone["losses"][1] < alone["losses"][0]
 
 
-@pytest.mark.slow
-def test_in_bf16_the_other_patches_stay_within_its_rounding(trained: Trained) -> None:
-    both = [trained("", "bf16"), trained(ALL, "bf16")]
-    alone, patched = (run.result() for run in both)
+def test_in_bf16_the_other_patches_stay_within_its_rounding(updates: dict[str, Figures]) -> None:
+    alone, patched = updates[""]["bf16"], updates[ALL]["bf16"]
     eps = 2**-8
     assert patched["losses"] == pytest.approx(alone["losses"], rel=eps)
     assert patched["norms"][0] == pytest.approx(alone["norms"][0], rel=eps)
+
+
+def test_megatron_alone_loads_no_compiler_and_a_fused_patch_may_use_it(
+    updates: dict[str, Figures],
+) -> None:
+    assert updates[""]["compiler"] is False
+    assert [fused for fused in updates if "no_dynamo" in updates[fused]["applied"]] == [""]

@@ -40,6 +40,7 @@ def prepare() -> ModuleType:
     """Patch and import everything once; return the entry."""
     context = find_context(ENTRY, "cpu")
     apply_patches((*PATCHES, *FAKE_PATCHES, EVEN_ROUTING), context)
+
     spec = importlib.util.spec_from_file_location("kit_entry", ENTRY)
     assert spec is not None
     assert spec.loader is not None
