@@ -40,7 +40,8 @@ def prepare() -> ModuleType:
     """Patch and import everything once; return the entry."""
     context = find_context(ENTRY, "cpu")
     apply_patches((*PATCHES, *FAKE_PATCHES, EVEN_ROUTING), context)
-
+    # Fake tensors load it at their first use: here once, not again in every fork.
+    importlib.import_module("torch._dynamo")
     spec = importlib.util.spec_from_file_location("kit_entry", ENTRY)
     assert spec is not None
     assert spec.loader is not None
