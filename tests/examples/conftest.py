@@ -3,7 +3,6 @@
 import pytest
 
 from tests.examples.runs import FIXTURES, Run, SharedRuns, Trainer
-from tests.examples.stopped import MOMENTS, Stopped
 
 
 @pytest.fixture(scope="session")
@@ -65,10 +64,3 @@ def native_experts(all_runs: dict[str, Run]) -> Run:
 def spread_experts(all_runs: dict[str, Run]) -> Run:
     """Plain PyTorch with the experts over two ranks."""
     return all_runs["spread experts"]
-
-
-@pytest.fixture(scope="session")
-def stopped(shared_runs: SharedRuns) -> dict[int, Stopped]:
-    """Runs by the signal that asked them to stop."""
-    found = shared_runs.scenario("stopped")
-    return {number: Stopped(**found[number.name]) for number in MOMENTS}

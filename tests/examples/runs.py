@@ -19,7 +19,6 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.examples.stopped import stopped
 from tests.faults.killed import killed
 from tools.launch.execute import execute
 from tools.launch.options import Options
@@ -122,7 +121,7 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 ALONE = "pp2"
 """What it waits for is looked at, so it trains without another run beside it."""
 
-SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {"killed": killed, "stopped": stopped}
+SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {"killed": killed}
 """What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
 
 AT_A_TIME = 2
