@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -46,6 +46,9 @@ from tools.verify.verdict import (
     write_verdict,
 )
 
+Train = Callable[[str, Launch], str]
+"""Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
+
 PREFIX = "verify-"
 ITERATION = 2
 """The first in which an update has been made: states are there, and weights have moved."""
@@ -70,6 +73,19 @@ class Verification:
         return self.target.name.removeprefix("train-")
 
 
+@dataclass(frozen=True)
+class _Training:
+    """Trains as any target does, in run folders under one folder."""
+
+    folder: Path
+    console: Console
+
+    def __call__(self, part: str, launch: Launch) -> str:
+        run, status = execute(launch, self.folder, self.console, part)
+        run.rename(self.folder / part)
+        return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
+
+
 def verify(name: str, options: Options, console: Console) -> int:
     """Run a verification; 0 held, 1 differs, 2 not comparable.
 
@@ -88,7 +104,7 @@ def verify(name: str, options: Options, console: Console) -> int:
     folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
     results = folder / "verify" / verification.name
     with _scratch(folder) as scratch:
-        judgement = _judged(verification, folder, scratch, console)
+        judgement = judged(verification, scratch, _Training(folder, console))
         verdict = replace(
             judgement.verdict,
             reference=verification.reference_strategy,
@@ -144,38 +160,47 @@ def _dtype_flags() -> tuple[str, ...]:
     return ("--bf16",) if dtype == "bf16" else ()
 
 
-def _judged(verification: Verification, folder: Path, scratch: Path, console: Console) -> Judgement:
+def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
+    """Train both with `train`, compare their tensors; where errors spread, train the layout again.
+
+    Args:
+        verification: What is compared.
+        scratch: A folder for the tensors.
+        train: Trains a launch.
+    """
     reference, layout = verification.reference, verification.layout
+    iteration = verification.iteration
     for part, launch, seeds in (("reference", reference, SEEDS), ("layout", layout, 0)):
-        capturing = _capturing(launch, scratch / part, verification.iteration, seeds)
-        run, status = execute(capturing, folder, console, part, folder=None)
-        run.rename(folder / part)
-        if status.status is not Status.OK:
-            return refused(f"The {part} ended '{status.status}': {status.reason}")
+        failure = train(part, _capturing(launch, scratch / part, iteration, seeds))
+        if failure:
+            return refused(f"The {part} {failure}")
     try:
         captured = read_capture(scratch / "reference")
         ours = read_capture(scratch / "layout")
         judgement = judge(captured, ours)
-        if may_have_spread(judgement):
-            write_forced(captured, ours, scratch / "given")
-            again = _capturing(layout, scratch / "forced", verification.iteration, 0)
-            again.environment["KIT_CAPTURE_FORCED"] = from_root(scratch / "given")
-            run, status = execute(again, folder, console, "confirming")
-            run.rename(folder / "forced")
-            if status.status is Status.OK:
-                judgement = confirm(judgement, captured, read_capture(scratch / "forced"))
+        if not may_have_spread(judgement):
+            return judgement
+        write_forced(captured, ours, scratch / "given")
+        again = _capturing(layout, scratch / "forced", iteration, 0, scratch / "given")
+        failure = train("forced", again)
+        if failure:
+            return judgement
+        return confirm(judgement, captured, read_capture(scratch / "forced"))
     except VerifyError as error:
         return refused(str(error))
-    return judgement
 
 
-def _capturing(launch: Launch, folder: Path, iteration: int, seeds: int) -> Launch:
+def _capturing(
+    launch: Launch, folder: Path, iteration: int, seeds: int, forced: Path | None = None
+) -> Launch:
     environment = {
         **launch.environment,
         "KIT_CAPTURE": from_root(folder),
         "KIT_CAPTURE_ITERATION": str(iteration),
         "KIT_CAPTURE_SEEDS": str(seeds),
     }
+    if forced is not None:
+        environment["KIT_CAPTURE_FORCED"] = from_root(forced)
     return replace(launch, environment=environment)
 
 
