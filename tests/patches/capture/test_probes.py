@@ -1,0 +1,121 @@
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_patches.capture.probes import Probes, described_modules, global_names
+from megatron_patches.capture.sinks import Recording, Responding, StoredTensors
+from tests.verify.captures import rank
+from tools.records.capture import CaptureWriter, Site, Stage
+
+
+class Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([3.0]))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+class Model(torch.nn.Module):
+    """y = w1·(w0·x) + w0·x: what the first module gives has two users."""
+
+    def __init__(self, recompute=False):
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+        self.recompute = recompute
+
+    def forward(self, x):
+        y = self.first(x)
+        z = checkpoint(self.second, y, use_reentrant=True) if self.recompute else self.second(y)
+        return z + y
+
+
+def captured(tmp_path, model, x=2.0, forced=None):
+    writer = CaptureWriter(tmp_path)
+    probes = Probes(
+        [model],
+        [dict.fromkeys(("",), "model") | {n: n for n in ("first", "second")}],
+        Recording(writer, forced),
+    )
+    probes.begin_micro_batch(0)
+    model(torch.tensor([x], requires_grad=True)).sum().backward()
+    probes.remove()
+    writer.close(rank())
+    return StoredTensors(tmp_path, writer.records)
+
+
+def value(stored, name, slot, stage=Stage.OUTPUTS):
+    found = stored.get(Site(stage, name, slot, 0))
+    return None if found is None else found.item()
+
+
+def test_inputs_and_outputs_of_every_module_are_written(tmp_path):
+    stored = captured(tmp_path / "c", Model())
+    assert [value(stored, "first", slot) for slot in ("input.x", "output")] == [2, 6]
+    assert [value(stored, "second", slot) for slot in ("input.x", "output")] == [6, 18]
+    assert value(stored, "model", "input.x", Stage.INPUTS) == 2
+
+
+def test_a_modules_gradient_is_its_own_part_where_its_input_has_other_users(tmp_path):
+    stored = captured(tmp_path / "c", Model())
+    gradients = Stage.ACTIVATION_GRADIENTS
+    assert value(stored, "second", "input.x", gradients) == 3
+    assert value(stored, "first", "output", gradients) == 4
+    assert value(stored, "first", "input.x", gradients) == 12
+
+
+def test_probes_change_no_gradient_and_leave_nothing_behind(tmp_path):
+    plain, probed = Model(), Model()
+    plain(torch.tensor([2.0])).sum().backward()
+    captured(tmp_path / "c", probed)
+    assert plain.first.weight.grad == probed.first.weight.grad == 8
+    assert not any(module._forward_hooks for module in probed.modules())
+
+
+def test_a_recomputed_pass_is_written_beside_the_first(tmp_path):
+    stored = captured(tmp_path / "c", Model(recompute=True))
+    assert value(stored, "second", "output") == value(stored, "second", "recomputed.output") == 18
+    assert value(stored, "second", "input.x", Stage.ACTIVATION_GRADIENTS) == 3
+
+
+def test_a_forced_input_hides_what_went_wrong_before(tmp_path):
+    right = captured(tmp_path / "right", Model())
+    wrong = Model()
+    wrong.first.weight.data.fill_(5)
+    stored = captured(tmp_path / "forced", wrong, forced=right)
+    assert value(stored, "first", "output") == 10
+    assert value(stored, "second", "input.x") == 10  # What arrived is written,
+    assert value(stored, "second", "output") == 18  # what was computed is of the forced input.
+
+
+def test_a_forced_gradient_hides_what_went_wrong_after(tmp_path):
+    right = captured(tmp_path / "right", Model())
+    wrong = Model()
+    wrong.second.weight.data.fill_(7)
+    stored = captured(tmp_path / "forced", wrong, forced=right)
+    assert value(stored, "first", "output", Stage.ACTIVATION_GRADIENTS) == 8
+    assert value(stored, "first", "input.x", Stage.ACTIVATION_GRADIENTS) == 12
+
+
+def test_a_response_is_the_relative_change(tmp_path):
+    writer_folder = tmp_path / "c"
+    stored = captured(writer_folder, Model())
+    responding = Responding(stored)
+    responding.write(Site(Stage.OUTPUTS, "first", "output", 0), torch.tensor([6.03]))
+    (response,) = responding.responses.values()
+    assert abs(response - 0.005) < 1e-6
+
+
+def test_layers_and_experts_have_their_global_numbers():
+    stage = torch.nn.Module()
+    stage.decoder = torch.nn.Module()
+    layer = torch.nn.Module()
+    layer.experts = torch.nn.Module()
+    layer.experts.local_experts = torch.nn.ModuleList([Inner()])
+    stage.decoder.layers = torch.nn.ModuleList([layer])
+    (names,) = global_names([stage], [2], 4)
+    own = "decoder.layers.0.experts.local_experts.0"
+    assert (names[own], names[""]) == ("decoder.layers.2.experts.local_experts.4", "model")
+    described = dict(described_modules([stage], [names]))
+    assert described[names[own]].kind == "Inner"
+    assert described[names[own]].source.endswith(f":{Inner.forward.__code__.co_firstlineno}")

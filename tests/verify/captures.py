@@ -1,0 +1,93 @@
+"""Captures made of arrays, as ranks would write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.records.capture import (
+    RESPONSES_FILE,
+    CapturedModule,
+    CapturedRank,
+    CaptureWriter,
+    Placement,
+    Site,
+    Stage,
+)
+from tools.verify.captured import Array, Capture, read_capture
+
+Tensors = list[tuple[Site, Array] | tuple[Site, Array, Placement]]
+SEQUENCE, BATCH, HIDDEN = 8, 2, 6
+MODULE = "decoder.layers.0.mlp.linear_fc2"
+KEY = "decoder.layers.mlp.linear_fc2.weight"
+WEIGHT = f"{MODULE}.weight"
+
+
+def rank(number: int = 0, **changed: Any) -> CapturedRank:
+    """A rank's description: one rank alone unless degrees are given."""
+    alone = (0, 1)
+    fields: dict[str, Any] = {
+        **dict.fromkeys(
+            ("tensor", "pipeline", "context", "data", "expert", "expert_tensor"), alone
+        ),
+        "world_size": 1,
+        "iteration": 2,
+        "expert_sources": (alone,),
+        "sequence_parallel": False,
+        "gated": False,
+        "sequence_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+        "micro_batches": 1,
+        "per_token_loss": False,
+        "clip_gradient": 1.0,
+        "dropout": False,
+        "vocabulary": 10,
+        "dtype": "float32",
+        "loss_scale": 1.0,
+        "modules": {MODULE: CapturedModule("Linear", "megatron/core/layers.py:7")},
+    }
+    return CapturedRank(rank=number, **{**fields, **changed})
+
+
+def output(
+    name: str = MODULE, micro_batch: int = 0, stage: Stage = Stage.OUTPUTS, slot: str = "output"
+) -> Site:
+    """Where a module's output is."""
+    return Site(stage, name, slot, micro_batch)
+
+
+def place(offset: tuple[int, ...], shape: tuple[int, ...] = (1, 4, 3)) -> Placement:
+    """A part of the weight of layer 0."""
+    return Placement(KEY, shape, offset)
+
+
+def write(
+    folder: Path, ranks: list[tuple[CapturedRank, Tensors]], response: float = 1e-6
+) -> Capture:
+    """Write a capture in which every tensor has one response, and read it back."""
+    for described, tensors in ranks:
+        writer = CaptureWriter(folder / f"rank-{described.rank}")
+        for site, values, *placed in tensors:
+            held = np.ascontiguousarray(values)
+            bytes_of = memoryview(held.ravel().view(np.uint8))
+            writer.add(site, str(held.dtype), held.shape, bytes_of, *placed)
+        writer.close(described)
+        responses = {f"{site.stage}|{site.name}|{site.slot}": response for site, *_ in tensors}
+        (folder / f"rank-{described.rank}" / RESPONSES_FILE).write_text(json.dumps(responses))
+    return read_capture(folder)
+
+
+def pair(
+    tmp_path: Path, ours: list[tuple[CapturedRank, Tensors]], theirs: Tensors, **changed: Any
+) -> tuple[Capture, Capture]:
+    """A reference of one rank, and a layout."""
+    reference = write(tmp_path / "reference", [(rank(**changed), theirs)])
+    return reference, write(tmp_path / "layout", ours)
+
+
+def random(*shape: int, seed: int = 0) -> Array:
+    """Numbers around 0, float32."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

@@ -1,0 +1,107 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
+from tools.records.capture import Site, Stage
+from tools.verify.align import ActivationAligner
+
+
+def aligned(tmp_path, layout_rank, ours, theirs, site=None, **reference):
+    site = site or output()
+    reference, layout = pair(tmp_path, [(layout_rank, [(site, ours)])], theirs, **reference)
+    one = layout.ranks[0]
+    return ActivationAligner(reference, layout).align(one, one.records[0])
+
+
+def zigzag(whole, context, axis=0):
+    chunks = np.split(whole, 2 * context[1], axis)
+    return np.concatenate([chunks[context[0]], chunks[-1 - context[0]]], axis)
+
+
+@given(
+    tensor=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
+    context=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
+    sequence_parallel=st.booleans(),
+    split_hidden=st.booleans(),
+)
+def test_any_split_of_sequence_and_hidden_size_is_undone(
+    tmp_path_factory, tensor, context, sequence_parallel, split_hidden
+):
+    whole = random(SEQUENCE, BATCH, HIDDEN)
+    ours = zigzag(whole, context)
+    if split_hidden:
+        ours = np.split(ours, tensor[1], 2)[tensor[0]]
+    elif sequence_parallel:
+        ours = np.split(ours, tensor[1], 0)[tensor[0]]
+    here = rank(tensor=tensor, context=context, sequence_parallel=sequence_parallel, world_size=1)
+    found = aligned(tmp_path_factory.mktemp("c"), here, ours, [(output(), whole)])
+    assert found.reference is not None
+    assert np.array_equal(found.reference, ours)
+
+
+def test_data_parallel_ranks_have_every_second_micro_batch(tmp_path):
+    whole = [random(SEQUENCE, BATCH, HIDDEN, seed=number) for number in range(4)]
+    theirs = [(output(micro_batch=number), values) for number, values in enumerate(whole)]
+    found = aligned(
+        tmp_path,
+        rank(data=(1, 2), micro_batches=2),
+        whole[3],
+        theirs,
+        output(micro_batch=1),
+        micro_batches=4,
+    )
+    assert np.array_equal(found.reference, whole[3])
+
+
+def test_gate_and_value_of_a_gated_layer_are_split_apart(tmp_path):
+    name = "decoder.layers.0.mlp.linear_fc1"
+    whole = random(SEQUENCE, BATCH, 8)
+    ours = np.concatenate([whole[..., 2:4], whole[..., 6:8]], 2)
+    here = rank(tensor=(1, 2), gated=True)
+    found = aligned(tmp_path, here, ours, [(output(name), whole)], output(name))
+    assert np.array_equal(found.reference, ours)
+
+
+def test_rows_of_an_expert_come_from_every_rank_that_sends_to_it(tmp_path):
+    site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
+    first, second = random(3, HIDDEN), random(5, HIDDEN, seed=1)
+    theirs = [(site, first), (output(site.name, 1), second)]
+    here = rank(data=(1, 2), expert=(1, 2), expert_sources=((0, 0), (1, 0)))
+    found = aligned(tmp_path, here, np.concatenate([first, second]), theirs, site, micro_batches=2)
+    assert np.array_equal(found.reference, np.concatenate([first, second]))
+
+
+def test_gradients_are_scaled_to_the_layouts_number_of_micro_batches(tmp_path):
+    site = output(stage=Stage.ACTIVATION_GRADIENTS)
+    whole = random(SEQUENCE, BATCH, HIDDEN)
+    found = aligned(tmp_path, rank(data=(0, 2)), whole * 2, [(site, whole)], site, micro_batches=2)
+    assert np.allclose(found.reference, whole * 2)
+
+
+def test_loss_is_added_over_the_parts_of_a_sequence(tmp_path):
+    site = Site(Stage.LOSS, "loss", "sum", 0)
+    parts = [
+        (rank(number, context=(number, 2), world_size=2), [(site, np.float32(number + 1))])
+        for number in range(2)
+    ]
+    reference = write(tmp_path / "reference", [(rank(), [(site, np.float32(3))])])
+    layout = write(tmp_path / "layout", parts)
+    one = layout.ranks[0]
+    assert ActivationAligner(reference, layout).align(one, one.records[0]).ours == 3
+
+
+@pytest.mark.parametrize("shape", [(SEQUENCE, BATCH, 4), (SEQUENCE, BATCH), (3, BATCH, HIDDEN)])
+def test_a_shape_that_no_split_gives_is_named(tmp_path, shape):
+    theirs = [(output(), random(SEQUENCE, BATCH, HIDDEN))]
+    found = aligned(tmp_path, rank(tensor=(0, 2)), random(*shape), theirs)
+    assert found.reference is None
+    assert (
+        f"its shape {list(shape)} of the reference's {[SEQUENCE, BATCH, HIDDEN]}" in found.obstacle
+    )
+
+
+def test_a_tensor_that_the_reference_lacks_is_named(tmp_path):
+    found = aligned(tmp_path, rank(), random(2), [(output(MODULE + ".other"), random(2))])
+    assert found.obstacle == "the reference has no such tensor"

@@ -1,0 +1,123 @@
+import numpy as np
+
+from tests.verify.captures import WEIGHT, output, pair, place, random, rank, write
+from tools.records.capture import Placement, Site, Stage
+from tools.verify.compare import RESPONSES, compare
+
+WHOLE = random(4, 3)
+
+
+def weights(stage=Stage.WEIGHTS, slot="weight"):
+    return Site(stage, WEIGHT, slot)
+
+
+def split(stage, *values):
+    """Every rank holds rows 2·rank and 2·rank+1 of the whole weight."""
+    return [
+        (
+            rank(number, tensor=(number, 2), world_size=2),
+            [(weights(stage), part, place((0, 2 * number, 0)))],
+        )
+        for number, part in enumerate(values)
+    ]
+
+
+def found(tmp_path, ours, theirs, **changed):
+    return compare(*pair(tmp_path, ours, theirs, **changed))
+
+
+def whole(stage=Stage.WEIGHTS):
+    return [(weights(stage), WHOLE, place((0, 0, 0)))]
+
+
+def test_an_error_below_the_measured_tolerance_holds_and_one_above_differs(tmp_path):
+    values = np.ones(4, np.float32)
+    reference = write(tmp_path / "r", [(rank(), [(output(), values)])], response=1e-3)
+    below = write(
+        tmp_path / "a", [(rank(), [(output(), values * np.float32(1 + RESPONSES * 0.9e-3))])]
+    )
+    above = write(
+        tmp_path / "b", [(rank(), [(output(), values * np.float32(1 + RESPONSES * 1.1e-3))])]
+    )
+    assert not compare(reference, below).wrong()
+    (wrong,) = compare(reference, above).wrong()
+    assert (wrong.key, wrong.wrong_ranks) == ((Stage.OUTPUTS, output().name, "output"), {0})
+
+
+def test_shards_of_a_weight_are_compared_with_their_part(tmp_path):
+    result = found(tmp_path, split(Stage.WEIGHTS, WHOLE[:2], WHOLE[2:]), whole())
+    assert (result.wrong(), result.compared, result.seen) == ([], 2, 2)
+    swapped = found(tmp_path / "s", split(Stage.WEIGHTS, WHOLE[2:], WHOLE[:2]), whole())
+    assert swapped.wrong()[0].wrong_ranks == {0, 1}
+
+
+def test_copies_that_differ_in_the_last_bit_are_wrong_without_a_tolerance(tmp_path):
+    near = np.nextafter(WHOLE, np.float32(9))
+    ours = [
+        (rank(0, data=(0, 2), world_size=2), whole()),
+        (rank(1, data=(1, 2), world_size=2), [(weights(), near, place((0, 0, 0)))]),
+    ]
+    (wrong,) = found(tmp_path, ours, whole(), micro_batches=2).wrong()
+    assert wrong.replicas_differ == (0, 1)
+
+
+def test_elements_of_a_sharded_optimizer_that_no_rank_holds_are_counted(tmp_path):
+    flat = WHOLE.ravel()
+    parts = [np.where(np.arange(12) < 6, flat, np.nan), np.where(np.arange(12) >= 7, flat, np.nan)]
+    held = Placement(place((0, 0, 0)).key, (1, 4, 3), (0, 0, 0), partial=True)
+    ours = [
+        (
+            rank(n, data=(n, 2), world_size=2),
+            [(weights(), part.reshape(4, 3).astype(np.float32), held)],
+        )
+        for n, part in enumerate(parts)
+    ]
+    (wrong,) = found(tmp_path, ours, whole(), micro_batches=2).wrong()
+    assert (wrong.uncovered, wrong.error) == (1, 0)
+
+
+def test_local_gradients_of_data_parallel_ranks_average_to_the_references(tmp_path):
+    stage = Stage.LOCAL_GRADIENTS
+    other = random(4, 3, seed=1)
+    ours = [
+        (rank(n, data=(n, 2), world_size=2), [(weights(stage), part, place((0, 0, 0)))])
+        for n, part in enumerate((WHOLE + other, WHOLE - other))
+    ]
+    assert not found(tmp_path, ours, whole(stage), micro_batches=2).wrong()
+
+
+def test_local_gradients_of_tensor_parallel_ranks_may_add_up(tmp_path):
+    stage = Stage.LOCAL_GRADIENTS
+    ours = [
+        (rank(n, tensor=(n, 2), world_size=2), [(weights(stage), part, place((0, 0, 0)))])
+        for n, part in enumerate((WHOLE - 1, np.ones_like(WHOLE)))
+    ]
+    assert not found(tmp_path, ours, whole(stage)).wrong()
+
+
+def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_path):
+    returned, used = (
+        Site(Stage.NORM, "grad_norm", "returned"),
+        Site(Stage.NORM, "grad_norm", "used"),
+    )
+    ours = [(rank(), [(returned, np.array([2.0])), (used, np.array([2.5]))])]
+    (wrong,) = found(tmp_path, ours, [(returned, np.array([2.0]))]).wrong()
+    assert (wrong.key[1], wrong.error) == ("grad_norm", 0.25)
+
+
+def test_integers_are_compared_exactly(tmp_path):
+    ids = np.arange(8)
+    (wrong,) = found(
+        tmp_path, [(rank(), [(output(), ids + (ids == 3))])], [(output(), ids)]
+    ).wrong()
+    assert (wrong.error, wrong.tolerance) == (1 / 8, 0)
+
+
+def test_the_first_wrong_tensor_is_that_of_the_earliest_stage(tmp_path):
+    early, late = output("a"), output("b")
+    values = random(3)
+    theirs = [(late, values), (early, values), *whole()]
+    ours = [
+        (rank(), [(early, values + 1), (weights(), WHOLE + 1, place((0, 0, 0))), (late, values)])
+    ]
+    assert [one.key[1] for one in found(tmp_path, ours, theirs).wrong()] == ["a", WEIGHT]

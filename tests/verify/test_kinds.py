@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from tests.verify.captures import random, rank
+from tools.records.capture import Stage
+from tools.verify.compare import Comparison, Pair, relative_error
+from tools.verify.kinds import kind_of
+
+WHOLE = random(8, 4)
+LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5, world_size=6, vocabulary=6)
+
+
+def kind(ours, reference=WHOLE, name="decoder.layers.0", others=(), **fields):
+    pairs = [Pair(number, 0, one, reference) for number, one in enumerate((ours, *others))]
+    found = Comparison((Stage.OUTPUTS, name, "output"), tolerance=1e-6, order=0, **fields)
+    found.error, found.worst = relative_error(ours, reference), pairs[0]
+    return kind_of(found, pairs, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("factor", "name"),
+    [(2, "×TP"), (1 / 2, "÷TP"), (3, "×DP"), (1 / 5, "÷micro batches"), (1.25, "1.25")],
+)
+def test_a_constant_factor_is_named_by_the_degree_it_is(factor, name):
+    found = kind(WHOLE * np.float32(factor))
+    assert (found.name.split(" or ")[0], found.factor) == (f"factor {name}", pytest.approx(factor))
+
+
+def test_ranks_whose_sum_fits_miss_a_sum():
+    part = random(8, 4, seed=1)
+    assert kind(WHOLE - part, others=(part,)).name == "missing sum over TP ranks"
+
+
+def test_rows_elsewhere_are_shifted_or_in_another_order():
+    assert kind(np.roll(WHOLE, 2, 0)).name == "rows in another order"
+    moved = np.concatenate([WHOLE[:4], WHOLE[3:7]])
+    assert kind(moved).name == "rows shifted by -1"
+    ids = np.arange(6)
+    assert kind(ids[::-1].copy(), ids).name == "rows in another order"
+
+
+def test_rows_of_padding_alone_are_named():
+    wrong = WHOLE.copy()
+    wrong[6:] += 1
+    assert kind(wrong, name="embedding.word_embeddings.weight").name == (
+        "in the vocabulary's padding only"
+    )
+    assert kind(wrong).name == "in 2 of 8 rows, from 6 to 7"
+
+
+def test_what_is_not_finite_is_said():
+    wrong = WHOLE.copy()
+    wrong[0, 0] = np.nan
+    assert kind(wrong).name == "not finite"
+
+
+def test_copies_that_differ_by_a_bit_are_named():
+    found = Comparison((Stage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
+    assert kind_of(found, (), LAYOUT).name == "copies differ between ranks"
+
+
+def test_noise_on_some_ranks_is_said_to_be_that():
+    found = kind(WHOLE + random(8, 4, seed=2), wrong_ranks={1}, right_ranks={0})
+    assert found.name == "wrong on some ranks only"
+    assert kind(WHOLE + random(8, 4, seed=2)).name == "other"

@@ -1,0 +1,100 @@
+import json
+
+import numpy as np
+import pytest
+
+from tests.verify.captures import MODULE, output, pair, random, rank, write
+from tools.records.capture import RANK_FILE, Stage
+from tools.verify.captured import VerifyError, read_capture
+from tools.verify.verdict import (
+    confirm,
+    judge,
+    may_have_spread,
+    refused,
+    write_forced,
+    write_verdict,
+)
+
+WHOLE = random(8, 2, 6)
+LATER = "decoder.layers.1"
+
+
+def test_a_difference_is_located_with_its_kind_and_source(tmp_path):
+    ours = [
+        (rank(n, tensor=(n, 2), world_size=2), [(output(), values)])
+        for n, values in enumerate((WHOLE * 2, WHOLE * 2))
+    ]
+    judgement = judge(*pair(tmp_path, ours, [(output(), WHOLE)]))
+    write_verdict(tmp_path / "v", judgement)
+    written = json.loads((tmp_path / "v" / "verdict.json").read_text())
+    assert {name: written[name] for name in ("verdict", "stage", "module", "ranks", "factor")} == {
+        **{"verdict": "differs", "stage": "outputs", "module": MODULE, "ranks": [0, 1]},
+        "factor": 2.0,
+    }
+    assert written["source"] == "megatron/core/layers.py:7"
+    assert (judgement.verdict.exit_code, written["compared"]) == (1, 2)
+    kept = np.load(tmp_path / "v" / "first.npz")
+    assert np.array_equal(kept["ours"], WHOLE * 2)
+
+
+def test_the_module_that_is_wrong_by_itself_is_named_where_the_first_only_follows(tmp_path):
+    first, second = output(slot="input.x"), output(LATER)
+    theirs = [(first, WHOLE), (second, WHOLE)]
+    reference, layout = pair(
+        tmp_path, [(rank(), [(first, WHOLE + 1), (second, WHOLE + 1)])], theirs
+    )
+    judgement = judge(reference, layout)
+    assert may_have_spread(judgement)
+    # With the reference's tensors as inputs only the second is wrong.
+    again = write(tmp_path / "forced", [(rank(), [(first, WHOLE), (second, WHOLE + 1)])])
+    verdict = confirm(judgement, reference, again).verdict
+    assert (verdict.module, verdict.confirmed) == (LATER, True)
+    none = write(tmp_path / "none", [(rank(), [(first, WHOLE), (second, WHOLE)])])
+    verdict = confirm(judgement, reference, none).verdict
+    assert (verdict.module, verdict.confirmed) == (MODULE, False)
+
+
+def test_what_is_forced_is_the_part_that_the_rank_holds(tmp_path):
+    site = output(slot="input.x")
+    ours = [
+        (rank(n, tensor=(n, 2), world_size=2), [(site, np.zeros((8, 2, 3), np.float32))])
+        for n in range(2)
+    ]
+    reference, layout = pair(tmp_path, ours, [(site, WHOLE)])
+    write_forced(reference, layout, tmp_path / "given")
+    given = read_capture(tmp_path / "given")
+    assert np.array_equal(given.ranks[1].values(given.ranks[1].records[0]), WHOLE[..., 3:])
+
+
+def test_runs_of_different_work_are_refused_with_the_field(tmp_path):
+    ours = [(rank(micro_batches=3), [(output(), WHOLE)])]
+    with pytest.raises(VerifyError, match="global batch is 6 in layout and 2 in reference"):
+        judge(*pair(tmp_path, ours, [(output(), WHOLE)]))
+
+
+def test_a_capture_that_was_cut_off_or_is_not_there_is_refused(tmp_path):
+    write(tmp_path / "c", [(rank(n, world_size=2), [(output(), WHOLE)]) for n in range(2)])
+    (tmp_path / "c" / "rank-1" / RANK_FILE).unlink()
+    with pytest.raises(VerifyError, match=r"was cut off \(rank-1 did not finish"):
+        read_capture(tmp_path / "c")
+    with pytest.raises(VerifyError, match="no captured tensors"):
+        read_capture(tmp_path / "nothing")
+
+
+def test_nothing_compared_exits_with_two():
+    assert refused("The layout ended 'crashed'").verdict.exit_code == 2
+
+
+def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
+    site = output(stage=Stage.ACTIVATION_GRADIENTS)
+    bits = np.array([0x3F80, 0x4049], np.uint16)  # 1 and 3.140625
+    writer_values = bits.view(np.uint16)
+    for name in ("reference", "layout"):
+        write(tmp_path / name, [(rank(dtype="bfloat16"), [(site, writer_values)])])
+        index = tmp_path / name / "rank-0" / "index.jsonl"
+        index.write_text(index.read_text().replace("uint16", "bfloat16"))
+    reference, layout = read_capture(tmp_path / "reference"), read_capture(tmp_path / "layout")
+    assert reference.ranks[0].values(reference.ranks[0].records[0]).tolist() == [1, 3.140625]
+    write_forced(reference, layout, tmp_path / "given")
+    given = (tmp_path / "given" / "rank-0" / "tensors.bin").read_bytes()
+    assert given == bits.tobytes()
