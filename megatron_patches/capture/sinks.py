@@ -138,5 +138,7 @@ def forced_tensors(folder: Path) -> StoredTensors | None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    flat = tensor.detach().cpu().reshape(-1)
+    if flat.dtype is torch.bfloat16:  # numpy has no such type.
+        flat = flat.view(torch.int16)
+    return memoryview(numpy.ascontiguousarray(flat.numpy()).view(numpy.uint8))

@@ -1,0 +1,190 @@
+"""`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
+
+    python -m tests.verify.bench [plants | healthy] [--only ID …] [--seeds N]
+
+Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
+forked from one process, so that a verification takes seconds. Prints the tables of tools/verify/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.verify.forked import ForkedRanks
+from tests.verify.plants.check import Plant, plants
+from tools.launch.compose import Launch
+from tools.launch.options import Options, read_plant
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.verify import compose_verification, judged
+from tools.spec.files import ROOT, read_yaml
+from tools.verify.verdict import Judgement, Outcome
+
+HEALTHY = Path(__file__).with_name("healthy.yaml")
+
+
+@dataclass
+class Bench:
+    """Verifies layouts, one after another; a reference is trained once for all that share it."""
+
+    data: str
+    folder: Path
+    ranks: ForkedRanks = field(default_factory=ForkedRanks)
+
+    def verify(
+        self,
+        strategy: str,
+        model: str,
+        devices: int,
+        flags: Sequence[str] = (),
+        plant: Path | None = None,
+        seed: int = 1234,
+    ) -> Judgement:
+        """Verify a layout; a plant is in the layout alone, as `check.py` shows that it may be."""
+        options = Options(
+            runs=self.folder,
+            data=self.data,
+            extra=tuple(flags),
+            seed=seed,
+            plant=read_plant(str(plant)) if plant else None,
+        )
+        verification = compose_verification(f"verify-{strategy}-{model}-{devices}cpu", options)
+        ensure_start_checkpoint(verification.reference, options, Console(file=sys.stderr))
+        batch = verification.reference.spec.batch.global_batch_size
+        words = "_".join((model, str(batch), str(seed), *flags))
+        kept = self.folder / "references" / words.replace("/", "_").replace(" ", "_")
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            return judged(verification, Path(scratch), _Training(self.ranks, kept, Path(scratch)))
+
+
+@dataclass(frozen=True)
+class _Training:
+    ranks: ForkedRanks
+    kept: Path
+    scratch: Path
+
+    def __call__(self, part: str, launch: Launch) -> str:
+        logs = self.kept.with_name(f"{self.kept.name}.{part}.logs")
+        if part == "reference":
+            if not self.kept.is_dir():
+                codes = self.ranks.run(_without_plant(launch), logs)
+                if any(codes):
+                    return f"ended with {codes}, see {logs}"
+                shutil.move(self.scratch / part, self.kept)
+            (self.scratch / part).symlink_to(self.kept)
+            return ""
+        codes = self.ranks.run(launch, logs)
+        return f"ended with {codes}, see {logs}" if any(codes) else ""
+
+
+def _without_plant(launch: Launch) -> Launch:
+    kept = {name: value for name, value in launch.environment.items() if "PLANT" not in name}
+    return replace(launch, environment=kept)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plant's line of the table."""
+
+    plant: Plant
+    judgement: Judgement
+    seconds: float
+
+    @property
+    def found(self) -> bool:
+        """Whether stage and module are those that the plant has."""
+        verdict = self.judgement.verdict
+        return (verdict.stage, verdict.module) == (self.plant.stage, self.plant.module)
+
+    def line(self) -> str:
+        """As Markdown."""
+        verdict, first = self.judgement.verdict, self.judgement.first
+        if verdict.verdict is Outcome.NOT_COMPARABLE:
+            return f"| {self.plant.id} | not comparable: {verdict.reason} |"
+        caught = "yes" if self.found else f"**no** ({self.plant.stage}, {self.plant.module})"
+        ratio = f"{first.ratio:.2g}" if first else f"{verdict.worst_ratio or 0:.2g}"
+        layout = " ".join((self.plant.strategy, self.plant.model, self.plant.dtype))
+        return (
+            f"| {self.plant.id} | {self.plant.catalogue} | {layout} | {caught} | "
+            f"{verdict.stage or 'held'} | `{verdict.module or ''}` | {verdict.kind or ''} | {ratio} | "
+            f"{self.seconds:.0f} |"
+        )
+
+
+PLANTS_HEAD = (
+    "| plant | catalogue | layout | found | stage | module | kind | error/tolerance | s |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+HEALTHY_HEAD = "| layout | model | flags | seed | verdict | error/tolerance | compared | s |\n|---|---|---|---|---|---|---|---|"
+
+
+def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
+    """Verify each plant's layout."""
+    for plant in plants():
+        if only and plant.id not in only:
+            continue
+        began = time.monotonic()
+        judgement = bench.verify(
+            plant.strategy, plant.model, plant.devices, plant.flags, plant.path
+        )
+        yield Row(plant, judgement, time.monotonic() - began)
+
+
+def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tuple[str, bool]]:
+    """Verify every healthy combination of layout, features and dtype: a line, and whether it held."""
+    for group in read_yaml(HEALTHY):
+        for strategy in group["strategies"]:
+            for number in range(seeds):
+                name, seed = f"{strategy}-{group['model']}", 1234 + number
+                if only and name not in only:
+                    continue
+                began = time.monotonic()
+                flags = group.get("flags", "").split()
+                devices = group.get("devices", 2)
+                judgement = bench.verify(strategy, group["model"], devices, flags, seed=seed)
+                verdict = judgement.verdict
+                said = verdict.verdict if verdict.reason is None else verdict.reason
+                if verdict.verdict is Outcome.DIFFERS:
+                    said = f"**differs**: {verdict.stage}, {verdict.module}, {verdict.kind}"
+                yield (
+                    f"| {strategy} | {group['model']} | {' '.join(flags)} | {seed} | {said} | "
+                    f"{verdict.worst_ratio or 0:.2f} | {verdict.compared} of {verdict.seen} | "
+                    f"{time.monotonic() - began:.0f} |",
+                    verdict.verdict is Outcome.HELD,
+                )
+
+
+def main() -> int:
+    """Print the tables; 1 if a plant was not found, or a healthy layout called wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("plants", "healthy", "all"), nargs="?", default="all")
+    parser.add_argument("--only", nargs="*", default=(), help="ids of plants, or strategy-model")
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    missed = 0
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".bench-verify-") as folder:
+        bench = Bench("owt-ds/sample_text_document", Path(folder))
+        if given.what in ("plants", "all"):
+            print(PLANTS_HEAD)
+            for row in verify_plants(bench, given.only):
+                print(row.line(), flush=True)
+                missed += not row.found
+        if given.what in ("healthy", "all"):
+            print(HEALTHY_HEAD)
+            for line, held in verify_healthy(bench, given.only, given.seeds):
+                print(line, flush=True)
+                missed += not held
+    print(f"{missed} wrong")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
