@@ -3,7 +3,7 @@
     python -m tests.verify.bench [plants | healthy] [--only ID …] [--seeds N]
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
-forked from one process, so that a verification takes seconds. Prints the tables of tools/verify/README.md.
+forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ PLANTS_HEAD = (
     "| plant | catalogue | layout | found | stage | module | kind | error/tolerance | s |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
-HEALTHY_HEAD = "| layout | model | flags | seed | verdict | error/tolerance | compared | s |\n|---|---|---|---|---|---|---|---|"
+HEALTHY_HEAD = (
+    "| layout | model | flags | seed | verdict | error/tolerance | compared | s |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
 
 
 def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:

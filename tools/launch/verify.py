@@ -146,8 +146,13 @@ def compose_verification(name: str, options: Options) -> Verification:
     reference = settings.REFERENCE.value(os.environ) or "baseline"
     devices = target.devices if reference != "baseline" else 1
     other = Target(reference, target.model, devices, target.device)
+    own = replace(
+        options,
+        extra=(*options.extra, *(settings.EXTRA_B.value(os.environ) or ())),
+        megatron_lm=settings.MEGATRON_LM_B.value(os.environ) or options.megatron_lm,
+    )
     return Verification(
-        target, _composed(target, options), reference, _composed(other, options), iteration
+        target, _composed(target, own), reference, _composed(other, options), iteration
     )
 
 
@@ -217,11 +222,16 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 def _command(verification: Verification) -> str:
     given = " ".join(
-        f"{name}={shlex.quote(value)}"
-        for name in ("PLANT", "EXTRA", "DTYPE", "REFERENCE", "MEGATRON_LM", "ITERS")
-        if (value := os.environ.get(name))
+        f"{name}={shlex.quote(value)}" for name in _NAMES if (value := os.environ.get(name))
     )
     return f"make {PREFIX}{verification.name} {given}".strip()
+
+
+_NAMES = (
+    *("PLANT", "EXTRA", "EXTRA_B", "DTYPE", "REFERENCE", "MEGATRON_LM", "MEGATRON_LM_B", "ITERS"),
+    *("SEED", "MICRO_BATCH", "GLOBAL_BATCH", "DROPOUT", "DATA", "FUSED"),
+)
+"""Variables that say what was verified."""
 
 
 def _print(judgement: Judgement, results: Path, console: Console) -> None:

@@ -10,6 +10,8 @@
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
 ##   DTYPE            fp16, bf16 or fp32 [plan dryrun]
 ##   REFERENCE        strategy to compare with (baseline, on one rank) [verify-*]
+##   EXTRA_B          flags of the layout alone, not of its reference [verify-*]
+##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*]
 ##   PLANT            a Python file that each rank runs before it trains
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
 ##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-* verify-*]

@@ -92,6 +92,21 @@ DTYPE = Setting("DTYPE", str, "fp32 or bf16", "fp32 or bf16 (fp32)", (_VERIFY,))
 REFERENCE = Setting(
     "REFERENCE", str, _TEXT, "strategy to compare with (baseline, on one rank)", (_VERIFY,)
 )
+EXTRA_B: Setting[tuple[str, ...]] = Setting(
+    "EXTRA_B",
+    words,
+    "flags with closed quotes",
+    "flags of the layout alone, not of its reference",
+    (_VERIFY,),
+    default=(),
+)
+MEGATRON_LM_B = Setting(
+    "MEGATRON_LM_B",
+    checkout,
+    "a folder with pretrain_gpt.py",
+    "the checkout of the layout alone, not of its reference",
+    (_VERIFY,),
+)
 PLANT = Setting(
     "PLANT", str, "a Python file", "a Python file that each rank runs before it trains", _TRAIN
 )

@@ -8,6 +8,7 @@ is which follows from the sizes. Parameters carry their place with them (`Placem
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,13 +34,14 @@ class ActivationAligner:
 
     def __init__(self, reference: Capture, layout: Capture) -> None:
         self._reference, self._layout = reference, layout
-        self._holders: dict[tuple[Site, int], tuple[RankCapture, TensorRecord]] = {}
+        self._holders: defaultdict[tuple[Site, int], list[tuple[RankCapture, TensorRecord]]]
+        self._holders = defaultdict(list)
         for one in reference.ranks:
             data_rank, data_size = one.rank.data
             for record in one.records:
                 if record.placement is None and record.site.micro_batch is not None:
                     number = record.site.micro_batch * data_size + data_rank
-                    self._holders.setdefault((_plain(record.site), number), (one, record))
+                    self._holders[_plain(record.site), number].append((one, record))
 
     def align(self, one: RankCapture, record: TensorRecord) -> Aligned:
         """Find a tensor's counterpart, scaled as its gradients are."""
@@ -50,7 +52,7 @@ class ActivationAligner:
         if _of_experts(site.name):
             whole, scale = self._expert_rows(one.rank, site)
         else:
-            whole, scale = self._micro_batch(one.rank, site)
+            whole, scale = self._micro_batch(one.rank, record)
         if whole is None:
             return Aligned(None, None, "the reference has no such tensor")
         part = _part(whole, record.shape, one.rank, self._reference.first, site)
@@ -61,14 +63,17 @@ class ActivationAligner:
             part = part * np.float32(_scale(one.rank) / scale)
         return Aligned(ours, part)
 
-    def _micro_batch(self, rank: CapturedRank, site: Site) -> tuple[Array | None, float]:
+    def _micro_batch(self, rank: CapturedRank, ours: TensorRecord) -> tuple[Array | None, float]:
+        site = ours.site
         assert site.micro_batch is not None
         number = site.micro_batch * rank.data[1] + rank.data[0]
-        found = self._holders.get((_plain(site), number))
-        if found is None:
-            return None, 1.0
-        holder, record = found
-        return holder.values(record), _scale(holder.rank)
+        for holder, record in self._holders[_plain(site), number]:
+            there = holder.rank
+            # A reference of several ranks: the whole, or the part that the same rank has there.
+            same_place = (there.tensor, there.context) == (rank.tensor, rank.context)
+            if there.tensor[1] * there.context[1] == 1 or same_place or record.shape != ours.shape:
+                return holder.values(record), _scale(there)
+        return None, 1.0
 
     def _over_sequence(self, rank: CapturedRank, site: Site, ours: Array) -> Array:
         """A loss, or a number of tokens, over all parts of the sequence."""
@@ -90,11 +95,12 @@ class ActivationAligner:
         parts, scale = [], 1.0
         for data_rank in sources:
             number = site.micro_batch * rank.data[1] + data_rank
-            found = self._holders.get((_plain(site), number))
-            if found is None:
+            found = self._holders[_plain(site), number]
+            if not found:
                 return None, 1.0
-            parts.append(found[0].values(found[1]))
-            scale = _scale(found[0].rank)
+            holder, record = found[0]
+            parts.append(holder.values(record))
+            scale = _scale(holder.rank)
         if any(part.ndim == 0 for part in parts):
             return None, 1.0
         return np.concatenate(parts), scale
