@@ -25,8 +25,9 @@ from tools.launch.compose import Launch
 from tools.launch.options import Options, read_plant
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.verify import compose_verification, judged
+from tools.records.verdict import Outcome
 from tools.spec.files import ROOT, read_yaml
-from tools.verify.verdict import Judgement, Outcome
+from tools.verify.verdict import Judgement
 
 HEALTHY = Path(__file__).with_name("healthy.yaml")
 

@@ -54,6 +54,26 @@ def test_the_module_that_is_wrong_by_itself_is_named_where_the_first_only_follow
     assert (verdict.module, verdict.confirmed) == (MODULE, False)
 
 
+@pytest.mark.parametrize(
+    ("around", "name"),
+    [(WHOLE, "decoder.layers.0.mlp"), (WHOLE + 1, MODULE)],
+)
+def test_a_wrong_input_is_the_doing_of_the_module_around_if_that_got_what_is_right(
+    tmp_path, around, name
+):
+    outer, inner = output("decoder.layers.0.mlp", slot="input.x"), output(slot="input.x")
+    third = output(LATER, slot="input.x")
+    theirs = [(third, WHOLE), (inner, WHOLE), (outer, WHOLE)]
+    ours = [(rank(), [(third, WHOLE), (inner, WHOLE + 1), (outer, around)])]
+    assert judge(*pair(tmp_path, ours, theirs)).verdict.module == name
+
+
+def test_a_wrong_input_of_a_layer_is_the_layers(tmp_path):
+    site = output(LATER, slot="input.x")
+    judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
+    assert judgement.verdict.module == LATER
+
+
 def test_what_is_forced_is_the_part_that_the_rank_holds(tmp_path):
     site = output(slot="input.x")
     ours = [

@@ -28,6 +28,7 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target, parse_target
 from tools.launch.train import command_line, compose_target, flags_of_grammar
 from tools.records.run import Status
+from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
@@ -37,7 +38,6 @@ from tools.verify.captured import VerifyError, read_capture
 from tools.verify.page import write_page
 from tools.verify.verdict import (
     Judgement,
-    Outcome,
     confirm,
     judge,
     may_have_spread,
@@ -86,8 +86,14 @@ class _Training:
         return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
 
 
-def verify(name: str, options: Options, console: Console) -> int:
+def verify(name: str, options: Options, console: Console, also: Path | None = None) -> int:
     """Run a verification; 0 held, 1 differs, 2 not comparable.
+
+    Args:
+        name: The make target.
+        options: The make variables.
+        console: The terminal.
+        also: A run folder that gets the results as well.
 
     Raises:
         LaunchError: It cannot run here; nothing was written.
@@ -102,7 +108,7 @@ def verify(name: str, options: Options, console: Console) -> int:
         ensure_start_checkpoint(launch, options, console)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
-    results = folder / "verify" / verification.name
+    results = folder / VERIFY_FOLDER / verification.name
     with _scratch(folder) as scratch:
         judgement = judged(verification, scratch, _Training(folder, console))
         verdict = replace(
@@ -114,6 +120,8 @@ def verify(name: str, options: Options, console: Console) -> int:
         judgement = replace(judgement, verdict=verdict)
         write_verdict(results, judgement)
         write_page(results, judgement)
+    if also is not None:
+        shutil.copytree(results, also / VERIFY_FOLDER / verification.name, dirs_exist_ok=True)
     _print(judgement, results, console)
     return judgement.verdict.exit_code
 

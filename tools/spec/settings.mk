@@ -10,6 +10,7 @@
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
 ##   DTYPE            fp16, bf16 or fp32 [plan dryrun]
 ##   REFERENCE        strategy to compare with (baseline, on one rank) [verify-*]
+##   VERIFY           dry-run this many of the best [plan]
 ##   EXTRA_B          flags of the layout alone, not of its reference [verify-*]
 ##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*]
 ##   PLANT            a Python file that each rank runs before it trains
@@ -69,7 +70,6 @@
 ##   SEQ              sequence length [also dryrun]
 ##   TOKENS           tokens to train on
 ##   CALIBRATION      file of measured constants
-##   VERIFY           dry-run this many of the best
 ## Variables: dry run and schedules [dryrun]
 ##   DP               data-parallel replicas
 ##   TP               TP degree

@@ -92,6 +92,14 @@ DTYPE = Setting("DTYPE", str, "fp32 or bf16", "fp32 or bf16 (fp32)", (_VERIFY,))
 REFERENCE = Setting(
     "REFERENCE", str, _TEXT, "strategy to compare with (baseline, on one rank)", (_VERIFY,)
 )
+VERIFY = Setting(
+    "VERIFY",
+    switch,
+    _SWITCH,
+    "1 finds the first wrong tensor of a strategy whose losses differ",
+    ("parity",),
+    default=False,
+)
 EXTRA_B: Setting[tuple[str, ...]] = Setting(
     "EXTRA_B",
     words,

@@ -15,8 +15,8 @@ from tools.records.capture import CapturedRank, Stage
 from tools.verify.captured import Array
 from tools.verify.compare import Comparison, Pair, relative_error
 
-_FITS = 10.0
-"""A fit explains an error if it leaves less than so many tolerances, or a thousandth of the error."""
+_LEFT = 0.1
+"""Largest share of an error that a fit may leave unexplained, where that is above rounding."""
 _MOST = 0.9
 """Share of the wrong rows that must be found elsewhere to say that rows were moved."""
 _MOST_ROWS = 65_536
@@ -57,7 +57,7 @@ def _kinds(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Iter
         return
     if not np.isfinite(pair.ours).all():
         yield Kind("not finite")
-    limit = max(_FITS * found.tolerance, 1e-3 * min(found.error, 1.0))
+    limit = min(max(2 * found.tolerance, 1e-3 * found.error), _LEFT * found.error)
     yield from _factor(pair, limit, rank)
     yield from _sums(pairs, limit, rank)
     yield from _moved(pair)

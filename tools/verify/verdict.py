@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 
 from tools.records.capture import CaptureWriter, Stage, TensorRecord
 from tools.records.io import write_record, written_whole
+from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError
 from tools.verify.compare import Compared, Comparison, compare, pairs_of
 from tools.verify.kinds import Kind, kind_of
 
-VERDICT_FILE, TENSOR_FILE = "verdict.json", "first.npz"
+TENSOR_FILE = "first.npz"
 _LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
+_LAYER = re.compile(r"\.layers\.\d+$")
 _MOST_KEPT_BYTES = 64 * 2**20
-
-
-class Outcome(StrEnum):
-    """What a comparison comes to."""
-
-    HELD = "held"
-    DIFFERS = "differs"
-    NOT_COMPARABLE = "not comparable"
-
-
-EXIT_CODES = {Outcome.HELD: 0, Outcome.DIFFERS: 1, Outcome.NOT_COMPARABLE: 2}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What `verdict.json` holds."""
-
-    verdict: Outcome
-    stage: Stage | None = None
-    """Of the first tensor that is wrong, as all below; None if none is."""
-    module: str | None = None
-    tensor: str | None = None
-    """Which of the module's: an input, an output, the gradient of one."""
-    ranks: tuple[int, ...] = ()
-    kind: str | None = None
-    factor: float | None = None
-    error: float | None = None
-    tolerance: float | None = None
-    source: str | None = None
-    """File and line of the module's forward pass in the Megatron in use."""
-    confirmed: bool | None = None
-    """Whether the module is wrong by itself, with the reference's own input or upstream gradient."""
-    worst_ratio: float | None = None
-    """Largest error over tolerance of all tensors: below 1 if all held."""
-    compared: int = 0
-    seen: int = 0
-    """Tensors that the layout's ranks had; `compared` of them were compared."""
-    not_aligned: tuple[str, ...] = ()
-    reason: str | None = None
-    """Why nothing could be compared."""
-    reference: str | None = None
-    layout: str | None = None
-    command: str | None = None
-    """The command that repeats it."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 held, 1 differs, 2 not comparable."""
-        return EXIT_CODES[self.verdict]
 
 
 @dataclass(frozen=True)
@@ -126,7 +78,7 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
     if not wrong:
         return Judgement(base, compared)
     first = wrong[0]
-    return Judgement(_located(base, first, reference, layout), compared, first)
+    return Judgement(_located(base, first, compared, reference, layout), compared, first)
 
 
 def may_have_spread(judgement: Judgement) -> bool:
@@ -163,11 +115,12 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
         reference: What it was compared with.
         forced: The layout's run with the reference's tensors in the place of its own.
     """
-    own = compare(reference, forced).wrong(*_LOCAL)
+    compared = compare(reference, forced)
+    own = compared.wrong(*_LOCAL)
     if not own:
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
     first = own[0]
-    located = _located(judgement.verdict, first, reference, forced)
+    located = _located(judgement.verdict, first, compared, reference, forced)
     return Judgement(replace(located, confirmed=True), judgement.compared, first)
 
 
@@ -181,8 +134,11 @@ def write_verdict(folder: Path, judgement: Judgement) -> None:
     write_record(folder / VERDICT_FILE, judgement.verdict)
 
 
-def _located(base: Verdict, first: Comparison, reference: Capture, layout: Capture) -> Verdict:
-    stage, module, slot = first.key
+def _located(
+    base: Verdict, first: Comparison, compared: Compared, reference: Capture, layout: Capture
+) -> Verdict:
+    stage, _, slot = first.key
+    module = _module(first, compared)
     kind = _kind(first, reference, layout)
     ranks = set(first.wrong_ranks) | set(first.replicas_differ)
     return replace(
@@ -197,6 +153,29 @@ def _located(base: Verdict, first: Comparison, reference: Capture, layout: Captu
         tolerance=first.tolerance,
         source=_source(module, layout),
     )
+
+
+def _module(first: Comparison, compared: Compared) -> str:
+    """The module whose code is between what was right and what is wrong.
+
+    A wrong input of a module, or gradient of its output, is the doing of the module around it, if what
+    that one got was right; but for a layer's, which come from another stage or from nowhere else.
+    """
+    stage, name, slot = first.key
+    side = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
+    if stage not in _LOCAL or not slot.startswith(side):
+        return name
+    around = name
+    while "." in around and not _LAYER.search(around):
+        around = around.rpartition(".")[0]
+        got = [
+            one
+            for one in compared.comparisons
+            if one.key[:2] == (stage, around) and one.key[2].startswith(side)
+        ]
+        if got:
+            return name if any(one.differs for one in got) else around
+    return name
 
 
 def _kind(first: Comparison, reference: Capture, layout: Capture) -> Kind:

@@ -23,7 +23,9 @@ from tools.launch.options import Options
 from tools.launch.preflight import LOG_BYTES
 from tools.launch.target import parse_target
 from tools.launch.train import command_line
+from tools.launch.verify import PREFIX, verify
 from tools.report.read.runs import load_folder
+from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.published import MAIN_SOURCE, load_published
 
@@ -138,14 +140,34 @@ def report_of(ended: Ended) -> int:
 
 
 def parity_of(ended: Ended) -> int:
-    """The report, and a sentence for each strategy whose losses do not agree with baseline's."""
+    """The report, and a sentence for each strategy whose losses do not agree with baseline's.
+
+    With VERIFY=1 such a strategy is verified tensor by tensor, and the report says what is wrong first.
+    """
     code = report_of(ended)
-    broken = disagreements(ended.measured())
+    measured = ended.measured()
+    if settings.VERIFY.value(os.environ) and _verified(ended, measured):
+        code = report_of(ended)
+    broken = disagreements(measured)
     for sentence in broken:
         say(ended.console, sentence, "red")
     if not broken:
         say(ended.console, "Parity: every strategy's losses agree with baseline's.")
     return code or int(bool(broken))
+
+
+def _verified(ended: Ended, measured: Sequence[Measured]) -> int:
+    """Verify every strategy whose losses broke; how many."""
+    broken = [run.strategy for run in measured if run.parity.startswith("broken")]
+    for result in ended.results:
+        launch, strategy = result.launch, result.cell.strategy
+        if strategy in broken and result.runs:
+            name = f"{PREFIX}{strategy}-{launch.model.name}-{launch.devices}{launch.spec.device}"
+            plain = replace(
+                ended.options, iterations=None, micro_batch_size=None, global_batch_size=None
+            )
+            verify(name, plain, ended.console, also=result.runs[0])
+    return len(broken)
 
 
 def disagreements(runs: Sequence[Measured]) -> list[str]:

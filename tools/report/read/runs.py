@@ -11,6 +11,7 @@ import msgspec
 
 from tools.records import run as records
 from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
+from tools.records.verdict import VERIFY_FOLDER, read_verdicts
 from tools.report.read.diagnosis import classify_exit
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import Iteration, ScrapedLog
@@ -160,7 +161,7 @@ def load_folder(folder: Path) -> Run:
         window=select_window(log),
         samples=read_samples(folder / records.SAMPLES_FILE),
         ledgers=ledgers,
-        notes=(*notes, *ledger_notes, *log.notes),
+        notes=(*notes, *ledger_notes, *log.notes, *_verdicts(folder)),
         before=before,
     )
     return _with_record(run, record) if record else _with_printed(run)
@@ -278,6 +279,14 @@ def _parents_iterations(
     run = load_folder(parent)
     found = (*run.before, *run.log.iterations)
     return tuple(line for line in found if line.iteration <= origin.iteration)
+
+
+def _verdicts(folder: Path) -> list[str]:
+    """What verifications of this run's layout found."""
+    try:
+        return [verdict.sentence for verdict in read_verdicts(folder)]
+    except msgspec.ValidationError as error:
+        return [f"a verdict in {VERIFY_FOLDER}/ is not of this version of the kit ({error})"]
 
 
 def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:

@@ -1,0 +1,82 @@
+"""The verdict of a verification, `verify/<name>/verdict.json` in a run folder. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from tools.records.capture import Stage
+
+VERIFY_FOLDER, VERDICT_FILE = "verify", "verdict.json"
+
+
+class Outcome(StrEnum):
+    """What a comparison comes to."""
+
+    HELD = "held"
+    DIFFERS = "differs"
+    NOT_COMPARABLE = "not comparable"
+
+
+EXIT_CODES = {Outcome.HELD: 0, Outcome.DIFFERS: 1, Outcome.NOT_COMPARABLE: 2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verdict.json` holds."""
+
+    verdict: Outcome
+    stage: Stage | None = None
+    """Of the first tensor that is wrong, as all below; None if none is."""
+    module: str | None = None
+    tensor: str | None = None
+    """Which of the module's: an input, an output, the gradient of one."""
+    ranks: tuple[int, ...] = ()
+    kind: str | None = None
+    factor: float | None = None
+    error: float | None = None
+    tolerance: float | None = None
+    source: str | None = None
+    """File and line of the module's forward pass in the Megatron in use."""
+    confirmed: bool | None = None
+    """Whether the module is wrong by itself, with the reference's own input or upstream gradient."""
+    worst_ratio: float | None = None
+    """Largest error over tolerance of all tensors: below 1 if all held."""
+    compared: int = 0
+    seen: int = 0
+    """Tensors that the layout's ranks had; `compared` of them were compared."""
+    not_aligned: tuple[str, ...] = ()
+    reason: str | None = None
+    """Why nothing could be compared."""
+    reference: str | None = None
+    layout: str | None = None
+    command: str | None = None
+    """The command that repeats it."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 held, 1 differs, 2 not comparable."""
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in a few words."""
+        if self.verdict is Outcome.HELD:
+            return f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
+        if self.verdict is Outcome.NOT_COMPARABLE:
+            return f"tensors not comparable: {self.reason}"
+        return f"first wrong tensor: {self.stage}, {self.module} {self.tensor} ({self.kind})"
+
+
+def read_verdicts(folder: Path) -> Iterator[Verdict]:
+    """Verdicts in a run folder, by name.
+
+    Raises:
+        msgspec.ValidationError: One is not of this version of the kit.
+    """
+    for path in sorted((folder / VERIFY_FOLDER).glob(f"*/{VERDICT_FILE}")):
+        yield msgspec.json.decode(path.read_bytes(), type=Verdict)
