@@ -169,7 +169,9 @@ def _composed(target: Target, options: Options) -> Launch:
 
 
 def _dtype_flags() -> tuple[str, ...]:
-    dtype = settings.DTYPE.read_as(one_of("fp32", "bf16"), "fp32 or bf16").value(os.environ)
+    dtype = settings.VERIFIED_DTYPE.read_as(one_of("fp32", "bf16"), "fp32 or bf16").value(
+        os.environ
+    )
     return ("--bf16",) if dtype == "bf16" else ()
 
 

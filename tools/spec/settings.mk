@@ -8,9 +8,9 @@
 ##   OPTIMIZER        adamw or muon
 ##   DATA             data set, such as owt-ds/mine_text_document
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
-##   DTYPE            fp16, bf16 or fp32 [plan dryrun]
+##   DTYPE            fp32 or bf16 (fp32) [verify-*]
 ##   REFERENCE        strategy to compare with (baseline, on one rank) [verify-*]
-##   VERIFY           dry-run this many of the best [plan]
+##   VERIFY           1 finds the first wrong tensor of a strategy whose losses differ [parity]
 ##   EXTRA_B          flags of the layout alone, not of its reference [verify-*]
 ##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*]
 ##   PLANT            a Python file that each rank runs before it trains
@@ -68,8 +68,10 @@
 ##   INTRA            link inside a machine
 ##   INTER            link between machines
 ##   SEQ              sequence length [also dryrun]
+##   DTYPE            fp16, bf16 or fp32 [also dryrun]
 ##   TOKENS           tokens to train on
 ##   CALIBRATION      file of measured constants
+##   VERIFY           dry-run this many of the best
 ## Variables: dry run and schedules [dryrun]
 ##   DP               data-parallel replicas
 ##   TP               TP degree

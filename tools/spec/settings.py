@@ -88,11 +88,11 @@ EXTRA: Setting[tuple[str, ...]] = Setting(
     _TRAIN,
     default=(),
 )
-DTYPE = Setting("DTYPE", str, "fp32 or bf16", "fp32 or bf16 (fp32)", (_VERIFY,))
+VERIFIED_DTYPE = Setting("DTYPE", str, "fp32 or bf16", "fp32 or bf16 (fp32)", (_VERIFY,))
 REFERENCE = Setting(
     "REFERENCE", str, _TEXT, "strategy to compare with (baseline, on one rank)", (_VERIFY,)
 )
-VERIFY = Setting(
+VERIFY_BROKEN = Setting(
     "VERIFY",
     switch,
     _SWITCH,
