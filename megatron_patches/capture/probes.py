@@ -134,10 +134,11 @@ class Probes:
             key = (name, micro_batch, False)
             call = (micro_batch, self._calls[key], False)
             self._calls[key] += 1
-            if not torch.is_grad_enabled():
-                self._to_recompute.setdefault(name, []).append(call[:2])
+            # Not only where gradients are off: inside of a checkpoint Megatron switches them on.
+            self._to_recompute.setdefault(name, []).append(call[:2])
             return call
-        # Micro batches of a chunk go backward in the order in which they went forward.
+        # Micro batches of a chunk go backward in the order in which they went forward, and of a
+        # module that is recomputed every call is.
         micro_batch, number = self._to_recompute[name].pop(0)
         return (micro_batch, number, True)
 

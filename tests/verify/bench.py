@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -172,10 +173,17 @@ def main() -> int:
     parser.add_argument("what", choices=("plants", "healthy", "all"), nargs="?", default="all")
     parser.add_argument("--only", nargs="*", default=(), help="ids of plants, or strategy-model")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--folder", type=Path, help="keeps logs and references (else a temporary one)"
+    )
     given = parser.parse_args()
     missed = 0
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".bench-verify-") as folder:
-        bench = Bench("owt-ds/sample_text_document", Path(folder))
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with ExitStack() as around:
+        temporary = tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".bench-verify-")
+        folder = given.folder or Path(around.enter_context(temporary))
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench("owt-ds/sample_text_document", folder.resolve())
         if given.what in ("plants", "all"):
             print(PLANTS_HEAD)
             for row in verify_plants(bench, given.only):
