@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="keeps logs and references (else a temporary one)"
     )
+    parser.add_argument("--data", default="owt-ds/sample_text_document")
     given = parser.parse_args()
     missed = 0
     (ROOT / "runs").mkdir(exist_ok=True)
@@ -183,7 +184,7 @@ def main() -> int:
         temporary = tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".bench-verify-")
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench("owt-ds/sample_text_document", folder.resolve())
+        bench = Bench(given.data, folder.resolve())
         if given.what in ("plants", "all"):
             print(PLANTS_HEAD)
             for row in verify_plants(bench, given.only):

@@ -20,13 +20,14 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.compose import Launch
+from tools.launch.data import make_missing_data
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target, parse_target
-from tools.launch.train import command_line, compose_target, flags_of_grammar
+from tools.launch.train import compose_target, dry_run, flags_of_grammar
 from tools.records.run import Status
 from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import settings
@@ -99,11 +100,11 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
         LaunchError: It cannot run here; nothing was written.
     """
     verification = compose_verification(name, options)
+    launches = (verification.reference, verification.layout)
     if options.dry_run:
-        print(command_line(verification.reference))
-        print(command_line(verification.layout))
-        return 0
-    for launch in (verification.reference, verification.layout):
+        return max(dry_run(launch, options) for launch in launches)
+    make_missing_data(launches, console)
+    for launch in launches:
         check(launch, options.runs)
         ensure_start_checkpoint(launch, options, console)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
