@@ -54,6 +54,10 @@ class ParameterMap:
         """Whether it is known where the parameter lies."""
         return id(parameter) in self._entries
 
+    def name(self, parameter: torch.nn.Parameter) -> str:
+        """The parameter's name with global numbers."""
+        return self._names[id(parameter)]
+
     def pieces(
         self, parameter: torch.nn.Parameter, values: torch.Tensor, start: int | None = None
     ) -> Iterator[Piece]:
@@ -122,7 +126,6 @@ def _kept(states: dict[str, Any], parameter: torch.nn.Parameter) -> dict[str, to
         name: value
         for name, value in states.items()
         if isinstance(value, torch.Tensor)
-        and value.numel() > 1
         and not (name == "param" and value.dtype == parameter.dtype)
     }
 

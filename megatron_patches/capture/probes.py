@@ -148,7 +148,9 @@ class Probes:
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return value
         micro_batch, number, recomputed = call
-        seen = f"{RECOMPUTED}.{slot}" if recomputed else slot
+        seen = slot
+        if recomputed:  # That is a part of the backward pass.
+            stage, seen = Stage.ACTIVATION_GRADIENTS, f"{RECOMPUTED}.{slot}"
         replaced = self._sink.forward(Site(stage, name, seen, micro_batch, number), value.detach())
         if not value.is_floating_point():
             return value if replaced is None else replaced

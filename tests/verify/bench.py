@@ -49,6 +49,7 @@ class Bench:
         flags: Sequence[str] = (),
         plant: Path | None = None,
         seed: int = 1234,
+        iteration: int = 2,
     ) -> Judgement:
         """Verify a layout; a plant is in the layout alone, as `check.py` shows that it may be."""
         options = Options(
@@ -56,12 +57,13 @@ class Bench:
             data=self.data,
             extra=tuple(flags),
             seed=seed,
+            iterations=iteration,
             plant=read_plant(str(plant)) if plant else None,
         )
         verification = compose_verification(f"verify-{strategy}-{model}-{devices}cpu", options)
         ensure_start_checkpoint(verification.reference, options, Console(file=sys.stderr))
         batch = verification.reference.spec.batch.global_batch_size
-        words = "_".join((model, str(batch), str(seed), *flags))
+        words = "_".join((model, str(batch), str(seed), str(iteration), *flags))
         kept = self.folder / "references" / words.replace("/", "_").replace(" ", "_")
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             return judged(verification, Path(scratch), _Training(self.ranks, kept, Path(scratch)))
@@ -138,7 +140,12 @@ def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
             continue
         began = time.monotonic()
         judgement = bench.verify(
-            plant.strategy, plant.model, plant.devices, plant.flags, plant.path
+            plant.strategy,
+            plant.model,
+            plant.devices,
+            plant.flags,
+            plant.path,
+            iteration=plant.step,
         )
         yield Row(plant, judgement, time.monotonic() - began)
 

@@ -53,8 +53,8 @@ Train = Callable[[str, Launch], str]
 PREFIX = "verify-"
 ITERATION = 2
 """The first in which an update has been made: states are there, and weights have moved."""
-MICRO_BATCH, MICRO_BATCHES = 2, 2
-"""At least two of each, so that a wrong number of them shows."""
+MICRO_BATCH, MICRO_BATCHES = 2, 3
+"""More than one of each, so that a wrong number of them shows, and no usual degree of parallelism."""
 SEEDS = 3
 
 
@@ -140,7 +140,10 @@ def compose_verification(name: str, options: Options) -> Verification:
         )
     degrees = parse_strategy(target.strategy, target.devices)
     micro = options.micro_batch_size or MICRO_BATCH
+    # The interleaved schedule takes multiples of the pipeline's stages.
     least = max(MICRO_BATCHES, degrees.pipeline)
+    if degrees.virtual_stages > 1:
+        least = 2 * degrees.pipeline
     iteration = options.iterations or ITERATION
     options = replace(
         options,

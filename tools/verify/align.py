@@ -16,7 +16,7 @@ import numpy as np
 from tools.records.capture import CapturedRank, Site, Stage, TensorRecord
 from tools.verify.captured import Array, Capture, RankCapture
 
-EXPERTS = ".experts"
+EXPERTS, RECOMPUTED = ".experts", "recomputed."
 _GATED = "mlp.linear_fc1"
 
 
@@ -49,7 +49,7 @@ class ActivationAligner:
         ours = one.values(record)
         if site.stage is Stage.LOSS and ours.ndim < 2:
             ours = self._over_sequence(one.rank, site, ours)
-        if _of_experts(site.name):
+        if of_experts(site.name):
             whole, scale = self._expert_rows(one.rank, site)
         else:
             whole, scale = self._micro_batch(one.rank, record)
@@ -59,7 +59,7 @@ class ActivationAligner:
         if part is None:
             shapes = f"{list(record.shape)} of the reference's {list(whole.shape)}"
             return Aligned(None, None, f"its shape {shapes} follows no known split")
-        if site.stage is Stage.ACTIVATION_GRADIENTS:
+        if site.stage is Stage.ACTIVATION_GRADIENTS and not _recomputed(site):
             part = part * np.float32(_scale(one.rank) / scale)
         return Aligned(ours, part)
 
@@ -108,10 +108,19 @@ class ActivationAligner:
 
 def _plain(site: Site) -> Site:
     """The site without its micro batch; a recomputed tensor is compared with the first pass's."""
-    return Site(site.stage, site.name, site.slot.removeprefix("recomputed."), None, site.call)
+    if not _recomputed(site):
+        return Site(site.stage, site.name, site.slot, None, site.call)
+    slot = site.slot.removeprefix(RECOMPUTED)
+    loss = site.name == "loss"
+    return Site(Stage.LOSS if loss else Stage.OUTPUTS, site.name, slot, None, site.call)
 
 
-def _of_experts(name: str) -> bool:
+def _recomputed(site: Site) -> bool:
+    return site.slot.startswith(RECOMPUTED)
+
+
+def of_experts(name: str) -> bool:
+    """Whether a module is in an expert."""
     return EXPERTS in name
 
 
@@ -128,7 +137,7 @@ def _part(
     """The part of `whole` that a rank's tensor of `shape` is; None if no known split gives it."""
     if whole.ndim != len(shape):
         return None
-    tensor = rank.expert_tensor if _of_experts(site.name) else rank.tensor
+    tensor = rank.expert_tensor if of_experts(site.name) else rank.tensor
     sequence_seen = False
     for axis, (size, local) in enumerate(zip(whole.shape, shape, strict=True)):
         if size == local:
@@ -153,7 +162,7 @@ def _part(
 
 
 def _is_sequence(size: int, axis: int, reference: CapturedRank, site: Site) -> bool:
-    if _of_experts(site.name):
+    if of_experts(site.name):
         return False
     tokens = reference.sequence_length * reference.micro_batch_size
     return size == reference.sequence_length or (axis == 0 and size == tokens)

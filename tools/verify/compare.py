@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tools.records.capture import Placement, Site, Stage, TensorRecord
-from tools.verify.align import ActivationAligner
+from tools.verify.align import ActivationAligner, of_experts
 from tools.verify.captured import Array, Capture, RankCapture
 
 RESPONSES = 6.0
@@ -63,6 +63,8 @@ class Comparison:
     uncovered: int = 0
     """Elements of a parameter that no rank holds."""
     worst: Pair | None = None
+    copies: list[Pair] = field(default_factory=list)
+    """Of a parameter that is wrong, every rank's part: what they are together says what is wrong."""
 
     @property
     def differs(self) -> bool:
@@ -137,6 +139,7 @@ def compare(reference: Capture, layout: Capture) -> Compared:
     comparer = _Comparer(reference, layout)
     comparer.activations()
     comparer.parameters()
+    comparer.scalars()
     comparer.norm()
     return comparer.result()
 
@@ -166,6 +169,10 @@ class _Comparer:
         for one in reference.ranks:
             for record in one.records:
                 self._order.setdefault(_key(record.site), len(self._order))
+        for key in list(self._order):  # Buckets are reduced from the model's end.
+            if key[0] is Stage.LOCAL_GRADIENTS:
+                weight = (Stage.WEIGHTS, key[1], "weight")
+                self._order[key] = self._order.get(weight, self._order[key])
 
     def result(self) -> Compared:
         ordered = sorted(
@@ -178,6 +185,7 @@ class _Comparer:
         return Compared(tuple(ordered), notes, self._seen, self._seen - self._skipped)
 
     def activations(self) -> None:
+        split: dict[object, list[tuple[TensorRecord, Pair]]] = {}
         for one in self._layout.ranks:
             for record in one.records:
                 site = record.site
@@ -189,7 +197,13 @@ class _Comparer:
                     self._skip(aligned.obstacle, f"{site.name} {site.slot}")
                     continue
                 pair = Pair(one.rank.rank, site.micro_batch, aligned.ours, aligned.reference)
-                self._comparison(_key(site), record).add(pair)
+                if of_experts(site.name) and one.rank.expert_tensor[1] > 1:
+                    place = (site, one.rank.data, one.rank.context, one.rank.expert)
+                    split.setdefault(place, []).append((record, pair))
+                else:
+                    self._comparison(_key(site), record).add(pair)
+        for parts in split.values():
+            self._split_expert(parts)
 
     def parameters(self) -> None:
         for stage in _PARAMETERS:
@@ -208,6 +222,34 @@ class _Comparer:
                     self._local(found, pieces, whole)
                 else:
                     self._copies(found, pieces, whole)
+
+    def _split_expert(self, parts: list[tuple[TensorRecord, Pair]]) -> None:
+        """An expert that tensor-parallel ranks share: they add up after the expert, not inside it."""
+        pairs = [pair for _, pair in parts]
+        record, first = parts[0]
+        found = self._comparison(_key(record.site), record)
+        alike = all(pair.reference.shape == first.reference.shape for pair in pairs)
+        if alike and all(np.array_equal(pair.reference, first.reference) for pair in pairs[1:]):
+            total = np.sum([pair.ours for pair in pairs], axis=0, dtype=np.float32)
+            apart = max(relative_error(pair.ours, pair.reference) for pair in pairs)
+            if relative_error(total, first.reference) < apart:
+                pairs = [Pair(first.rank, first.micro_batch, total, first.reference)]
+        for pair in pairs:
+            found.add(pair)
+
+    def scalars(self) -> None:
+        """The numbers of steps, on every rank."""
+        for one in self._layout.ranks:
+            for record in one.records:
+                if record.site.stage is Stage.OPTIMIZER_STATE and record.placement is None:
+                    self._seen += 1
+                    theirs = self._reference.ranks[0].by_site.get(record.site)
+                    if theirs is None:
+                        self._skip("the reference has no such parameter", record.site.name)
+                        continue
+                    expected = self._reference.ranks[0].values(theirs)
+                    pair = Pair(one.rank.rank, None, one.values(record), expected)
+                    self._comparison(_key(record.site), record).add(pair)
 
     def norm(self) -> None:
         """The gradient norm that each rank clips by, against the reference's own."""
@@ -267,10 +309,13 @@ class _Comparer:
             )
             if piece.placement.partial:
                 continue
+            found.copies.append(Pair(rank, None, values, reference))
             known = first.setdefault(str(region), (rank, values))
             if known[0] != rank and known[1].tobytes() != values.tobytes():
                 found.replicas_differ = tuple(sorted({*found.replicas_differ, known[0], rank}))
         found.uncovered = int((~held).sum())
+        if not found.differs:
+            found.copies.clear()
 
     def _comparison(self, key: Key, like: TensorRecord) -> Comparison:
         if key not in self._found:

@@ -91,9 +91,7 @@ def _named(factor: float, rank: CapturedRank) -> str:
         "EP": rank.expert[1],
         "PP": rank.pipeline[1],
         "micro batches": rank.micro_batches,
-        "DP × CP": rank.data[1] * rank.context[1],
-        "micro batch size": rank.micro_batch_size,
-        "√TP": rank.tensor[1] ** 0.5,
+        "DP × CP": rank.data[1] * rank.context[1] if min(rank.data[1], rank.context[1]) > 1 else 1,
     }
     close = 1e-3
     fits = []

@@ -11,7 +11,7 @@ import numpy as np
 from tools.records.capture import CaptureWriter, Stage, TensorRecord
 from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
-from tools.verify.align import ActivationAligner
+from tools.verify.align import RECOMPUTED, ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError
 from tools.verify.compare import Compared, Comparison, compare, pairs_of
 from tools.verify.kinds import Kind, kind_of
@@ -164,6 +164,8 @@ def _module(first: Comparison, compared: Compared) -> str:
     """
     stage, name, slot = first.key
     side = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
+    if slot.startswith(RECOMPUTED):
+        side = f"{RECOMPUTED}input."
     if stage not in _LOCAL or not slot.startswith(side):
         return name
     around = name
@@ -180,7 +182,7 @@ def _module(first: Comparison, compared: Compared) -> str:
 
 
 def _kind(first: Comparison, reference: Capture, layout: Capture) -> Kind:
-    pairs = [first.worst] if first.worst else []
+    pairs = first.copies or ([first.worst] if first.worst else [])
     if first.worst is not None and first.worst.micro_batch is not None:
         pairs = pairs_of(reference, layout, first.key, first.worst.micro_batch)
     return kind_of(first, pairs, layout.first)
