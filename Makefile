@@ -66,6 +66,8 @@ bench: bench-scrape bench-preprocess bench-ledger ## all benchmarks below
 bench-scrape: ## lines a second that the report reads from a log
 bench-preprocess: ## text a second, against Hugging Face tokenizers and Megatron's script
 bench-ledger: ## what the ledger costs, switched on every other iteration
+bench-verify: setup ## planted bugs that verify must find, and healthy layouts that it must not call wrong
+	@$(no_variables)$(MAKE) --no-print-directory prepare-ds-sample && $(VENV_PYTHON) -m tests.verify.bench
 bench-gpu: ## Megatron on one GPU without Transformer Engine, in under 9 minutes
 loss-curve: ## 200 losses with FUSED=, compared with those of another seed
 lint: setup ## ruff, mypy, shellcheck, hadolint, import-linter
@@ -81,7 +83,7 @@ CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-d
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@
 
-.PHONY: help setup doctor install-dependencies setup-deepspeed test test-slow bench lint clean $(CALLS)
+.PHONY: help setup doctor install-dependencies setup-deepspeed test test-slow bench bench-verify lint clean $(CALLS)
 
 # Anything else: a target's name that is nearly right gets the near ones.
 .DEFAULT:
