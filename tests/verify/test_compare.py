@@ -95,6 +95,22 @@ def test_local_gradients_of_tensor_parallel_ranks_may_add_up(tmp_path):
     assert not found(tmp_path, ours, whole(stage)).wrong()
 
 
+def test_halves_of_a_gated_weight_are_parts_of_one(tmp_path):
+    for stage in (Stage.LOCAL_GRADIENTS, Stage.WEIGHTS):
+        halves = [
+            (
+                Site(stage, f"{WEIGHT}[{n}]", "weight"),
+                WHOLE[2 * n : 2 * n + 2],
+                place((0, 2 * n, 0)),
+            )
+            for n in range(2)
+        ]
+        assert not found(tmp_path / stage, [(rank(), halves)], halves).wrong()
+        swapped = [(halves[0][0], WHOLE[2:], place((0, 0, 0))), halves[1]]
+        (wrong,) = found(tmp_path / "s" / stage, [(rank(), swapped)], halves).wrong()
+        assert wrong.key[1] == WEIGHT
+
+
 def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_path):
     returned, used = (
         Site(Stage.NORM, "grad_norm", "returned"),

@@ -82,12 +82,18 @@ class Capture:
             path = one.folder / RESPONSES_FILE
             for key, value in msgspec.json.decode(path.read_bytes()).items():
                 stage, name, slot = key.split("|")
-                found[stage, name, slot] = max(value, found.get((stage, name, slot), 0.0))
+                of_whole = (stage, whole_name(name), slot)
+                found[of_whole] = max(value, found.get(of_whole, 0.0))
         return found
 
     def notes(self) -> Iterator[str]:
         """What ranks could not capture, each once."""
         yield from dict.fromkeys(note for one in self.ranks for note in one.rank.notes)
+
+
+def whole_name(name: str) -> str:
+    """A parameter's name without the number of a part that checkpoints hold apart, as of a gated MLP."""
+    return name.partition("[")[0]
 
 
 def read_capture(folder: Path) -> Capture:

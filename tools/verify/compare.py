@@ -16,7 +16,7 @@ import numpy as np
 
 from tools.records.capture import Placement, Site, Stage, TensorRecord
 from tools.verify.align import ActivationAligner, of_experts
-from tools.verify.captured import Array, Capture, RankCapture
+from tools.verify.captured import Array, Capture, RankCapture, whole_name
 
 RESPONSES = 6.0
 """Times its response that a tensor may be off. Healthy layouts stay below 2 (README, bench-verify)."""
@@ -214,7 +214,7 @@ class _Comparer:
                     name = pieces[0].record.site.name
                     self._skip("the reference has no such parameter", name, len(pieces))
                     continue
-                name = theirs[unit][0].record.site.name
+                name = whole_name(theirs[unit][0].record.site.name)
                 whole, _ = _assembled(theirs[unit], stage, self._reference)
                 key = (stage, name, unit[2])
                 found = self._comparison(key, theirs[unit][0].record)
@@ -275,7 +275,8 @@ class _Comparer:
         holders: dict[tuple[int, ...], list[_Part]] = defaultdict(list)
         for piece in pieces:
             rank = piece.one.rank
-            holders[rank.tensor[0], rank.pipeline[0], rank.expert[0]].append(piece)
+            place = piece.placement.global_offset
+            holders[rank.tensor[0], rank.pipeline[0], rank.expert[0], *place].append(piece)
         sums = []
         for parts in holders.values():
             total, region = _mean_of_copies(parts, self._layout)
@@ -402,4 +403,4 @@ def _mean_of_copies(parts: list[_Part], layout: Capture) -> tuple[Array, tuple[s
 
 
 def _key(site: Site) -> Key:
-    return (site.stage, site.name, site.slot)
+    return (site.stage, whole_name(site.name), site.slot)
