@@ -192,13 +192,17 @@ def test_commands_print_what_they_always_did(
 _LACKED = re.compile(r"needs the package|NET= needs|GiB are free| free and the run needs")
 
 
+_COMMAND = re.compile(r' --tensorboard-dir |tools\.launch "\$\{words')
+"""The last line of a command: Megatron's, or a Slurm job's."""
+
+
 def _without_what_this_machine_lacks(line: str, printed: str, code: int) -> tuple[str, int]:
     """A dry run without the refusals after its commands that another machine would not give.
 
     Those of a target for GPUs all go: here there are none, or others, or no data for them.
     """
     lines = printed.splitlines()
-    commands = [place for place, text in enumerate(lines) if " --tensorboard-dir " in text]
+    commands = [place for place, text in enumerate(lines) if _COMMAND.search(text)]
     if not commands:
         return printed, code
     end = commands[-1] + 1

@@ -47,9 +47,13 @@ def submit(
     slurm = options.slurm
     assert slurm is not None
     spread = over_nodes(launch, slurm)
-    check_composition(spread, options.runs, data_is_to_come=options.dry_run)
     each = [PendingRun(spread, argv_of(target, flags), dict(options.given))] * options.repeats
-    submit_array(target.name.removeprefix("train-"), each, options, console)
+    name = target.name.removeprefix("train-")
+    if options.dry_run:  # The script first, then why it would be refused.
+        submit_array(name, each, options, console)
+    check_composition(spread, options.runs, data_is_to_come=options.dry_run)
+    if not options.dry_run:
+        submit_array(name, each, options, console)
     return 0
 
 
