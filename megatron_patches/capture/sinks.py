@@ -14,6 +14,7 @@ from tools.records.capture import (
     INDEX_FILE,
     TENSORS_FILE,
     CaptureWriter,
+    Placement,
     Site,
     Stage,
     TensorRecord,
@@ -75,17 +76,16 @@ class Recording:
         self.write(site, gradient)
         return self._stored(site, gradient) if site.slot.startswith("output") else None
 
-    def write(self, site: Site, tensor: torch.Tensor) -> TensorRecord:
+    def write(
+        self, site: Site, tensor: torch.Tensor, placement: Placement | None = None
+    ) -> TensorRecord:
         """Write any tensor."""
-        values = _bytes_of(tensor)
         name = str(tensor.dtype).removeprefix("torch.")
-        return self._writer.add(site, name, tuple(tensor.shape), values)
+        return self._writer.add(site, name, tuple(tensor.shape), _bytes_of(tensor), placement)
 
     def write_piece(self, site: Site, piece: Piece) -> None:
         """Write a part of a parameter."""
-        values = _bytes_of(piece.values)
-        name = str(piece.values.dtype).removeprefix("torch.")
-        self._writer.add(site, name, tuple(piece.values.shape), values, piece.placement)
+        self.write(site, piece.values, piece.placement)
 
     def _stored(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
         if self._forced is None:

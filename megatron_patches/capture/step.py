@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,30 +18,19 @@ from megatron_patches.capture.perturb import Snapshot, perturb
 from megatron_patches.capture.probes import LOSS, MODEL, Probes, described_modules, global_names
 from megatron_patches.capture.sinks import Recording, Responding, StoredTensors, forced_tensors
 from megatron_patches.registry import Patch, Replacement
-from tools.records.capture import RESPONSES_FILE, CapturedRank, CaptureWriter, Site, Stage
-
-FOLDER_VARIABLE = "KIT_CAPTURE"
-"""Where to write; unset captures nothing."""
-ITERATION_VARIABLE = "KIT_CAPTURE_ITERATION"
-SEEDS_VARIABLE = "KIT_CAPTURE_SEEDS"
-"""How many times to repeat the iteration with changed weights."""
-FORCED_VARIABLE = "KIT_CAPTURE_FORCED"
-"""Folder of tensors that take the place of the model's own."""
+from tools.records.capture import (
+    FOLDER_VARIABLE,
+    FORCED_VARIABLE,
+    ITERATION_VARIABLE,
+    RESPONSES_FILE,
+    SEEDS_VARIABLE,
+    CapturedRank,
+    CaptureWriter,
+    Site,
+    Stage,
+)
 
 Sink = Recording | Responding
-
-
-@dataclass
-class _Active:
-    """The step that is captured at present; the patched functions of Megatron report to it."""
-
-    sink: Sink | None = None
-    parameters: ParameterMap | None = None
-    norms: list[Any] = field(default_factory=list)
-    local: set[int] = field(default_factory=set)
-
-
-_active = _Active()
 
 
 class _Batches:
@@ -131,14 +119,13 @@ def _run(
     optimizer: Any,
 ) -> Any:
     probes = Probes(chunks, names, sink)
-    _active.sink, _active.parameters = sink, parameters
-    _active.norms, _active.local = [], set()
+    norms: list[Any] = []
     step = optimizer.step
 
     def stepping(*args: Any, **kwargs: Any) -> Any:
         _write_gradients(sink, parameters, optimizer)
         stepped = step(*args, **kwargs)
-        for number, norm in enumerate((stepped[1], *_active.norms)):
+        for number, norm in enumerate((stepped[1], *norms)):
             slot = f"used for clipping, call {number}" if number else "returned"
             if norm is not None:
                 sink.write(
@@ -148,19 +135,18 @@ def _run(
 
     optimizer.step = stepping
     try:
-        with _reporting():
+        with _reporting(sink, parameters, norms):
             answer = call(functools.partial(_watched, sink, probes, chunks))
     finally:
         optimizer.step = step
         probes.remove()
-        _active.sink = _active.parameters = None
     _write_states(sink, parameters, optimizer)
     return answer
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
-    """Let Megatron's reduction and clipping report to the sink.
+def _reporting(sink: Sink, parameters: ParameterMap, norms: list[Any]) -> Iterator[None]:
+    """Let Megatron's reduction report to the sink, and its clipping to `norms`.
 
     Only now, not with the patches: what PLANT= puts around these functions must come after the report.
     """
@@ -168,8 +154,8 @@ def _reporting() -> Iterator[None]:
     from megatron.core.optimizer import optimizer
 
     start, clip = _ParamAndGradBucketGroup.start_grad_sync, optimizer.clip_grad_by_total_norm_fp32
-    _ParamAndGradBucketGroup.start_grad_sync = _local_gradients(start)
-    optimizer.clip_grad_by_total_norm_fp32 = _noting_norms(clip)
+    _ParamAndGradBucketGroup.start_grad_sync = _local_gradients(start, sink, parameters)
+    optimizer.clip_grad_by_total_norm_fp32 = _noting_norms(clip, norms)
     try:
         yield
     finally:
@@ -206,18 +192,19 @@ def _watched(
     return watched
 
 
-def _local_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+def _local_gradients(
+    original: Callable[..., Any], sink: Sink, parameters: ParameterMap
+) -> Callable[..., Any]:
     """`start_grad_sync` of a bucket group: what each rank has before anything is reduced."""
+    written: set[int] = set()
 
     @functools.wraps(original)
     def start(group: Any, *args: Any, **kwargs: Any) -> Any:
-        sink, parameters = _active.sink, _active.parameters
-        if sink is not None and parameters is not None:
-            for bucket in group.buckets:
-                for parameter in bucket.params_list:
-                    if parameters.places(parameter) and id(parameter) not in _active.local:
-                        _active.local.add(id(parameter))
-                        _write(sink, parameters, Stage.LOCAL_GRADIENTS, parameter, "gradient")
+        for bucket in group.buckets:
+            for parameter in bucket.params_list:
+                if parameters.places(parameter) and id(parameter) not in written:
+                    written.add(id(parameter))
+                    _write(sink, parameters, Stage.LOCAL_GRADIENTS, parameter, "gradient")
         return original(group, *args, **kwargs)
 
     return start
@@ -261,12 +248,12 @@ def _write_states(sink: Sink, parameters: ParameterMap, optimizer: Any) -> None:
         _write(sink, parameters, Stage.WEIGHTS, parameter, "weight", parameter.data)
 
 
-def _noting_norms(original: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_norms(original: Callable[..., Any], norms: list[Any]) -> Callable[..., Any]:
     """`clip_grad_by_total_norm_fp32`: which norm each group of parameters is clipped by."""
 
     @functools.wraps(original)
     def clip(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        _active.norms.append(total_norm)
+        norms.append(total_norm)
         return original(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip

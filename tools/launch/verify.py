@@ -28,6 +28,12 @@ from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import Target, parse_target
 from tools.launch.train import compose_target, dry_run, flags_of_grammar
+from tools.records.capture import (
+    FOLDER_VARIABLE,
+    FORCED_VARIABLE,
+    ITERATION_VARIABLE,
+    SEEDS_VARIABLE,
+)
 from tools.records.run import Status
 from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import settings
@@ -214,12 +220,12 @@ def _capturing(
 ) -> Launch:
     environment = {
         **launch.environment,
-        "KIT_CAPTURE": from_root(folder),
-        "KIT_CAPTURE_ITERATION": str(iteration),
-        "KIT_CAPTURE_SEEDS": str(seeds),
+        FOLDER_VARIABLE: from_root(folder),
+        ITERATION_VARIABLE: str(iteration),
+        SEEDS_VARIABLE: str(seeds),
     }
     if forced is not None:
-        environment["KIT_CAPTURE_FORCED"] = from_root(forced)
+        environment[FORCED_VARIABLE] = from_root(forced)
     return replace(launch, environment=environment)
 
 

@@ -215,7 +215,7 @@ class _Comparer:
                     self._skip("the reference has no such parameter", name, len(pieces))
                     continue
                 name = whole_name(theirs[unit][0].record.site.name)
-                whole, _ = _assembled(theirs[unit], stage, self._reference)
+                whole = _assembled(theirs[unit], stage, self._reference)
                 key = (stage, name, unit[2])
                 found = self._comparison(key, theirs[unit][0].record)
                 if stage is Stage.LOCAL_GRADIENTS:
@@ -377,13 +377,13 @@ def _units(capture: Capture, stage: Stage) -> dict[tuple[Any, ...], list[_Part]]
     return dict(found)
 
 
-def _assembled(pieces: list[_Part], stage: Stage, capture: Capture) -> tuple[Array, Array]:
-    """The whole parameter from its pieces, and which elements some rank holds."""
+def _assembled(pieces: list[_Part], stage: Stage, capture: Capture) -> Array:
+    """The whole parameter from its pieces."""
     dimensions = len(pieces[0].record.shape)
     shape = pieces[0].placement.global_shape[-dimensions:]
     if len(pieces) == 1 and pieces[0].record.shape == shape:
-        return pieces[0].values(), np.ones(shape, bool)
-    whole, held = np.zeros(shape, np.float32), np.zeros(shape, bool)
+        return pieces[0].values()
+    whole = np.zeros(shape, np.float32)
     for piece in pieces:
         values, region = piece.values(), piece.region(dimensions)
         there = np.isfinite(values) if piece.placement.partial else np.ones(values.shape, bool)
@@ -391,8 +391,7 @@ def _assembled(pieces: list[_Part], stage: Stage, capture: Capture) -> tuple[Arr
             whole[region] += values / (capture.first.data[1] * capture.first.context[1])
         else:
             whole[region][there] = values[there]
-        held[region] |= there
-    return whole, held
+    return whole
 
 
 def _mean_of_copies(parts: list[_Part], layout: Capture) -> tuple[Array, tuple[slice, ...]]:
