@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 
 from tests.chromium import chromium, needs_chromium
-from tools.records.capture import (
-    RESPONSES_FILE,
-    CapturedModule,
-    CapturedRank,
-    CaptureWriter,
-    Placement,
-    Site,
-    Stage,
-)
-from tools.verify.captured import read_capture
+from tests.verify.captures import rank, write
+from tools.records.capture import CapturedModule, Placement, Site, Stage
 from tools.verify.compare import Compared, Comparison, Pair
 from tools.verify.map import COLUMNS, rows_of
 from tools.verify.page import render_page, write_page
@@ -31,45 +23,23 @@ MODULES = [
     *("embedding", "decoder", "decoder.layers.0", "decoder.layers.0.mlp"),
     *("decoder.layers.1", "decoder.layers.1.mlp"),
 ]
-RANK = CapturedRank(
-    rank=0,
-    world_size=1,
-    iteration=2,
-    tensor=(0, 1),
-    pipeline=(0, 1),
-    context=(0, 1),
-    data=(0, 1),
-    expert=(0, 1),
-    expert_tensor=(0, 1),
-    expert_sources=((0, 0),),
-    sequence_parallel=False,
-    gated=False,
-    sequence_length=8,
-    micro_batch_size=2,
-    micro_batches=1,
-    per_token_loss=False,
-    clip_gradient=1.0,
-    dropout=False,
+RANK = rank(
     vocabulary=32,
-    dtype="float32",
-    loss_scale=1.0,
     modules={name: CapturedModule("Module", f"megatron/{name}.py:7") for name in MODULES},
 )
 
 
 def capture(folder, spoiled=()):
     """Two layers: activations of 8 × 2 × 4, and each layer's weight with its gradient."""
-    writer = CaptureWriter(folder / "rank-0")
+    tensors = []
     values = np.random.default_rng(0)
 
-    def add(stage, name, slot, placement=None):
+    def add(stage, name, slot, *placed):
         tensor = values.normal(size=(8, 2, 4)).astype(np.float32)
         if (stage, name, slot) in spoiled:
             tensor[4:] *= 3  # The later half of the sequence.
-        micro_batch = None if placement else 0
-        writer.add(
-            Site(stage, name, slot, micro_batch), "float32", tensor.shape, tensor.data, placement
-        )
+        micro_batch = None if placed else 0
+        tensors.append((Site(stage, name, slot, micro_batch), tensor, *placed))
 
     for name in MODULES:
         add(Stage.OUTPUTS, name, "input.0")
@@ -80,9 +50,7 @@ def capture(folder, spoiled=()):
     for layer in (1, 0):
         name = f"decoder.layers.{layer}.mlp.weight"
         add(Stage.WEIGHTS, name, "weight", Placement(name, (8, 2, 4), (0, 0, 0)))
-    writer.close(RANK)
-    (folder / "rank-0" / RESPONSES_FILE).write_text("{}")
-    return read_capture(folder)
+    return write(folder, [(RANK, tensors)], response=0.0)
 
 
 @pytest.fixture(scope="module")
