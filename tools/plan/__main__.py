@@ -13,7 +13,7 @@ import sys
 
 from tools.plan.request import RequestError, RequestParser, request_from_options
 from tools.plan.search import Plan, Request, search
-from tools.spec.settings import add_options
+from tools.spec.settings import add_options, program
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(residual_tables(), end="")
         return 0
     try:
-        return _plan(_parser().parse_args(words))
+        return _plan(command_line().parse_args(words))
     except (RequestError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -101,9 +101,10 @@ def _nodes_sentence(request: Request, devices: int) -> str:
 _PICTURE_SLACK = 1.5
 
 
-def _parser() -> RequestParser:
+def command_line() -> RequestParser:
+    """The command line, for `--help` and completion."""
     parser = RequestParser(
-        prog="python -m tools.plan",
+        prog=program("tools.plan"),
         description="Rank every legal way to split a model, with memory, communication and time.",
     )
     add_options(parser, "plan", required={"MODEL"}, GPU="h200")

@@ -22,6 +22,7 @@ from tools.preprocess.output.join import merge
 from tools.preprocess.progress import Progress, progress_on
 from tools.preprocess.run import PreprocessOptions, preprocess
 from tools.preprocess.sample import write_sample
+from tools.spec.settings import program
 
 INTERRUPTED = 130
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
                     f"{flag} is a flag of Megatron's preprocess_data.py, not of this tool: "
                     f"{_UPSTREAM[flag]}."
                 )
-        flags = _parser().parse_args(words)
+        flags = command_line().parse_args(words)
         command: Callable[[Flags], int] = flags.command
         del flags.command
         return command(flags)
@@ -71,9 +72,10 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The command line, for `--help` and completion."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.preprocess",
+        prog=program("tools.preprocess"),
         description="Text to Megatron's data sets. Without a command: run.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

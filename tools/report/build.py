@@ -18,6 +18,7 @@ from tools.report.analyse.report import (
     compare_with_baseline,
     read_baseline,
 )
+from tools.report.canvas import can_draw
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import write_report
 from tools.report.render.text import print_report
@@ -67,6 +68,8 @@ def build(options: BuildOptions, console: Console) -> int:
     print_report(report, console)
     page = options.reports_root / name / "report.html"
     # Not wrapped: a path in two lines can be neither clicked nor copied.
+    if not can_draw():
+        console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
     console.print(f"Report: {page}", markup=False, soft_wrap=True)
     return _exit_code(report, options)
 

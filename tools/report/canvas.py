@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Chart:
     """Complete file, dark on white."""
     inline: str
     """For the page: the text's own colour on a transparent ground."""
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed; the wheel's base leaves it out."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(name: str, title: str, text: str, painter: Callable[[Figure], None]) -> Chart:

@@ -18,12 +18,12 @@ from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import classify_exit
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import Iteration, ScrapedLog
-from tools.spec.settings import add_options
+from tools.spec.settings import add_options, program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; the exit code is 0, 1 for findings, 2 for bad usage."""
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     command: int = arguments.run(arguments)
     return command
 
@@ -132,14 +132,21 @@ def _summary(result: Mapping[str, object]) -> str:
     return f"{result['path']}: {result['status']}, {count} iterations{reason}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.report", description=__doc__)
+def command_line() -> argparse.ArgumentParser:
+    """The command line, for `--help` and completion."""
+    parser = argparse.ArgumentParser(prog=program("tools.report"), description=__doc__)
     commands = parser.add_subparsers(required=True)
-    scrape = commands.add_parser("scrape", help="print what logs say")
+    scrape = commands.add_parser(
+        "scrape", prog=program("tools.report scrape"), help="print what logs say"
+    )
     scrape.add_argument("logs", nargs="+", type=Path, metavar="LOG")
     scrape.add_argument("--json", action="store_true", help="everything, as JSON")
     scrape.set_defaults(run=_scrape)
-    build = commands.add_parser("build", help="write a report folder and print its table")
+    build = commands.add_parser(
+        "build",
+        prog=program("tools.report build"),
+        help="write a report folder and print its table",
+    )
     build.add_argument(
         "paths", nargs="*", type=Path, metavar="RUN_OR_LOG", help="default: all run folders"
     )
@@ -150,15 +157,25 @@ def _parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="also rows of older versions and other machines"
     )
     build.set_defaults(run=_build)
-    explain = commands.add_parser("explain", help="say from the ledgers what each strategy costs")
+    explain = commands.add_parser(
+        "explain",
+        prog=program("tools.report explain"),
+        help="say from the ledgers what each strategy costs",
+    )
     explain.add_argument("paths", nargs="*", type=Path, metavar="RUN", help="default: all runs")
     explain.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are")
     explain.set_defaults(run=_explain)
-    trace = commands.add_parser("trace", help="draw one iteration of a run, all ranks on one axis")
+    trace = commands.add_parser(
+        "trace",
+        prog=program("tools.report trace"),
+        help="draw one iteration of a run, all ranks on one axis",
+    )
     trace.add_argument("wanted", nargs="?", metavar="RUN_OR_TARGET", help="default: the newest run")
     trace.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are")
     trace.set_defaults(run=_trace)
-    bench = commands.add_parser("bench", help="measure how fast a long log is scraped")
+    bench = commands.add_parser(
+        "bench", prog=program("tools.report bench"), help="measure how fast a long log is scraped"
+    )
     bench.add_argument("--iterations", type=int, default=500_000)
     bench.set_defaults(run=_bench)
     return parser

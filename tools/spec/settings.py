@@ -8,6 +8,7 @@ this table. `python -m tools.spec.settings` prints `settings.mk`.
 from __future__ import annotations
 
 import difflib
+import os
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -27,6 +28,9 @@ from tools.spec.setting import (
     whole_below,
     words,
 )
+
+COMMAND_VARIABLE = "KIT_COMMAND"
+"""Set by `tools/parakit.py` to the command that was typed."""
 
 _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
 _COMPARE = ("compare-zero", "compare-backends", "compare-moe")
@@ -417,6 +421,11 @@ def options_of(target: str, environment: Mapping[str, str]) -> list[str]:
         else:
             options += [setting.option, str(value)]
     return [*options, *positional]
+
+
+def program(module: str) -> str:
+    """What a tool's usage calls it: `parakit plan` where that was typed, else `python -m tools.plan`."""
+    return os.environ.get(COMMAND_VARIABLE) or f"python -m {module}"
 
 
 def add_options(

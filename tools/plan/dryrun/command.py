@@ -13,14 +13,14 @@ from tools.plan.memory import PRECISIONS
 from tools.plan.request import RequestParser, with_sequence
 from tools.spec.model import Model, load_model
 from tools.spec.run import Recompute, RunSpec, spec_of_model
-from tools.spec.settings import add_options
+from tools.spec.settings import add_options, program
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; 1 if a rank differs from its closed form, 2 for what cannot be."""
     try:
-        options = _parser().parse_args(arguments)
+        options = command_line().parse_args(arguments)
         model = load_model(options.model)
         spec = spec_from(options, model)
         ranks = ranks_named(options.ranks, spec)
@@ -77,9 +77,10 @@ def _show(
         print_comparisons(model, spec, comparisons)
 
 
-def _parser() -> RequestParser:
+def command_line() -> RequestParser:
+    """The command line, for `--help` and completion."""
     parser = RequestParser(
-        prog="python -m tools.plan dryrun",
+        prog=program("tools.plan dryrun"),
         description="One iteration of Megatron's own code for chosen ranks, without devices.",
     )
     add_options(

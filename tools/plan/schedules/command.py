@@ -17,14 +17,14 @@ from tools.plan.schedules.simulate import (
     figures,
     simulate,
 )
-from tools.spec.settings import add_options
+from tools.spec.settings import add_options, program
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import percent
 
 
 def main(arguments: list[str]) -> int:
     """Simulate, print, draw; 2 and one sentence on stderr for what cannot be."""
-    options = _parser().parse_args(arguments)
+    options = command_line().parse_args(arguments)
     durations = Durations(options.forward, options.backward, options.transfer)
     try:
         timelines = [
@@ -98,9 +98,10 @@ def _listed(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The command line, for `--help` and completion."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.plan schedules",
+        prog=program("tools.plan schedules"),
         description="Compare GPipe, 1F1B, interleaved 1F1B and PipeDream, event by event.",
     )
     add_options(parser, "schedules", PP=4, MICROBATCHES=8, VPP=2)

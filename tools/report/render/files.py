@@ -13,6 +13,7 @@ from tools.records.run import encode_run
 from tools.report.analyse.entry import RESULTS, Entry
 from tools.report.analyse.published import Match
 from tools.report.analyse.report import Report
+from tools.report.canvas import can_draw
 from tools.report.explain.explanation import Explanation, explain, explanation_markdown
 from tools.report.explain.timelines import timeline_charts
 from tools.report.render.charts import draw_charts
@@ -31,7 +32,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    charts = [*draw_charts(report), *timeline_charts(report.entries)]
+    charts = [*draw_charts(report), *timeline_charts(report.entries)] if can_draw() else []
     explanation = explain(report)
     contents = {
         "results.csv": csv_table(Table(RESULTS, report.entries)),

@@ -1,0 +1,96 @@
+"""The one command: what runs anywhere, what needs a clone, and the wheel in an empty environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tools import parakit
+from tools.spec.files import ROOT
+
+WHEEL_MEGABYTES = 120
+LOG = ROOT / "tests/report/logs/megatron-0.19.0.log"
+
+
+def test_a_clone_is_found_from_any_folder_in_it(tmp_path: Path) -> None:
+    assert parakit.clone_around(ROOT / "tests" / "plan") == ROOT
+    assert parakit.clone_around(tmp_path) is None
+
+
+def test_a_command_that_trains_outside_of_a_clone_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parakit.main(["train", "tp2-gpt2-tiny-2cpu"]) == parakit.REFUSED
+    assert "takes a clone of the kit" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_without_a_name_shows_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert parakit.main(["train"]) == parakit.REFUSED
+    assert capsys.readouterr().err == "Say what: parakit train tp2-gpt2-tiny-2cpu\n"
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = parakit.Tool("tools.plan.__main__", (), "", ("a_package_that_nobody_has",))
+    monkeypatch.setitem(parakit.TOOLS, "plan", tool)
+    assert parakit.main(["plan"]) == parakit.REFUSED
+    assert "needs a_package_that_nobody_has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(parakit.TOOLS))
+def test_the_help_of_every_tool_has_the_commands_own_name(name: str) -> None:
+    command = (sys.executable, "-m", "tools.parakit", name, "--help")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith(f"usage: parakit {name} ")
+
+
+@pytest.mark.slow
+def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
+    built = (*_pip(python, "wheel"), "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
+    subprocess.run(built, check=True)
+    (wheel,) = tmp_path.glob("parakit-*.whl")
+    subprocess.run((*_pip(python, "install"), str(wheel)), check=True)
+    assert _megabytes(environment) < WHEEL_MEGABYTES
+
+    def parakit_prints(*words: str) -> str:
+        command = (str(environment / "bin/parakit"), *words)
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in ended.stderr
+        return ended.stdout + ended.stderr
+
+    assert "dp2" in parakit_prints("plan", "--model", "gpt2-large", "--gpus", "2")
+    assert "1F1B" in parakit_prints("schedules")
+    assert "12 iterations" in parakit_prints("scrape", str(LOG))
+    assert "reports/one/report.html" in parakit_prints("report", "--name", "one", str(LOG))
+    assert (tmp_path / "reports/one/report.html").is_file()
+    assert "parakit[train]" in parakit_prints("dryrun", "--model", "gpt2-tiny")
+    assert "parakit[data]" in parakit_prints("prepare", "--input", "x.jsonl")
+    assert "parakit[charts]" in parakit_prints(
+        "plan", "--model", "gpt2-large", "--gpus", "2", "--svg", "plan.svg"
+    )
+
+
+def _pip(python: Path, command: str) -> tuple[str, ...]:
+    return (str(python), "-m", "pip", command, "--quiet", "--disable-pip-version-check")
+
+
+def _megabytes(folder: Path) -> float:
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_blocks * 512 for path in files) / 2**20
