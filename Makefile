@@ -8,37 +8,41 @@ export PYTHONPATH := $(CURDIR)
 
 no_variables = $(if $(strip $(MAKEOVERRIDES)),$(error 'make $@' takes no variables; leave $(MAKEOVERRIDES) out))
 
-help: ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-zA-Z0-9%<>_-]*:.*## / {printf "  %-27s %s\n", $$1, $$2} \
+help: ## the targets that matter, with the variables that they take most often
+	@awk -F ' ##! ' '/^[a-z].*##! / {sub(/:.*/, "", $$1); printf "  %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "  help-all    every target and every variable"
+	@echo "Such as: make train-tp2-gpt2-tiny-2cpu ITERS=50"
+help-all: ## every target and every variable
+	@awk 'BEGIN {FS = ":.*##!? "} /^[a-z][a-zA-Z0-9%<>_-]*:.*##!? / {printf "  %-27s %s\n", $$1, $$2} \
 		/^## / {print substr($$0, 4)}' $(firstword $(MAKEFILE_LIST)) tools/spec/settings.mk
 
 ## First steps
 setup: ## .venv from requirements.txt, with hashes; other targets do it too
 	@tools/setup.sh
-demo: ## six strategies of gpt2-tiny on CPU ranks, and a report
-parity: ## the demo as a check: every strategy's losses must agree
-doctor: ## what this machine can do, and fixes; LAUNCHER=slurm compares nodes
+demo: ##! six strategies of gpt2-tiny on CPU ranks, and a report
+parity: ##! every strategy's losses agree: MEGATRON_LM= VERIFY=
+doctor: ##! what this machine can do, and fixes: LAUNCHER=slurm
 	@tools/doctor.sh
-list: ## models, strategies, and what this machine can run
+list: ##! models, strategies, and what this machine can run
 
 ## Data
 prepare-ds-sample: ## owt-ds/sample, from text that comes with Python
 prepare-ds-openwebtext-10k: ## the published data set, from the hub
-prepare-ds: ## owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
+prepare-ds: ##! owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
 install-dependencies: setup ## the published name of setup
 setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-deepspeed.txt
 
 ## Training, on one machine or several
-train-%: setup ## train-<strategy>-<model>-<N>cpu or …gpu; strategy auto plans first
+train-%: setup ##! <strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …
 	@$(VENV_PYTHON) -m tools.launch make $@
 trace-%: setup ## one iteration of such a run as a picture, and for Perfetto
 	@$(VENV_PYTHON) -m tools.launch make $@
-verify-%: setup ## verify-<strategy>-<model>-<N>cpu: the first tensor that is wrong, against one rank
+verify-%: setup ##! its first wrong tensor, if any: DTYPE= REFERENCE= EXTRA_B=
 	@$(VENV_PYTHON) -m tools.launch make $@
-status: ## all runs: queued, running or ended, iteration, loss, time left
+status: ##! all runs: queued, running, ended; loss, time left
 stop: ## end a run that is on, from any terminal: RUN=runs/…
-resume: ## continue from the newest valid checkpoint: RUN=runs/… STRATEGY=pp2
+resume: ##! a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2
 image: ## build the container for RUNTIME=docker
 reproduce: ## the six published runs on two GPUs, and a report; resumable
 
@@ -49,13 +53,13 @@ compare-moe: ## Megatron and plain PyTorch on experts, as in write-up 000
 sweep: ## MODELS × STRATEGIES × BACKENDS × DEVICES; resumable
 
 ## Planning, without devices
-plan: ## every layout of MODEL on GPUS, ranked, with reasons
+plan: ##! layouts, ranked, with reasons: MODEL= GPUS= GPU= …
 dryrun: ## Megatron's own iteration without devices: MODEL= TP= PP= DP= …
 schedules: ## GPipe, 1F1B, interleaved and PipeDream: PP=4 MICROBATCHES=8 VPP=2
 
 ## Results
-report: ## all runs, or LOGS="a.log b.log"
-explain: ## why runs differ, in sentences from their ledgers
+report: ##! all runs, or anybody's logs: LOGS="a.log b.log"
+explain: ##! why runs differ, in sentences from their ledgers: RUN=
 
 ## Working on the kit
 test: setup ## the default suite
@@ -83,7 +87,7 @@ CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-d
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@
 
-.PHONY: help setup doctor install-dependencies setup-deepspeed test test-slow bench bench-verify lint clean $(CALLS)
+.PHONY: help help-all setup doctor install-dependencies setup-deepspeed test test-slow bench bench-verify lint clean $(CALLS)
 
 # Anything else: a target's name that is nearly right gets the near ones.
 .DEFAULT:

@@ -1,9 +1,12 @@
 import argparse
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tools.spec import settings
+from tools.spec.files import ROOT
 from tools.spec.setting import SettingError
 from tools.spec.settings import add_options, check_given, make_help, options_of
 
@@ -21,7 +24,11 @@ def test_a_value_is_of_its_kind_or_the_refusal_names_variable_value_and_kind() -
         ("train-tp2-gpt2-tiny-2cpu", "ITER", "There is no variable ITER; did you mean ITERS="),
         ("plan", "ITERS", "'make plan' does not use ITERS=; did you mean INTER="),
         ("list", "MODELS", "'make list' does not use MODELS="),
-        ("explain", "XYZZY", "There is no variable XYZZY; 'make help' names those that it takes"),
+        (
+            "explain",
+            "XYZZY",
+            "There is no variable XYZZY; 'make help-all' names those that it takes",
+        ),
     ],
 )
 def test_a_variable_that_a_target_would_ignore_is_refused(
@@ -55,3 +62,14 @@ def test_a_parser_takes_what_the_variables_become() -> None:
 def test_make_help_shows_the_table_as_it_is() -> None:
     committed = Path(settings.__file__).with_name("settings.mk").read_text()
     assert committed == make_help(), "run: python -m tools.spec.settings > tools/spec/settings.mk"
+
+
+def test_make_help_fits_a_screen_and_names_variables_that_its_targets_use() -> None:
+    command = ("make", "--no-print-directory", "help")
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = shown.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for line in lines[:-1]:
+        target = line.split()[0].replace("%", "tp2-gpt2-tiny-2cpu")
+        check_given(re.findall(r"\b([A-Z_]+)=", line), target)

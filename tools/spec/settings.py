@@ -395,7 +395,7 @@ def check_given(names: Iterable[str], target: str) -> None:
         if name in used or (others and name not in known):
             continue
         near = difflib.get_close_matches(name, sorted(used or known), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}=?" if near else "'make help' names those that it takes."
+        hint = f"did you mean {near[0]}=?" if near else "'make help-all' names those that it takes."
         if name not in known:
             raise SettingError(f"There is no variable {name}; {hint}")
         raise SettingError(f"'make {target}' does not use {name}=; {hint}")
