@@ -1,6 +1,6 @@
 """`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
 
-    python -m tests.verify.bench [plants | healthy] [--only ID …] [--seeds N]
+    python -m tests.verify.bench [plants | live | healthy] [--only ID …] [--seeds N]
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
 forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
@@ -9,6 +9,7 @@ forked from one process, so that a verification takes seconds. Prints the tables
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import tempfile
@@ -21,11 +22,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.verify.forked import ForkedRanks
-from tests.verify.plants.check import Plant, plants
+from tests.verify.plants.check import FOLDER, Plant, plants
 from tools.launch.compose import Launch
 from tools.launch.options import Options, read_plant
+from tools.launch.pairs import Difference, compose_verification
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.verify import compose_verification, judged
+from tools.launch.verify import judged
 from tools.records.verdict import Outcome
 from tools.spec.files import ROOT, read_yaml
 from tools.verify.verdict import Judgement
@@ -49,7 +51,8 @@ class Bench:
         flags: Sequence[str] = (),
         plant: Path | None = None,
         seed: int = 1234,
-        iteration: int = 2,
+        iteration: int | None = 2,
+        difference: Difference | None = None,
     ) -> Judgement:
         """Verify a layout; a plant is in the layout alone, as `check.py` shows that it may be."""
         options = Options(
@@ -60,10 +63,20 @@ class Bench:
             iterations=iteration,
             plant=read_plant(str(plant)) if plant else None,
         )
-        verification = compose_verification(f"verify-{strategy}-{model}-{devices}cpu", options)
+        name = f"verify-{strategy}-{model}-{devices}cpu"
+        verification = compose_verification(name, options, difference or Difference())
         ensure_start_checkpoint(verification.reference, options, Console(file=sys.stderr))
         batch = verification.reference.spec.batch.global_batch_size
-        words = "_".join((model, str(batch), str(seed), str(iteration), *flags))
+        words = "_".join(
+            (
+                verification.reference_name,
+                model,
+                str(batch),
+                str(seed),
+                str(verification.iteration),
+                *flags,
+            )
+        )
         kept = self.folder / "references" / words.replace("/", "_").replace(" ", "_")
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             return judged(verification, Path(scratch), _Training(self.ranks, kept, Path(scratch)))
@@ -150,6 +163,21 @@ def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
         yield Row(plant, judgement, time.monotonic() - began)
 
 
+def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
+    """Verify what unmodified Megatron has: nothing is planted."""
+    for entry in read_yaml(FOLDER / "live.yaml"):
+        stated = {name: value for name, value in entry.items() if name not in ("shown", "extra_b")}
+        bug = Plant(file="", catalogue="live", **stated)
+        if only and bug.id not in only:
+            continue
+        began = time.monotonic()
+        difference = Difference(flags=tuple(shlex.split(entry.get("extra_b", ""))))
+        judgement = bench.verify(
+            bug.strategy, bug.model, bug.devices, bug.flags, difference=difference
+        )
+        yield Row(bug, judgement, time.monotonic() - began)
+
+
 def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tuple[str, bool]]:
     """Verify every healthy combination of layout, features and dtype: a line, and whether it held."""
     for group in read_yaml(HEALTHY):
@@ -177,7 +205,9 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
 def main() -> int:
     """Print the tables; 1 if a plant was not found, or a healthy layout called wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("plants", "healthy", "all"), nargs="?", default="all")
+    parser.add_argument(
+        "what", choices=("plants", "live", "healthy", "all"), nargs="?", default="all"
+    )
     parser.add_argument("--only", nargs="*", default=(), help="ids of plants, or strategy-model")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
@@ -192,11 +222,13 @@ def main() -> int:
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(given.data, folder.resolve())
-        if given.what in ("plants", "all"):
-            print(PLANTS_HEAD)
-            for row in verify_plants(bench, given.only):
-                print(row.line(), flush=True)
-                missed += not row.found
+        # Live bugs only where they are asked for: one of them lies behind another.
+        for what, verified in (("plants", verify_plants), ("live", verify_live)):
+            if given.what == what or (given.what == "all" and what == "plants"):
+                print(PLANTS_HEAD)
+                for row in verified(bench, given.only):
+                    print(row.line(), flush=True)
+                    missed += not row.found
         if given.what in ("healthy", "all"):
             print(HEALTHY_HEAD)
             for line, held in verify_healthy(bench, given.only, given.seeds):

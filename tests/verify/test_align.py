@@ -106,3 +106,68 @@ def test_a_shape_that_no_split_gives_is_named(tmp_path, shape):
 def test_a_tensor_that_the_reference_lacks_is_named(tmp_path):
     found = aligned(tmp_path, rank(), random(2), [(output(MODULE + ".other"), random(2))])
     assert found.obstacle == "the reference has no such tensor"
+
+
+def of_samples(form, samples):
+    """A tensor of one micro batch's samples, in one of the forms that Megatron has."""
+    numbers = 100 * np.arange(SEQUENCE)[:, None] + np.array(samples, np.float32)
+    sequence_first = np.stack([numbers] * HIDDEN, -1)
+    return {
+        "sequence first": sequence_first,
+        "batch first": numbers.T,
+        "tokens": sequence_first.reshape(-1, HIDDEN),
+        "no samples": np.arange(SEQUENCE, dtype=np.float32),
+    }[form].astype(np.float32)
+
+
+@pytest.mark.parametrize("form", ["sequence first", "batch first", "tokens", "no samples"])
+@pytest.mark.parametrize(
+    ("size", "data", "number", "samples"),
+    [
+        (1, (0, 1), 3, [3]),
+        (1, (1, 2), 1, [3]),  # The second of the ranks' second micro batches.
+        (4, (0, 1), 0, [0, 1, 2, 3]),
+        (3, (0, 1), 1, [3, 4, 5]),  # From the middle of the reference's second micro batch on.
+    ],
+)
+def test_micro_batches_of_another_size_are_aligned_by_the_samples_number(
+    tmp_path, form, size, data, number, samples
+):
+    theirs = [
+        (output(micro_batch=there), of_samples(form, [2 * there, 2 * there + 1]))
+        for there in range(3)
+    ]
+    ours = of_samples(form, samples)
+    here = rank(micro_batch_size=size, micro_batches=6 // size // data[1], data=data)
+    found = aligned(tmp_path, here, ours, theirs, output(micro_batch=number), micro_batches=3)
+    assert np.array_equal(found.reference, ours)
+
+
+def test_of_other_micro_batches_sums_over_tokens_are_compared_over_the_global_batch(tmp_path):
+    def sums(count, values):
+        return [(Site(Stage.LOSS, "loss", "sum", n), np.float32(values[n])) for n in range(count)]
+
+    reference = write(tmp_path / "r", [(rank(micro_batches=2), sums(2, [10, 20]))])
+    layout = write(
+        tmp_path / "l", [(rank(micro_batch_size=1, micro_batches=4), sums(4, [4, 6, 9, 11]))]
+    )
+    one = layout.ranks[0]
+    found = ActivationAligner(reference, layout).align(one, one.records[1])
+    assert (found.ours, found.reference) == (30, 30)
+
+
+def test_gradients_are_scaled_to_the_size_of_a_micro_batch(tmp_path):
+    site = output(stage=Stage.ACTIVATION_GRADIENTS)
+    whole = random(SEQUENCE, BATCH, HIDDEN)
+    # The mean over twice as many tokens, of half as many micro batches.
+    here, ours = rank(micro_batch_size=2 * BATCH), np.concatenate([whole, whole], 1)
+    theirs = [(site, whole), (output(micro_batch=1, stage=site.stage), whole)]
+    found = aligned(tmp_path, here, ours, theirs, site, micro_batches=2)
+    assert np.allclose(found.reference, ours)
+
+
+def test_an_experts_rows_of_other_micro_batches_are_named(tmp_path):
+    site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
+    here = rank(micro_batch_size=1)
+    found = aligned(tmp_path, here, random(3, HIDDEN), [(site, random(5, HIDDEN))], site)
+    assert found.obstacle == "it is of a whole micro batch, and these are of another size"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.verify.captures import MODULE, output, pair, random, rank, write
-from tools.records.capture import RANK_FILE, Stage
+from tools.records.capture import RANK_FILE, Site, Stage
 from tools.verify.captured import VerifyError, read_capture
 from tools.verify.verdict import (
     confirm,
@@ -90,6 +90,24 @@ def test_runs_of_different_work_are_refused_with_the_field(tmp_path):
     ours = [(rank(micro_batches=3), [(output(), WHOLE)])]
     with pytest.raises(VerifyError, match="global batch is 6 in layout and 2 in reference"):
         judge(*pair(tmp_path, ours, [(output(), WHOLE)]))
+
+
+@pytest.mark.parametrize(("per_token", "refused_for"), [(False, "from 5 to 16 tokens"), (True, "")])
+def test_other_micro_batches_are_refused_where_unequal_ones_count_the_same(
+    tmp_path, per_token, refused_for
+):
+    def tokens(*numbers):
+        sites = [Site(Stage.LOSS, "loss", "tokens", number) for number in range(len(numbers))]
+        return [(site, np.float32(n)) for site, n in zip(sites, numbers, strict=True)]
+
+    shared = {"per_token_loss": per_token}
+    ours = [(rank(micro_batch_size=4, **shared), tokens(21))]
+    captures = pair(tmp_path, ours, tokens(16, 5), micro_batches=2, **shared)
+    if refused_for:
+        with pytest.raises(VerifyError, match=refused_for):
+            judge(*captures)
+    else:
+        assert judge(*captures).verdict.exit_code == 0
 
 
 def test_a_capture_that_was_cut_off_or_is_not_there_is_refused(tmp_path):

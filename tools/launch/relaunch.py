@@ -27,9 +27,9 @@ from tools.spec.strategy import (
     strategy_flags,
 )
 
-_OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
+OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 OF_ONE_START = (
-    *_OF_THE_START,
+    *OF_THE_START,
     *("--save", "--tensorboard-dir", "--wandb-save-dir", "--exit-interval"),
     *("--async-save", "--use-persistent-ckpt-worker", "--async-strategy"),
     "--dist-ckpt-optim-fully-reshardable",
@@ -137,7 +137,7 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
         raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
     return replace(
         launch,
-        flags=drop_flags(launch.flags, _OF_THE_START),
+        flags=drop_flags(launch.flags, OF_THE_START),
         resume_point=ResumePoint(folder.name, stored, iteration),
     )
 

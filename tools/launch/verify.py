@@ -21,13 +21,12 @@ from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
-from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.options import Options
+from tools.launch.pairs import PREFIX, Verification, compose_verification, difference_of
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.target import Target, parse_target
-from tools.launch.train import compose_target, dry_run, flags_of_grammar
+from tools.launch.train import dry_run
 from tools.records.capture import (
     FOLDER_VARIABLE,
     FORCED_VARIABLE,
@@ -36,11 +35,7 @@ from tools.records.capture import (
 )
 from tools.records.run import Status
 from tools.records.verdict import VERIFY_FOLDER, Outcome
-from tools.spec import settings
 from tools.spec.files import from_root
-from tools.spec.run import DeviceKind
-from tools.spec.setting import one_of
-from tools.spec.strategy import parse_strategy
 from tools.verify.captured import VerifyError, read_capture
 from tools.verify.page import write_page
 from tools.verify.verdict import (
@@ -56,28 +51,7 @@ from tools.verify.verdict import (
 Train = Callable[[str, Launch], str]
 """Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
 
-PREFIX = "verify-"
-ITERATION = 2
-"""The first in which an update has been made: states are there, and weights have moved."""
-MICRO_BATCH, MICRO_BATCHES = 2, 3
-"""More than one of each, so that a wrong number of them shows, and no usual degree of parallelism."""
 SEEDS = 3
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What is compared."""
-
-    target: Target
-    layout: Launch
-    reference_strategy: str
-    reference: Launch
-    iteration: int
-
-    @property
-    def name(self) -> str:
-        """As in the make target."""
-        return self.target.name.removeprefix("train-")
 
 
 @dataclass(frozen=True)
@@ -105,8 +79,8 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
     Raises:
         LaunchError: It cannot run here; nothing was written.
     """
-    verification = compose_verification(name, options)
-    launches = (verification.reference, verification.layout)
+    verification = compose_verification(name, options, difference_of())
+    launches = verification.launches
     if options.dry_run:
         return max(dry_run(launch, options) for launch in launches)
     make_missing_data(launches, console)
@@ -120,8 +94,9 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
         judgement = judged(verification, scratch, _Training(folder, console))
         verdict = replace(
             judgement.verdict,
-            reference=verification.reference_strategy,
+            reference=verification.reference_name,
             layout=verification.target.strategy,
+            mode=verification.mode,
             command=_command(verification),
         )
         judgement = replace(judgement, verdict=verdict)
@@ -133,58 +108,6 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
     return judgement.verdict.exit_code
 
 
-def compose_verification(name: str, options: Options) -> Verification:
-    """Compose both launches: same weights, same batches, same micro batches.
-
-    Raises:
-        LaunchError: The name is not in the grammar, or the layout does not fit its devices.
-    """
-    target = parse_target("train-" + name.removeprefix(PREFIX))
-    if target.device is not DeviceKind.CPU:
-        raise LaunchError(
-            f"'{name}' names GPUs, on which the same run does not give the same bits; use …cpu."
-        )
-    degrees = parse_strategy(target.strategy, target.devices)
-    micro = options.micro_batch_size or MICRO_BATCH
-    # The interleaved schedule takes multiples of the pipeline's stages.
-    least = max(MICRO_BATCHES, degrees.pipeline)
-    if degrees.virtual_stages > 1:
-        least = 2 * degrees.pipeline
-    iteration = options.iterations or ITERATION
-    options = replace(
-        options,
-        iterations=iteration,
-        micro_batch_size=micro,
-        global_batch_size=options.global_batch_size or micro * degrees.data * least,
-        shared_start=True,
-        ledger=False,
-        saving=None,
-        extra=(*_dtype_flags(), *options.extra),
-    )
-    reference = settings.REFERENCE.value(os.environ) or "baseline"
-    devices = target.devices if reference != "baseline" else 1
-    other = Target(reference, target.model, devices, target.device)
-    own = replace(
-        options,
-        extra=(*options.extra, *(settings.EXTRA_B.value(os.environ) or ())),
-        megatron_lm=settings.MEGATRON_LM_B.value(os.environ) or options.megatron_lm,
-    )
-    return Verification(
-        target, _composed(target, own), reference, _composed(other, options), iteration
-    )
-
-
-def _composed(target: Target, options: Options) -> Launch:
-    return compose_target(target, flags_of_grammar(target), options)
-
-
-def _dtype_flags() -> tuple[str, ...]:
-    dtype = settings.VERIFIED_DTYPE.read_as(one_of("fp32", "bf16"), "fp32 or bf16").value(
-        os.environ
-    )
-    return ("--bf16",) if dtype == "bf16" else ()
-
-
 def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
     """Train both with `train`, compare their tensors; where errors spread, train the layout again.
 
@@ -193,10 +116,17 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         scratch: A folder for the tensors.
         train: Trains a launch.
     """
-    reference, layout = verification.reference, verification.layout
-    iteration = verification.iteration
-    for part, launch, seeds in (("reference", reference, SEEDS), ("layout", layout, 0)):
-        failure = train(part, _capturing(launch, scratch / part, iteration, seeds))
+    iteration, layout = verification.iteration, verification.layout
+    parts = [
+        ("reference", _capturing(verification.reference, scratch / "reference", iteration, SEEDS))
+    ]
+    if verification.saving is not None:
+        checkpoint = scratch / "checkpoint"
+        parts.append(("saved", verification.saved(verification.saving, checkpoint)))
+        layout = verification.resumed(layout, checkpoint)
+    parts.append(("layout", _capturing(layout, scratch / "layout", iteration, 0)))
+    for part, launch in parts:
+        failure = train(part, launch)
         if failure:
             return refused(f"The {part} {failure}")
     try:
@@ -249,7 +179,7 @@ def _command(verification: Verification) -> str:
 
 _NAMES = (
     *("PLANT", "EXTRA", "EXTRA_B", "DTYPE", "REFERENCE", "MEGATRON_LM", "MEGATRON_LM_B", "ITERS"),
-    *("SEED", "MICRO_BATCH", "GLOBAL_BATCH", "DROPOUT", "DATA", "FUSED"),
+    *("RESUMED", "SEED", "MICRO_BATCH", "GLOBAL_BATCH", "DROPOUT", "DATA", "FUSED"),
 )
 """Variables that say what was verified."""
 
@@ -259,6 +189,8 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     verdict = judgement.verdict
+    if verdict.mode:
+        say(f"compared: {verdict.mode}")
     if verdict.verdict is Outcome.NOT_COMPARABLE:
         say(f"not comparable: {verdict.reason}", "red")
     elif verdict.verdict is Outcome.HELD:

@@ -54,6 +54,8 @@ class Verdict:
     """Why nothing could be compared."""
     reference: str | None = None
     layout: str | None = None
+    mode: str | None = None
+    """In what the two differ beside their strategies, such as the size of a micro batch."""
     command: str | None = None
     """The command that repeats it."""
 

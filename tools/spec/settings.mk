@@ -9,7 +9,8 @@
 ##   DATA             data set, such as owt-ds/mine_text_document
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
 ##   DTYPE            fp32 or bf16 (fp32) [verify-*]
-##   REFERENCE        strategy to compare with (baseline, on one rank) [verify-*]
+##   REFERENCE        strategy to compare with (baseline, on one rank), or native: plain PyTorch [verify-*]
+##   RESUMED          1 compares a resumed run with the undisturbed one; a strategy: the one that saved [verify-*]
 ##   VERIFY           1 finds the first wrong tensor of a strategy whose losses differ [parity]
 ##   EXTRA_B          flags of the layout alone, not of its reference [verify-*]
 ##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*]

@@ -94,7 +94,18 @@ EXTRA: Setting[tuple[str, ...]] = Setting(
 )
 VERIFIED_DTYPE = Setting("DTYPE", str, "fp32 or bf16", "fp32 or bf16 (fp32)", (_VERIFY,))
 REFERENCE = Setting(
-    "REFERENCE", str, _TEXT, "strategy to compare with (baseline, on one rank)", (_VERIFY,)
+    "REFERENCE",
+    str,
+    _TEXT,
+    "strategy to compare with (baseline, on one rank), or native: plain PyTorch",
+    (_VERIFY,),
+)
+RESUMED = Setting(
+    "RESUMED",
+    str,
+    "1 or a strategy",
+    "1 compares a resumed run with the undisturbed one; a strategy: the one that saved",
+    (_VERIFY,),
 )
 VERIFY_BROKEN = Setting(
     "VERIFY",

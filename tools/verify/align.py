@@ -3,7 +3,8 @@
 Activations follow the layout: batch by data parallelism, sequence by sequence and context parallelism
 (Megatron's context parallelism gives a rank two chunks, one from the front and one from the back),
 hidden size or heads by tensor parallelism, tokens of experts by the rank they came from. Which dimension
-is which follows from the sizes. Parameters carry their place with them (`Placement`).
+is which follows from the sizes. Parameters carry their place with them (`Placement`). Micro batches of
+another size than the reference's are aligned by the sample's number in the global batch.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class ActivationAligner:
         self._reference, self._layout = reference, layout
         self._holders: defaultdict[tuple[Site, int], list[tuple[RankCapture, TensorRecord]]]
         self._holders = defaultdict(list)
+        self._resized = layout.first.micro_batch_size != reference.first.micro_batch_size
         for one in reference.ranks:
             data_rank, data_size = one.rank.data
             for record in one.records:
@@ -49,6 +51,8 @@ class ActivationAligner:
         ours = one.values(record)
         if site.stage is Stage.LOSS and ours.ndim < 2:
             ours = self._over_sequence(one.rank, site, ours)
+        if self._resized and (of_experts(site.name) or (ours.ndim < 2 and ours.size == 1)):
+            return self._of_whole_batch(one, record)
         if of_experts(site.name):
             whole, scale = self._expert_rows(one.rank, site)
         else:
@@ -67,13 +71,54 @@ class ActivationAligner:
         site = ours.site
         assert site.micro_batch is not None
         number = site.micro_batch * rank.data[1] + rank.data[0]
-        for holder, record in self._holders[_plain(site), number]:
+        if not self._resized:
+            return self._held(rank, ours, number)
+        size, theirs = rank.micro_batch_size, self._reference.first.micro_batch_size
+        first = number * size
+        numbers = range(first // theirs, (first + size - 1) // theirs + 1)
+        held = [self._held(rank, ours, there) for there in numbers]
+        wholes = [whole for whole, _ in held if whole is not None]
+        if len(wholes) < len(held):
+            return None, 1.0
+        skipped = first - numbers[0] * theirs
+        rows = _Samples(self._reference.first, size).rows(wholes, ours.shape, skipped)
+        return rows, held[0][1]
+
+    def _held(
+        self, rank: CapturedRank, ours: TensorRecord, number: int
+    ) -> tuple[Array | None, float]:
+        """The reference's tensor of one of its micro batches, and what its loss was multiplied by."""
+        for holder, record in self._holders[_plain(ours.site), number]:
             there = holder.rank
             # A reference of several ranks: the whole, or the part that the same rank has there.
             same_place = (there.tensor, there.context) == (rank.tensor, rank.context)
             if there.tensor[1] * there.context[1] == 1 or same_place or record.shape != ours.shape:
                 return holder.values(record), _scale(there)
         return None, 1.0
+
+    def _of_whole_batch(self, one: RankCapture, record: TensorRecord) -> Aligned:
+        """A sum over the tokens of a micro batch, over all of them: other micro batches have others."""
+        site, rank = record.site, one.rank
+        if site.stage is not Stage.LOSS or _recomputed(site):
+            return Aligned(
+                None, None, "it is of a whole micro batch, and these are of another size"
+            )
+        theirs = [
+            holders[0][0].values(holders[0][1])
+            for (plain, _), holders in self._holders.items()
+            if plain == _plain(site)
+        ]
+        if not theirs:
+            return Aligned(None, None, "the reference has no such tensor")
+        ours = [
+            self._over_sequence(other.rank, found.site, other.values(found))
+            for other in self._layout.ranks
+            if (other.rank.tensor, other.rank.pipeline, other.rank.context)
+            == (rank.tensor, rank.pipeline, rank.context)
+            for found in other.records
+            if _plain(found.site) == _plain(site) and not _recomputed(found.site)
+        ]
+        return Aligned(np.sum(ours, axis=0), np.sum(theirs, axis=0))
 
     def _over_sequence(self, rank: CapturedRank, site: Site, ours: Array) -> Array:
         """A loss, or a number of tokens, over all parts of the sequence."""
@@ -128,7 +173,37 @@ def _scale(rank: CapturedRank) -> float:
     """What the loss of a micro batch is multiplied by before the backward pass, but for its tokens."""
     if rank.per_token_loss:
         return 1.0
-    return rank.context[1] / rank.micro_batches
+    return rank.context[1] / (rank.micro_batches * rank.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Finds the samples of a micro batch in tensors of the reference's, which are of another size."""
+
+    reference: CapturedRank
+    size: int
+    """Samples of the micro batch that is wanted."""
+
+    def rows(self, wholes: list[Array], shape: tuple[int, ...], skipped: int) -> Array | None:
+        """`size` samples, after `skipped` ones, of consecutive micro batches' tensors."""
+        axis, merged = self._axis(wholes[0].shape, shape)
+        if axis is None:  # Of no sample, such as angles of positions.
+            return wholes[0]
+        length = self.reference.sequence_length
+        if merged:  # Sequence first.
+            wholes = [whole.reshape(length, -1, *whole.shape[1:]) for whole in wholes]
+        joined = np.concatenate(wholes, axis)
+        found = joined.take(range(skipped, skipped + self.size), axis)
+        return found.reshape(-1, *found.shape[2:]) if merged else found
+
+    def _axis(self, whole: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, bool]:
+        """Which dimension the samples are, and whether the sequence is merged into it."""
+        theirs = self.reference.micro_batch_size
+        pairs = enumerate(zip(whole, shape, strict=False))
+        axis = next((axis for axis, pair in pairs if pair == (theirs, self.size)), None)
+        if axis is None and whole and whole[0] == theirs * self.reference.sequence_length:
+            return 1, True
+        return axis, False
 
 
 def _part(
@@ -138,6 +213,7 @@ def _part(
     if whole.ndim != len(shape):
         return None
     tensor = rank.expert_tensor if of_experts(site.name) else rank.tensor
+    tokens = reference.sequence_length * rank.micro_batch_size
     sequence_seen = False
     for axis, (size, local) in enumerate(zip(whole.shape, shape, strict=True)):
         if size == local:
@@ -145,7 +221,7 @@ def _part(
             continue
         if local == 0 or (size % local and not (local == 1 and size < tensor[1])):
             return None
-        if not sequence_seen and _is_sequence(size, axis, reference, site):
+        if not sequence_seen and _is_sequence(size, axis, tokens, reference, site):
             sequence_seen = True
             part = _sequence_part(whole, axis, size // local, rank, reference)
         elif size // local == tensor[1]:
@@ -161,10 +237,9 @@ def _part(
     return whole if whole.shape == shape else None
 
 
-def _is_sequence(size: int, axis: int, reference: CapturedRank, site: Site) -> bool:
+def _is_sequence(size: int, axis: int, tokens: int, reference: CapturedRank, site: Site) -> bool:
     if of_experts(site.name):
         return False
-    tokens = reference.sequence_length * reference.micro_batch_size
     return size == reference.sequence_length or (axis == 0 and size == tokens)
 
 

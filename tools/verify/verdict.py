@@ -42,7 +42,6 @@ def check_same_work(reference: Capture, layout: Capture) -> None:
     fields: dict[str, tuple[object, object]] = {
         "iteration": (ours.iteration, theirs.iteration),
         "sequence length": (ours.sequence_length, theirs.sequence_length),
-        "micro batch size": (ours.micro_batch_size, theirs.micro_batch_size),
         "global batch": (
             ours.micro_batches * ours.data[1] * ours.micro_batch_size,
             theirs.micro_batches * theirs.data[1] * theirs.micro_batch_size,
@@ -57,6 +56,25 @@ def check_same_work(reference: Capture, layout: Capture) -> None:
                 f"The two runs did different work: {name} is {mine} in {layout.folder.name} and "
                 f"{other} in {reference.folder.name}; compare runs of the same."
             )
+    if ours.micro_batch_size != theirs.micro_batch_size and not theirs.per_token_loss:
+        _check_equal_weights(reference)
+        _check_equal_weights(layout)
+
+
+def _check_equal_weights(capture: Capture) -> None:
+    """Refuse other micro batches where each counts the same, whatever its number of tokens."""
+    tokens = {
+        float(one.values(record).sum())
+        for one in capture.ranks
+        for record in one.records
+        if (record.site.stage, record.site.slot) == (Stage.LOSS, "tokens")
+    }
+    if len(tokens) > 1 and capture.first.context[1] == 1:
+        raise VerifyError(
+            f"The two runs did different work: micro batches have from {min(tokens):.0f} to "
+            f"{max(tokens):.0f} tokens, and without --calculate-per-token-loss each of them counts "
+            "the same whatever its size; add that flag, or compare the same micro batches."
+        )
 
 
 def judge(reference: Capture, layout: Capture) -> Judgement:

@@ -20,10 +20,11 @@ from tools.launch.experiment.runner import CellResult, Runner, say
 from tools.launch.experiment.tables import backends, ledger_cost, moe, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
 from tools.launch.options import Options
+from tools.launch.pairs import PREFIX
 from tools.launch.preflight import LOG_BYTES
 from tools.launch.target import parse_target
 from tools.launch.train import command_line
-from tools.launch.verify import PREFIX, verify
+from tools.launch.verify import verify
 from tools.report.read.runs import load_folder
 from tools.spec import settings
 from tools.spec.files import ROOT

@@ -1,0 +1,265 @@
+"""What a verification compares: a layout and its reference, and in what else the two differ.
+
+Both train the same model from the same weights on the same batches, up to one iteration. Beside the
+strategy they may differ in the Megatron that trains (a version, a fork), in flags of the layout alone
+(recomputation, the micro batch), in that the layout resumes from a checkpoint before that iteration, and
+in that the reference is the plain PyTorch backend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tools.launch.checkpoint.saving import Saving, saving_flags
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.options import Options
+from tools.launch.relaunch import OF_THE_START
+from tools.launch.target import Target, parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.spec import settings
+from tools.spec.files import from_root
+from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.run import Backend, DeviceKind
+from tools.spec.setting import one_of
+from tools.spec.strategy import StrategyError, devices_of, parse_strategy
+
+PREFIX = "verify-"
+ITERATION = 2
+"""The first in which an update has been made: states are there, and weights have moved."""
+ITERATION_RESUMED = 3
+"""One more: the first update has a learning rate of 0, so weights move in the second."""
+MICRO_BATCH, MICRO_BATCHES = 2, 3
+"""More than one of each, so that a wrong number of them shows, and no usual degree of parallelism."""
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """In what the layout differs from its reference beside its strategy; nothing by default."""
+
+    reference: str = "baseline"
+    """A strategy, or `native`."""
+    flags: tuple[str, ...] = ()
+    """Megatron's, of the layout alone."""
+    megatron_lm: Path | None = None
+    """Checkout of the layout alone."""
+    resumed_from: str = ""
+    """The strategy that saved the checkpoint which the layout resumes from; empty without one."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What is compared."""
+
+    target: Target
+    layout: Launch
+    reference_name: str
+    reference: Launch
+    iteration: int
+    saving: Launch | None = None
+    """The run whose checkpoint, of the iteration before, the layout resumes from."""
+
+    @property
+    def name(self) -> str:
+        """As in the make target."""
+        return self.target.name.removeprefix("train-")
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """All that are trained."""
+        saving = (self.saving,) if self.saving else ()
+        return (self.reference, *saving, self.layout)
+
+    @property
+    def mode(self) -> str | None:
+        """In what the two differ beside their strategies; None if in nothing."""
+        return "; ".join(self._differences()) or None
+
+    def _differences(self) -> Iterator[str]:
+        ours, theirs = self.layout, self.reference
+        sizes = [one.spec.batch.micro_batch_size for one in (ours, theirs)]
+        if sizes[0] != sizes[1]:
+            yield f"micro batches of {sizes[0]} against {sizes[1]} at one global batch"
+        if theirs.spec.backend is Backend.NATIVE:
+            yield "Megatron against plain PyTorch"
+        elif ours.entry != theirs.entry:
+            yield f"{_megatron(ours)} against {_megatron(theirs)}"
+        if self.saving is not None:
+            yield (
+                f"resumed after iteration {self.iteration - 1} from a checkpoint of "
+                f"{self.saving.spec.name} against undisturbed"
+            )
+
+    def saved(self, launch: Launch, folder: Path) -> Launch:
+        """The launch that ends with a checkpoint of the iteration before."""
+        before = self.iteration - 1
+        flags = merge_flags(
+            launch.flags,
+            saving_flags(Saving(before), launch.spec.parallelism, launch.entry),
+            ("--exit-interval", str(before), "--save", from_root(folder)),
+        )
+        return replace(launch, flags=flags, iterations=before)
+
+    def resumed(self, launch: Launch, folder: Path) -> Launch:
+        """The launch that begins with that checkpoint."""
+        saving = saving_flags(Saving(self.iteration), launch.spec.parallelism, launch.entry)
+        flags = merge_flags(
+            drop_flags(launch.flags, OF_THE_START),
+            (*saving, "--load", from_root(folder), "--ckpt-step", str(self.iteration - 1)),
+        )
+        return replace(launch, flags=flags)
+
+
+def difference_of(environment: Mapping[str, str] = os.environ) -> Difference:
+    """Read REFERENCE=, EXTRA_B=, MEGATRON_LM_B= and RESUMED=.
+
+    Raises:
+        LaunchError: A value is not of its kind.
+    """
+    with wrong_settings_refused():
+        return Difference(
+            settings.REFERENCE.value(environment) or "",
+            settings.EXTRA_B.value(environment) or (),
+            settings.MEGATRON_LM_B.value(environment),
+            settings.RESUMED.value(environment) or "",
+        )
+
+
+def compose_verification(name: str, options: Options, difference: Difference) -> Verification:
+    """Compose what is trained: same weights, same batches, and unless asked otherwise micro batches.
+
+    Raises:
+        LaunchError: The name is not in the grammar, or the layout does not fit its devices.
+    """
+    target = parse_target("train-" + name.removeprefix(PREFIX))
+    if target.device is not DeviceKind.CPU:
+        raise LaunchError(
+            f"'{name}' names GPUs, on which the same run does not give the same bits; use …cpu."
+        )
+    flags_of_grammar(target)
+    resumed = _saving_strategy(target, difference)
+    iteration = _iteration(options, resumed)
+    degrees = parse_strategy(target.strategy, target.devices)
+    micro = options.micro_batch_size or MICRO_BATCH
+    # The interleaved schedule takes multiples of the pipeline's stages.
+    least = max(MICRO_BATCHES, degrees.pipeline)
+    if degrees.virtual_stages > 1:
+        least = 2 * degrees.pipeline
+    options = replace(
+        options,
+        iterations=iteration,
+        micro_batch_size=micro,
+        global_batch_size=options.global_batch_size or micro * degrees.data * least,
+        shared_start=True,
+        ledger=False,
+        saving=None,
+        extra=(*_dtype_flags(), *options.extra),
+    )
+    own = replace(
+        options,
+        extra=(*options.extra, *difference.flags),
+        megatron_lm=difference.megatron_lm or options.megatron_lm,
+    )
+    # A resumed run is compared with its own layout undisturbed, unless another is asked for.
+    named = difference.reference or (target.strategy if resumed else "baseline")
+    reference = _reference(named, target, options)
+    layout = _from_start_of(reference, _composed(target, own))
+    saving = None
+    if resumed:
+        there = Target(resumed, target.model, _devices(resumed, target), target.device)
+        saving = _from_start_of(reference, _composed(there, own))
+    verification = Verification(target, layout, named, reference, iteration, saving)
+    _refuse_other_work(verification)
+    return verification
+
+
+def _reference(named: str, target: Target, options: Options) -> Launch:
+    if named != NATIVE:
+        return _composed(
+            Target(named, target.model, _devices(named, target), target.device), options
+        )
+    if Flags(options.extra).has("--bf16"):
+        raise LaunchError(
+            "REFERENCE=native keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
+            "DTYPE= out."
+        )
+    alone = Target("baseline", target.model, 1, target.device)
+    return _composed(alone, replace(options, backend=Backend.NATIVE, plant=None))
+
+
+def _saving_strategy(target: Target, difference: Difference) -> str:
+    """`RESUMED=1` is the layout's own."""
+    return target.strategy if difference.resumed_from == "1" else difference.resumed_from
+
+
+def _iteration(options: Options, resumed: str) -> int:
+    iteration = options.iterations or (ITERATION_RESUMED if resumed else ITERATION)
+    if resumed and iteration < 2:
+        raise LaunchError(
+            "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
+            "set ITERS=2 or more."
+        )
+    return iteration
+
+
+def _devices(strategy: str, target: Target) -> int:
+    """Ranks of a strategy beside the target's: one for baseline."""
+    try:
+        return 1 if strategy == "baseline" else devices_of(strategy, target.devices)
+    except StrategyError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _composed(target: Target, options: Options) -> Launch:
+    return compose_target(target, flags_of_grammar(target), options)
+
+
+def _from_start_of(reference: Launch, launch: Launch) -> Launch:
+    """The launch, from the reference's starting weights where its Megatron would make others."""
+    ours, theirs = launch.start_checkpoint, reference.start_checkpoint
+    if ours is None or theirs is None or launch.model.flags != reference.model.flags:
+        return launch
+    old, new = from_root(ours), from_root(theirs)
+    return replace(
+        launch,
+        start_checkpoint=theirs,
+        flags=tuple(new if word == old else word for word in launch.flags),
+        environment={
+            name: new if value == old else value for name, value in launch.environment.items()
+        },
+    )
+
+
+def _refuse_other_work(verification: Verification) -> None:
+    """Refuse micro batches of two sizes where the loss is defined on a micro batch.
+
+    Raises:
+        LaunchError: With the flag to leave out.
+    """
+    ours, theirs = verification.layout, verification.reference
+    flags = Flags(ours.flags)
+    kinds = flags.text("--moe-router-load-balancing-type") or "aux_loss"
+    balanced = ours.model.shape.experts and float(flags.text("--moe-aux-loss-coeff") or 0) > 0
+    same = ours.spec.batch.micro_batch_size == theirs.spec.batch.micro_batch_size
+    if not same and balanced and kinds == "aux_loss":
+        raise LaunchError(
+            f"{ours.model.name} balances its experts over each micro batch (aux_loss), so another micro "
+            'batch trains something else; add EXTRA="--moe-aux-loss-coeff 0", or '
+            '"--moe-router-load-balancing-type seq_aux_loss".'
+        )
+
+
+def _megatron(launch: Launch) -> str:
+    commit = launch.entry.megatron_commit
+    return f"Megatron {launch.entry.megatron_version}{f' ({commit})' if commit else ''}"
+
+
+def _dtype_flags() -> tuple[str, ...]:
+    dtype = settings.VERIFIED_DTYPE.read_as(one_of("fp32", "bf16"), "fp32 or bf16").value(
+        os.environ
+    )
+    return ("--bf16",) if dtype == "bf16" else ()
