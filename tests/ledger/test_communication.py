@@ -86,3 +86,21 @@ def test_rows_of_another_length_are_other_calls() -> None:
     wide = routed(10, 0).call._replace(row_bytes=16)
     iteration(ledger, routed(10, 0), Watched(wide, 0, 1))
     assert [row.calls for row in ledger.communication(0).calls] == [1, 1]
+
+
+def test_of_equally_frequent_kinds_the_later_is_steady() -> None:
+    ledger = CommunicationLedger()
+    iteration(ledger, Watched(GATHER, 0, 1))
+    iteration(ledger, Watched(REDUCE, 0, 1))
+    assert [row.operation for row in ledger.communication(0).calls] == [Operation.ALL_REDUCE]
+
+
+def test_a_slowed_iteration_counts_calls_and_no_time() -> None:
+    ledger = CommunicationLedger()
+    iteration(ledger, Watched(REDUCE, 0, 2_000_000_000), seconds=1)
+    ledger.watched.append(Watched(REDUCE, 0, 90_000_000_000))
+    ledger.end_slowed_iteration()
+    found = ledger.communication(0)
+    assert (found.steady_iterations, found.calls[0].calls, found.calls[0].wire_bytes) == (2, 1, 400)
+    assert found.calls[0].wait_seconds == pytest.approx(2)
+    assert ledger.time(0).iteration_seconds == pytest.approx(1)

@@ -1,9 +1,12 @@
 from pathlib import Path
 
+import msgspec
 import torch
 
+from tools.ledger.collect import RankLedger
+from tools.ledger.communication import Call, Watched
 from tools.ledger.recorder import MEMORY_ITERATION, Recorder
-from tools.records.measurements import MemoryCategory
+from tools.records.measurements import MemoryCategory, Operation, Phase
 
 
 def measured_at(folder: Path, skipped: int, iterations: int) -> tuple[list[int], int]:
@@ -41,3 +44,22 @@ def test_while_fp16_skips_updates_there_is_no_state_so_memory_is_measured_again(
 
 def test_a_run_whose_updates_are_all_skipped_keeps_the_first_measurement(tmp_path: Path) -> None:
     assert measured_at(tmp_path, 9, 9) == ([MEMORY_ITERATION], 0)
+
+
+def test_three_iterations_are_enough_for_exact_calls(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorder = Recorder(tmp_path, 0)
+    reduce = Call("tp", 2, Operation.ALL_REDUCE, Phase.FORWARD, "float32", 400, None)
+    only_first = reduce._replace(group="mp", payload_bytes=4)
+    for made in ([reduce, only_first], [reduce], [reduce]):
+        recorder.begin_iteration([model], optimizer)
+        recorder._communication.watched += [Watched(call, 0, 1) for call in made]
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        recorder.end_step()
+    recorder._write()
+    ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankLedger)
+    assert [call.group for call in ledger.communication.calls] == ["tp"]
+    assert (ledger.communication.steady_iterations, ledger.communication.other_iterations) == (1, 1)
+    assert ledger.time.iteration_seconds == 0  # Measuring memory slowed the one that counts.

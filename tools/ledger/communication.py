@@ -1,6 +1,7 @@
 """Calls of one rank: equal ones are added up, iterations that make the same calls are one kind.
 
-The most frequent kind of iteration is the steady one, and its figures are the result. The number of
+The most frequent kind of iteration is the steady one, the later of equally frequent ones, and its
+figures are the result. The number of
 rows sent to an expert differs from call to call, so calls over `ROUTED_GROUPS` are equal if their rows
 have the same bytes, and their bytes are means.
 """
@@ -71,6 +72,8 @@ class _Sums:
     """Totals over iterations that made the same calls."""
 
     iterations: int = 0
+    timed: int = 0
+    """Of the iterations, those whose times count."""
     payload_bytes: Counter[Call] = field(default_factory=Counter)
     wire_bytes: Counter[Call] = field(default_factory=Counter)
     wait_ns: Counter[Call] = field(default_factory=Counter)
@@ -86,16 +89,35 @@ class CommunicationLedger:
         self.watched: list[Watched] = []
         """Calls of the present iteration."""
         self._kinds: dict[frozenset[tuple[Call, int]], _Sums] = {}
+        self._warm_up = 0
 
     def end_iteration(self, phase_ns: Mapping[Phase, int], clock: Clock) -> None:
         """Close an iteration with its nanoseconds in each phase; the clock has settled."""
+        sums = self._end_untimed()
+        sums.timed += 1
+        sums.phase_ns.update(phase_ns)
+        for watched in self.watched:
+            _add_times(watched, sums, clock.nanoseconds)
+        self.forget()
+
+    def end_slowed_iteration(self) -> None:
+        """Close an iteration that something else made slower: its calls count, its times do not."""
+        self._end_untimed()
+        self.forget()
+
+    def end_warm_up(self) -> None:
+        """Close an iteration that makes calls of its own, and is never the steady one."""
+        self._warm_up += 1
+        self.forget()
+
+    def _end_untimed(self) -> _Sums:
         counts = Counter(watched.call.kind for watched in self.watched)
         sums = self._kinds.setdefault(frozenset(counts.items()), _Sums())
         sums.iterations += 1
-        sums.phase_ns.update(phase_ns)
         for watched in self.watched:
-            _add(watched, sums, clock.nanoseconds)
-        self.forget()
+            sums.payload_bytes[watched.call.kind] += watched.call.payload_bytes
+            sums.wire_bytes[watched.call.kind] += watched.call.wire_bytes
+        return sums
 
     def spans(self, clock: Clock) -> Iterator[Span]:
         """The iteration's calls, each from being issued to having its result; the clock has settled."""
@@ -112,18 +134,19 @@ class CommunicationLedger:
     def communication(self, rank: int) -> RankCommunication:
         """Calls of a steady iteration."""
         if not self._kinds:
-            return RankCommunication(rank, 0, 0, ())
+            return RankCommunication(rank, 0, self._warm_up, ())
         calls, sums = self._steady()
         others = sum(other.iterations for other in self._kinds.values()) - sums.iterations
+        others += self._warm_up
         rows = sorted(_rows(calls, sums), key=lambda row: (row.group, row.phase, row.operation))
         return RankCommunication(rank, sums.iterations, others, tuple(rows))
 
     def time(self, rank: int) -> RankTime:
         """Seconds of a steady iteration."""
-        if not self._kinds:
+        sums = self._steady()[1] if self._kinds else _Sums()
+        if not sums.timed:
             return RankTime(rank, 0.0, {}, {})
-        _, sums = self._steady()
-        per_iteration = NANO / sums.iterations
+        per_iteration = NANO / sums.timed
         return RankTime(
             rank,
             sum(sums.phase_ns.values()) * per_iteration,
@@ -132,14 +155,13 @@ class CommunicationLedger:
         )
 
     def _steady(self) -> tuple[frozenset[tuple[Call, int]], _Sums]:
-        return max(self._kinds.items(), key=lambda item: item[1].iterations)
+        latest_first = reversed(self._kinds.items())
+        return max(latest_first, key=lambda item: item[1].iterations)
 
 
-def _add(watched: Watched, sums: _Sums, read: Callable[[Mark], int]) -> None:
+def _add_times(watched: Watched, sums: _Sums, read: Callable[[Mark], int]) -> None:
     call, started = watched.call.kind, read(watched.started)
     issue_ns = read(watched.issued) - started
-    sums.payload_bytes[call] += watched.call.payload_bytes
-    sums.wire_bytes[call] += watched.call.wire_bytes
     sums.wait_ns[call] += issue_ns
     sums.blocked_ns[call.phase] += issue_ns
     for phase, began, ended in watched.waits:
@@ -150,6 +172,7 @@ def _add(watched: Watched, sums: _Sums, read: Callable[[Mark], int]) -> None:
 
 
 def _rows(calls: Iterable[tuple[Call, int]], sums: _Sums) -> Iterator[Calls]:
+    per_iteration = NANO / max(1, sums.timed)
     for call, count in calls:
         yield Calls(
             group=call.group,
@@ -161,6 +184,6 @@ def _rows(calls: Iterable[tuple[Call, int]], sums: _Sums) -> Iterator[Calls]:
             payload_bytes=round(sums.payload_bytes[call] / (count * sums.iterations)),
             wire_bytes=round(sums.wire_bytes[call] / sums.iterations),
             algorithm=algorithm(call.operation, call.transport),
-            wait_seconds=sums.wait_ns[call] * NANO / sums.iterations,
-            transfer_seconds=sums.transfer_ns[call] * NANO / sums.iterations,
+            wait_seconds=sums.wait_ns[call] * per_iteration,
+            transfer_seconds=sums.transfer_ns[call] * per_iteration,
         )

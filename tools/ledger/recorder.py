@@ -89,11 +89,21 @@ class Recorder:
         clock = self.timeline.clock
         if self._iteration == TRACED_ITERATION:
             self._spans = (*self.timeline.take_spans(), *self._communication.spans(clock))
-        if not self._measures_memory and self._watcher.active:
-            self._communication.end_iteration(phases, clock)
+        self._count(phases)
         self._watcher.forget_pending()
         if self._iteration % WRITE_EVERY == 0:
             self._write()
+
+    def _count(self, phases: dict[Phase, int]) -> None:
+        """Megatron agrees on more in its first iteration; measuring memory only costs time."""
+        if not self._watcher.active:
+            return
+        if self._iteration == 1:
+            self._communication.end_warm_up()
+        elif self._measures_memory:
+            self._communication.end_slowed_iteration()
+        else:
+            self._communication.end_iteration(phases, self.timeline.clock)
 
     def _is_for_memory(self, optimizer: Any) -> bool:
         first = self._iteration == MEMORY_ITERATION
