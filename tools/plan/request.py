@@ -17,6 +17,7 @@ from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
 USUAL_NODE = 8
+MOST_DEVICES = 262_144
 
 
 class RequestError(ValueError):
@@ -110,6 +111,8 @@ def _devices_and_node(options: Namespace) -> tuple[int, int]:
     devices, nodes, per_node = options.gpus, options.nodes, options.gpus_per_node
     if devices is None:
         devices = (nodes or 1) * (per_node or (USUAL_NODE if nodes else 1))
+    if devices > MOST_DEVICES:
+        raise RequestError(f"{devices:,} GPUs are more than any cluster has; use {MOST_DEVICES:,}.")
     if per_node is None:
         per_node = -(-devices // nodes) if nodes else min(devices, USUAL_NODE)
     if nodes is not None and nodes * per_node != devices:

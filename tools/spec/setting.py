@@ -64,6 +64,28 @@ def positive(text: str) -> int:
     return number
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def picture(text: str) -> Path:
+    """A file to write, in a folder that exists.
+
+    Raises:
+        SettingError: There is no such folder, or the file's name is a folder's.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise SettingError(f"SVG={text} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise SettingError(f"SVG={text} lies in a folder that is not there; make {path.parent}.")
+    return path
+
+
 def share(text: str) -> float:
     """A number from 0 up to, not including, 1."""
     number = float(text)

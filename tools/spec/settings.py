@@ -19,9 +19,11 @@ from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
 from tools.spec.setting import (
     Setting,
     SettingError,
+    above_zero,
     checkout,
     dataset_prefix,
     one_of,
+    picture,
     positive,
     share,
     switch,
@@ -297,30 +299,32 @@ INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", ("plan",), "--intr
 INTER = Setting("INTER", str, _TEXT, "link between machines", ("plan",), "--inter")
 SEQ = Setting("SEQ", int, "a whole number", "sequence length", ("plan", "dryrun"), "--seq")
 DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", ("plan", "dryrun"), "--dtype")
-TOKENS = Setting("TOKENS", float, "a number", "tokens to train on", ("plan",), "--tokens")
+TOKENS = Setting(
+    "TOKENS", above_zero, "a number above 0", "tokens to train on", ("plan",), "--tokens"
+)
 CALIBRATION = Setting(
     "CALIBRATION", Path, "a file", "file of measured constants", ("plan",), "--calibration"
 )
 VERIFY = Setting(
     "VERIFY",
-    int,
-    "a whole number",
+    whole_below(11),
+    "a whole number from 0 to 10",
     "dry-run this many of the best",
     ("plan",),
     "--verify",
     default=0,
 )
 DP = Setting(
-    "DP", int, "a whole number", "data-parallel replicas", ("dryrun",), "--data", default=1
+    "DP", positive, _NUMBER, "data-parallel replicas", ("dryrun",), "--data", default=1
 )
-TP = Setting("TP", int, "a whole number", "TP degree", ("dryrun",), "--tensor", default=1)
-PP = Setting("PP", int, "a whole number", "pipeline stages", ("dryrun", "schedules"), "--pipeline")
-CP = Setting("CP", int, "a whole number", "CP degree", ("dryrun",), "--context", default=1)
+TP = Setting("TP", positive, _NUMBER, "TP degree", ("dryrun",), "--tensor", default=1)
+PP = Setting("PP", positive, _NUMBER, "pipeline stages", ("dryrun", "schedules"), "--pipeline")
+CP = Setting("CP", positive, _NUMBER, "CP degree", ("dryrun",), "--context", default=1)
 EP = Setting(
-    "EP", int, "a whole number", "EP degree, inside DP and CP", ("dryrun",), "--expert", default=1
+    "EP", positive, _NUMBER, "EP degree, inside DP and CP", ("dryrun",), "--expert", default=1
 )
 VPP = Setting(
-    "VPP", int, "a whole number", "virtual stages per rank", ("dryrun", "schedules"), "--virtual"
+    "VPP", positive, _NUMBER, "virtual stages per rank", ("dryrun", "schedules"), "--virtual"
 )
 SP = Setting(
     "SP", switch, _SWITCH, "1 adds sequence parallelism", ("dryrun",), "--sequence-parallel"
@@ -339,13 +343,15 @@ RECOMPUTE = Setting(
 RANKS = Setting("RANKS", str, _TEXT, "first,middle,last or numbers", ("dryrun",), "--ranks")
 MICROBATCHES = Setting(
     "MICROBATCHES",
-    int,
-    "a whole number",
+    positive,
+    _NUMBER,
     "microbatches in an iteration",
     ("schedules",),
     "--microbatches",
 )
-SVG = Setting("SVG", Path, "a file", "write a picture to this file", ("plan", "schedules"), "--svg")
+SVG = Setting(
+    "SVG", picture, "a file", "write a picture to this file", ("plan", "schedules"), "--svg"
+)
 JSON = Setting("JSON", switch, _SWITCH, "1 prints JSON", ("plan", "dryrun", "schedules"), "--json")
 
 # After a run, and data.
@@ -470,6 +476,8 @@ def _argument[T](setting: Setting[T]) -> Callable[[str], T]:
     def read(text: str) -> T:
         try:
             return setting.read(text)
+        except SettingError as error:  # A reader that has a sentence of its own.
+            raise ArgumentTypeError(str(error)) from None
         except ValueError:
             raise ArgumentTypeError(f"{text} is not {setting.wanted}") from None
 

@@ -76,10 +76,11 @@ class Answer(msgspec.Struct, frozen=True):
 def as_dry_run(spec: RunSpec) -> RunSpec:
     """The run as it is without Transformer Engine.
 
-    Megatron's own attention keeps its scores; under context parallelism the kit's gathers K and V,
-    which sends the ring's bytes in other calls.
+    Megatron's own attention keeps its scores. Under context parallelism the kit's gathers K and V,
+    which sends the ring's bytes in other calls, and keeps no scores.
     """
-    return replace(spec, fused_attention=False, cp_comm_type="all_gather")
+    gathered = spec.parallelism.context > 1
+    return replace(spec, fused_attention=gathered, cp_comm_type="all_gather")
 
 
 def check(spec: RunSpec) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tools.plan.request import RequestParser
 from tools.plan.schedules.simulate import (
     Durations,
     Schedule,
+    ScheduleFigures,
     SimulatedSchedule,
     closed_form_activations,
     closed_form_bubble,
@@ -24,9 +25,9 @@ from tools.text.units import percent
 
 def main(arguments: list[str]) -> int:
     """Simulate, print, draw; 2 and one sentence on stderr for what cannot be."""
-    options = command_line().parse_args(arguments)
-    durations = Durations(options.forward, options.backward, options.transfer)
     try:
+        options = command_line().parse_args(arguments)
+        durations = Durations(options.forward, options.backward, options.transfer)
         timelines = [
             simulate(
                 schedule,
@@ -77,30 +78,30 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
         f"{first.iterations} iteration(s)"
     )
     columns = (
-        Column[SimulatedSchedule]("schedule", lambda t: t.schedule, right=False),
-        Column[SimulatedSchedule]("time", lambda t: t.length, "{:g}".format),
-        Column[SimulatedSchedule]("idle", lambda t: figures(t).idle_share, percent),
-        Column[SimulatedSchedule]("bubble", lambda t: figures(t).bubble, "{:.4f}".format),
-        Column[SimulatedSchedule]("closed form", closed_form_bubble, "{:.4f}".format),
-        Column[SimulatedSchedule](
-            "held, by stage", lambda t: _listed(figures(t).activations), wraps=True
-        ),
-        Column[SimulatedSchedule](
-            "versions", lambda t: _listed(figures(t).weight_versions), wraps=True
-        ),
-        Column[SimulatedSchedule]("staleness", lambda t: _listed(figures(t).staleness), wraps=True),
+        Column[_Measured]("schedule", lambda row: row[0].schedule, right=False),
+        Column[_Measured]("time", lambda row: row[0].length, "{:g}".format),
+        Column[_Measured]("idle", lambda row: row[1].idle_share, percent),
+        Column[_Measured]("bubble", lambda row: row[1].bubble, "{:.4f}".format),
+        Column[_Measured]("closed form", lambda row: closed_form_bubble(row[0]), "{:.4f}".format),
+        Column[_Measured]("held, by stage", lambda row: _listed(row[1].activations), wraps=True),
+        Column[_Measured]("versions", lambda row: _listed(row[1].weight_versions), wraps=True),
+        Column[_Measured]("staleness", lambda row: _listed(row[1].staleness), wraps=True),
     )
+    rows = tuple((timeline, figures(timeline)) for timeline in timelines)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(rich_table(Table(columns, tuple(timelines), title), console.width))
+    console.print(rich_table(Table(columns, rows, title), console.width))
+
+
+_Measured = tuple[SimulatedSchedule, ScheduleFigures]
 
 
 def _listed(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
-def command_line() -> argparse.ArgumentParser:
+def command_line() -> RequestParser:
     """The command line, for `--help` and completion."""
-    parser = argparse.ArgumentParser(
+    parser = RequestParser(
         prog=program("tools.plan schedules"),
         description="Compare GPipe, 1F1B, interleaved 1F1B and PipeDream, event by event.",
     )

@@ -8,8 +8,13 @@ stashing); 1F1B with flushes and interleaving arXiv:2104.04473 §2.2 and Megatro
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
+
+
+MOST_STEPS = 100_000
+"""Forwards and backwards of one schedule: some ten seconds for all four."""
 
 
 class Schedule(StrEnum):
@@ -97,6 +102,7 @@ def simulate(
     """
     if min(pipeline, microbatches, iterations, virtual) < 1:
         raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
+    _refuse_long(pipeline, microbatches, iterations, virtual)
     durations = durations or Durations()
     if schedule is not Schedule.INTERLEAVED:
         virtual = 1
@@ -117,6 +123,16 @@ def simulate(
     return SimulatedSchedule(
         schedule, pipeline, microbatches, iterations, virtual, durations, tuple(events)
     )
+
+
+def _refuse_long(pipeline: int, microbatches: int, iterations: int, virtual: int) -> None:
+    steps = 2 * pipeline * microbatches * iterations * virtual
+    if steps > MOST_STEPS:
+        raise ValueError(
+            f"{pipeline:,} stages, {microbatches:,} micro batches, {virtual:,} virtual stages and "
+            f"{iterations:,} iterations are {steps:,} steps; use at most {MOST_STEPS:,} "
+            "(2 x stages x micro batches x virtual stages x iterations)."
+        )
 
 
 def _order(schedule: Schedule, worker: int, pipeline: int, count: int, virtual: int) -> list[Step]:
@@ -280,7 +296,8 @@ def _staleness(events: list[Event], schedule: Schedule) -> int:
         return 0
     backwards = [e for e in events if e.step.direction is Pass.BACKWARD]
     starts = {e.step.microbatch: e.start for e in events if e.step.direction is Pass.FORWARD}
+    ends = sorted(e.end for e in backwards)
     return max(
-        sum(starts[own.step.microbatch] < other.end <= own.start for other in backwards)
+        bisect_right(ends, own.start) - bisect_right(ends, starts[own.step.microbatch])
         for own in backwards
     )
