@@ -50,6 +50,13 @@ def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> Non
     assert max(first.report.process_bytes, last.report.process_bytes) < 4 * 2**30
 
 
+def test_under_cp_neither_column_keeps_scores(dry_runner: DryRunner) -> None:
+    spec = configured(TINY, Parallelism(context=2), Batch(8, 16))
+    (found,) = of_ranks(dry_runner, TINY, spec, "first")
+    measured, closed = found.memory["activations"]
+    assert measured == pytest.approx(closed, rel=0.003)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_stage_of_175b_takes_a_minute_and_four_gibibytes() -> None:

@@ -4,7 +4,15 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from tools.text.table import Column, Table, TextTable, csv_table, markdown_table, rich_table
+from tools.text.table import (
+    Column,
+    Table,
+    TextTable,
+    csv_table,
+    markdown_table,
+    readable_table,
+    rich_table,
+)
 from tools.text.units import milliseconds, number, percent, size
 
 
@@ -82,3 +90,29 @@ def test_units_leave_no_doubt() -> None:
         "12,346",
         "−12.3 ms",
     )
+
+
+def shown(table: TextTable, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(readable_table(table, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_table_too_wide_for_a_terminal_becomes_paragraphs_with_whole_words() -> None:
+    header = ("Strategy", "Rank", "Component", "Measured", "Predicted", "Note")
+    note = "predicted at the output layer's backward and measured in forward, rounded up"
+    lines = tuple(
+        ("tp2", str(rank), "communication", "13,694,476", "13,694,476", note) for rank in (0, 1)
+    )
+    table = TextTable("memory", "Memory", header, (*lines, ("pp2", "0", "–", "", "", "")))
+    assert shown(table, 200).splitlines()[2].split()[:2] == ["Strategy", "Rank"]
+    narrow = shown(table, 60)
+    assert narrow.split("\n")[:3] == [
+        "Memory",
+        " tp2",
+        "   Rank 0 · Component communication · Measured 13,694,476 · ",
+    ]
+    assert (narrow.count(" tp2\n"), narrow.count("13,694,476")) == (1, 4)
+    assert [line.rstrip() for line in narrow.splitlines()][-3:-1] == [" pp2", "   Rank 0"]
+    assert max(map(len, narrow.splitlines())) <= 60

@@ -314,9 +314,7 @@ VERIFY = Setting(
     "--verify",
     default=0,
 )
-DP = Setting(
-    "DP", positive, _NUMBER, "data-parallel replicas", ("dryrun",), "--data", default=1
-)
+DP = Setting("DP", positive, _NUMBER, "data-parallel replicas", ("dryrun",), "--data", default=1)
 TP = Setting("TP", positive, _NUMBER, "TP degree", ("dryrun",), "--tensor", default=1)
 PP = Setting("PP", positive, _NUMBER, "pipeline stages", ("dryrun", "schedules"), "--pipeline")
 CP = Setting("CP", positive, _NUMBER, "CP degree", ("dryrun",), "--context", default=1)

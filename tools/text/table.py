@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 from tools.text.units import DASH
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table as RichTable
 
 
 WRAPPED_WIDTH = 24
 """Fewest characters of a column that a terminal breaks into lines."""
+
+READABLE_LINES = 4
+"""Most lines of one cell in a terminal's table."""
 
 
 def plain(value: object) -> str:
@@ -204,6 +208,39 @@ def rich_table(table: Table[Any] | TextTable, width: int | None = None) -> RichT
         cells = [(column.cell(row), column.style) for column in table.columns]
         shown.add_row(*(Text(text, style=style(row) if style else "") for text, style in cells))
     return shown
+
+
+def readable_table(table: TextTable, width: int) -> RenderableType:
+    """A table as lines and columns; where they are too narrow for its texts, a paragraph a line.
+
+    The first cell heads the paragraphs that share it; the others follow with their names.
+    """
+    wrapping = table.wrapping()
+    whole_words = sum(wrapping._least(place, str.strip) + 2 for place in range(len(table.header)))
+    found = wrapping.widths(width)
+    tallest = max(
+        (-(-len(c) // w) for line in table.lines for c, w in zip(line, found, strict=True))
+    )
+    if whole_words <= width and tallest <= READABLE_LINES:
+        return rich_table(table, width)
+    return _paragraphs(table)
+
+
+def _paragraphs(table: TextTable) -> RenderableType:
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(table.title, style="bold")]
+    head = ""
+    for first, *rest in table.lines:
+        if first != head:
+            head = first
+            parts.append(Text(f" {first}"))
+        named = zip(table.header[1:], rest, strict=True)
+        text = " · ".join(f"{name} {cell}" for name, cell in named if cell not in ("", DASH))
+        parts.append(Padding(Text(text), (0, 0, 0, 3)))
+    return Group(*parts, "")
 
 
 def _csv_cell(value: object) -> object:

@@ -21,7 +21,8 @@ from tools.text.units import GIB, count
 _GB = 1e9
 
 NOTES = (
-    "Attention is Megatron's own in both columns: it keeps its scores, which fused attention does not.",
+    "Attention is Megatron's own in both columns: it keeps its scores, which fused attention does not; "
+    "under CP the kit's, which keeps none either.",
     "A peak is of live tensors: without context, workspaces, NCCL and the allocator's remainders.",
     "Experts get equal shares of the tokens.",
 )

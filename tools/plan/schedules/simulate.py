@@ -12,7 +12,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 
-
 MOST_STEPS = 100_000
 """Forwards and backwards of one schedule: some ten seconds for all four."""
 

@@ -23,7 +23,7 @@ from tools.report.explain.tables import bench_tables, tables
 from tools.report.explain.traffic import context_sentences, traffic_sentences
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.spec.published import load_published
-from tools.text.table import TextTable, markdown_table, markdown_text, rich_table
+from tools.text.table import TextTable, markdown_table, markdown_text, readable_table
 
 _QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
     ("Which cost separates each strategy from baseline?", cost_sentences),
@@ -96,7 +96,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
             console.print(Text(f"• {sentence}"))
         console.print()
     for found in explanation.tables:
-        console.print(rich_table(found, console.width))
+        console.print(readable_table(found, console.width))
 
 
 def explanation_markdown(explanation: Explanation) -> str:
