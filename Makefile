@@ -55,6 +55,7 @@ sweep: ## MODELS × STRATEGIES × BACKENDS × DEVICES; resumable
 ## Planning, without devices
 plan: ##! layouts, ranked, with reasons: MODEL= GPUS= GPU= …
 dryrun: ## Megatron's own iteration without devices: MODEL= TP= PP= DP= …
+validate: ## every public reading predicted, and by how much it is missed; READINGS= for your own
 schedules: ## GPipe, 1F1B, interleaved and PipeDream: PP=4 MICROBATCHES=8 VPP=2
 
 ## Results
@@ -82,7 +83,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
-	compare-zero compare-backends compare-moe sweep plan dryrun schedules report explain \
+	compare-zero compare-backends compare-moe sweep plan dryrun schedules validate report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@

@@ -56,6 +56,7 @@ TOOLS = {
     "plan": Tool("tools.plan", needs=((settings.MODEL, _MODEL_OF_PLAN),)),
     "dryrun": Tool("tools.plan", ("dryrun",), needs=((settings.MODEL, _MODEL_OF_DRYRUN),)),
     "schedules": Tool("tools.plan", ("schedules",)),
+    "validate": Tool("tools.plan", ("validate",)),
     "report": Tool("tools.report", ("build",)),
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tools.report", ("bench",)),

@@ -2,7 +2,8 @@
 
 `python -m tools.plan dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8` runs Megatron's own
 iteration for chosen ranks, `… schedules --pipeline 4 --microbatches 8` compares pipeline schedules,
-`python -m tools.plan residuals` prints how far the published figures are missed.
+`python -m tools.plan residuals` prints how far the published figures are missed, `… validate` how far
+some 3,000 public readings are.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.plan.dryrun.command import main as dryrun
 
         return dryrun(words[1:])
+    if words[:1] == ["validate"]:
+        from tools.plan.readings.command import main as validate
+
+        return validate(words[1:])
     if words == ["residuals"]:
         from tools.plan.residuals import residual_tables
 

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tools.spec.model import ModelShape
+from tools.spec.model import LatentAttention, ModelShape
 from tools.spec.run import RunSpec
-from tools.spec.strategy import Parallelism
 
 ALIGNMENT = 64
 """The distributed optimizer starts every tensor at a multiple of this many elements."""
@@ -127,10 +126,10 @@ def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
     split = spec.parallelism
     if not 0 <= pipeline_rank < split.pipeline:
         raise IndexError(f"PP {split.pipeline} has no rank {pipeline_rank}.")
-    _refuse_uneven(spec.shape, split)
+    _refuse_uneven(spec)
     degrees = (split.tensor, split.expert, split.tensor_of_experts, split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    return _stage_parameters(spec.trained_shape, degrees, first, last)
+    return _stage_parameters(spec.trained_shape, degrees, spec.layers_a_stage, first, last)
 
 
 def layer_parameters(spec: RunSpec) -> Parameters:
@@ -211,7 +210,10 @@ def _layer_tensors(
     qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
     width = shape.heads * shape.head_width // tensor
     found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * 2]
-    found += [_Tensor("attention", hidden * qkv), _Tensor("attention", width * hidden)]
+    if shape.latent:
+        found += _latent_tensors(shape, shape.latent, tensor)
+    else:
+        found += [_Tensor("attention", hidden * qkv), _Tensor("attention", width * hidden)]
     if shape.bias or shape.qkv_bias:
         found.append(_Tensor("attention", qkv))
     if shape.bias:
@@ -221,8 +223,25 @@ def _layer_tensors(
     found.append(_Tensor("router", shape.experts * hidden, partial=True))
     if shape.bias:
         found.append(_Tensor("router", shape.experts, partial=True))
+    if shape.shared_expert_ffn:
+        found += _mlp_tensors(shape, "dense_mlp", shape.shared_expert_ffn, tensor)
     own, ffn = shape.experts // expert, shape.expert_ffn_hidden
     return (*found, *_mlp_tensors(shape, "experts", ffn, expert_tensor, own))
+
+
+def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
+    """Down-projections are whole on each TP rank, with a norm each; up-projections and output split."""
+    heads, hidden = shape.heads // tensor, shape.hidden
+    queries = heads * (latent.head_width + latent.rotary_width)
+    keys_and_values = heads * (latent.head_width + latent.value_width)
+    if latent.query_rank:
+        yield _Tensor("attention", hidden * latent.query_rank)
+        yield _Tensor("norms", latent.query_rank)
+    yield _Tensor("attention", (latent.query_rank or hidden) * queries)
+    yield _Tensor("attention", hidden * (latent.key_value_rank + latent.rotary_width))
+    yield _Tensor("norms", latent.key_value_rank)
+    yield _Tensor("attention", latent.key_value_rank * keys_and_values)
+    yield _Tensor("attention", heads * latent.value_width * hidden)
 
 
 def _mlp_tensors(
@@ -257,12 +276,12 @@ def _layer_parameters(
 
 @lru_cache(maxsize=1024)
 def _stage_parameters(
-    shape: ModelShape, degrees: tuple[int, int, int, int], first: bool, last: bool
+    shape: ModelShape, degrees: tuple[int, int, int, int], layers: int, first: bool, last: bool
 ) -> Parameters:
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    layers = _layer_tensors(shape, tensor, expert, expert_tensor) * (shape.layers // pipeline)
-    return _parameters([*layers, *_end_tensors(shape, table, pipeline, first, last)])
+    stage = _layer_tensors(shape, tensor, expert, expert_tensor) * layers
+    return _parameters([*stage, *_end_tensors(shape, table, pipeline, first, last)])
 
 
 @lru_cache(maxsize=256)
@@ -277,8 +296,9 @@ def _layer_buffers(
     return buffer_of(sizes[False]), buffer_of(sizes[True])
 
 
-def _refuse_uneven(shape: ModelShape, split: Parallelism) -> None:
-    stages = split.pipeline * split.virtual_stages
+def _refuse_uneven(spec: RunSpec) -> None:
+    shape, split = spec.shape, spec.parallelism
+    stages = 1 if spec.uneven_stages else split.pipeline * split.virtual_stages
     for what, value, degree, size in (
         ("attention heads", shape.heads, "TP", split.tensor),
         ("query groups", shape.query_groups, "TP", split.tensor),

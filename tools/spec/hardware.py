@@ -44,6 +44,10 @@ class Device:
     memory_bytes_per_second: float
     matmul_fraction: float
     """Of the dense peak, what large matrix products reach in training."""
+    generation: str
+    """Of the architecture: devices of one share what kernels reach of their datasheets."""
+    domain: int
+    """Devices that one NVLink switch joins, a node's or a rack's."""
     link: str
     """Key of the link between devices of one node."""
     network: str
@@ -144,6 +148,8 @@ def _device(key: str, entry: Mapping[str, Any]) -> Device:
         memory_bytes=entry["memory_mib"] * _MIB,
         memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
         matmul_fraction=entry["matmul_fraction"],
+        generation=entry["architecture"].split()[0].lower(),
+        domain=entry.get("domain", 8),
         link=entry["link"],
         network=entry["network"],
         verified=entry["verified"],

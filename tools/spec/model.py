@@ -54,6 +54,19 @@ _BUILDS = _HALVES | {
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434 §2.1): widths of its low-rank projections."""
+
+    query_rank: int
+    """0: queries are projected straight from the hidden state."""
+    key_value_rank: int
+    head_width: int
+    """Of a query and a key without the rotary part."""
+    rotary_width: int
+    value_width: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What parameter counts, FLOPs, memory and traffic follow from."""
 
@@ -88,6 +101,9 @@ class ModelShape:
     """The router's load-balancing loss is part of the loss."""
     router_z_loss: bool = False
     """So is the mean square of its logits' log-sum-exp."""
+    shared_expert_ffn: int = 0
+    """Columns of the expert that every token passes beside its routed ones."""
+    latent: LatentAttention | None = None
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""

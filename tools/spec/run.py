@@ -117,6 +117,9 @@ class RunSpec:
     """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
     shares_gpu: bool = False
     """All ranks are on one GPU, over gloo: its times say nothing about the strategy."""
+    uneven_stages: bool = False
+    """Pipeline stages may hold different numbers of layers (`--pipeline-model-parallel-layout` and its
+    older forms); a stage then counts as the fullest."""
     plant: Plant | None = None
     strategy: str = field(default="", compare=False)
     """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
@@ -172,8 +175,8 @@ class RunSpec:
 
     @property
     def layers_a_stage(self) -> int:
-        """Layers on one pipeline rank, over its virtual stages."""
-        return self.shape.layers // self.parallelism.pipeline
+        """Layers on one pipeline rank, over its virtual stages; of uneven stages the fullest's."""
+        return -(-self.shape.layers // self.parallelism.pipeline)
 
 
 def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:

@@ -86,7 +86,8 @@
 ##   RANKS            first,middle,last or numbers
 ##   MICROBATCHES     microbatches in an iteration [schedules]
 ##   SVG              write a picture to this file [plan schedules]
-##   JSON             1 prints JSON [also plan schedules]
+##   JSON             1 prints JSON [also plan schedules validate]
+##   READINGS         a file of readings of your own [validate]
 ## Variables: reports [report]
 ##   LOGS             Megatron logs, wherever they were made
 ##   NAME             name of the report or sweep [also sweep]

@@ -350,7 +350,17 @@ MICROBATCHES = Setting(
 SVG = Setting(
     "SVG", picture, "a file", "write a picture to this file", ("plan", "schedules"), "--svg"
 )
-JSON = Setting("JSON", switch, _SWITCH, "1 prints JSON", ("plan", "dryrun", "schedules"), "--json")
+JSON = Setting(
+    "JSON",
+    switch,
+    _SWITCH,
+    "1 prints JSON",
+    ("plan", "dryrun", "schedules", "validate"),
+    "--json",
+)
+READINGS = Setting(
+    "READINGS", Path, "a file", "a file of readings of your own", ("validate",), "--readings"
+)
 
 # After a run, and data.
 LOGS = Setting("LOGS", words, _TEXT, "Megatron logs, wherever they were made", ("report",), "*")

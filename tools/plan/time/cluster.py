@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
+from tools.plan.time.execution import Execution
 from tools.spec.groups import Group, group_ranks
 from tools.spec.hardware import Device, Link
 from tools.spec.strategy import Parallelism
@@ -52,6 +53,7 @@ class Cluster:
     intra: Link
     inter: Link
     calibration: Calibration = field(default_factory=Calibration)
+    execution: Execution = field(default_factory=Execution)
 
     @property
     def nodes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.spec.model import ModelShape
+from tools.spec.model import LatentAttention, ModelShape
 
 _BACKWARD_AND_FORWARD = 3
 
@@ -43,14 +43,29 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     queries = shape.heads * shape.head_width
     keys_and_values = 2 * shape.query_groups * shape.head_width
     matrices = 3 if shape.gated else 2
-    ffn = shape.experts_per_token * shape.expert_ffn_hidden if shape.experts else shape.ffn_hidden
+    ffn = shape.ffn_hidden
+    if shape.experts:
+        ffn = shape.experts_per_token * shape.expert_ffn_hidden + shape.shared_expert_ffn
+    projections, scores = shape.hidden * (2 * queries + keys_and_values), 2 * queries
+    if shape.latent:
+        projections, scores = _latent_elements(shape, shape.latent)
     return TokenFlops(
-        attention_projections=shape.layers * 2 * shape.hidden * (2 * queries + keys_and_values),
-        attention_scores=shape.layers * 2 * queries * length,
+        attention_projections=shape.layers * 2 * projections,
+        attention_scores=shape.layers * scores * length,
         mlp=shape.layers * 2 * matrices * shape.hidden * ffn,
         router=shape.layers * 2 * shape.hidden * shape.experts,
         logits=2 * shape.hidden * shape.padded_vocabulary(),
     )
+
+
+def _latent_elements(shape: ModelShape, latent: LatentAttention) -> tuple[int, int]:
+    """Elements of latent attention's matrices, and the widths of Q·Kᵀ and of the product with V."""
+    queries = shape.heads * (latent.head_width + latent.rotary_width)
+    values = shape.heads * latent.value_width
+    down = shape.hidden * (latent.query_rank + latent.key_value_rank + latent.rotary_width)
+    up = (latent.query_rank or shape.hidden) * queries
+    up += latent.key_value_rank * (shape.heads * latent.head_width + values)
+    return down + up + values * shape.hidden, queries + values
 
 
 def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) -> int:

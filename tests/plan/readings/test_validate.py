@@ -1,0 +1,112 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.plan.__main__ import main
+from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.residual import residuals
+from tools.plan.readings.table import COLUMNS, READINGS, Reading, ReadingsError, read_readings
+
+ROW = {
+    "source": "mine",
+    "url_or_path": "runs/1",
+    "model": "gpt-1b",
+    "layers": "16",
+    "hidden": "2048",
+    "heads": "16",
+    "seq": "1024",
+    "gpu": "A100-80GB",
+    "gpus": "8",
+    "tp": "2",
+    "pp": "1",
+    "dp": "4",
+    "mbs": "1",
+    "gbs": "32",
+    "dtype": "BF16",
+    "metric": "step_time_s",
+    "value": "1.0",
+}
+
+
+def file_of(folder: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> Path:
+    path = folder / "mine.csv"
+    lines = [",".join(columns)]
+    lines += [",".join((ROW | row).get(name, "") for name in columns) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def one(folder: Path, **changes: str) -> Reading:
+    readings, _ = read_readings(file_of(folder, changes))
+    return readings[0]
+
+
+def test_the_files_own_readings_are_all_read_or_named_by_row_and_column() -> None:
+    readings, unreadable = read_readings()
+    assert len(readings) + len(unreadable) > 3000
+    assert [row.reason.partition(":")[0] for row in unreadable] == [
+        f"row {line}, column tp" for line in (425, 426, 427, 428)
+    ]
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    path = file_of(tmp_path, {}, columns=tuple(name for name in COLUMNS if name != "gpus"))
+    with pytest.raises(ReadingsError, match=r"row 1 lacks the column\(s\) gpus"):
+        read_readings(path)
+
+
+def test_text_in_a_number_is_named_by_row_and_column_and_the_other_rows_are_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file_of(tmp_path, {}, {"tp": "two"}, {"value": "fast"}, {"value": "nan"})
+    assert main(["validate", "--readings", str(path), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["line"] for row in data["rows"]] == [2]
+    reasons = [(item["line"], item["reason"].split(" is ")[0]) for item in data["refused"]]
+    assert reasons == [
+        (3, "row 3, column tp: 'two'"),
+        (4, "row 4, column value: 'fast'"),
+        (5, "row 5, column value: 'nan'"),
+    ]
+
+
+def test_a_file_without_one_readable_row_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "--readings", str(file_of(tmp_path, {"value": "fast"}))]) == 2
+    assert "row 2, column value: 'fast' is not a number above 0" in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_multiply_to_the_gpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="TP 2 x PP 1 x CP 1 x DP 8 is not 8 GPUs"):
+        express(one(tmp_path, dp="8"))
+
+
+def test_an_unknown_gpu_is_refused_with_the_near_names(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="a100"):
+        express(one(tmp_path, gpu="A1000"))
+
+
+def test_time_and_rate_of_one_run_have_one_error_positive_where_predicted_too_slow(
+    tmp_path: Path,
+) -> None:
+    # 32 samples of 1,024 tokens in 1 s on 8 devices.
+    rate = str(32 * 1024 / 8)
+    path = file_of(tmp_path, {}, {"metric": "tokens_per_s_per_gpu", "value": rate})
+    found = residuals(*read_readings(path)).predicted
+    assert found[0].error == pytest.approx(found[1].error)
+    assert found[0].error == pytest.approx(found[0].predicted - 1)
+
+
+def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["validate", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    lines = [row["line"] for part in ("rows", "refused") for row in data[part]]
+    assert sorted(lines) == list(range(2, len(lines) + 2))
+    assert all(item["reason"] for item in data["refused"])
+    counted = sum(group["readings"] for group in data["sources"].values())
+    assert counted == len(lines)
+    assert READINGS.stat().st_size < 100_000

@@ -1,0 +1,1 @@
+"""Published figures of training time and memory, and how far the planner's formulas miss each."""

@@ -1,0 +1,359 @@
+"""A reading as what the planner's formulas take: a run, its cluster and how it was executed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tools.plan.readings.table import Reading
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.execution import Execution, Quantised, Trainer
+from tools.spec.files import read_yaml
+from tools.spec.flags import Flags
+from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
+from tools.spec.model import GPT2_VOCABULARY, LatentAttention, ModelShape
+from tools.spec.run import DeviceKind, Recompute, RunSpec, spec_of_flags
+from tools.spec.strategy import Batch, Parallelism, Sharding
+
+_HERE = Path(__file__).parent
+_CASE = re.compile(r"test_cases/(.+?)/golden_values")
+_WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
+_GATED_COLUMNS = 64
+
+
+class RefusedError(ValueError):
+    """A reading that cannot be predicted; the message says why."""
+
+
+@dataclass(frozen=True)
+class Expressed:
+    """A reading in the planner's terms."""
+
+    reading: Reading
+    spec: RunSpec
+    cluster: Cluster
+    causal_half: bool = True
+    """Whether the source's FLOP/s count half of the attention square."""
+
+
+def express(reading: Reading) -> Expressed:
+    """The run that a reading measured.
+
+    Raises:
+        RefusedError: The source states too little, contradicts itself, or trains what no formula knows.
+    """
+    if reading.metric == "matmul_tflops":
+        return _product_alone(reading)
+    source = source_facts(reading.source)
+    case = _case(reading)
+    spec = _golden_spec(reading, case) if case else _stated_spec(reading, source)
+    execution = _golden_execution(case) if case else _stated_execution(reading, source)
+    return Expressed(reading, spec, _cluster(reading, source, execution))
+
+
+@cache
+def source_facts(source: str) -> dict[str, Any]:
+    """How a source's runs were trained where its tables do not say, from `sources.yaml`."""
+    facts = read_yaml(_HERE / "sources.yaml")["sources"]
+    longest = max((name for name in facts if source.startswith(name)), key=len)
+    return {**facts[""], **facts[longest]}
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    return dict(read_yaml(_HERE / "models.yaml")["models"])
+
+
+@cache
+def model_facts(model: str) -> dict[str, Any]:
+    """What is known of a model by its name, from `models.yaml`; empty if it is not there."""
+    name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")
+    known = _models()
+    fits = [key for key in known if name.startswith(key)]
+    return known[max(fits, key=len)] if fits else {}
+
+
+@cache
+def _cases() -> dict[str, str]:
+    """Megatron's functional tests by name, with the flags of each (core_v0.19 line, d98e8a64dd)."""
+    packed = (_HERE / "megatron_cases.json.gz").read_bytes()
+    return dict(json.loads(gzip.decompress(packed)))
+
+
+def _case(reading: Reading) -> str | None:
+    found = _CASE.search(reading.where)
+    return _cases().get(found[1]) if found else None
+
+
+def _cluster(reading: Reading, source: dict[str, Any], execution: Execution) -> Cluster:
+    assert reading.gpus is not None
+    return _same_cluster(
+        reading.gpu,
+        reading.gpus,
+        source.get("network_gb_per_second"),
+        source.get("per_node"),
+        execution,
+    )
+
+
+@cache
+def _same_cluster(
+    gpu: str, gpus: int, network: float | None, per_node: int | None, execution: Execution
+) -> Cluster:
+    try:
+        device = device_by_key(_WORDS_IN_BRACKETS.sub("", gpu).replace(" ", "-").replace("_", "-"))
+    except UnknownHardwareError as error:
+        raise RefusedError(str(error)) from None
+    inter = link_by_key(device.network)
+    if network is not None:
+        inter = Link("network", "as its source states", network * 1e9, inter.latency_seconds, "")
+    return Cluster(
+        device,
+        gpus,
+        per_node or device.domain,
+        link_by_key(device.link),
+        inter,
+        execution=execution,
+    )
+
+
+def _product_alone(reading: Reading) -> Expressed:
+    """One large matrix product on one device."""
+    shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
+    spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=reading.dtype.lower() or "bf16")
+    return Expressed(reading, spec, _same_cluster(reading.gpu, 1, None, None, Execution()))
+
+
+def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
+    shape = _shape(reading, source)
+    parallelism, batch = _layout(reading, source)
+    virtual = parallelism.virtual_stages
+    fused = bool(source["fused_attention"])
+    return RunSpec(
+        shape=shape,
+        parallelism=parallelism,
+        batch=batch,
+        dtype=_dtype(reading),
+        dropout=source["dropout"],
+        recompute=_recompute(reading, fused),
+        fused_attention=fused,
+        uneven_stages=shape.layers % (parallelism.pipeline * virtual) > 0,
+        model=reading.model,
+    )
+
+
+def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
+    facts = model_facts(reading.model)
+    if refused := facts.get("refused"):
+        raise RefusedError(f"{reading.model} {refused}")
+
+    def known(name: str) -> Any:
+        stated = getattr(reading, name)
+        return facts.get(name) if stated is None else stated
+
+    layers, hidden, heads, seq = (known(name) for name in ("layers", "hidden", "heads", "seq"))
+    missing = [
+        name
+        for name, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("seq", seq))
+        if value is None
+    ]
+    if missing:
+        raise RefusedError(f"the source does not state {', '.join(missing)}")
+    experts = facts.get("experts", 0)
+    if reading.expert_ffn and not experts:
+        raise RefusedError(f"how many experts {reading.model} has is not known")
+    gated = facts.get("gated", False)
+    usual = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS if gated else 4 * hidden
+    latent = facts.get("latent")
+    width = facts.get("head_width") or hidden // heads
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        query_groups=facts.get("query_groups") or heads,
+        head_width=width if not latent else latent[2],
+        ffn_hidden=known("ffn") or usual,
+        seq_length=seq,
+        positions=0 if facts.get("rotary") else seq,
+        vocabulary=reading.vocab or facts.get("vocab") or source.get("vocab") or GPT2_VOCABULARY,
+        gated=gated,
+        bias=facts.get("bias", True),
+        rms_norm=facts.get("rms_norm", False),
+        tied_embeddings=facts.get("tied", True),
+        experts=experts,
+        experts_per_token=facts.get("experts_per_token", 0),
+        expert_ffn_hidden=reading.expert_ffn or facts.get("expert_ffn", 0),
+        shared_expert_ffn=facts.get("shared_ffn", 0),
+        latent=LatentAttention(*latent) if latent else None,
+    )
+
+
+def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
+    gpus = reading.gpus
+    if gpus is None:
+        raise RefusedError("the source does not state the number of GPUs")
+    tensor, pipeline, context = reading.tp, reading.pp, reading.cp or 1
+    sharding = _sharding(reading, source)
+    if sharding is Sharding.ZERO3:
+        tensor, pipeline = tensor or 1, pipeline or 1
+    if tensor is None or pipeline is None:
+        missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
+        raise RefusedError(f"the source does not state {' and '.join(missing)}")
+    ranks = tensor * pipeline * context
+    if gpus % ranks:
+        raise RefusedError(
+            f"TP {tensor} x PP {pipeline} x CP {context} does not divide {gpus} GPUs: wrong as published"
+        )
+    data, expert = gpus // ranks, reading.ep or 1
+    if (
+        reading.dp is not None
+        and reading.dp * ranks != gpus
+        and reading.dp * ranks * expert != gpus
+    ):
+        raise RefusedError(
+            f"TP {tensor} x PP {pipeline} x CP {context} x DP {reading.dp} is not {gpus} GPUs: "
+            "wrong as published"
+        )
+    micro = reading.mbs or source.get("micro_batch", {}).get(reading.model) or 1
+    batch = reading.gbs
+    if batch is None:
+        if pipeline > 1:
+            raise RefusedError("the source does not state the global batch of a pipeline")
+        batch = micro * data
+    if batch % (micro * data):
+        if reading.mbs or batch % data:
+            raise RefusedError(
+                f"a global batch of {batch} is no multiple of micro batch {micro} x DP {data}"
+            )
+        micro = 1
+    virtual = reading.vpp or source.get("virtual_stages", {}).get(reading.model) or 1
+    sequence = bool(source["sequence_parallel"]) and tensor > 1
+    return (
+        Parallelism(
+            data=data,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            expert_tensor=1 if expert > 1 and tensor > 1 else 0,
+            virtual_stages=virtual if pipeline > 1 else 1,
+            sequence_parallel=sequence,
+            sharding=sharding if data * context > 1 else Sharding.NONE,
+        ),
+        Batch(micro, batch),
+    )
+
+
+def _sharding(reading: Reading, source: dict[str, Any]) -> Sharding:
+    if re.search(r"FSDP=[1-9]|FSDP on|MaxText FSDP", reading.notes):
+        return Sharding.ZERO3
+    return Sharding(source["sharding"])
+
+
+def _dtype(reading: Reading) -> str:
+    words = reading.dtype.lower()
+    return "fp16" if words.startswith("fp16") else "fp32" if words == "fp32" else "bf16"
+
+
+def _recompute(reading: Reading, fused: bool) -> Recompute:
+    words = reading.recompute.lower()
+    if words.startswith("full"):
+        return Recompute.FULL
+    return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
+
+
+def _quantised(dtype: str) -> Quantised:
+    words = dtype.lower()
+    if "fp4" in words:
+        return Quantised.NVFP4
+    if "fp8" not in words:
+        return Quantised.NONE
+    if "mx" in words and "cs" not in words:
+        return Quantised.MXFP8
+    return Quantised.BLOCKWISE if "block" in words or "rowwise" in words else Quantised.TENSORWISE
+
+
+def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
+    sharded = _sharding(reading, source) is Sharding.ZERO3
+    return Execution(
+        trainer=Trainer.FSDP if sharded else Trainer(source["trainer"]),
+        overlap_gradients=bool(source["overlap"]),
+        overlap_parameters=bool(source["overlap"]),
+        overlap_tensor=bool(source.get("overlap_tensor")),
+        graphs=bool(source.get("graphs")),
+        quantised=_quantised(reading.dtype),
+        frozen="lora" in reading.notes.lower() or "peft" in reading.where,
+    )
+
+
+def _golden_spec(reading: Reading, case: str) -> RunSpec:
+    flags = Flags(case.split())
+    for flag, what in (
+        ("--hybrid-layer-pattern", "Mamba or mixed layers"),
+        ("--spec", "layers of its own"),
+        ("--experimental-attention-variant", "an experimental attention"),
+        ("--linear-attention-freq", "linear attention layers"),
+        ("--encoder-num-layers", "an encoder"),
+        ("--mtp-num-layers", "multi-token prediction"),
+        ("--use-checkpoint-args", "a shape that only its checkpoint states"),
+    ):
+        if flags.has(flag):
+            raise RefusedError(f"{reading.model} has {what}")
+    if reading.model.startswith("bert"):
+        raise RefusedError(f"{reading.model} is BERT: two kinds of loss, no causal mask")
+    if reading.gpus is None:
+        raise RefusedError("the source does not state the number of GPUs")
+    try:
+        spec = spec_of_flags(case.split(), reading.gpus, DeviceKind.GPU, reading.model)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    pipeline = spec.parallelism.pipeline * spec.parallelism.virtual_stages
+    unfused = flags.text("--attention-backend") == "unfused"
+    unfused |= flags.text("--transformer-impl") == "local"
+    batch = spec.batch
+    if batch.global_batch_size % (batch.micro_batch_size * spec.parallelism.data):
+        raise RefusedError(
+            f"its global batch of {batch.global_batch_size} is no multiple of its steps"
+        )
+    return replace(
+        spec,
+        shape=_golden_shape(spec.shape, flags),
+        fused_attention=not unfused,
+        uneven_stages=spec.shape.layers % pipeline > 0
+        or flags.has("--pipeline-model-parallel-layout"),
+    )
+
+
+def _golden_shape(shape: ModelShape, flags: Flags) -> ModelShape:
+    latent = None
+    if flags.has("--multi-latent-attention"):
+        latent = LatentAttention(
+            flags.integer("--q-lora-rank", 0),
+            flags.integer("--kv-lora-rank", 512),
+            flags.integer("--qk-head-dim", 128),
+            flags.integer("--qk-pos-emb-head-dim", 64),
+            flags.integer("--v-head-dim", 128),
+        )
+    shared = flags.integer("--moe-shared-expert-intermediate-size", 0)
+    return replace(shape, latent=latent, shared_expert_ffn=shared)
+
+
+def _golden_execution(case: str) -> Execution:
+    flags = Flags(case.split())
+    recipes = {"blockwise": Quantised.BLOCKWISE, "mxfp8": Quantised.MXFP8}
+    quantised = Quantised.NONE
+    if flags.has("--fp8-format"):
+        quantised = recipes.get(flags.text("--fp8-recipe"), Quantised.TENSORWISE)
+    return Execution(
+        overlap_gradients=flags.has("--overlap-grad-reduce"),
+        overlap_parameters=flags.has("--overlap-param-gather"),
+        overlap_tensor=flags.has("--tp-comm-overlap"),
+        graphs=flags.has("--cuda-graph-impl") or flags.has("--enable-cuda-graph"),
+        quantised=quantised,
+        deterministic=flags.has("--deterministic-mode"),
+    )

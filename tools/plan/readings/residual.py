@@ -1,0 +1,166 @@
+"""Every reading predicted, and by how much each prediction misses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tools.plan.memory import PredictedMemory, fullest_rank, memory_of_rank
+from tools.plan.readings.express import Expressed, RefusedError, express
+from tools.plan.readings.table import Reading, Unreadable
+from tools.plan.tensors import UnevenSplitError
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.compute import NoPeakError, rates
+from tools.plan.time.flops import model_flops
+from tools.plan.time.iteration import iteration_seconds
+from tools.spec.run import RunSpec
+from tools.text.units import GIB
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A reading beside its prediction, both in the reading's unit."""
+
+    expressed: Expressed
+    predicted: float
+    error: float
+    """A ratio less 1. Of time, also where the figure is a rate: positive is predicted too slow. Of
+    memory: positive is predicted too much."""
+
+    @property
+    def reading(self) -> Reading:
+        """What was published."""
+        return self.expressed.reading
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reading that is not predicted, and why."""
+
+    line: int
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """All readings of a file, in its order."""
+
+    predicted: tuple[Residual, ...]
+    refused: tuple[Refusal, ...]
+
+
+Adjust = Callable[[Cluster], Cluster]
+"""Another cluster of the same devices: with other constants."""
+
+
+def residuals(
+    readings: Iterable[Reading],
+    unreadable: Iterable[Unreadable] = (),
+    adjust: Adjust = lambda cluster: cluster,
+) -> Residuals:
+    """Predict every reading that can be expressed; `adjust` replaces the constants."""
+    readings = tuple(readings)
+    flops = _stated_flops(readings)
+    found: list[Residual] = []
+    refused = [Refusal(row.line, row.source, row.reason) for row in unreadable]
+    for reading in readings:
+        try:
+            found.append(residual(express(reading), flops.get(_run(reading)), adjust))
+        except (RefusedError, UnevenSplitError, NoPeakError) as error:
+            refused.append(Refusal(reading.line, reading.source, str(error)))
+    return Residuals(tuple(found), tuple(sorted(refused, key=lambda item: item.line)))
+
+
+def residual(
+    expressed: Expressed,
+    flops_a_token: float | None = None,
+    adjust: Adjust = lambda cluster: cluster,
+) -> Residual:
+    """One reading beside its prediction.
+
+    Args:
+        expressed: The reading.
+        flops_a_token: The source's own, where it also prints the run's tokens; else the closed form's.
+        adjust: Replaces the constants.
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits.
+        NoPeakError: The device has no rate in the run's dtype.
+    """
+    reading, spec, cluster = expressed.reading, expressed.spec, adjust(expressed.cluster)
+    metric, value = reading.metric, reading.value
+    if "memory" in metric:
+        predicted = _memory(spec, metric)
+        return Residual(expressed, predicted, predicted / value - 1)
+    if metric == "matmul_tflops":
+        predicted = rates(cluster, spec.dtype).flops / 1e12
+        return Residual(expressed, predicted, value / predicted - 1)
+    seconds = _seconds(spec, cluster)
+    if metric == "step_time_s":
+        return Residual(expressed, seconds, seconds / value - 1)
+    predicted = _rate(expressed, cluster, seconds, flops_a_token)
+    return Residual(expressed, predicted, value / predicted - 1)
+
+
+def _rate(
+    expressed: Expressed, cluster: Cluster, seconds: float, flops_a_token: float | None
+) -> float:
+    """Tokens, FLOP or the share of peak, a second and device."""
+    reading, spec = expressed.reading, expressed.spec
+    tokens = spec.tokens_per_iteration / seconds / cluster.devices
+    if reading.metric == "tokens_per_s_per_gpu":
+        return tokens
+    if flops_a_token is None:
+        samples = spec.batch.global_batch_size
+        flops_a_token = model_flops(spec.shape, samples) / spec.tokens_per_iteration
+    if reading.metric == "mfu_percent":
+        peak = cluster.device.peak_flops(spec.dtype)
+        assert peak is not None
+        return 100 * tokens * flops_a_token / peak
+    return tokens * flops_a_token / 1e12
+
+
+def _memory(spec: RunSpec, metric: str) -> float:
+    last = spec.parallelism.pipeline - 1
+    if metric == "memory_allocated_bytes":
+        return _bytes(spec, last).state
+    if metric == "peak_memory_allocated_bytes":
+        return _bytes(spec, last).live
+    fullest = fullest_rank(spec)[1]
+    if metric == "peak_memory_gib":
+        return fullest.live / GIB
+    return fullest.total / 1e9
+
+
+@lru_cache(maxsize=4096)
+def _seconds(spec: RunSpec, cluster: Cluster) -> float:
+    return iteration_seconds(spec, cluster).total
+
+
+@lru_cache(maxsize=4096)
+def _bytes(spec: RunSpec, pipeline_rank: int) -> PredictedMemory:
+    return memory_of_rank(spec, pipeline_rank)
+
+
+def _stated_flops(readings: Iterable[Reading]) -> dict[tuple[object, ...], float]:
+    """FLOPs a token of runs whose rate is printed both in FLOPs and in tokens or steps."""
+    tokens: dict[tuple[object, ...], float] = {}
+    flops: dict[tuple[object, ...], float] = {}
+    for reading in readings:
+        if reading.metric == "tokens_per_s_per_gpu":
+            tokens[_run(reading)] = reading.value
+        elif reading.metric == "step_time_s" and reading.gbs and reading.seq and reading.gpus:
+            tokens[_run(reading)] = reading.gbs * reading.seq / reading.value / reading.gpus
+        elif reading.metric == "model_tflops_per_gpu":
+            flops[_run(reading)] = 1e12 * reading.value
+    return {run: flops[run] / tokens[run] for run in flops.keys() & tokens.keys()}
+
+
+def _run(reading: Reading) -> tuple[object, ...]:
+    """What two figures of one run have in common."""
+    layout = (reading.tp, reading.pp, reading.vpp, reading.cp, reading.dp, reading.ep)
+    batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype)
+    what = (reading.source, reading.where, reading.model, reading.gpu, reading.gpus, reading.notes)
+    return (*what, *layout, *batch)

@@ -1,0 +1,150 @@
+"""Residuals in figures: by source, by GPU, the worst and why, what was refused."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tools.plan.readings.residual import Refusal, Residual, Residuals
+from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
+
+MEMORY, TIME = "memory", "time"
+_WITHIN = (0.10, 0.15)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Errors of the readings that have something in common."""
+
+    name: str
+    metric: str
+    """As in the file; several metrics are joined by `+`."""
+    readings: int
+    errors: tuple[float, ...]
+    """Of those predicted."""
+
+    @property
+    def mean_abs_error(self) -> float | None:
+        """None where nothing is predicted, as below."""
+        return statistics.mean(map(abs, self.errors)) if self.errors else None
+
+    @property
+    def median_error(self) -> float | None:
+        """The sign shows the bias."""
+        return statistics.median(self.errors) if self.errors else None
+
+    @property
+    def median_abs_error(self) -> float | None:
+        """Half of the readings are missed by less."""
+        return statistics.median(map(abs, self.errors)) if self.errors else None
+
+    @property
+    def p90_abs_error(self) -> float | None:
+        """Nine of ten readings are missed by less."""
+        if not self.errors:
+            return None
+        ordered = sorted(map(abs, self.errors))
+        return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+
+    def within(self, bound: float) -> float | None:
+        """Share of the readings missed by at most `bound`."""
+        if not self.errors:
+            return None
+        return sum(abs(error) <= bound for error in self.errors) / len(self.errors)
+
+
+def kind_of(metric: str) -> str:
+    """Time or memory."""
+    return MEMORY if "memory" in metric else TIME
+
+
+def by_source(residuals: Residuals) -> list[Group]:
+    """A group for each source; memory is a group of its own where the source also has times."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for item in residuals.predicted:
+        kinds[item.reading.source].add(kind_of(item.reading.metric))
+
+    def name(residual: Residual) -> str:
+        source, kind = residual.reading.source, kind_of(residual.reading.metric)
+        return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
+
+    refused = Counter(item.source for item in residuals.refused)
+    return _groups(residuals.predicted, name, refused)
+
+
+def by_gpu(residuals: Residuals) -> list[Group]:
+    """A group for each device, times and memory apart."""
+    return _groups(
+        residuals.predicted,
+        lambda item: f"{item.expressed.cluster.device.name}, {kind_of(item.reading.metric)}",
+        Counter(),
+    )
+
+
+def worst(residuals: Residuals, count: int) -> list[Residual]:
+    """Those that are missed most."""
+    return sorted(residuals.predicted, key=lambda item: -abs(item.error))[:count]
+
+
+def cause(residual: Residual) -> str:
+    """The largest parts of a predicted time, or of a predicted memory."""
+    reading = residual.reading
+    if kind_of(reading.metric) == MEMORY or reading.metric == "matmul_tflops":
+        return ""
+    seconds = iteration_seconds(residual.expressed.spec, residual.expressed.cluster)
+    parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
+
+
+def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
+    """Source, reason and lines of what is not predicted, most lines first."""
+    lines: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for item in refused:
+        lines[item.source, item.reason].append(item.line)
+    ordered = sorted(lines.items(), key=lambda item: -len(item[1]))
+    return [(source, reason, found) for (source, reason), found in ordered]
+
+
+def as_data(residuals: Residuals) -> dict[str, Any]:
+    """The contract of `validate --json`."""
+    return {
+        "sources": {
+            group.name: {
+                "metric": group.metric,
+                "readings": group.readings,
+                "predicted": len(group.errors),
+                "mean_abs_error": group.mean_abs_error,
+                "median_error": group.median_error,
+                "p90_abs_error": group.p90_abs_error,
+            }
+            for group in by_source(residuals)
+        },
+        "rows": [
+            {
+                "line": item.reading.line,
+                "published": item.reading.value,
+                "predicted": item.predicted,
+                "error": item.error,
+            }
+            for item in residuals.predicted
+        ],
+        "refused": [{"line": item.line, "reason": item.reason} for item in residuals.refused],
+    }
+
+
+def _groups(predicted: Iterable[Residual], name: Any, refused: Counter[str]) -> list[Group]:
+    members: dict[str, list[Residual]] = defaultdict(list)
+    for item in predicted:
+        members[name(item)].append(item)
+    for source in refused:
+        members.setdefault(source, [])
+    groups = []
+    for title, items in sorted(members.items()):
+        metrics = dict.fromkeys(item.reading.metric for item in items)
+        errors = tuple(item.error for item in items)
+        groups.append(Group(title, "+".join(metrics), len(items) + refused[title], errors))
+    return groups

@@ -1,0 +1,166 @@
+"""The file of readings: one published figure a line, with its source, layout and batch.
+
+`readings.csv.gz` holds facts from public repositories and papers, collected 2026-11-21; `README.md`
+says what each column means. A file of one's own has the same columns, compressed or not.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+READINGS = Path(__file__).with_name("readings.csv.gz")
+
+_WORDS = ("source", "url_or_path", "model", "gpu", "dtype", "recompute", "metric", "notes")
+_WHOLE = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "vpp", "cp", "dp", "ep")
+_BATCH = ("mbs", "gbs")
+_NUMBERS = ("params_b", "value")
+_FFN = "ffn"
+_GZIP = b"\x1f\x8b"
+COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, *_NUMBERS, _FFN)
+
+METRICS = (
+    *("step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu"),
+    *("mfu_percent", "matmul_tflops", "memory_allocated_bytes", "peak_memory_allocated_bytes"),
+    *("peak_memory_gib", "peak_memory_gb", "device_memory_gb"),
+)
+"""What a figure is; the unit is part of the name."""
+
+
+class ReadingsError(ValueError):
+    """A file that is no table of readings; the message names file, row and column."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One published figure; None is what its source does not state."""
+
+    line: int
+    """In the file; the header is line 1."""
+    source: str
+    where: str
+    model: str
+    params_b: float | None
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    ffn: int | None
+    expert_ffn: int | None
+    """Columns of one expert, where the source states those (`1536/expert`)."""
+    seq: int | None
+    vocab: int | None
+    gpu: str
+    gpus: int | None
+    tp: int | None
+    pp: int | None
+    vpp: int | None
+    cp: int | None
+    dp: int | None
+    ep: int | None
+    mbs: int | None
+    gbs: int | None
+    dtype: str
+    recompute: str
+    metric: str
+    value: float
+    notes: str
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A row that holds what its column does not."""
+
+    line: int
+    source: str
+    reason: str
+
+
+def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Unreadable, ...]]:
+    """Every row of a file of readings, in order, and those that cannot be read.
+
+    Raises:
+        ReadingsError: It cannot be read, lacks a column, or has no row that can be read.
+    """
+    try:
+        packed = path.read_bytes()
+        text = (gzip.decompress(packed) if packed.startswith(_GZIP) else packed).decode()
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise ReadingsError(f"{path} cannot be read ({error}); name a CSV file.") from None
+    rows = csv.DictReader(text.splitlines())
+    missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise ReadingsError(
+            f"{path}: row 1 lacks the column(s) {', '.join(missing)}; the first line names the columns, "
+            "as in tools/plan/readings/README.md."
+        )
+    found: list[Reading] = []
+    unreadable: list[Unreadable] = []
+    for line, row in enumerate(rows, start=2):
+        try:
+            found.append(_reading(line, row))
+        except _CellError as error:
+            unreadable.append(Unreadable(line, (row["source"] or "").strip(), str(error)))
+    if unreadable and not found:
+        raise ReadingsError(f"{path}: {unreadable[0].reason}")
+    if not found:
+        raise ReadingsError(
+            f"{path} holds no reading; add one a line below the names of the columns."
+        )
+    return tuple(found), tuple(unreadable)
+
+
+class _CellError(ValueError):
+    """A cell that holds what its column does not."""
+
+
+def _reading(line: int, row: Mapping[str, str | None]) -> Reading:
+    cells = {name: (row[name] or "").strip() for name in COLUMNS}
+
+    def wrong(column: str, wanted: str) -> _CellError:
+        return _CellError(
+            f"row {line}, column {column}: '{cells[column]}' is not {wanted}; correct the cell, or "
+            "leave it empty where it is not known"
+        )
+
+    def whole(column: str, text: str) -> int | None:
+        if not text:
+            return None
+        if not text.isdecimal() or int(text) < 1:
+            raise wrong(column, "a whole number above 0")
+        return int(text)
+
+    def number(column: str) -> float | None:
+        if not cells[column]:
+            return None
+        try:
+            value = float(cells[column])
+        except ValueError:
+            raise wrong(column, "a number above 0") from None
+        if not 0 < value < math.inf:
+            raise wrong(column, "a number above 0")
+        return value
+
+    value = number("value")
+    if value is None:
+        raise wrong("value", "a number above 0")
+    if cells["metric"] not in METRICS:
+        raise wrong("metric", f"one of {', '.join(METRICS)}")
+    ffn, _, of_experts = cells[_FFN].partition("/")
+    columns = whole(_FFN, ffn)
+    words: Any = {name: cells[name] for name in _WORDS if name != "url_or_path"}
+    wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
+    return Reading(
+        line=line,
+        where=cells["url_or_path"],
+        params_b=number("params_b"),
+        value=value,
+        ffn=None if of_experts else columns,
+        expert_ffn=columns if of_experts else None,
+        **words,
+        **wholes,
+    )
