@@ -58,7 +58,7 @@ def test_no_two_devices_share_a_name_and_none_takes_its_neighbours() -> None:
     assert [device_by_key(name).key for name in names] == [
         device.key for device in devices for _ in (device.key, *device.aliases)
     ]
-    with pytest.raises(UnknownHardwareError, match="no GPU 'h100-pcie'; did you mean .*h100"):
+    with pytest.raises(UnknownHardwareError, match=r"no GPU 'h100-pcie'; did you mean .*h100"):
         device_by_key("h100-pcie")
 
 
