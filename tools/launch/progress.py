@@ -18,8 +18,8 @@ from rich.progress import (
 )
 
 from tools.report.read.iteration_line import find_iterations
+from tools.report.read.iterations import Iteration
 from tools.report.read.lines import split_lines
-from tools.report.read.scraped import Iteration
 
 QUIET_SECONDS = 10.0
 """Off a terminal, one line at most so often."""

@@ -18,9 +18,9 @@ from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import diagnose
 from tools.report.read.iteration_line import find_iterations
+from tools.report.read.iterations import Iteration
 from tools.report.read.lines import split_lines
 from tools.report.read.runs import find_run_folders
-from tools.report.read.scraped import Iteration
 from tools.text.table import Column, Table, rich_table
 
 TAIL_BYTES = 256 << 10

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import msgspec
 
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import classify_exit
+from tools.report.read.iterations import Iteration
 from tools.report.read.scrape import scrape_runs
-from tools.report.read.scraped import Iteration, ScrapedLog
+from tools.report.read.scraped import ScrapedLog
 from tools.spec.settings import add_options, program
 
 
@@ -63,7 +64,7 @@ def iteration_as_json(found: Iteration) -> dict[str, Any]:
 
 
 def _scrape(arguments: argparse.Namespace) -> int:
-    results = []
+    results: list[dict[str, Any]] = []
     unreadable = 0
     for path in arguments.logs:
         try:
@@ -72,16 +73,19 @@ def _scrape(arguments: argparse.Namespace) -> int:
             unreadable += 1
             reason = f"{path} cannot be read: {error.strerror}; check the path."
             print(reason, file=sys.stderr)
-            results.append(
-                {"path": str(path), "status": Status.NO_LOG, "reason": reason, "iterations": []}
-            )
-            continue
-        results += [log_as_json(log, classify_exit(log)) for log in logs]
+            logs = ()
+            nothing = {"path": str(path), "status": Status.NO_LOG, "reason": reason}
+            results.append({**nothing, "iterations": []})
+            if not arguments.json:
+                print(f"{path}: {Status.NO_LOG}, 0 iterations: {reason}")
+        for log in logs:
+            status = classify_exit(log)
+            if arguments.json:
+                results.append(log_as_json(log, status))
+            else:  # Half a million iterations are a large text, which nobody asked for.
+                print(_summary(log, status))
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    else:
-        for result in results:
-            print(_summary(result))
     return 1 if unreadable else 0
 
 
@@ -125,11 +129,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(result: Mapping[str, object]) -> str:
-    iterations = result["iterations"]
-    count = len(iterations) if isinstance(iterations, list) else 0
-    reason = f": {result['reason']}" if result.get("reason") else ""
-    return f"{result['path']}: {result['status']}, {count} iterations{reason}"
+def _summary(log: ScrapedLog, status: StatusRecord) -> str:
+    reason = f": {status.reason}" if status.reason else ""
+    return f"{log.path}: {status.status.value}, {len(log.iterations)} iterations{reason}"
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
-from tools.report.read.iteration_line import find_iterations, usual_iteration
+from tools.report.read.iteration_line import find_iterations
 
 PUBLISHED = (
     " [2025-09-07 23:58:47] iteration      609/  500000 | consumed samples:        19488 |"
@@ -53,13 +53,6 @@ def test_optional_fields_and_losses_of_experts_are_read_by_name():
         "z_loss": 0.0035,
         "mtp_1 loss": 9.5,
     }
-
-
-def test_fast_and_searching_parser_agree():
-    usual = usual_iteration(PUBLISHED)
-    assert usual is not None
-    assert [usual[0]] == find_iterations("glued " + PUBLISHED)
-    assert usual[1] == ("2025-09-07 23:58:47", False)
 
 
 def test_lines_glued_together_are_both_found():

@@ -20,7 +20,7 @@ from tools.launch.checkpoint.stored import (
     verify,
 )
 from tools.launch.progress import LogFollower
-from tools.report.read.scraped import Iteration
+from tools.report.read.iterations import Iteration
 
 LOOK_SECONDS = 0.5
 

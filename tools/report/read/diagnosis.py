@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
+
 from tools.records.run import Status, StatusRecord
 from tools.report.read.scrape import scrape_log
 from tools.report.read.scraped import LoggedError, ScrapedLog
@@ -102,7 +104,8 @@ def _classify_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
 
 def _took_no_step(log: ScrapedLog) -> bool:
     """Whether a loss scale that was too large had every step skipped."""
-    return all(found.skipped_iterations and not found.lm_loss for found in log.iterations)
+    skipped = log.iterations.values("skipped_iterations") > 0
+    return bool(np.all(skipped & ~(np.abs(log.iterations.values("lm_loss")) > 0)))
 
 
 def _skipped(log: ScrapedLog) -> str:
@@ -180,9 +183,5 @@ def _not_megatron(log: ScrapedLog) -> str:
 
 
 def _first_nan(log: ScrapedLog) -> int:
-    number = log.iterations[-1].iteration
-    for found in reversed(log.iterations):
-        if not found.has_nan:
-            break
-        number = found.iteration
-    return number
+    finite = np.flatnonzero(~log.iterations.has_nan)
+    return log.iterations[int(finite[-1]) + 1 if len(finite) else 0].iteration

@@ -17,6 +17,13 @@ from tools.report.read.scraped import (
     Validation,
 )
 
+OTHER_NEWS = re.compile(
+    rb"MB|GB\)|parameters|\.:|\w \.{1,60} |validation|checkpoint|xiting|after training is done"
+    rb"|before the start of training step|arguments ---|Traceback|[Ee]rror|Segmentation|terminate"
+    rb"|memory|Unexpected result|Failures:|Root Cause|ignal|receiving SIG|Exception ignored"
+)
+"""What a line holds that may say more than an iteration's numbers."""
+
 _NUMBER = r"([-+]?(?:\d{1,18}(?:\.\d{0,18})?(?:[eE][-+]?\d{1,3})?|nan|inf))"
 _PARAMETERS = re.compile(
     r"number of parameters on \(tensor,[^)]{0,60}pipeline\) model parallel rank "

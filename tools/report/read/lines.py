@@ -1,50 +1,75 @@
 """A log as a stream of clean lines, whatever is in the file.
 
-Bounded memory: at most one chunk and one piece are held. Gzip is found by its magic number, invalid
-UTF-8 is replaced, ANSI escapes and whatever else a terminal would obey are dropped, a carriage return
-ends a line as a newline does.
+Bounded memory: at most one chunk and one piece are held. A packed file is known by its first bytes,
+invalid UTF-8 is replaced, ANSI escapes and whatever else a terminal would obey are dropped, a
+carriage return ends a line as a newline does.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
+import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
-CHUNK_BYTES = 1 << 20
+FIRST_CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 22
 MAX_LINE = 1 << 16
 """Characters; a longer line comes in pieces, cut before an iteration's text where it has one."""
 
 _ITERATION = " iteration "
 # Those that end a line stay, and so does the escape, which is dropped with its sequence.
 _CONTROLS = bytes({*range(0x20), 0x7F} - {*b"\t\n\v\f\r\x1b\x1c\x1d\x1e"})
-_C1 = re.compile("[\x80-\x84\x86-\x9f]")
-_GZIP_MAGIC = b"\x1f\x8b"
+# C1 controls, and what changes the direction of a text or cannot be seen.
+_UNSEEN = re.compile("[\x80-\x84\x86-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+_MAX_WINDOW = 1 << 27
 # Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
 _ANSI = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )
 
 
+class LineSplitter:
+    """Cuts bytes into clean lines, wherever they are cut themselves."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+
+    @property
+    def inside_line(self) -> bool:
+        """Whether the bytes so far end within a line."""
+        return bool(self._rest or self._decoder.getstate()[0])
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that end in these bytes; empty ones are left out."""
+        text = self._decoder.decode(data.translate(None, _CONTROLS))
+        text = text if text.isascii() else _UNSEEN.sub("", text)
+        lines, self._rest = split_lines(self._rest + text)
+        return list(filter(None, lines))
+
+    def finish(self) -> list[str]:
+        """The last line, if no line end followed it."""
+        rest = self._rest + self._decoder.decode(b"", final=True)
+        self._rest = ""
+        return [clean(rest)] if rest else []
+
+
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a log, plain or gzip; empty ones are left out.
+    """Yield the lines of a log, plain or compressed; empty ones are left out.
 
     Raises:
         OSError: The file cannot be opened or read.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    rest = ""
-    for chunk in _chunks(path):
-        text = decoder.decode(chunk.translate(None, _CONTROLS))
-        lines, rest = split_lines(rest + (text if text.isascii() else _C1.sub("", text)))
-        yield from filter(None, lines)
-    rest += decoder.decode(b"", final=True)
-    if rest:
-        yield clean(rest)
+    splitter = LineSplitter()
+    for chunk in read_chunks(path):
+        yield from splitter.feed(chunk)
+    yield from splitter.finish()
 
 
 def split_lines(text: str) -> tuple[list[str], str]:
@@ -90,23 +115,54 @@ def _iteration_start(line: str, low: int, high: int) -> int:
     return high
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a log, unpacked; the first chunks are small, so that a reader learns early.
+
+    Raises:
+        OSError: The file cannot be opened or read.
+    """
     with path.open("rb") as raw:
-        magic = raw.read(2)
+        magic = raw.read(8)
         raw.seek(0)
-        if magic != _GZIP_MAGIC:
-            yield from iter(lambda: raw.read(CHUNK_BYTES), b"")
-            return
-        yield from _gzip_chunks(cast(IO[bytes], raw))
-
-
-def _gzip_chunks(raw: IO[bytes]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=raw) as unpacked:
+        unpack = next(
+            (unpack for start, unpack in _PACKED.items() if magic.startswith(start)), None
+        )
+        read = unpack(raw) if unpack else raw.read
+        size = FIRST_CHUNK_BYTES
         while True:
             try:
-                chunk = unpacked.read(CHUNK_BYTES)
-            except (EOFError, zlib.error, gzip.BadGzipFile):
+                chunk = read(size)
+            except (OSError, EOFError, zlib.error, lzma.LZMAError):
+                if unpack is None:
+                    raise
                 return  # Cut or damaged: what came before it still counts.
             if not chunk:
                 return
             yield chunk
+            size = min(2 * size, CHUNK_BYTES)
+
+
+def _zstd(raw: IO[bytes]) -> Callable[[int], bytes]:
+    # Imported here: few logs are packed so.
+    import zstandard
+
+    reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
+        raw, read_across_frames=True
+    )
+
+    def read(size: int) -> bytes:
+        try:
+            return reader.read(size)
+        except zstandard.ZstdError as error:
+            raise EOFError from error
+
+    return read
+
+
+_PACKED: dict[bytes, Callable[[IO[bytes]], Callable[[int], bytes]]] = {
+    b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw).read,
+    b"BZh": lambda raw: bz2.BZ2File(raw).read,
+    b"\xfd7zXZ\0": lambda raw: lzma.open(raw).read,  # noqa: SIM115
+    b"\x28\xb5\x2f\xfd": _zstd,
+}
+"""What unpacks a file, by its first bytes."""

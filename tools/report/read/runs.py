@@ -13,8 +13,9 @@ from tools.records import run as records
 from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from tools.records.verdict import VERIFY_FOLDER, read_verdicts
 from tools.report.read.diagnosis import classify_exit
+from tools.report.read.iterations import Iteration
 from tools.report.read.scrape import scrape_runs
-from tools.report.read.scraped import Iteration, ScrapedLog
+from tools.report.read.scraped import ScrapedLog
 from tools.report.read.sources import (
     DeviceSamples,
     Ledgers,

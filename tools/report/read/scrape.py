@@ -6,36 +6,23 @@ A start from the first iteration on is another run. Memory is bounded, whatever 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
+import numpy as np
 
-from tools.report.read import events
-from tools.report.read.events import ErrorCollector
-from tools.report.read.iteration_line import (
-    MARK,
-    iterations_in,
-    time_stamp,
-    usual_iteration,
-)
-from tools.report.read.lines import read_lines
-from tools.report.read.scraped import (
-    CheckpointEvent,
-    Dialect,
-    ErrorTrace,
-    Iteration,
-    MemoryReading,
-    ParameterCount,
-    ScrapedLog,
-    TheoreticalMemory,
-    TimerSummary,
-    Validation,
-)
+from tools.report.read.events import OTHER_NEWS, ErrorCollector
+from tools.report.read.iteration_line import MARK, iterations_in, time_stamp
+from tools.report.read.layouts import Block, LayoutReader
+from tools.report.read.lines import MAX_LINE, LineSplitter, read_chunks
+from tools.report.read.run_builder import RunBuilder
+from tools.report.read.scraped import ErrorTrace, ScrapedLog
 
 _SHORTEST = 8
 """Characters of the shortest line with information."""
+_MIN_TOGETHER = 4
+"""Lines; fewer are read faster one by one."""
 _STARTS = ("--- arguments ---", "before the start of training step")
 
 
@@ -51,8 +38,11 @@ def scrape_log(path: Path) -> ScrapedLog:
 def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     """Scrape every run of a log file, in order; raises as `scrape_log`."""
     scraper = _Scraper()
-    for line in read_lines(path):
-        scraper.feed(line)
+    for piece in _pieces(path):
+        if isinstance(piece, Block):
+            scraper.feed_block(piece)
+        else:
+            scraper.feed_lines(piece)
     runs = scraper.finish()
     return tuple(
         run.build(str(path), number, len(runs), trace)
@@ -60,30 +50,74 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     )
 
 
+def _pieces(path: Path) -> Iterator[Block | bytes]:
+    """A log in blocks of whole lines; a line too long to wait for its end comes in parts."""
+    reader = LayoutReader(OTHER_NEWS)
+    rest, inside_line = b"", False
+    for chunk in read_chunks(path):
+        data = rest + chunk
+        if inside_line:
+            end = data.find(b"\n") + 1 or len(data)
+            yield data[:end]
+            data, inside_line = data[end:], not data.endswith(b"\n", 0, end)
+        whole = data.rfind(b"\n") + 1
+        if whole:
+            yield reader.block(data[:whole])
+        rest = data[whole:]
+        if len(rest) > MAX_LINE:
+            yield rest
+            rest, inside_line = b"", True
+    yield rest
+
+
 class _Scraper:
     """Decides which run a line belongs to; `RunBuilder` keeps what the line says."""
 
     def __init__(self) -> None:
+        self._splitter = LineSplitter()
         self._done: list[tuple[RunBuilder, ErrorTrace]] = []
         self._run = RunBuilder()
         self._pending: RunBuilder | None = None
         self._errors = ErrorCollector()
         self._pending_errors: ErrorCollector | None = None
 
-    def feed(self, line: str) -> None:
-        usual = usual_iteration(line)
-        if usual is not None:
-            self._place(usual[0].iteration)
-            self._run.add_iteration(*usual)
-        else:
-            self._feed_other(line)
+    def feed_lines(self, data: bytes) -> None:
+        """Look at each line of some bytes."""
+        for line in self._splitter.feed(data):
+            self._feed(line)
+
+    def feed_block(self, block: Block) -> None:
+        """Look at the lines of a block; those that are plain iterations are taken together."""
+        for first, behind, plain in block.runs():
+            if plain and behind - first >= _MIN_TOGETHER:
+                self._feed_plain(block, first, behind)
+            else:
+                self.feed_lines(block.text(first, behind))
 
     def finish(self) -> list[tuple[RunBuilder, ErrorTrace]]:
+        for line in self._splitter.finish():
+            self._feed(line)
         if self._pending is not None:
             self._join()
         return [*self._done, (self._run, self._errors.trace())]
 
-    def _feed_other(self, line: str) -> None:
+    def _feed_plain(self, block: Block, first: int, behind: int) -> None:
+        numbers = block.columns.values["iteration"]
+        # Where a number does not rise something happens, which is seen line by line.
+        breaks = first + 1 + np.flatnonzero(np.diff(numbers[first:behind]) <= 0)
+        for start, stop in pairwise([first, *breaks.tolist(), behind]):
+            begin = start
+            while begin < stop and not self._goes_on(int(numbers[begin])):
+                self.feed_lines(block.text(begin, begin + 1))
+                begin += 1
+            if begin < stop:
+                self._run.add_iterations(block.columns.part(begin, stop))
+
+    def _goes_on(self, iteration: int) -> bool:
+        """Whether an iteration of this number is just the next of the run."""
+        return self._pending is None and self._run.is_settled_before(iteration)
+
+    def _feed(self, line: str) -> None:
         if len(line) < _SHORTEST:
             return
         if self._pending is None and self._run.has_iterations and any(s in line for s in _STARTS):
@@ -117,226 +151,3 @@ class _Scraper:
             self._run.restart(self._pending)
             self._errors = self._pending_errors  # What ended the earlier start is no longer news.
         self._pending = self._pending_errors = None
-
-
-MAX_ITERATIONS = 2_000_000
-_MAX_EVENTS = 20_000
-_MAX_NAMES = 2_000
-
-
-class RunBuilder:
-    """Feed it the lines of one run; `build` gives the result."""
-
-    def __init__(self) -> None:
-        self._iterations: dict[int, Iteration] = {}
-        self._last = 0
-        self._lines_since_start = 0
-        self._paused = False
-        self._restarts: list[int] = []
-        self._replaced = 0
-        self._restarting = False
-        self._dialect = Dialect.UNKNOWN
-        self._first_seen: str | None = None
-        self._parameters: dict[tuple[int, int], ParameterCount] = {}
-        self._memory: list[MemoryReading] = []
-        self._theoretical: TheoreticalMemory | None = None
-        self._billions: dict[str, float] = {}
-        # Timers of the lines after a start count only where no settled ones follow: from 0.16 on
-        # they are not reset either, and the second line's hold two iterations.
-        self._early_timers: dict[str, tuple[int, float, float]] = {}
-        self._timers: dict[str, tuple[int, float, float]] = {}
-        self._validation: list[Validation] = []
-        self._checkpoints: list[CheckpointEvent] = []
-        self._arguments: dict[str, str] = {}
-        self._in_arguments = False
-        self._exit: str | None = None
-        self._overflow = False
-
-    @property
-    def has_iterations(self) -> bool:
-        """Whether an iteration line was seen."""
-        return bool(self._iterations)
-
-    def goes_back(self, iteration: int) -> bool:
-        """Whether an iteration of this number repeats an earlier one."""
-        return bool(self._iterations) and iteration < self._last
-
-    def starts_over(self, iteration: int) -> bool:
-        """Whether an iteration of this number is at or before this run's first."""
-        return bool(self._iterations) and iteration <= next(iter(self._iterations))
-
-    def restart(self, pending: RunBuilder | None = None) -> None:
-        """Note that training starts again; take over what the new start has printed so far."""
-        self._lines_since_start = 0
-        self._restarting = True
-        self._exit = None
-        if pending is None:
-            return
-        self._parameters |= pending._parameters
-        self._memory += pending._memory
-        self._theoretical = pending._theoretical or self._theoretical
-        self._billions |= pending._billions
-        self._validation += pending._validation
-        self._checkpoints += pending._checkpoints
-        self._arguments |= pending._arguments
-        self._exit = pending._exit
-
-    def add_iteration(self, found: Iteration, stamp: tuple[str, bool] | None) -> None:
-        """Keep an iteration line; of two with one number the later counts."""
-        if len(self._iterations) >= MAX_ITERATIONS:
-            self._overflow = True
-            return
-        self._note_stamp(stamp)
-        # After a restart the same iteration can print the same figures: that is not a line printed
-        # twice, which only follows itself.
-        printed_again = found.iteration == self._last and not self._restarting
-        self._note_restart(found)
-        earlier = self._iterations.pop(found.iteration, None)
-        if earlier is not None and printed_again and _same_line(earlier, found):
-            self._iterations[found.iteration] = earlier
-            return
-        self._replaced += earlier is not None
-        self._lines_since_start += 1
-        # Only these few lines are changed, so that the bulk is stored as parsed.
-        if self._lines_since_start <= 2 or self._paused:
-            found = self._flag(found)
-        self._paused = False
-        self._iterations[found.iteration] = found
-        self._last = found.iteration
-
-    def feed(self, line: str) -> None:
-        """Look at one line for everything but iterations."""
-        if self._in_arguments:
-            self._feed_argument(line)
-        if "MB" in line:
-            self._feed_memory(line)
-        if "parameters" in line:
-            self._feed_parameters(line)
-        if ".:" in line:
-            self._feed_timer(line)
-        if "validation" in line and len(self._validation) < _MAX_EVENTS:
-            self._feed_validation(line)
-        if "checkpoint" in line and len(self._checkpoints) < _MAX_EVENTS:
-            self._feed_checkpoint(line)
-        if "xiting" in line or "after training is done" in line:
-            self._exit = events.exit_reason(line) or self._exit
-        if "--- arguments ---" in line:
-            self._in_arguments = True
-
-    def build(self, path: str, part: int, parts: int, trace: ErrorTrace) -> ScrapedLog:
-        """The run as data."""
-        return ScrapedLog(
-            path=path,
-            part=part,
-            parts=parts,
-            dialect=self._dialect,
-            iterations=self._in_order(),
-            restarts=tuple(self._restarts),
-            replaced_iterations=self._replaced,
-            parameters=tuple(self._parameters[key] for key in sorted(self._parameters)),
-            memory=tuple(self._memory),
-            theoretical_memory=self._theoretical,
-            theoretical_parameters_billions=self._billions,
-            timers=tuple(
-                TimerSummary(name, count, low / count, high / count)
-                for name, (count, low, high) in (self._early_timers | self._timers).items()
-            ),
-            validation=tuple(self._validation),
-            checkpoints=tuple(self._checkpoints),
-            arguments=self._arguments,
-            log_interval=self._log_interval(),
-            exit_reason=self._exit,
-            trace=trace,
-            first_seen=self._first_seen,
-            notes=self._notes(),
-        )
-
-    def _note_stamp(self, stamp: tuple[str, bool] | None) -> None:
-        if stamp is None:
-            return
-        self._first_seen = self._first_seen or stamp[0]
-        if self._dialect is Dialect.UNKNOWN:
-            self._dialect = Dialect.MICROSECONDS if stamp[1] else Dialect.SECONDS
-
-    def _note_restart(self, found: Iteration) -> None:
-        if self._restarting:
-            self._restarts.append(found.iteration)
-            self._restarting = False
-
-    def _flag(self, found: Iteration) -> Iteration:
-        first = self._lines_since_start == 1
-        return msgspec.structs.replace(
-            found,
-            first_of_start=first,
-            averaged=self._lines_since_start == 2 and self._dialect.averages_second_line,
-            after_pause=self._paused and not first,
-        )
-
-    def _feed_argument(self, line: str) -> None:
-        if "end of arguments" in line:
-            self._in_arguments = False
-        elif (found := events.argument(line)) and len(self._arguments) < _MAX_NAMES:
-            self._arguments[found[0]] = found[1]
-
-    def _feed_memory(self, line: str) -> None:
-        if len(self._memory) < _MAX_EVENTS:
-            self._memory += events.memory_readings(line)
-        if "Theoretical" in line:
-            self._theoretical = events.theoretical_memory(line) or self._theoretical
-
-    def _feed_parameters(self, line: str) -> None:
-        for count in events.parameter_counts(line):
-            if len(self._parameters) < _MAX_EVENTS:
-                self._parameters[count.tensor_rank, count.pipeline_rank] = count
-        if "(tensor, gtp" in line:
-            self._dialect = Dialect.MICROSECONDS_GTP
-        if "billions" in line and len(self._billions) < _MAX_NAMES:
-            self._billions |= events.parameters_in_billions(line)
-
-    def _feed_timer(self, line: str) -> None:
-        found = events.timer(line)
-        settled = self._lines_since_start > (2 if self._dialect.averages_second_line else 1)
-        timers = self._timers if settled else self._early_timers
-        if found and (found[0] in timers or len(timers) < _MAX_NAMES):
-            count, low, high = timers.get(found[0], (0, 0.0, 0.0))
-            timers[found[0]] = (count + 1, low + found[1], high + found[2])
-
-    def _feed_validation(self, line: str) -> None:
-        if found := events.validation(line):
-            self._validation.append(found)
-            self._paused = True
-
-    def _feed_checkpoint(self, line: str) -> None:
-        if found := events.checkpoint(line):
-            self._checkpoints.append(found)
-            self._paused = self._paused or found.action != "loaded"
-
-    def _in_order(self) -> tuple[Iteration, ...]:
-        if not self._restarts:
-            return tuple(self._iterations.values())
-        return tuple(self._iterations[number] for number in sorted(self._iterations))
-
-    def _log_interval(self) -> int | None:
-        if self._arguments.get("log_interval", "").isdigit():
-            return int(self._arguments["log_interval"])
-        numbers = sorted(self._iterations)[:1000]
-        steps = Counter(b - a for a, b in pairwise(numbers))
-        return steps.most_common(1)[0][0] if steps else None
-
-    def _notes(self) -> tuple[str, ...]:
-        notes = [
-            f"restarted at iteration {first}; of repeated iterations the later line counts"
-            for first in self._restarts[:20]
-        ]
-        if self._overflow:
-            notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
-        return tuple(notes)
-
-
-def _same_line(one: Iteration, other: Iteration) -> bool:
-    return (one.elapsed_ms, one.lm_loss, one.consumed_samples, one.grad_norm) == (
-        other.elapsed_ms,
-        other.lm_loss,
-        other.consumed_samples,
-        other.grad_norm,
-    )

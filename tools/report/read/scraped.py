@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import msgspec
+from tools.report.read.iterations import IterationTable
 
 
 class Dialect(StrEnum):
@@ -24,45 +23,6 @@ class Dialect(StrEnum):
     def averages_second_line(self) -> bool:
         """Whether the second line after a start still contains the first iteration."""
         return self in (Dialect.MICROSECONDS, Dialect.MICROSECONDS_GTP)
-
-
-class Iteration(msgspec.Struct, frozen=True, gc=False):
-    """One iteration line. A msgspec struct: half a million are made in seconds, frozen or not."""
-
-    iteration: int
-    total_iterations: int | None = None
-    consumed_samples: int | None = None
-    skipped_samples: int | None = None
-    elapsed_ms: float | None = None
-    throughput_tflops_per_gpu: float | None = None
-    energy_joules_per_gpu: float | None = None
-    power_watts_per_gpu: float | None = None
-    learning_rate: float | None = None
-    global_batch_size: int | None = None
-    lm_loss: float | None = None
-    loss_scale: float | None = None
-    grad_norm: float | None = None
-    params_norm: float | None = None
-    num_zeros: float | None = None
-    skipped_iterations: int | None = None
-    nan_iterations: int | None = None
-    other_losses: dict[str, float] | None = None
-    """Every further number of the line under its own name: MoE's balancing losses, MTP's."""
-    first_of_start: bool = False
-    """First line after a start or a resume."""
-    averaged: bool = False
-    """Mean over all iterations since the start, losses included (second line, 0.16 on)."""
-    after_pause: bool = False
-    """Follows an evaluation or a checkpoint."""
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether its loss or its gradient norm is no number."""
-        return (
-            bool(self.nan_iterations)
-            or (self.lm_loss is not None and not math.isfinite(self.lm_loss))
-            or (self.grad_norm is not None and math.isnan(self.grad_norm))
-        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +119,7 @@ class ScrapedLog:
     part: int = 1
     parts: int = 1
     dialect: Dialect = Dialect.UNKNOWN
-    iterations: tuple[Iteration, ...] = ()
+    iterations: IterationTable = field(default_factory=IterationTable)
     """In order, each iteration once: after a restart the later line counts."""
     restarts: tuple[int, ...] = ()
     """First iteration after each restart."""

@@ -22,7 +22,8 @@ from tools.records.measurements import (
     read_routing,
 )
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE
-from tools.report.read.scraped import Iteration, ScrapedLog
+from tools.report.read.iterations import Iteration, IterationTable
+from tools.report.read.scraped import ScrapedLog
 
 MAX_POINTS = 400
 """A series keeps at most about so many points; a day at 1 Hz is drawn no better with more."""
@@ -181,7 +182,7 @@ def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog | None:
     iterations = [_iteration(step, scalars) for step in steps]
     iterations[0] = _first(iterations[0])
     note = "iterations come from TensorBoard's event files; the log has none"
-    return replace(log, iterations=tuple(iterations), notes=(*log.notes, note))
+    return replace(log, iterations=IterationTable.of(iterations), notes=(*log.notes, note))
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.report.read.scraped import Iteration, ScrapedLog
+from tools.report.read.iterations import IterationTable
+from tools.report.read.scraped import ScrapedLog
 
 MIN_FOR_WARM_UP = 8
 """Fewer samples than this show no trend above the noise."""
@@ -46,27 +45,24 @@ def select_window(log: ScrapedLog) -> Window:
     evaluation or a checkpoint, skipped steps), then warm-up as the data shows it. Pauses that
     would take more than half of the lines are kept: then they are the run's normal state.
     """
-    reasons: Counter[str] = Counter()
-    kept: list[Iteration] = []
-    keep_paused = sum(found.after_pause for found in log.iterations) > len(log.iterations) / 2
-    for found in log.iterations:
-        reason = _trap(found, keep_paused)
-        if reason:
-            reasons[reason] += 1
-        else:
-            kept.append(found)
-    times = [found.elapsed_ms for found in kept if found.elapsed_ms is not None]
+    left = np.ones(len(log.iterations), np.bool_)
+    counts: list[tuple[str, int, int]] = []
+    for reason, lines in _traps(log.iterations):
+        trapped = lines & left
+        if trapped.any():
+            counts.append((reason, int(trapped.sum()), int(np.argmax(trapped))))
+        left &= ~trapped
+    times = log.iterations.values("elapsed_ms")[left]
     warm_up = warm_up_length(times)
-    if warm_up:
-        reasons["warm-up"] = warm_up
+    dropped = [(reason, count) for reason, count, _ in sorted(counts, key=lambda each: each[2])]
     return Window(
-        tuple(times[warm_up:]),
-        tuple(found.iteration for found in kept[warm_up:]),
-        tuple(reasons.items()),
+        tuple(times[warm_up:].tolist()),
+        tuple(log.iterations.numbers[left][warm_up:].tolist()),
+        tuple(dropped + [("warm-up", warm_up)] * (warm_up > 0)),
     )
 
 
-def warm_up_length(samples: Sequence[float]) -> int:
+def warm_up_length(samples: Sequence[float] | NDArray[np.float64]) -> int:
     """Number of leading samples that are not yet settled, at most half of them.
 
     MSER (White 1997): the cut that makes the rest's mean most certain. It is taken only if what it
@@ -92,16 +88,15 @@ def robust_spread(values: NDArray[np.float64]) -> float:
     return _MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
 
 
-def _trap(found: Iteration, keep_paused: bool) -> str:
-    if found.elapsed_ms is None or not math.isfinite(found.elapsed_ms) or found.elapsed_ms <= 0:
-        return "without a time"
-    if found.first_of_start:
-        return "first after a start"
-    if found.averaged:
-        return "averaged over two iterations"
-    if found.after_pause and not keep_paused:
-        return "after an evaluation or checkpoint"
-    return "skipped steps" if found.skipped_iterations else ""
+def _traps(lines: IterationTable) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    """Why a line does not count, and which; of several reasons the first is given."""
+    times = lines.values("elapsed_ms")
+    yield "without a time", ~(np.isfinite(times) & (times > 0))
+    yield "first after a start", lines.known("first_of_start")
+    yield "averaged over two iterations", lines.known("averaged")
+    paused = lines.known("after_pause")
+    yield "after an evaluation or checkpoint", paused & (paused.sum() <= len(lines) / 2)
+    yield "skipped steps", lines.values("skipped_iterations") > 0
 
 
 def _certainty(values: NDArray[np.float64]) -> NDArray[np.float64]:

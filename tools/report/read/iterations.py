@@ -1,0 +1,306 @@
+"""The iteration lines of a run by column: half a million take 50 MB, and one field is one array.
+
+As a sequence it gives `Iteration`s, made when they are asked for. What must look at every line of a
+long run takes `values` and `known`, which cost no object a line.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Iteration(msgspec.Struct, frozen=True, gc=False):
+    """One iteration line. A msgspec struct: half a million are made in seconds, frozen or not."""
+
+    iteration: int
+    total_iterations: int | None = None
+    consumed_samples: int | None = None
+    skipped_samples: int | None = None
+    elapsed_ms: float | None = None
+    throughput_tflops_per_gpu: float | None = None
+    energy_joules_per_gpu: float | None = None
+    power_watts_per_gpu: float | None = None
+    learning_rate: float | None = None
+    global_batch_size: int | None = None
+    lm_loss: float | None = None
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+    params_norm: float | None = None
+    num_zeros: float | None = None
+    skipped_iterations: int | None = None
+    nan_iterations: int | None = None
+    other_losses: dict[str, float] | None = None
+    """Every further number of the line under its own name: MoE's balancing losses, MTP's."""
+    first_of_start: bool = False
+    """First line after a start or a resume."""
+    averaged: bool = False
+    """Mean over all iterations since the start, losses included (second line, 0.16 on)."""
+    after_pause: bool = False
+    """Follows an evaluation or a checkpoint."""
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether its loss or its gradient norm is no number."""
+        return (
+            bool(self.nan_iterations)
+            or (self.lm_loss is not None and not math.isfinite(self.lm_loss))
+            or (self.grad_norm is not None and math.isnan(self.grad_norm))
+        )
+
+
+OTHER = "other/"
+"""Before the name of a number that has no field of its own."""
+_BLOCK = 4096
+_FLAGS = ("first_of_start", "averaged", "after_pause")
+_FIELDS = tuple(name for name in Iteration.__struct_fields__ if name != "other_losses")
+_INTEGERS = frozenset(
+    name for name in _FIELDS if name not in _FLAGS and "int" in str(Iteration.__annotations__[name])
+)
+
+
+@dataclass
+class Columns:
+    """Values of some lines by field; where not every line has one, `known` says which do."""
+
+    count: int = 0
+    values: dict[str, NDArray[Any]] = field(default_factory=dict)
+    known: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+
+    def part(self, start: int, stop: int) -> Columns:
+        """The lines from `start` to before `stop`, copied."""
+        return Columns(
+            stop - start,
+            {name: column[start:stop].copy() for name, column in self.values.items()},
+            {name: column[start:stop].copy() for name, column in self.known.items()},
+        )
+
+    def rows(self, start: int, stop: int) -> Iterator[Iteration]:
+        """The lines from `start` to before `stop` as objects."""
+        lists = {name: self._list(name, start, stop) for name in self.values}
+        nothing = [None] * (stop - start)
+        no_flags = [False] * (stop - start)
+        fields = [lists.get(name, no_flags if name in _FLAGS else nothing) for name in _FIELDS]
+        place = Iteration.__struct_fields__.index("other_losses")
+        fields.insert(place, self._others(lists, stop - start))
+        return map(Iteration, *fields)
+
+    def _list(self, name: str, start: int, stop: int) -> list[Any]:
+        found = self.values[name][start:stop].tolist()
+        if name in self.known:
+            known = self.known[name][start:stop].tolist()
+            return [value if there else None for value, there in zip(found, known, strict=True)]
+        return list(found)
+
+    def _others(self, lists: Mapping[str, list[Any]], count: int) -> list[Any]:
+        names = [name for name in lists if name.startswith(OTHER)]
+        if not names:
+            return [None] * count
+        short = [name.removeprefix(OTHER) for name in names]
+        rows = zip(*(lists[name] for name in names), strict=True)
+        found = [
+            {n: v for n, v in zip(short, row, strict=True) if v is not None} or None for row in rows
+        ]
+        return list(found)
+
+
+def columns_of(lines: Sequence[Iteration]) -> Columns:
+    """Lines as columns; integers must be below 2**63."""
+    found = Columns(len(lines))
+    for name in _FIELDS:
+        values = list(map(operator.attrgetter(name), lines))
+        if any(value is not None and value is not False for value in values):
+            _put(found, name, values)
+    others = {name for line in lines if line.other_losses for name in line.other_losses}
+    for name in sorted(others):
+        _put(found, OTHER + name, [(line.other_losses or {}).get(name) for line in lines])
+    return found
+
+
+def _put(columns: Columns, name: str, values: list[Any]) -> None:
+    known = [value is not None for value in values]
+    if not all(known):
+        columns.known[name] = np.array(known)
+        values = [0 if value is None else value for value in values]
+    columns.values[name] = np.array(values, dtype=dtype_of(name))
+
+
+def dtype_of(name: str) -> type[np.generic]:
+    """The type of a field's column."""
+    if name in _FLAGS:
+        return np.bool_
+    return np.int64 if name in _INTEGERS else np.float64
+
+
+class IterationTable(Sequence[Iteration]):
+    """Iteration lines in order of their numbers, each number once."""
+
+    def __init__(self, columns: Columns | None = None) -> None:
+        self._columns = columns or Columns()
+
+    @classmethod
+    def of(cls, lines: Iterable[Iteration]) -> IterationTable:
+        """A table of these lines, as they come."""
+        return cls(columns_of(list(lines)))
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """A field of every line; NaN where the line does not have it (or holds NaN, see `known`)."""
+        column = self._columns.values.get(name)
+        if column is None:
+            return np.full(len(self), np.nan)
+        found: NDArray[np.float64] = column.astype(np.float64)
+        if name in self._columns.known:
+            found[~self._columns.known[name]] = np.nan
+        return found
+
+    def known(self, name: str) -> NDArray[np.bool_]:
+        """Which lines have a field; of a flag, which carry it."""
+        column = self._columns.values.get(name)
+        if column is None:
+            return np.zeros(len(self), np.bool_)
+        if name in _FLAGS:
+            return column.copy()
+        return self._columns.known.get(name, np.ones(len(self), np.bool_)).copy()
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """The iterations' numbers."""
+        return self._columns.values.get("iteration", np.zeros(0, np.int64)).copy()
+
+    @property
+    def other_names(self) -> tuple[str, ...]:
+        """Names of the numbers without a field; `values(OTHER + name)` has them."""
+        return tuple(
+            name.removeprefix(OTHER) for name in self._columns.values if name.startswith(OTHER)
+        )
+
+    @property
+    def has_nan(self) -> NDArray[np.bool_]:
+        """`Iteration.has_nan` of every line."""
+        loss = self.known("lm_loss") & ~np.isfinite(self.values("lm_loss"))
+        norm = self.known("grad_norm") & np.isnan(self.values("grad_norm"))
+        found: NDArray[np.bool_] = (np.nan_to_num(self.values("nan_iterations")) > 0) | loss | norm
+        return found
+
+    def __len__(self) -> int:
+        return self._columns.count
+
+    @overload
+    def __getitem__(self, place: int) -> Iteration: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Iteration, ...]: ...
+    def __getitem__(self, place: int | slice) -> Iteration | tuple[Iteration, ...]:
+        if isinstance(place, slice):
+            start, stop, step = place.indices(len(self))
+            if step == 1:
+                return tuple(self._columns.rows(start, max(start, stop)))
+            return tuple(self[index] for index in range(start, stop, step))
+        index = range(len(self))[place]
+        return next(self._columns.rows(index, index + 1))
+
+    def __iter__(self) -> Iterator[Iteration]:
+        for start in range(0, len(self), _BLOCK):
+            yield from self._columns.rows(start, min(len(self), start + _BLOCK))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(self) != len(other):
+            return NotImplemented if not isinstance(other, Sequence) else False
+        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"IterationTable({len(self)} lines)"
+
+
+class TableBuilder:
+    """Takes lines in the order of a log; of two with one number the later counts."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Columns] = []
+        self._recent: list[Iteration] = []
+        self._count = 0
+        self.first: int | None = None
+        """Number of the first line."""
+        self.last: Iteration | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, line: Iteration) -> None:
+        """Add a line."""
+        if self.first is None:
+            self.first = line.iteration
+        self._recent.append(line)
+        self.last = line
+        self._count += 1
+        if len(self._recent) >= _BLOCK:
+            self._flush()
+
+    def replace_last(self, line: Iteration) -> None:
+        """Put a line in the place of the one before it."""
+        if not self._recent:
+            chunk = self._chunks.pop()
+            self._recent = list(chunk.rows(chunk.count - 1, chunk.count))
+            if chunk.count > 1:
+                self._chunks.append(chunk.part(0, chunk.count - 1))
+        self._recent[-1] = self.last = line
+
+    def extend(self, lines: Columns) -> None:
+        """Add lines that are columns already, with rising numbers."""
+        self._flush()
+        if self.first is None:
+            self.first = int(lines.values["iteration"][0])
+        self._chunks.append(lines)
+        self._count += lines.count
+        (self.last,) = lines.rows(lines.count - 1, lines.count)
+
+    def build(self) -> tuple[IterationTable, int]:
+        """The table, and how many lines a later one replaced. The builder is empty afterwards."""
+        self._flush()
+        columns = _joined(self._chunks, self._count)
+        numbers = columns.values.get("iteration", np.zeros(0, np.int64))
+        if np.all(numbers[1:] > numbers[:-1]):
+            return IterationTable(columns), 0
+        _, places = np.unique(numbers[::-1], return_index=True)
+        keep = len(numbers) - 1 - places
+        for each in (columns.values, columns.known):
+            for name in each:
+                each[name] = each[name][keep]  # type: ignore[assignment]
+        replaced = columns.count - len(keep)
+        columns.count = len(keep)
+        return IterationTable(columns), replaced
+
+    def _flush(self) -> None:
+        if self._recent:
+            self._chunks.append(columns_of(self._recent))
+            self._recent = []
+
+
+def _joined(chunks: list[Columns], count: int) -> Columns:
+    """Chunks as one; a chunk's column is given up as soon as it is copied."""
+    joined = Columns(count)
+    names = dict.fromkeys(name for chunk in chunks for name in chunk.values)
+    for name in names:
+        column = np.zeros(count, dtype_of(name))
+        known = np.zeros(count, np.bool_)
+        start = 0
+        for chunk in chunks:
+            stop = start + chunk.count
+            values = chunk.values.pop(name, None)
+            if values is not None:
+                column[start:stop] = values
+                known[start:stop] = chunk.known.pop(name, True)
+            start = stop
+        joined.values[name] = column
+        if name not in _FLAGS and not known.all():
+            joined.known[name] = known
+    chunks.clear()
+    return joined

@@ -1,0 +1,252 @@
+"""Lines that differ from one already understood only in their digits, read as columns.
+
+Nearly all of a long log is such lines. A `Layout` is learned from one line, which
+`iteration_line` has taken apart: where its numbers stand, and which byte is fixed. Any other line
+of that length whose other bytes are the same must then mean the same, so the numbers of thousands
+are computed at once, each rounded once, as `float` does it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.report.read.iteration_line import MARK, Part, fields_of
+from tools.report.read.iterations import Columns, dtype_of
+
+Bytes = NDArray[np.uint8]
+
+MARK_BYTES = MARK.encode()
+_PLAIN = re.compile(rb"[\t -~]*\r?\Z")
+_NUMBER = re.compile(rb"( *)(\d{1,15})(?:\.(\d{1,15}))?(?:[eE]([-+])(\d\d)(?!\d))?(?![\d.eE])")
+_MAX_DIGITS = 15
+"""Of a number that a float holds exactly; so is a power of ten up to 22."""
+_MAX_POWER = 22
+_POWERS = np.array([float(f"1e{power}") for power in range(_MAX_POWER + 1)])
+_LONGEST, _SHORTEST = 2000, 40
+_OF_THE_START = ("iteration", "total_iterations")
+_MAX_START = 12
+_MAX_LAYOUTS = 256
+_MAX_FAILURES = 256
+_DIGIT, _BLANK = ord("0"), ord(" ")
+_CLASSES = np.arange(256, dtype=np.uint8)
+_CLASSES[_DIGIT : _DIGIT + 10] = _DIGIT
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Where a field's digits stand."""
+
+    field: str
+    digits: NDArray[np.intp]
+    """Of the mantissa."""
+    padded: slice
+    """Blanks, then digits; as one they are never mixed."""
+    shift: int
+    """Power of ten of the last digit, without the exponent."""
+    exponent: NDArray[np.intp] | None = None
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One kind of line."""
+
+    length: int
+    classes: Bytes
+    """The line with each digit as 0."""
+    fixed: NDArray[np.intp]
+    """Where a digit must be the very same."""
+    fixed_bytes: Bytes
+    pads: NDArray[np.intp]
+    """Where a blank may stand for a digit and the other way round."""
+    numbers: tuple[_Number, ...]
+    constants: tuple[tuple[str, float], ...]
+    """Fields whose value is no number of digits (`nan`), the same in every line of this kind."""
+
+    def read(self, lines: Bytes) -> tuple[NDArray[np.bool_], dict[str, NDArray[Any]]]:
+        """Which rows are of this kind, and their fields."""
+        classes = _CLASSES[lines]
+        same = classes == self.classes
+        padded = classes[:, self.pads]
+        same[:, self.pads] = (padded == _DIGIT) | (padded == _BLANK)
+        right = same.all(axis=1)
+        right &= (lines[:, self.fixed] == self.fixed_bytes).all(axis=1)
+        for number in self.numbers:
+            digit = classes[:, number.padded] == _DIGIT
+            right &= ~(digit[:, :-1] & ~digit[:, 1:]).any(axis=1)
+        columns: dict[str, NDArray[Any]] = {}
+        for number in self.numbers:
+            columns[number.field], exact = _value(number, lines)
+            right &= exact
+        for name, value in self.constants:
+            columns[name] = np.full(len(lines), value, dtype_of(name))
+        return right, columns
+
+
+def learn(line: bytes) -> Layout | None:
+    """The layout of a line that is one iteration of plain characters; None where it is not.
+
+    Args:
+        line: Without its line end.
+    """
+    if not _SHORTEST <= len(line) <= _LONGEST or not _PLAIN.match(line):
+        return None
+    parts = list(fields_of(line.decode("ascii")))
+    names = [part.field for part in parts if part.field]
+    if not parts or len(set(names)) < len(names):
+        return None
+    numbers, constants, free = [], [], np.zeros(len(line), np.bool_)
+    free[: parts[0].start] = True
+    for part in parts:
+        number = _number(part, line)
+        if number is not None:
+            numbers.append(number)
+            free[part.start : part.stop] = True
+        elif not part.field:
+            free[part.start : part.stop] = True
+        elif part.value is not None:
+            constants.append((part.field, float(part.value)))
+    if parts[0].field not in {number.field for number in numbers}:
+        return None
+    buffer = np.frombuffer(line, np.uint8)
+    classes = _CLASSES[buffer]
+    fixed = np.flatnonzero((classes == _DIGIT) & ~free)
+    pads = [np.arange(each.padded.start, each.padded.stop - 1) for each in numbers]
+    return Layout(
+        len(line),
+        classes,
+        fixed,
+        buffer[fixed],
+        np.concatenate(pads),
+        tuple(numbers),
+        tuple(constants),
+    )
+
+
+def _number(part: Part, line: bytes) -> _Number | None:
+    """Where the digits of a part are; None where its value is not one of digits alone."""
+    if not part.field or part.value is None:
+        return None
+    match = _NUMBER.match(line, part.start, part.stop)
+    if match is None:
+        return None
+    # The first blank parts the name from the number; the others may be digits in another line.
+    start, stop = part.start + bool(match[1]), match.end(2)
+    fraction = np.arange(*match.span(3)) if match[3] else np.zeros(0, np.intp)
+    digits = np.concatenate([np.arange(start, stop), fraction])
+    if len(digits) > _MAX_DIGITS or (part.field in _OF_THE_START and stop - start > _MAX_START):
+        return None
+    return _Number(
+        part.field,
+        digits,
+        slice(start, stop),
+        part.power - len(fraction),
+        np.arange(*match.span(5)) if match[5] else None,
+        -1 if match[4] == b"-" else 1,
+    )
+
+
+def _value(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """A number of each line, and whether it is exact to the last bit."""
+    # The low four bits of a digit are its value, those of a blank are zero.
+    mantissa = _whole(lines[:, number.digits])
+    if dtype_of(number.field) is np.int64:
+        return mantissa.astype(np.int64), np.ones(len(lines), np.bool_)
+    power = np.full(len(lines), float(number.shift))
+    if number.exponent is not None:
+        power += number.sign * _whole(lines[:, number.exponent])
+    exact = np.abs(power) <= _MAX_POWER
+    power = np.where(exact, power, 0)
+    shift = np.abs(power).astype(np.intp)
+    return np.where(power >= 0, mantissa * _POWERS[shift], mantissa / _POWERS[shift]), exact
+
+
+def _whole(digits: Bytes) -> NDArray[np.float64]:
+    weights = 10.0 ** np.arange(digits.shape[1] - 1, -1, -1)
+    found: NDArray[np.float64] = (digits & 15) @ weights
+    return found
+
+
+class Block:
+    """Whole lines of a log: which of them are plain iteration lines, and those as columns."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._buffer = np.frombuffer(data, np.uint8)
+        self.stops = np.flatnonzero(self._buffer == ord("\n"))
+        """Where each line ends, its line end excluded."""
+        self.starts = np.concatenate([[0], self.stops[:-1] + 1])
+        self.plain = np.zeros(len(self.stops), np.bool_)
+        self.columns = Columns(len(self.stops))
+
+    def text(self, first: int, behind: int) -> bytes:
+        """The lines from `first` to before `behind`, line ends included."""
+        return self.data[self.starts[first] : self.stops[behind - 1] + 1]
+
+    def fill(self, layout: Layout, first: int = 0) -> None:
+        """Read the lines of a kind, from one on."""
+        lengths = self.stops[first:] - self.starts[first:]
+        places = first + np.flatnonzero((lengths == layout.length) & ~self.plain[first:])
+        if not len(places):
+            return
+        windows = np.lib.stride_tricks.sliding_window_view(self._buffer, layout.length)
+        right, columns = layout.read(windows[self.starts[places]])
+        places = places[right]
+        self.plain[places] = True
+        for name, values in columns.items():
+            if name not in self.columns.values:
+                self.columns.values[name] = np.zeros(self.columns.count, dtype_of(name))
+                self.columns.known[name] = np.zeros(self.columns.count, np.bool_)
+            self.columns.values[name][places] = values[right]
+            self.columns.known[name][places] = True
+
+    def runs(self) -> Iterator[tuple[int, int, bool]]:
+        """Lines of one sort that follow each other: first, behind the last, whether plain."""
+        edges = np.flatnonzero(self.plain[1:] != self.plain[:-1]) + 1
+        bounds = [0, *edges.tolist(), len(self.plain)]
+        for first, behind in pairwise(bounds):
+            yield first, behind, bool(self.plain[first])
+
+
+class LayoutReader:
+    """Cuts a log into blocks, and learns the layouts of its lines on the way."""
+
+    def __init__(self, other_news: re.Pattern[bytes]) -> None:
+        self._other_news = other_news
+        self._layouts: dict[int, list[Layout]] = {}
+        self._count = 0
+        self._failures = 0
+
+    def block(self, data: bytes) -> Block:
+        """Whole lines as a block."""
+        block = Block(data)
+        for length in np.unique(block.stops - block.starts).tolist():
+            for layout in self._layouts.get(length, ()):
+                block.fill(layout)
+        if MARK_BYTES in data:
+            for place in np.flatnonzero(~block.plain).tolist():
+                if not block.plain[place]:
+                    self._learn(block, place)
+        return block
+
+    def _learn(self, block: Block, place: int) -> None:
+        if self._count >= _MAX_LAYOUTS or self._failures >= _MAX_FAILURES:
+            return
+        line = block.data[block.starts[place] : block.stops[place]]
+        if MARK_BYTES not in line:
+            return
+        layout = None if self._other_news.search(line) else learn(line)
+        if layout is None:
+            self._failures += 1
+            return
+        self._failures = 0
+        self._count += 1
+        self._layouts.setdefault(layout.length, []).append(layout)
+        block.fill(layout, place)
