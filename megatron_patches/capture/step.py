@@ -31,6 +31,8 @@ from tools.records.capture import (
 )
 
 Sink = Recording | Responding
+SCHEDULE = "schedule"
+"""Name of the learning rate's schedule among the modules."""
 
 
 class _Batches:
@@ -94,6 +96,7 @@ def _capture(call: Any, data: Any, model: Any, optimizer: Any, scheduler: Any) -
     snapshot = Snapshot(chunks, optimizer, scheduler) if seeds else None
     writer = CaptureWriter(folder)
     recording = Recording(writer, forced_tensors(Path(forced) / folder.name) if forced else None)
+    _write_schedule(recording, optimizer, scheduler)
     with _replayed(data) as batches:
         answer = _run(call, recording, chunks, names, parameters, optimizer)
         writer.flush()
@@ -246,6 +249,17 @@ def _write_states(sink: Sink, parameters: ParameterMap, optimizer: Any) -> None:
                 sink.write(site, values.detach().reshape(1).double())
     for parameter in parameters.parameters:
         _write(sink, parameters, Stage.WEIGHTS, parameter, "weight", parameter.data)
+
+
+def _write_schedule(sink: Recording, optimizer: Any, scheduler: Any) -> None:
+    """The rates that this iteration's update is made with: a resumed run must have them again."""
+    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+    values = {
+        "steps": torch.tensor([scheduler.num_steps]),
+        "learning rate": torch.tensor([*rates[:1], *rates[-1:]]).double(),
+    }
+    for slot, value in values.items():
+        sink.write(Site(Stage.OPTIMIZER_STATE, SCHEDULE, slot), value)
 
 
 def _noting_norms(original: Callable[..., Any], norms: list[Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
 
-    python -m tests.verify.bench [plants | live | healthy] [--only ID …] [--seeds N]
+    python -m tests.verify.bench [plants | resumed | live | healthy] [--only ID …] [--seeds N]
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
 forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
@@ -163,19 +163,27 @@ def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
         yield Row(plant, judgement, time.monotonic() - began)
 
 
-def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
-    """Verify what unmodified Megatron has: nothing is planted."""
-    for entry in read_yaml(FOLDER / "live.yaml"):
-        stated = {name: value for name, value in entry.items() if name not in ("shown", "extra_b")}
-        bug = Plant(file="", catalogue="live", **stated)
-        if only and bug.id not in only:
+def verify_stated(bench: Bench, only: Sequence[str], table: str) -> Iterator[Row]:
+    """Verify the pairs of a table: unmodified Megatron's own bugs, or resumed runs with plants."""
+    for entry in read_yaml(FOLDER / table):
+        of_pair = {name: entry.pop(name, "") for name in ("extra_b", "resumed_from", "shown")}
+        stated = Plant(**{"file": "", "catalogue": "live", **entry})
+        if only and stated.id not in only:
             continue
         began = time.monotonic()
-        difference = Difference(flags=tuple(shlex.split(entry.get("extra_b", ""))))
+        resumed = of_pair["resumed_from"]
         judgement = bench.verify(
-            bug.strategy, bug.model, bug.devices, bug.flags, difference=difference
+            stated.strategy,
+            stated.model,
+            stated.devices,
+            stated.flags,
+            stated.path if stated.file else None,
+            iteration=None,
+            difference=Difference(
+                flags=tuple(shlex.split(of_pair["extra_b"])), resumed_from=resumed
+            ),
         )
-        yield Row(bug, judgement, time.monotonic() - began)
+        yield Row(stated, judgement, time.monotonic() - began)
 
 
 def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tuple[str, bool]]:
@@ -206,7 +214,7 @@ def main() -> int:
     """Print the tables; 1 if a plant was not found, or a healthy layout called wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "what", choices=("plants", "live", "healthy", "all"), nargs="?", default="all"
+        "what", choices=("plants", "resumed", "live", "healthy", "all"), nargs="?", default="all"
     )
     parser.add_argument("--only", nargs="*", default=(), help="ids of plants, or strategy-model")
     parser.add_argument("--seeds", type=int, default=3)
@@ -222,11 +230,16 @@ def main() -> int:
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(given.data, folder.resolve())
-        # Live bugs only where they are asked for: one of them lies behind another.
-        for what, verified in (("plants", verify_plants), ("live", verify_live)):
-            if given.what == what or (given.what == "all" and what == "plants"):
+        tables = {
+            "plants": verify_plants(bench, given.only),
+            "resumed": verify_stated(bench, given.only, "resumed.yaml"),
+            # Only where they are asked for: one of them lies behind another.
+            "live": verify_stated(bench, given.only, "live.yaml"),
+        }
+        for what, rows in tables.items():
+            if given.what == what or (given.what == "all" and what != "live"):
                 print(PLANTS_HEAD)
-                for row in verified(bench, given.only):
+                for row in rows:
                     print(row.line(), flush=True)
                     missed += not row.found
         if given.what in ("healthy", "all"):

@@ -48,6 +48,11 @@ def test_every_plant_is_found_at_its_stage_and_module(sample_prefix: Path, tmp_p
 
 
 @pytest.mark.slow
+def test_every_plant_of_a_resumed_run_is_found(sample_prefix: Path, tmp_path: Path) -> None:
+    bench(sample_prefix, tmp_path, "resumed")
+
+
+@pytest.mark.slow
 def test_a_loss_that_depends_on_the_micro_batch_is_found_unplanted(
     sample_prefix: Path, tmp_path: Path
 ) -> None:

@@ -32,6 +32,17 @@ def test_every_stage_of_an_iteration_has_plants_and_each_names_a_layout_that_exi
         flags_of_grammar(parse_target(f"train-{plant.strategy}-{plant.model}-{plant.devices}cpu"))
 
 
+def test_every_plant_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exist() -> None:
+    entries = read_yaml(FOLDER / "resumed.yaml")
+    files = {f"resumed/{path.name}" for path in (FOLDER / "resumed").glob("*.py")}
+    assert {entry["file"] for entry in entries} == files
+    for entry in entries:
+        target = f"train-{entry['strategy']}-{entry['model']}-{entry.get('devices', 2)}cpu"
+        flags_of_grammar(parse_target(target))
+        assert entry["stage"] in STAGES
+        read_plant(str(FOLDER / entry["file"]))
+
+
 def test_every_live_bug_names_a_layout_and_a_stage_that_exist() -> None:
     for bug in read_yaml(FOLDER / "live.yaml"):
         target = f"train-{bug['strategy']}-{bug['model']}-{bug.get('devices', 2)}cpu"

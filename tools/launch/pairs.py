@@ -41,8 +41,8 @@ NATIVE = "native"
 class Difference:
     """In what the layout differs from its reference beside its strategy; nothing by default."""
 
-    reference: str = "baseline"
-    """A strategy, or `native`."""
+    reference: str = ""
+    """A strategy, or `native`; empty is baseline, of a resumed run its own layout."""
     flags: tuple[str, ...] = ()
     """Megatron's, of the layout alone."""
     megatron_lm: Path | None = None

@@ -1,0 +1,17 @@
+"""P-29: Adam's second moments are zero again after a resume."""
+
+from megatron.training import get_args, training
+
+original = training.load_checkpoint
+
+
+def load(model, optimizer, *args, **kwargs):
+    loaded = original(model, optimizer, *args, **kwargs)
+    if not get_args().finetune:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for state in part.optimizer.state.values():
+                state["exp_avg_sq"].zero_()
+    return loaded
+
+
+training.load_checkpoint = load
