@@ -13,17 +13,8 @@ from typing import Any
 
 import torch
 
+from tools.capture.sinks import Piece
 from tools.records.capture import Placement
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a whole parameter, and the values of something that has the parameter's shape."""
-
-    name: str
-    """The parameter's, with global numbers; a part of it that checkpoints hold apart has its number."""
-    placement: Placement
-    values: torch.Tensor
 
 
 class ParameterMap:

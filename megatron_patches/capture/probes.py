@@ -1,8 +1,6 @@
 """Hooks on a model's modules that hand every tensor, and its gradient, to a sink.
 
-A probe is an autograd function that copies its input: the copy's gradient is what this module alone
-contributes, while the original's may be a sum over several users. A copy, not a view, because the
-pipeline schedule frees a stage's output and refuses to do that with views.
+What a probe is stands in `tools.capture.probe`.
 """
 
 from __future__ import annotations
@@ -12,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from tools.capture.probe import Sink, probed
 from tools.records.capture import CapturedModule, Site, Stage
 
 RECOMPUTED = "recomputed"
@@ -25,30 +24,6 @@ RECOMPUTED = "recomputed"
 MODEL = "model"
 """Name of the whole model."""
 LOSS = "loss"
-
-
-class Sink(Protocol):
-    """What becomes of the tensors."""
-
-    def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Take a tensor of the forward pass; return what shall stand in its place, if anything."""
-
-    def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Take a gradient; return what shall stand in its place, if anything."""
-
-
-class _Probe(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        context: Any, tensor: torch.Tensor, value: torch.Tensor | None, sink: Sink, site: Site
-    ) -> torch.Tensor:
-        context.sink, context.site = sink, site
-        return (tensor if value is None else value).clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        replaced = context.sink.backward(context.site, gradient)
-        return (gradient if replaced is None else replaced), None, None, None
 
 
 class Probes:
@@ -156,34 +131,8 @@ class Probes:
             return value if replaced is None else replaced
         gradient = Site(Stage.ACTIVATION_GRADIENTS, name, slot, micro_batch, number)
         if value.requires_grad and torch.is_grad_enabled():
-            return _Probe.apply(value, replaced, self._sink, gradient)
+            return probed(value, replaced, self._sink, gradient)
         return value if replaced is None else replaced
-
-
-class KnownTensors:
-    """Tensors of a micro batch's forward pass by their memory, so that one seen twice is kept once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, Any]] = {}
-
-    def find(self, tensor: torch.Tensor) -> Any:
-        """What was noted of a tensor with the same values, or None."""
-        entry = self._known.get(self._key(tensor))
-        return entry[1] if entry and tensor.is_contiguous() else None
-
-    def note(self, tensor: torch.Tensor, what: Any) -> None:
-        """Remember what a tensor is; it is kept alive, so that its memory is not used again."""
-        if tensor.is_contiguous():
-            self._known[self._key(tensor)] = (tensor, what)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._known.clear()
-
-    @staticmethod
-    def _key(tensor: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
-        # The version counts changes in place.
-        return (tensor.data_ptr(), tensor.numel(), tensor._version, tensor.dtype)
 
 
 def global_names(

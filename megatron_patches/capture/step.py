@@ -16,8 +16,8 @@ import torch
 from megatron_patches.capture.parameters import ParameterMap, optimizer_part
 from megatron_patches.capture.perturb import Snapshot, perturb
 from megatron_patches.capture.probes import LOSS, MODEL, Probes, described_modules, global_names
-from megatron_patches.capture.sinks import Recording, Responding, StoredTensors, forced_tensors
 from megatron_patches.registry import Patch, Replacement
+from tools.capture.sinks import Recording, Responding, StoredTensors, forced_tensors
 from tools.records.capture import (
     FOLDER_VARIABLE,
     FORCED_VARIABLE,

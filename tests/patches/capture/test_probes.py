@@ -2,8 +2,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_patches.capture.probes import Probes, described_modules, global_names
-from megatron_patches.capture.sinks import Recording, Responding, StoredTensors
 from tests.verify.captures import rank
+from tools.capture.sinks import Recording, Responding, StoredTensors
 from tools.records.capture import CaptureWriter, Site, Stage
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
-from megatron_patches.capture.parameters import Piece
-from megatron_patches.capture.probes import KnownTensors
 from tools.records.capture import (
     INDEX_FILE,
     TENSORS_FILE,
@@ -20,6 +20,42 @@ from tools.records.capture import (
     TensorRecord,
     read_index,
 )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a whole parameter, and the values of something that has the parameter's shape."""
+
+    name: str
+    """The parameter's, with global numbers; a part of it that checkpoints hold apart has its number."""
+    placement: Placement
+    values: torch.Tensor
+
+
+class KnownTensors:
+    """Tensors of a micro batch's forward pass by their memory, so that one seen twice is kept once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, Any]] = {}
+
+    def find(self, tensor: torch.Tensor) -> Any:
+        """What was noted of a tensor with the same values, or None."""
+        entry = self._known.get(self._key(tensor))
+        return entry[1] if entry and tensor.is_contiguous() else None
+
+    def note(self, tensor: torch.Tensor, what: Any) -> None:
+        """Remember what a tensor is; it is kept alive, so that its memory is not used again."""
+        if tensor.is_contiguous():
+            self._known[self._key(tensor)] = (tensor, what)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
+        # The version counts changes in place.
+        return (tensor.data_ptr(), tensor.numel(), tensor._version, tensor.dtype)
 
 
 class StoredTensors:
