@@ -1,4 +1,4 @@
-"""A parameter's gradient, optimizer state and weight, with its place in the whole parameter.
+"""A parameter's gradient, optimizer state and weight, and a buffer, with its place in the whole.
 
 The place is what Megatron's own `sharded_state_dict` says of the model: it knows tensor, pipeline,
 virtual and expert parallelism, tied copies, and parameters that checkpoints hold in parts (a gated MLP's
@@ -25,32 +25,37 @@ class ParameterMap:
         self._entries: dict[int, Any] = {}
         self._names: dict[int, str] = {}
         self.parameters: list[torch.nn.Parameter] = []
+        self.buffers: list[torch.Tensor] = []
+        """Those that checkpoints hold."""
         self.unplaced: list[str] = []
         for chunk, names_of_chunk in zip(chunks, names, strict=True):
             entries = {
                 id(entry.data): entry
                 for entry in _entries(chunk.sharded_state_dict())  # type: ignore[operator]
             }
-            for name, parameter in chunk.named_parameters():
+            for name, held in (*chunk.named_parameters(), *_saved_buffers(chunk)):
                 module, _, own = name.rpartition(".")
-                self._names.setdefault(id(parameter), f"{names_of_chunk[module]}.{own}")
-                entry = entries.get(id(parameter)) or _by_memory(entries.values(), parameter)
+                self._names.setdefault(id(held), f"{names_of_chunk[module]}.{own}")
+                entry = entries.get(id(held)) or _by_memory(entries.values(), held)
                 if entry is None:
                     self.unplaced.append(name)
-                elif id(parameter) not in self._entries:
-                    self._entries[id(parameter)] = entry
-                    self.parameters.append(parameter)
+                elif id(held) not in self._entries:
+                    self._entries[id(held)] = entry
+                    if isinstance(held, torch.nn.Parameter):
+                        self.parameters.append(held)
+                    else:
+                        self.buffers.append(held)
 
-    def places(self, parameter: torch.nn.Parameter) -> bool:
+    def places(self, parameter: torch.Tensor) -> bool:
         """Whether it is known where the parameter lies."""
         return id(parameter) in self._entries
 
-    def name(self, parameter: torch.nn.Parameter) -> str:
+    def name(self, parameter: torch.Tensor) -> str:
         """The parameter's name with global numbers."""
         return self._names[id(parameter)]
 
     def pieces(
-        self, parameter: torch.nn.Parameter, values: torch.Tensor, start: int | None = None
+        self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> Iterator[Piece]:
         """Bring `values`, of the parameter's shape or its flat range from `start` on, to places."""
         partial = start is not None
@@ -73,6 +78,8 @@ class OptimizerPart:
     """What an optimizer keeps of one parameter: whole, or a flat range from `start` on."""
 
     start: int | None
+    main: torch.Tensor
+    """The tensor that it updates: the parameter, or a master copy of it or of the range."""
     states: dict[str, torch.Tensor]
     gradient: torch.Tensor | None
 
@@ -92,13 +99,15 @@ def optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPa
             gradient = _gradient(parameter)
             if gradient is not None:
                 gradient = gradient.view(-1)[held.start : held.end]
-            return OptimizerPart(held.start, _kept(states, parameter), gradient)
+            group, place = one.model_param_group_index_map[parameter]
+            main = one.optimizer.param_groups[group]["params"][place]
+            return OptimizerPart(held.start, main, _kept(states, parameter), gradient)
         main = getattr(parameter, "main_param", None)
         main = parameter if main is None else main
         if any(main is held for group in one.param_groups for held in group["params"]):
             inner = getattr(one, "optimizer", one)
             states = {**inner.state.get(main, {}), "param": main}
-            return OptimizerPart(None, _kept(states, parameter), _gradient(parameter))
+            return OptimizerPart(None, main, _kept(states, parameter), _gradient(parameter))
     return None
 
 
@@ -133,7 +142,15 @@ def _entries(state: Any) -> Iterator[Any]:
         yield state
 
 
-def _by_memory(entries: Any, parameter: torch.nn.Parameter) -> Any:
+def _saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that are a part of the state dict, by their names."""
+    for prefix, module in chunk.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            if own not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{own}".lstrip("."), buffer
+
+
+def _by_memory(entries: Any, parameter: torch.Tensor) -> Any:
     """The entry whose data is the parameter's memory: some modules detach before they describe."""
     for entry in entries:
         same = entry.data.data_ptr() == parameter.data_ptr()

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap, optimizer_part
 from megatron_patches.capture.perturb import Snapshot, perturb
 from megatron_patches.capture.probes import LOSS, MODEL, Probes, described_modules, global_names
 from megatron_patches.registry import Patch, Replacement
 from tools.capture.sinks import Recording, Responding, StoredTensors, forced_tensors
 from tools.records.capture import (
+    BUFFER,
+    COUNTED,
     FOLDER_VARIABLE,
     FORCED_VARIABLE,
     ITERATION_VARIABLE,
@@ -98,7 +101,7 @@ def _capture(call: Any, data: Any, model: Any, optimizer: Any, scheduler: Any) -
     recording = Recording(writer, forced_tensors(Path(forced) / folder.name) if forced else None)
     _write_schedule(recording, optimizer, scheduler)
     with _replayed(data) as batches:
-        answer = _run(call, recording, chunks, names, parameters, optimizer)
+        answer, groups = _run(call, recording, chunks, names, parameters, optimizer)
         writer.flush()
         if snapshot is not None:
             responding = Responding(StoredTensors(folder, writer.records))
@@ -109,7 +112,7 @@ def _capture(call: Any, data: Any, model: Any, optimizer: Any, scheduler: Any) -
                     one.rewind()
                 _run(call, responding, chunks, names, parameters, optimizer)
             (folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-    writer.close(_rank(chunks, names, parameters))
+    writer.close(_rank(chunks, names, parameters, groups))
     return answer
 
 
@@ -120,9 +123,11 @@ def _run(
     names: list[dict[str, str]],
     parameters: ParameterMap,
     optimizer: Any,
-) -> Any:
+) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+    """What the iteration returns, and the groups of ranks over which norms were summed."""
     probes = Probes(chunks, names, sink)
     norms: list[Any] = []
+    membership = NormMembership(parameters, optimizer)
     step = optimizer.step
 
     def stepping(*args: Any, **kwargs: Any) -> Any:
@@ -134,22 +139,27 @@ def _run(
                 sink.write(
                     Site(Stage.NORM, "grad_norm", slot), torch.tensor([float(norm)]).double()
                 )
+        for ranks, piece in membership.pieces():
+            slot = COUNTED + " ".join(map(str, ranks))
+            sink.write_piece(Site(Stage.NORM, piece.name, slot), piece)
         return stepped
 
     optimizer.step = stepping
     try:
-        with _reporting(sink, parameters, norms):
+        with _reporting(sink, parameters, norms, membership):
             answer = call(functools.partial(_watched, sink, probes, chunks))
     finally:
         optimizer.step = step
         probes.remove()
     _write_states(sink, parameters, optimizer)
-    return answer
+    return answer, membership.groups
 
 
 @contextmanager
-def _reporting(sink: Sink, parameters: ParameterMap, norms: list[Any]) -> Iterator[None]:
-    """Let Megatron's reduction report to the sink, and its clipping to `norms`.
+def _reporting(
+    sink: Sink, parameters: ParameterMap, norms: list[Any], membership: NormMembership
+) -> Iterator[None]:
+    """Let Megatron's reduction report to the sink, its norm to `membership`, its clipping to `norms`.
 
     Only now, not with the patches: what PLANT= puts around these functions must come after the report.
     """
@@ -157,13 +167,16 @@ def _reporting(sink: Sink, parameters: ParameterMap, norms: list[Any]) -> Iterat
     from megatron.core.optimizer import optimizer
 
     start, clip = _ParamAndGradBucketGroup.start_grad_sync, optimizer.clip_grad_by_total_norm_fp32
+    norm = optimizer.get_grad_norm_fp32
     _ParamAndGradBucketGroup.start_grad_sync = _local_gradients(start, sink, parameters)
     optimizer.clip_grad_by_total_norm_fp32 = _noting_norms(clip, norms)
+    optimizer.get_grad_norm_fp32 = membership.noting(norm)
     try:
         yield
     finally:
         _ParamAndGradBucketGroup.start_grad_sync = start
         optimizer.clip_grad_by_total_norm_fp32 = clip
+        optimizer.get_grad_norm_fp32 = norm
 
 
 def _watched(
@@ -217,7 +230,7 @@ def _write(
     sink: Sink,
     parameters: ParameterMap,
     stage: Stage,
-    parameter: torch.nn.Parameter,
+    parameter: torch.Tensor,
     slot: str,
     values: torch.Tensor | None = None,
     start: int | None = None,
@@ -249,6 +262,8 @@ def _write_states(sink: Sink, parameters: ParameterMap, optimizer: Any) -> None:
                 sink.write(site, values.detach().reshape(1).double())
     for parameter in parameters.parameters:
         _write(sink, parameters, Stage.WEIGHTS, parameter, "weight", parameter.data)
+    for buffer in parameters.buffers:
+        _write(sink, parameters, Stage.WEIGHTS, buffer, BUFFER, buffer)
 
 
 def _write_schedule(sink: Recording, optimizer: Any, scheduler: Any) -> None:
@@ -318,7 +333,10 @@ def _names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
 
 
 def _rank(
-    chunks: list[torch.nn.Module], names: list[dict[str, str]], parameters: ParameterMap
+    chunks: list[torch.nn.Module],
+    names: list[dict[str, str]],
+    parameters: ParameterMap,
+    norm_groups: tuple[tuple[int, ...], ...],
 ) -> CapturedRank:
     from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -328,7 +346,8 @@ def _rank(
     data = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
     coordinates: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(coordinates, (data[0], tensor[0]))
+    context = (mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+    torch.distributed.all_gather_object(coordinates, (data[0], context[0], tensor[0]))
     sources = torch.distributed.get_process_group_ranks(
         mpu.get_expert_tensor_and_model_parallel_group()
     )
@@ -341,7 +360,8 @@ def _rank(
             mpu.get_pipeline_model_parallel_rank(),
             mpu.get_pipeline_model_parallel_world_size(),
         ),
-        context=(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()),
+        virtual_stages=len(chunks),
+        context=context,
         data=data,
         expert=(
             mpu.get_expert_model_parallel_rank(),
@@ -359,11 +379,13 @@ def _rank(
         micro_batches=get_num_microbatches(),
         per_token_loss=bool(args.calculate_per_token_loss),
         clip_gradient=float(args.clip_grad),
-        dropout=bool(args.attention_dropout or args.hidden_dropout),
+        hidden_dropout=float(args.hidden_dropout),
+        attention_dropout=float(args.attention_dropout),
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
         loss_scale=1.0,
         modules=dict(described_modules(chunks, names)),
+        norm_groups=norm_groups,
         notes=tuple(f"{name} has no place in sharded_state_dict" for name in parameters.unplaced),
     )
 

@@ -69,7 +69,7 @@ def test_rows_of_an_expert_come_from_every_rank_that_sends_to_it(tmp_path):
     site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     first, second = random(3, HIDDEN), random(5, HIDDEN, seed=1)
     theirs = [(site, first), (output(site.name, 1), second)]
-    here = rank(data=(1, 2), expert=(1, 2), expert_sources=((0, 0), (1, 0)))
+    here = rank(data=(1, 2), expert=(1, 2), expert_sources=((0, 0, 0), (1, 0, 0)))
     found = aligned(tmp_path, here, np.concatenate([first, second]), theirs, site, micro_batches=2)
     assert np.array_equal(found.reference, np.concatenate([first, second]))
 
@@ -171,3 +171,32 @@ def test_an_experts_rows_of_other_micro_batches_are_named(tmp_path):
     here = rank(micro_batch_size=1)
     found = aligned(tmp_path, here, random(3, HIDDEN), [(site, random(5, HIDDEN))], site)
     assert found.obstacle == "it is of a whole micro batch, and these are of another size"
+
+
+def test_rows_of_an_expert_are_those_of_a_context_ranks_tokens(tmp_path):
+    layer = "decoder.layers.0.mlp"
+    site = output(f"{layer}.experts.local_experts.1.linear_fc1")
+    routed = np.arange(SEQUENCE * BATCH) % 3 == 0  # Tokens 0, 3, …, 15; a position has two tokens.
+    chosen = np.stack([~routed, routed], 1)
+    whole = random(int(routed.sum()), HIDDEN)
+    theirs = [(output(f"{layer}.router", slot="output.1"), chosen), (site, whole)]
+    sources = ((0, 0, 0), (0, 1, 0))
+    # Context rank 0 has positions 0, 1, 6, 7 (tokens 0-3 and 12-15), rank 1 the others.
+    rows = [0, 1, 4, 5, 2, 3]
+    here = rank(context=(1, 2), expert=(1, 2), expert_sources=sources)
+    assert np.array_equal(aligned(tmp_path, here, whole[rows], theirs, site).reference, whole[rows])
+    alone = rank(context=(1, 2), expert_sources=sources[1:])
+    found = aligned(tmp_path / "alone", alone, whole[[2, 3]], theirs, site)
+    assert np.array_equal(found.reference, whole[[2, 3]])
+
+
+def test_of_a_reference_of_the_same_layout_the_same_rank_is_compared(tmp_path):
+    site = output("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1")
+    split = {"expert": (1, 2), "data": (1, 2), "world_size": 2}
+    both = [
+        write(tmp_path / name, [(rank(n, **split), [(site, random(n + 2))]) for n in range(2)])
+        for name in ("reference", "layout")
+    ]
+    for one in both[1].ranks:
+        found = ActivationAligner(*both).align(one, one.records[0])
+        assert np.array_equal(found.reference, random(one.rank.rank + 2))

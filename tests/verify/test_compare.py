@@ -1,7 +1,7 @@
 import numpy as np
 
 from tests.verify.captures import WEIGHT, output, pair, place, random, rank, write
-from tools.records.capture import Placement, Site, Stage
+from tools.records.capture import CapturedModule, Placement, Site, Stage
 from tools.verify.compare import RESPONSES, compare
 
 WHOLE = random(4, 3)
@@ -137,3 +137,38 @@ def test_the_first_wrong_tensor_is_that_of_the_earliest_stage(tmp_path):
         (rank(), [(early, values + 1), (weights(), WHOLE + 1, place((0, 0, 0))), (late, values)])
     ]
     assert [one.key[1] for one in found(tmp_path, ours, theirs).wrong()] == ["a", WEIGHT]
+
+
+def layer_of(values, **described):
+    """An output of a layer on every tensor-parallel rank."""
+    modules = {"decoder.layers.0": CapturedModule("TransformerLayer", "")}
+    return [
+        (
+            rank(n, tensor=(n, 2), world_size=2, modules=modules, **described),
+            [(output("decoder.layers.0"), part)],
+        )
+        for n, part in enumerate(values)
+    ]
+
+
+def test_a_layers_output_must_be_equal_over_tensor_parallel_ranks_whatever_the_reference_has(
+    tmp_path,
+):
+    apart = (WHOLE, np.nextafter(WHOLE, np.float32(9)))
+    reference, layout = (write(tmp_path / name, layer_of(apart)) for name in "rl")
+    (wrong,) = compare(reference, layout).wrong()
+    assert (wrong.replicas_differ, wrong.worst.rank) == ((0, 1), 1)
+    split = {"sequence_parallel": True}
+    reference, layout = (write(tmp_path / f"s{name}", layer_of(apart, **split)) for name in "rl")
+    assert not compare(reference, layout).wrong()
+
+
+def test_what_only_the_layout_recomputes_comes_behind_what_it_computed_before(tmp_path):
+    stage = Stage.ACTIVATION_GRADIENTS
+    late, early, again = (
+        output(name, stage=stage, slot=slot)
+        for name, slot in (("late", "output"), ("early", "output"), ("b", "recomputed.output"))
+    )
+    theirs = [(output("b"), WHOLE), (late, WHOLE), (early, WHOLE)]
+    ours = [(rank(), [(late, WHOLE), (again, WHOLE + 1), (early, WHOLE + 1)])]
+    assert [one.key[1] for one in found(tmp_path, ours, theirs).wrong()] == ["b", "early"]

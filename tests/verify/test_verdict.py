@@ -136,3 +136,21 @@ def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
     write_forced(reference, layout, tmp_path / "given")
     given = (tmp_path / "given" / "rank-0" / "tensors.bin").read_bytes()
     assert given == bits.tobytes()
+
+
+def test_dropout_in_layouts_that_draw_other_masks_is_refused_with_its_value_and_the_remedy(
+    tmp_path,
+):
+    dropping = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
+    ours = [(rank(tensor=(0, 2), **dropping), [(output(), WHOLE)])]
+    with pytest.raises(VerifyError, match=r'--hidden-dropout is 0.1.*EXTRA="--hidden-dropout 0'):
+        judge(*pair(tmp_path, ours, [(output(), WHOLE)], **dropping))
+    same = [(rank(**dropping), [(output(), WHOLE)])]
+    assert judge(*pair(tmp_path / "s", same, [(output(), WHOLE)], **dropping)).first is None
+
+
+def test_a_wrong_loss_behind_right_outputs_needs_no_second_run(tmp_path):
+    site = output("loss", stage=Stage.LOSS, slot="of each token")
+    judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
+    assert judgement.verdict.stage is Stage.LOSS
+    assert not may_have_spread(judgement)

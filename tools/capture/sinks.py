@@ -153,8 +153,8 @@ class Responding:
 
     def write(self, site: Site, tensor: torch.Tensor) -> None:
         """Compare any tensor."""
-        before = self._stored.get(site)
-        if before is None or before.shape != tensor.shape or not tensor.is_floating_point():
+        before = self._stored.get(site) if tensor.is_floating_point() else None
+        if before is None or before.shape != tensor.shape:
             return
         held = before.double().nan_to_num()  # NaN where another rank holds the element.
         moved = torch.linalg.vector_norm(tensor.detach().cpu().double().nan_to_num() - held)

@@ -26,6 +26,10 @@ FORCED_VARIABLE = "KIT_CAPTURE_FORCED"
 TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
 RESPONSES_FILE = "responses.json"
 """How much each tensor of the reference changes when the weights change by one rounding error."""
+COUNTED = "counted over ranks "
+"""Begins a slot of the norm's stage; the group's ranks follow. 1 for an element that a rank counts."""
+BUFFER = "buffer"
+"""Slot of what a module keeps and saves beside its parameters."""
 
 
 class Stage(StrEnum):
@@ -99,13 +103,15 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     tensor: tuple[int, int]
     """Its number in the tensor-parallel group, and the group's size; the others alike."""
     pipeline: tuple[int, int]
+    virtual_stages: int
+    """Parts of the model that a pipeline stage has; 1 without interleaving."""
     context: tuple[int, int]
     data: tuple[int, int]
     """Data parallel without context parallel."""
     expert: tuple[int, int]
     expert_tensor: tuple[int, int]
-    expert_sources: tuple[tuple[int, int], ...]
-    """Data-parallel and tensor-parallel number of the ranks that send tokens to the same experts."""
+    expert_sources: tuple[tuple[int, int, int], ...]
+    """Data-, context- and tensor-parallel number of the ranks that send tokens to the same experts."""
     sequence_parallel: bool
     gated: bool
     """Whether an MLP's first layer gives gate and value, one after the other."""
@@ -114,14 +120,29 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     per_token_loss: bool
     clip_gradient: float
-    dropout: bool
+    hidden_dropout: float
+    attention_dropout: float
     vocabulary: int
     """Tokens without padding."""
     dtype: str
     loss_scale: float
     modules: dict[str, CapturedModule]
+    norm_groups: tuple[tuple[int, ...], ...] = ()
+    """Ranks over which this rank summed the gradient norm; several where experts have their own."""
     notes: tuple[str, ...] = ()
     """What could not be captured, and why."""
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """What two runs share that are split alike, so that a rank of one is a rank of the other."""
+        split = (self.tensor, self.pipeline, self.context, self.data, self.expert)
+        sizes = (size for _, size in (*split, self.expert_tensor))
+        return (*sizes, self.virtual_stages, int(self.sequence_parallel))
+
+    @property
+    def dropout(self) -> bool:
+        """Whether anything is dropped."""
+        return self.hidden_dropout > 0 or self.attention_dropout > 0
 
 
 class CaptureWriter:

@@ -35,6 +35,7 @@ class ActivationAligner:
 
     def __init__(self, reference: Capture, layout: Capture) -> None:
         self._reference, self._layout = reference, layout
+        self._alike = _as_split(reference.first) == _as_split(layout.first)
         self._holders: defaultdict[tuple[Site, int], list[tuple[RankCapture, TensorRecord]]]
         self._holders = defaultdict(list)
         self._resized = layout.first.micro_batch_size != reference.first.micro_batch_size
@@ -49,6 +50,8 @@ class ActivationAligner:
         """Find a tensor's counterpart, scaled as its gradients are."""
         site = record.site
         ours = one.values(record)
+        if self._alike:
+            return self._same_rank(one.rank, record, ours)
         if site.stage is Stage.LOSS and ours.ndim < 2:
             ours = self._over_sequence(one.rank, site, ours)
         if self._resized and (of_experts(site.name) or (ours.ndim < 2 and ours.size == 1)):
@@ -66,6 +69,19 @@ class ActivationAligner:
         if site.stage is Stage.ACTIVATION_GRADIENTS and not _recomputed(site):
             part = part * np.float32(_scale(one.rank) / scale)
         return Aligned(ours, part)
+
+    def _same_rank(self, rank: CapturedRank, record: TensorRecord, ours: Array) -> Aligned:
+        """Of a reference of the same layout, the same rank's tensor is the counterpart."""
+        there = self._reference.ranks[rank.rank]
+        plain = _plain(record.site)
+        site = Site(plain.stage, plain.name, plain.slot, record.site.micro_batch, plain.call)
+        found = there.by_site.get(site)
+        if found is None:
+            return Aligned(None, None, "the reference has no such tensor")
+        if found.shape != record.shape:
+            shapes = f"{list(record.shape)} of the reference's {list(found.shape)}"
+            return Aligned(None, None, f"its shape {shapes} is another one")
+        return Aligned(ours, there.values(found))
 
     def _micro_batch(self, rank: CapturedRank, ours: TensorRecord) -> tuple[Array | None, float]:
         site = ours.site
@@ -136,19 +152,53 @@ class ActivationAligner:
     def _expert_rows(self, rank: CapturedRank, site: Site) -> tuple[Array | None, float]:
         """Rows of an expert's tokens: those of every rank that sends here, one after another."""
         assert site.micro_batch is not None
-        sources = list(dict.fromkeys(data for data, _ in rank.expert_sources))
+        sources = rank.expert_sources
+        if rank.context[1] == 1:  # Ranks that share a sequence send its parts one after another.
+            sources = tuple((data, 0, 0) for data in dict.fromkeys(data for data, *_ in sources))
         parts, scale = [], 1.0
-        for data_rank in sources:
+        for data_rank, context_rank, tensor_rank in sources:
             number = site.micro_batch * rank.data[1] + data_rank
             found = self._holders[_plain(site), number]
             if not found:
                 return None, 1.0
             holder, record = found[0]
-            parts.append(holder.values(record))
+            part: Array | None = holder.values(record)
+            if part is None or part.ndim == 0:
+                return None, 1.0
+            if rank.context[1] > 1:
+                place = (context_rank, tensor_rank if rank.sequence_parallel else 0)
+                part = self._rows_from(part, rank, site.name, number, place)
+            if part is None:
+                return None, 1.0
+            parts.append(part)
             scale = _scale(holder.rank)
-        if any(part.ndim == 0 for part in parts):
-            return None, 1.0
         return np.concatenate(parts), scale
+
+    def _rows_from(
+        self, rows: Array, rank: CapturedRank, name: str, number: int, place: tuple[int, int]
+    ) -> Array | None:
+        """Those rows of an expert whose tokens a context- and tensor-parallel rank has."""
+        layer, _, expert = name.partition(EXPERTS + ".local_experts.")
+        router = Site(Stage.OUTPUTS, f"{layer}.router", "output.1")
+        found = self._holders[router, number]
+        if not found or not expert:
+            return None
+        holder, record = found[0]
+        routed = holder.values(record)[:, int(expert.partition(".")[0])].astype(bool)
+        length, batch = rank.sequence_length, rank.micro_batch_size
+        if len(routed) != length * batch or len(rows) != routed.sum():
+            return None
+        positions = _context_part(np.arange(length), 0, (place[0], rank.context[1]))
+        if rank.sequence_parallel:
+            positions = np.split(positions, rank.tensor[1])[place[1]]
+        tokens = (positions[:, None] * batch + np.arange(batch)).ravel()
+        row_of_token = np.cumsum(routed) - 1
+        return np.asarray(rows[row_of_token[tokens[routed[tokens]]]])
+
+
+def _as_split(rank: CapturedRank) -> tuple[object, ...]:
+    """What two runs share in which every rank has the same part of the same micro batches."""
+    return (rank.degrees, rank.micro_batch_size, rank.micro_batches)
 
 
 def _plain(site: Site) -> Site:
@@ -252,14 +302,19 @@ def _sequence_part(
     if merged:  # Tokens: sequence and batch in one dimension, sequence first.
         whole = whole.reshape(reference.sequence_length, -1, *split[1:])
     if context[1] > 1 and ratio % context[1] == 0:
-        chunks = np.split(whole, 2 * context[1], axis)
-        whole = np.concatenate([chunks[context[0]], chunks[-1 - context[0]]], axis)
+        whole = _context_part(whole, axis, context)
         ratio //= context[1]
     if ratio == tensor[1] and tensor[1] > 1:
         whole = np.split(whole, tensor[1], axis)[tensor[0]]
     elif ratio != 1:
         return None
     return whole.reshape(-1, *split[1:]) if merged else whole
+
+
+def _context_part(whole: Array, axis: int, context: tuple[int, int]) -> Array:
+    """A chunk from the front and one from the back, so that all ranks attend to as much."""
+    chunks = np.split(whole, 2 * context[1], axis)
+    return np.concatenate([chunks[context[0]], chunks[-1 - context[0]]], axis)
 
 
 def _tensor_part(whole: Array, axis: int, tensor: tuple[int, int], gated: bool) -> Array:

@@ -53,6 +53,10 @@ class RankCapture:
             return np.zeros(0, np.uint8)
         return np.memmap(path, mode="r")
 
+    def stored(self, record: TensorRecord) -> bytes:
+        """A tensor bit for bit."""
+        return self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes].tobytes()
+
     def values(self, record: TensorRecord) -> Array:
         """A tensor's values; floating-point ones as float32 or float64."""
         stored = self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes]

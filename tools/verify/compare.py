@@ -14,14 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from tools.records.capture import Placement, Site, Stage, TensorRecord
+from tools.records.capture import CapturedRank, Site, Stage, TensorRecord
 from tools.verify.align import ActivationAligner, of_experts
 from tools.verify.captured import Array, Capture, RankCapture, whole_name
+from tools.verify.norm import memberships
+from tools.verify.parameters import Part, assembled, units
 
 RESPONSES = 6.0
 """Times its response that a tensor may be off. Healthy layouts stay below 2 (README, bench-verify)."""
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 STAGES = tuple(Stage)
+_SHORTLY = 1e-6
 _NORM_TERMS = 64
 """A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""
 _PARAMETERS = (
@@ -33,6 +36,16 @@ _PARAMETERS = (
 
 Key = tuple[Stage, str, str]
 """Stage, name and slot of a tensor, over all micro batches and ranks."""
+NORM = (Stage.NORM, "grad_norm", "returned")
+_WHOLE_ON_EVERY_RANK = frozenset(
+    {
+        *("LanguageModelEmbedding", "VocabParallelEmbedding", "TransformerBlock"),
+        *("TransformerLayer", "RowParallelLinear", "SelfAttention", "MLASelfAttention", "MLP"),
+    }
+)
+"""Modules whose output tensor-parallel ranks have alike, but for sequence parallelism."""
+_RESIDUAL = ("embedding_dropout", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
+"""And modules inside them, whose class says nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class Comparison:
 
     key: Key
     tolerance: float
-    order: int
+    order: float
     """Its place among all, in the order in which the reference computed them."""
     error: float = 0.0
     """The largest, relative; infinite where the reference is zero and this is not."""
@@ -59,17 +72,26 @@ class Comparison:
     wrong_ranks: set[int] = field(default_factory=set)
     right_ranks: set[int] = field(default_factory=set)
     replicas_differ: tuple[int, ...] = ()
-    """Ranks whose copies of a parameter differ, where they must be equal bit for bit."""
+    """Ranks whose copies differ, where they must be equal bit for bit."""
     uncovered: int = 0
     """Elements of a parameter that no rank holds."""
     worst: Pair | None = None
     copies: list[Pair] = field(default_factory=list)
     """Of a parameter that is wrong, every rank's part: what they are together says what is wrong."""
+    miscounted: str = ""
+    """How a parameter is not counted once in the norm."""
 
     @property
     def differs(self) -> bool:
         """Whether it is wrong."""
         return self.error > self.tolerance or bool(self.replicas_differ) or self.uncovered > 0
+
+    def add_copies(self, one: Pair, other: Pair) -> None:
+        """Note that two ranks' tensors, which should be equal bit for bit, are not."""
+        self.replicas_differ = tuple(sorted({*self.replicas_differ, one.rank, other.rank}))
+        if self.worst is None:
+            self.worst = Pair(other.rank, other.micro_batch, other.ours, one.ours)
+            self.error = max(self.error, relative_error(other.ours, one.ours))
 
     @property
     def ratio(self) -> float:
@@ -139,8 +161,9 @@ def compare(reference: Capture, layout: Capture) -> Compared:
     comparer = _Comparer(reference, layout)
     comparer.activations()
     comparer.parameters()
+    comparer.copies()
     comparer.scalars()
-    comparer.norm()
+    comparer.membership()
     return comparer.result()
 
 
@@ -165,18 +188,13 @@ class _Comparer:
         self._found: dict[Key, Comparison] = {}
         self._not_aligned: defaultdict[str, list[str]] = defaultdict(list)
         self._seen = self._skipped = 0
-        self._order: dict[Key, int] = {}
-        for one in reference.ranks:
-            for record in one.records:
-                self._order.setdefault(_key(record.site), len(self._order))
-        for key in list(self._order):  # Buckets are reduced from the model's end.
-            if key[0] is Stage.LOCAL_GRADIENTS:
-                weight = (Stage.WEIGHTS, key[1], "weight")
-                self._order[key] = self._order.get(weight, self._order[key])
+        self._order = _orders(reference, layout)
 
     def result(self) -> Compared:
         ordered = sorted(
-            self._found.values(), key=lambda one: (STAGES.index(one.key[0]), one.order)
+            self._found.values(),
+            # What a norm counts is wrong before its value is.
+            key=lambda one: (STAGES.index(one.key[0]), one.key == NORM, one.order),
         )
         obstacles = [
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
@@ -203,19 +221,27 @@ class _Comparer:
                 else:
                     self._comparison(_key(site), record).add(pair)
         for parts in split.values():
-            self._split_expert(parts)
+            # Tensor-parallel ranks that share an expert add up after it, not inside it.
+            record, first = parts[0]
+            found = self._comparison(_key(record.site), record)
+            pairs = [pair for _, pair in parts]
+            if all(np.array_equal(pair.reference, first.reference) for pair in pairs[1:]):
+                self._summed_or_whole(found, pairs)
+            else:
+                for pair in pairs:
+                    found.add(pair)
 
     def parameters(self) -> None:
         for stage in _PARAMETERS:
-            theirs = _units(self._reference, stage)
-            for unit, pieces in _units(self._layout, stage).items():
+            theirs = units(self._reference, stage)
+            for unit, pieces in units(self._layout, stage).items():
                 self._seen += len(pieces)
                 if unit not in theirs:
                     name = pieces[0].record.site.name
                     self._skip("the reference has no such parameter", name, len(pieces))
                     continue
                 name = whole_name(theirs[unit][0].record.site.name)
-                whole = _assembled(theirs[unit], stage, self._reference)
+                whole = assembled(theirs[unit], self._reference)
                 key = (stage, name, unit[2])
                 found = self._comparison(key, theirs[unit][0].record)
                 if stage is Stage.LOCAL_GRADIENTS:
@@ -223,13 +249,10 @@ class _Comparer:
                 else:
                     self._copies(found, pieces, whole)
 
-    def _split_expert(self, parts: list[tuple[TensorRecord, Pair]]) -> None:
-        """An expert that tensor-parallel ranks share: they add up after the expert, not inside it."""
-        pairs = [pair for _, pair in parts]
-        record, first = parts[0]
-        found = self._comparison(_key(record.site), record)
-        alike = all(pair.reference.shape == first.reference.shape for pair in pairs)
-        if alike and all(np.array_equal(pair.reference, first.reference) for pair in pairs[1:]):
+    def _summed_or_whole(self, found: Comparison, pairs: list[Pair]) -> None:
+        """Ranks' tensors of one part of the reference's, which add up to it or are each all of it."""
+        first = pairs[0]
+        if len(pairs) > 1:
             total = np.sum([pair.ours for pair in pairs], axis=0, dtype=np.float32)
             apart = max(relative_error(pair.ours, pair.reference) for pair in pairs)
             if relative_error(total, first.reference) < apart:
@@ -237,69 +260,78 @@ class _Comparer:
         for pair in pairs:
             found.add(pair)
 
+    def copies(self) -> None:
+        """Outputs that tensor-parallel ranks have alike, bit for bit, whatever the reference has."""
+        first: dict[object, tuple[RankCapture, TensorRecord]] = {}
+        for one in self._layout.ranks:
+            rank = one.rank
+            if rank.tensor[1] == 1 or rank.sequence_parallel:
+                continue
+            for record in one.records:
+                if not _is_whole(rank, record.site):
+                    continue
+                place = (record.site, rank.data[0], rank.context[0], rank.pipeline[0])
+                other, known = first.setdefault(place, (one, record))
+                if one.stored(record) != other.stored(known):
+                    mine, theirs = (
+                        Pair(a.rank.rank, record.site.micro_batch, a.values(b), a.values(b))
+                        for a, b in ((one, record), (other, known))
+                    )
+                    self._comparison(_key(record.site), record).add_copies(theirs, mine)
+
     def scalars(self) -> None:
-        """The numbers of steps, on every rank."""
+        """The numbers of steps, and the norm that each rank clips by, against the reference's own."""
+        theirs = self._reference.ranks[0]
         for one in self._layout.ranks:
             for record in one.records:
-                if record.site.stage is Stage.OPTIMIZER_STATE and record.placement is None:
-                    self._seen += 1
-                    theirs = self._reference.ranks[0].by_site.get(record.site)
-                    if theirs is None:
-                        self._skip("the reference has no such parameter", record.site.name)
-                        continue
-                    expected = self._reference.ranks[0].values(theirs)
-                    pair = Pair(one.rank.rank, None, one.values(record), expected)
-                    self._comparison(_key(record.site), record).add(pair)
+                site = record.site
+                if record.placement is not None or site.micro_batch is not None:
+                    continue
+                self._seen += 1
+                like = theirs.by_site.get(Site(*NORM) if site.stage is Stage.NORM else site)
+                if like is None:
+                    self._skip("the reference has no such parameter", site.name)
+                    continue
+                pair = Pair(one.rank.rank, None, one.values(record), theirs.values(like))
+                self._comparison(_key(like.site), like).add(pair)
 
-    def norm(self) -> None:
-        """The gradient norm that each rank clips by, against the reference's own."""
-        theirs = self._reference.ranks[0].by_site.get(Site(Stage.NORM, "grad_norm", "returned"))
-        if theirs is None:
-            return
-        expected = self._reference.ranks[0].values(theirs)
-        for one in self._layout.ranks:
-            for record in one.records:
-                if record.site.stage is Stage.NORM:
-                    self._seen += 1
-                    key = (Stage.NORM, "grad_norm", "returned")
-                    found = self._comparison(key, theirs)
-                    found.add(Pair(one.rank.rank, None, one.values(record), expected))
+    def membership(self) -> None:
+        """What each rank counts in the norm, exactly."""
+        for one in memberships(self._layout):
+            found = self._comparison((Stage.NORM, one.name, "counted once"), one.record)
+            self._seen += 1
+            found.compared, found.tolerance = found.compared + 1, 0.0
+            found.error = max(found.error, one.wrong_share)
+            found.wrong_ranks |= set(one.ranks)
+            found.miscounted = found.miscounted or one.kind
 
-    def _local(self, found: Comparison, pieces: list[_Part], whole: Array) -> None:
+    def _local(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
         """Before reduction, data-parallel copies add up; others either add up or are each the whole.
 
         Which of the two depends on the module: under sequence parallelism a norm's gradient is a sum
         over the tensor-parallel ranks, without it each rank has all. Either is right here, and what
         becomes of it is seen after the reduction.
         """
-        holders: dict[tuple[int, ...], list[_Part]] = defaultdict(list)
+        holders: defaultdict[tuple[int, ...], list[Part]] = defaultdict(list)
         for piece in pieces:
             rank = piece.one.rank
             place = piece.placement.global_offset
             holders[rank.tensor[0], rank.pipeline[0], rank.expert[0], *place].append(piece)
-        sums = []
+        by_region: defaultdict[str, list[Pair]] = defaultdict(list)
         for parts in holders.values():
-            total, region = _mean_of_copies(parts, self._layout)
-            sums.append((parts[0], total, region))
-        by_region: dict[Any, list[Any]] = defaultdict(list)
-        for part, total, region in sums:
-            by_region[tuple((one.start, one.stop) for one in region)].append((part, total, region))
-        for copies in by_region.values():
-            reference = whole[copies[0][2]]
-            added = sum((total for _, total, _ in copies[1:]), copies[0][1])
-            apart = max(relative_error(total, reference) for _, total, _ in copies)
-            if len(copies) > 1 and relative_error(added, reference) < apart:
-                found.add(Pair(copies[0][0].one.rank.rank, None, added, reference))
-            else:
-                for part, total, _ in copies:
-                    found.add(Pair(part.one.rank.rank, None, total, reference))
+            region = parts[0].region()
+            total = _mean_of_copies(parts, self._layout)
+            pair = Pair(parts[0].one.rank.rank, None, total, whole[region])
+            by_region[str(region)].append(pair)
+        for pairs in by_region.values():
+            self._summed_or_whole(found, pairs)
 
-    def _copies(self, found: Comparison, pieces: list[_Part], whole: Array) -> None:
+    def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
         held = np.zeros(whole.shape, bool)
         first: dict[Any, tuple[int, Array]] = {}
         for piece in pieces:
-            values, region = piece.values(), piece.region(whole.ndim)
-            there = np.isfinite(values) if piece.placement.partial else np.ones(values.shape, bool)
+            values, region = piece.values(), piece.region()
+            there = piece.held(values)
             held[region] |= there
             reference = whole[region]
             rank = piece.one.rank.rank
@@ -321,6 +353,9 @@ class _Comparer:
     def _comparison(self, key: Key, like: TensorRecord) -> Comparison:
         if key not in self._found:
             order = self._order.get(key, len(self._order))
+            if key[0] in (Stage.LOCAL_GRADIENTS, Stage.NORM):
+                # Buckets are reduced from the model's end.
+                order = self._order.get((Stage.WEIGHTS, key[1], "weight"), order)
             self._found[key] = Comparison(key, self._tolerance(key, like), order)
         return self._found[key]
 
@@ -340,65 +375,34 @@ class _Comparer:
         self._not_aligned[why].append(name)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A piece of a parameter on one rank."""
-
-    one: RankCapture
-    record: TensorRecord
-
-    @property
-    def placement(self) -> Placement:
-        assert self.record.placement is not None
-        return self.record.placement
-
-    def values(self) -> Array:
-        return self.one.values(self.record)
-
-    def region(self, dimensions: int) -> tuple[slice, ...]:
-        """Where it lies in the whole, of which stacked layers are no dimension."""
-        offsets = self.placement.global_offset[-dimensions:]
-        return tuple(
-            slice(offset, offset + size)
-            for offset, size in zip(offsets, self.record.shape, strict=True)
-        )
-
-
-def _units(capture: Capture, stage: Stage) -> dict[tuple[Any, ...], list[_Part]]:
-    """Pieces of every parameter (a layer's own where layers are stacked), by key, layer and slot."""
-    found: defaultdict[tuple[Any, ...], list[_Part]] = defaultdict(list)
-    for one in capture.ranks:
-        for record in one.records:
-            place = record.placement
-            if record.site.stage is stage and place is not None:
-                stacked = len(place.global_shape) - len(record.shape)
-                unit = (place.key, place.global_offset[:stacked], record.site.slot)
-                found[unit].append(_Part(one, record))
-    return dict(found)
-
-
-def _assembled(pieces: list[_Part], stage: Stage, capture: Capture) -> Array:
-    """The whole parameter from its pieces."""
-    dimensions = len(pieces[0].record.shape)
-    shape = pieces[0].placement.global_shape[-dimensions:]
-    if len(pieces) == 1 and pieces[0].record.shape == shape:
-        return pieces[0].values()
-    whole = np.zeros(shape, np.float32)
-    for piece in pieces:
-        values, region = piece.values(), piece.region(dimensions)
-        there = np.isfinite(values) if piece.placement.partial else np.ones(values.shape, bool)
-        if stage is Stage.LOCAL_GRADIENTS:
-            whole[region] += values / (capture.first.data[1] * capture.first.context[1])
-        else:
-            whole[region][there] = values[there]
-    return whole
-
-
-def _mean_of_copies(parts: list[_Part], layout: Capture) -> tuple[Array, tuple[slice, ...]]:
+def _mean_of_copies(parts: list[Part], layout: Capture) -> Array:
     total: Array = np.sum([part.values() for part in parts], axis=0, dtype=np.float32)
     if not layout.first.per_token_loss:
         total = total / (layout.first.data[1] * layout.first.context[1])
-    return total, parts[0].region(total.ndim)
+    return total
+
+
+def _orders(reference: Capture, layout: Capture) -> dict[Key, float]:
+    """When each tensor is computed: the reference says, and of what it has not, the layout."""
+    orders: dict[Key, float] = {}
+    for one in reference.ranks:
+        for record in one.records:
+            orders.setdefault(_key(record.site), float(len(orders)))
+    for one in layout.ranks:
+        last = -1.0
+        for record in one.records:
+            # Behind what comes before it, such as what is recomputed in the layout alone.
+            last = orders.setdefault(_key(record.site), last + _SHORTLY)
+    return orders
+
+
+def _is_whole(rank: CapturedRank, site: Site) -> bool:
+    """Whether tensor-parallel ranks have all of a module's output each."""
+    if site.stage is not Stage.OUTPUTS or not site.slot.startswith("output"):
+        return False
+    module = rank.modules.get(site.name)
+    known = module is not None and module.kind in _WHOLE_ON_EVERY_RANK
+    return known or site.name.rpartition(".")[2] in _RESIDUAL
 
 
 def _key(site: Site) -> Key:

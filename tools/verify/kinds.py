@@ -44,6 +44,8 @@ def kind_of(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Kin
 
 
 def _kinds(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Iterator[Kind]:
+    if found.miscounted:
+        yield Kind(found.miscounted)
     if found.uncovered:
         yield Kind(f"{found.uncovered} elements are held by no rank")
     pair = found.worst

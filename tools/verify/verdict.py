@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.records.capture import CaptureWriter, Stage, TensorRecord
+from tools.records.capture import CapturedRank, CaptureWriter, Stage, TensorRecord
 from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
@@ -56,6 +56,7 @@ def check_same_work(reference: Capture, layout: Capture) -> None:
                 f"The two runs did different work: {name} is {mine} in {layout.folder.name} and "
                 f"{other} in {reference.folder.name}; compare runs of the same."
             )
+    _check_same_masks(theirs, ours)
     if ours.micro_batch_size != theirs.micro_batch_size and not theirs.per_token_loss:
         _check_equal_weights(reference)
         _check_equal_weights(layout)
@@ -75,6 +76,22 @@ def _check_equal_weights(capture: Capture) -> None:
             f"{max(tokens):.0f} tokens, and without --calculate-per-token-loss each of them counts "
             "the same whatever its size; add that flag, or compare the same micro batches."
         )
+
+
+def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
+    """Refuse dropout in runs that draw other masks: they share a random stream with all else."""
+    batch = (theirs.micro_batch_size, theirs.micro_batches)
+    alike = ours.degrees == theirs.degrees and batch == (ours.micro_batch_size, ours.micro_batches)
+    if alike or not (ours.dropout or theirs.dropout):
+        return
+    for name in ("hidden", "attention"):
+        shares = (getattr(ours, f"{name}_dropout"), getattr(theirs, f"{name}_dropout"))
+        if any(shares):
+            raise VerifyError(
+                f"--{name}-dropout is {max(shares):g}, and another layout draws other masks; verify "
+                'with EXTRA="--hidden-dropout 0 --attention-dropout 0", or against the same layout '
+                "(REFERENCE=<its strategy>, EXTRA_B=<flags that it has alone>)."
+            )
 
 
 def judge(reference: Capture, layout: Capture) -> Judgement:
@@ -102,7 +119,9 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
 
 def may_have_spread(judgement: Judgement) -> bool:
     """Whether the first wrong tensor may only follow from another's error."""
-    return judgement.first is not None and judgement.first.key[0] in _LOCAL
+    # A loss that is wrong with all outputs right is wrong by itself.
+    spreading = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
+    return judgement.first is not None and judgement.first.key[0] in spreading
 
 
 def write_forced(reference: Capture, layout: Capture, folder: Path) -> None:

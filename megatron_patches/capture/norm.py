@@ -1,0 +1,79 @@
+"""Which elements of which parameters a rank counts in the gradient norm.
+
+Nothing of Megatron's selection is written here again: what is noted is what it gives to the function
+that computes the norm, and over which ranks that function sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, Piece, optimizer_part
+
+
+class NormMembership:
+    """What one step of the optimizer counts."""
+
+    def __init__(self, parameters: ParameterMap, optimizer: Any) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        self._counted: dict[tuple[int, ...], Counter[int]] = {}
+        """By the ranks of the norm's group, how often each parameter's part (by number) is counted."""
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks over which norms were summed."""
+        return tuple(self._counted)
+
+    def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`get_grad_norm_fp32`, which says what it is given."""
+
+        @functools.wraps(original)
+        def norm(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("grad_stats_parallel_group")
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+            given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+            times = Counter(id(one) for one in given)
+            # The most of all calls, not their sum: a norm may be computed twice to be used once.
+            self._counted[ranks] = self._counted.get(ranks, Counter()) | Counter(
+                {
+                    number: times[id(gradient)]
+                    for number, part in self._parts()
+                    for gradient in _gradients(part)
+                    if times[id(gradient)]
+                }
+            )
+            return original(gradients, *args, **kwargs)
+
+        return norm
+
+    def pieces(self) -> Iterator[tuple[tuple[int, ...], Piece]]:
+        """How often each element is counted: a group's ranks, and the parameter's part."""
+        for ranks, counted in self._counted.items():
+            for number, part in self._parts():
+                if not counted[number]:
+                    continue
+                parameter = self._parameters.parameters[number]
+                times = torch.zeros(parameter.numel(), dtype=torch.uint8)
+                start = part.start or 0
+                times[start : start + part.main.numel()] = counted[number]
+                for piece in self._parameters.pieces(parameter, times):
+                    yield ranks, piece
+
+    def _parts(self) -> Iterator[tuple[int, OptimizerPart]]:
+        for number, parameter in enumerate(self._parameters.parameters):
+            part = optimizer_part(self._optimizer, parameter)
+            if part is not None:
+                yield number, part
+
+
+def _gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
+    """What Megatron takes as the gradient of what the optimizer updates."""
+    for name in ("grad", "decoupled_grad"):
+        gradient = getattr(part.main, name, None)
+        if gradient is not None:
+            yield gradient

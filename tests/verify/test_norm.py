@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+
+from tests.verify.captures import KEY, WEIGHT, place, rank, write
+from tools.records.capture import COUNTED, Placement, Site, Stage
+from tools.verify.compare import compare
+from tools.verify.norm import memberships
+
+GRADIENT = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+
+
+def counting(number, groups, *counted, **described):
+    """A rank that has rows 2·number and 2·number+1, and counts elements of a group's norm."""
+    held, placement = np.ones((2, 3), np.float32), place((0, 2 * number, 0))
+    tensors = [(GRADIENT, held, placement)]
+    for group, times in zip(groups, counted, strict=True):
+        slot = COUNTED + " ".join(map(str, group))
+        if times is not None:
+            values = np.full((2, 3), times, np.uint8)
+            tensors.append((Site(Stage.NORM, WEIGHT, slot), values, placement))
+    return rank(number, world_size=2, norm_groups=groups, **described), tensors
+
+
+def test_every_element_counted_once_over_the_group_is_right(tmp_path):
+    ranks = [counting(n, ((0, 1),), 1, tensor=(n, 2)) for n in range(2)]
+    (found,) = memberships(write(tmp_path / "c", ranks))
+    assert (found.kind, found.wrong_share) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("times", "ranks", "kind"),
+    [
+        (None, (1,), "not counted in the norm by rank 1"),
+        (2, (1,), "counted 2 times in the norm"),
+    ],
+)
+def test_a_part_that_is_not_counted_once_names_the_rank_that_holds_it(tmp_path, times, ranks, kind):
+    first = counting(0, ((0, 1),), 1, tensor=(0, 2))
+    capture = write(tmp_path / "c", [first, counting(1, ((0, 1),), times, tensor=(1, 2))])
+    (found,) = memberships(capture)
+    assert (found.kind, found.ranks, found.wrong_share) == (kind, ranks, 0.5)
+
+
+def test_a_norm_that_is_not_summed_over_the_ranks_of_the_other_parts_lacks_these(tmp_path):
+    ranks = [counting(n, ((n,),), 1, data=(n, 2)) for n in range(2)]
+    (found,) = memberships(write(tmp_path / "c", ranks))
+    assert found.kind == "not counted in the norm of rank 0: rank 1 not in its group"
+
+
+def test_experts_may_have_a_group_of_their_own(tmp_path):
+    alone, both = counting(0, ((0,), (0, 1)), None, 1), counting(1, ((1,), (0, 1)), None, 1)
+    (found,) = memberships(write(tmp_path / "c", [alone, both]))
+    assert found.kind == ""
+
+
+def test_without_a_norm_nothing_is_said_of_it(tmp_path):
+    assert not list(memberships(write(tmp_path / "c", [counting(0, ())])))
+
+
+def test_a_part_that_is_missing_in_the_norm_comes_before_the_norms_value(tmp_path):
+    ranks = [counting(n, ((0, 1),), 1 - n or None, tensor=(n, 2)) for n in range(2)]
+    value = Site(Stage.NORM, "grad_norm", "returned")
+    for _, tensors in ranks:
+        tensors.append((value, np.array([1.0])))
+    whole = Placement(KEY, (1, 4, 3), (0, 0, 0))
+    theirs = [(GRADIENT, np.ones((4, 3), np.float32), whole), (value, np.array([2.0]))]
+    reference = write(tmp_path / "r", [(rank(), theirs)])
+    wrong = compare(reference, write(tmp_path / "c", ranks)).wrong()
+    assert [one.key[1] for one in wrong] == [WEIGHT, "grad_norm"]
+    assert (wrong[0].miscounted, wrong[0].wrong_ranks) == ("not counted in the norm by rank 1", {1})

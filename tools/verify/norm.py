@@ -1,0 +1,101 @@
+"""Whether the gradient norm counts every element of every parameter once.
+
+The norm's value does not say: a parameter's share of it may be below its rounding, until that parameter
+is large. So what every rank counts is compared with what it must count, exactly and without a reference.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.records.capture import COUNTED, Stage, TensorRecord
+from tools.verify.captured import Array, Capture, whole_name
+from tools.verify.parameters import Part, Unit, units
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How a parameter is counted in the norm of some ranks."""
+
+    name: str
+    record: TensorRecord
+    """One of the parameter's."""
+    wrong_share: float
+    """Elements that are not counted once, over all of them."""
+    ranks: tuple[int, ...]
+    """That should have counted them, or did so too often."""
+    kind: str
+    """In words; empty where every element is counted once."""
+
+
+def memberships(layout: Capture) -> Iterator[Membership]:
+    """How each parameter that has a reduced gradient is counted; the worst norm of all ranks."""
+    counted: defaultdict[Unit, list[Part]] = defaultdict(list)
+    for (key, layer, _), parts in units(layout, Stage.NORM, COUNTED).items():
+        counted[key, layer] += parts
+    ranks_of: defaultdict[Groups, list[int]] = defaultdict(list)
+    for one in layout.ranks:
+        if one.rank.norm_groups:
+            ranks_of[one.rank.norm_groups].append(one.rank.rank)
+    if not ranks_of:  # Nothing is clipped, and no norm computed.
+        return
+    for (key, layer, _), held in units(layout, Stage.REDUCED_GRADIENTS).items():
+        found = [
+            _membership(held, counted[key, layer], groups, ranks)
+            for groups, ranks in ranks_of.items()
+        ]
+        yield max(found, key=lambda one: one.wrong_share)
+
+
+def _membership(
+    held: Sequence[Part], counted: Sequence[Part], groups: Groups, ranks: Sequence[int]
+) -> Membership:
+    times = np.zeros(held[0].whole_shape, np.int32)
+    for group in groups:
+        for part in _of_group(counted, group):
+            times[part.region()] += part.values()
+    wrong = times != 1
+    name, share = whole_name(held[0].record.site.name), float(wrong.mean())
+    if not wrong.any():
+        return Membership(name, held[0].record, share, (), "")
+    missing = times == 0
+    if missing.any():
+        holders = _holding(held, missing)
+        summed = {rank for group in groups for rank in group}
+        inside = tuple(rank for rank in holders if rank in summed)
+        kind = f"not counted in the norm by {_ranks(inside or holders)}"
+        if not inside:
+            kind = f"not counted in the norm of {_ranks(ranks)}: {_ranks(holders)} not in its group"
+        return Membership(name, held[0].record, share, inside or holders, kind)
+    most = int(times.max())
+    holders = _holding(counted, times > 1)
+    return Membership(name, held[0].record, share, holders, f"counted {most} times in the norm")
+
+
+def _of_group(counted: Sequence[Part], group: tuple[int, ...]) -> Iterator[Part]:
+    slot = COUNTED + " ".join(map(str, group))
+    for part in counted:
+        if part.one.rank.rank in group and part.record.site.slot == slot:
+            yield part
+
+
+def _holding(parts: Sequence[Part], wanted: Array) -> tuple[int, ...]:
+    """Ranks that hold, or count, any of the elements."""
+    found = set()
+    for part in parts:
+        values = part.values()
+        there = values > 0 if part.record.site.stage is Stage.NORM else part.held(values)
+        if (there & wanted[part.region()]).any():
+            found.add(part.one.rank.rank)
+    return tuple(sorted(found))
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    listed = ", ".join(map(str, numbers))
+    return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
