@@ -18,7 +18,7 @@ def counting(number, groups, *counted, **described):
         if times is not None:
             values = np.full((2, 3), times, np.uint8)
             tensors.append((Site(Stage.NORM, WEIGHT, slot), values, placement))
-    return rank(number, world_size=2, norm_groups=groups, **described), tensors
+    return rank(number, **{"world_size": 2, "norm_groups": groups, **described}), tensors
 
 
 def test_every_element_counted_once_over_the_group_is_right(tmp_path):
@@ -54,7 +54,7 @@ def test_experts_may_have_a_group_of_their_own(tmp_path):
 
 
 def test_without_a_norm_nothing_is_said_of_it(tmp_path):
-    assert not list(memberships(write(tmp_path / "c", [counting(0, ())])))
+    assert not list(memberships(write(tmp_path / "c", [counting(0, (), world_size=1)])))
 
 
 def test_a_part_that_is_missing_in_the_norm_comes_before_the_norms_value(tmp_path):
