@@ -75,6 +75,8 @@ bench-verify: setup ## planted bugs that verify must find, and healthy layouts t
 	@$(no_variables)$(MAKE) --no-print-directory prepare-ds-sample && $(VENV_PYTHON) -m tests.verify.bench
 bench-gpu: ## Megatron on one GPU without Transformer Engine, in under 9 minutes
 loss-curve: ## 200 losses with FUSED=, compared with those of another seed
+docs: setup ## site/: the documentation, and the planner in the browser
+	@$(no_variables)tools/docs.sh
 lint: setup ## ruff, mypy, shellcheck, hadolint, import-linter
 	@$(no_variables)tools/lint.sh
 clean: ## remove runs, reports and caches; keeps .venv and owt-ds
@@ -88,7 +90,7 @@ CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-d
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@
 
-.PHONY: help help-all setup doctor install-dependencies setup-deepspeed test test-slow bench bench-verify lint clean $(CALLS)
+.PHONY: help help-all setup docs doctor install-dependencies setup-deepspeed test test-slow bench bench-verify lint clean $(CALLS)
 
 # Anything else: a target's name that is nearly right gets the near ones.
 .DEFAULT:

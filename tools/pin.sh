@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# requirements.txt and requirements-deepspeed.txt from their .in files: everything they need, pinned, with
+# requirements.txt, requirements-deepspeed.txt and requirements-docs.txt from their .in files: all they need, pinned, with
 # the hash of every file of these versions, for Linux on x86_64 and aarch64 and CPython 3.12 and 3.13.
 # Needs uv. What is pinned stays as it is, but for what the .in files changed; --upgrade takes the newest.
 set -euo pipefail
@@ -12,3 +12,4 @@ pin() { # NAME, then more of uv's options
 
 pin requirements "$@"
 pin requirements-deepspeed --constraint requirements.txt "$@"
+pin requirements-docs "$@"

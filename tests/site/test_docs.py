@@ -1,0 +1,85 @@
+"""What pages say of the repository is so: their links, and the commands in their code blocks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.site.hooks import pages, settings_page
+from tools.spec.files import ROOT
+from tools.spec.settings import SETTINGS, check_given
+
+PAGES = [name for name in pages() if name.endswith(".md")]
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+_FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.M | re.S)
+RUNNABLE = ("tools.plan", "tools.spec")
+"""Modules whose commands need no devices, data or runs."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    text = (ROOT / page).read_text()
+    missing = [
+        target
+        for target in _LINK.findall(text)
+        if ":" not in target and not (ROOT / page).parent.joinpath(target).exists()
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
+    for words in _commands(page, "make"):
+        names = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
+        target = next((word for word in words[words.index("make") + 1 :] if "=" not in word), "")
+        if not any(sign in target for sign in "<…["):
+            check_given(names, target)
+
+
+def test_the_reference_has_every_variable() -> None:
+    page = settings_page()
+    assert [s.name for s in SETTINGS if f"`{s.name}`" not in page] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_planning_commands_run(page: str, tmp_path: Path) -> None:
+    for words in _commands(page, "python"):
+        if words[1:2] == ["-m"] and words[2] in RUNNABLE and ">" not in words:
+            ended = subprocess.run(
+                (sys.executable, *words[1:]),
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert ended.returncode == 0, f"{shlex.join(words)}: {ended.stderr}"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning() -> None:
+    subprocess.run(("make", "docs"), cwd=ROOT, check=True)
+    assert (ROOT / "site/index.html").is_file()
+    assert (ROOT / "site/planner/pyodide.asm.wasm").is_file()
+
+
+def _commands(page: str, program: str) -> list[list[str]]:
+    found = []
+    for block in _FENCE.findall((ROOT / page).read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:
+                continue
+            # Variables may stand before the program, as in DRY_RUN=1 make train-….
+            first = next((word for word in words if "=" not in word), "")
+            if first == program:
+                found.append(words)
+    return found

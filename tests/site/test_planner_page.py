@@ -1,0 +1,110 @@
+"""The planner's page in a real browser: what it shows is what the command line answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.chromium import chromium, needs_chromium
+from tools.site import in_browser
+from tools.site.planner_page import build
+from tools.spec.files import ROOT
+from tools.spec.model import model_names
+
+QUESTION = {"model": "gpt2-large", "gpus": "2", "gpu": "h200", "global-batch": "64"}
+ANSWERED = """<img src="/wait" alt=""><script>
+new MutationObserver(() => {
+  const said = document.getElementById("state").textContent;
+  if (/legal layouts/.test(said) || document.getElementById("refusal").textContent) fetch("/answered");
+}).observe(document.body, {subtree: true, childList: true, characterData: true});
+</script></html>"""
+"""The browser takes a page for loaded when its picture has come: after the planner's answer."""
+
+
+def test_the_page_offers_every_model_and_its_batch() -> None:
+    models = json.loads(in_browser.choices())["models"]
+    assert [model["name"] for model in models] == list(model_names())
+    assert {"name": "gpt2-large", "global_batch": 32} in models
+
+
+def test_the_answer_is_the_command_lines_and_a_refusal_is_its_sentence() -> None:
+    words = [word for name, value in QUESTION.items() for word in (f"--{name}", value)]
+    answer = json.loads(in_browser.plan(words))
+    assert answer["code"] == 0
+    assert json.loads(answer["out"]) == _command_line(words)
+    refused = json.loads(in_browser.plan(["--model", "gpt2-huge"]))
+    assert refused["code"] == 2
+    assert "There is no model 'gpt2-huge'" in refused["err"]
+
+
+class _Page(SimpleHTTPRequestHandler):
+    answered: threading.Event
+
+    def do_GET(self) -> None:
+        if self.path == "/answered":
+            self.answered.set()
+        elif self.path == "/wait":
+            self.answered.wait(100)
+        if self.path in ("/answered", "/wait"):
+            self.send_response(204)
+            self.end_headers()
+        elif self.path.startswith("/planner.html"):
+            text = Path(self.directory, "planner.html").read_text().replace("</html>", ANSWERED)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(text.encode())
+        else:
+            super().do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if shutil.which("npm") is None:
+        pytest.skip("no npm on PATH: the page's runtime was not fetched")
+    folder = tmp_path_factory.mktemp("planner")
+    build(folder)
+    handler = type("Page", (_Page,), {"answered": threading.Event()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/planner.html"
+        server.shutdown()
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_browser_shows_the_command_lines_ranking(address: str, tmp_path: Path) -> None:
+    query = "&".join(f"{name}={value}" for name, value in QUESTION.items())
+    picture = tmp_path / "planner.png"
+    shown, console = chromium(
+        *("--dump-dom", f"--screenshot={picture}", "--window-size=1400,1100"),
+        f"{address}?{query}",
+    )
+    assert console == []
+    plan = _command_line([w for name, value in QUESTION.items() for w in (f"--{name}", value)])
+    assert re.findall(r"<tr><td><code>([^<]+)</code>", shown) == [
+        layout["strategy"] for layout in plan["ranked"]
+    ]
+    milliseconds = f"{1000 * plan['winner']['iteration_seconds']:.0f}"
+    assert f'<td class="number">{milliseconds}' in shown
+    assert f"<code>{plan['winner']['command']}</code>" in shown
+
+
+def _command_line(words: list[str]) -> dict[str, list[dict[str, object]]]:
+    command = (sys.executable, "-m", "tools.plan", *words, "--json")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    answer: dict[str, list[dict[str, object]]] = json.loads(ended.stdout)
+    return answer

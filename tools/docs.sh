@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# `make docs`: site/ from the repository's own pages, and the planner that runs in the reader's browser.
+# mkdocs has an environment of its own, .venv-docs, with the packages of requirements-docs.txt.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VENV=.venv-docs
+wanted=$(sha256sum requirements-docs.txt)
+if [[ ! -f $VENV/.requirements.sha256 || $(< "$VENV/.requirements.sha256") != "$wanted" ]]; then
+  "$(tools/setup.sh --python)" -m venv --clear "$VENV"
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
+    --requirement requirements-docs.txt
+  echo "$wanted" > "$VENV/.requirements.sha256"
+fi
+
+rm -rf site
+PYTHONPATH=. NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --quiet
+PYTHONPATH=. .venv/bin/python -m tools.site.planner_page site/planner
+echo "The site is in site/; show it with: python3 -m http.server --directory site"

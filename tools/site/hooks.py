@@ -1,0 +1,90 @@
+"""What mkdocs calls: the repository's Markdown files become pages where they stand.
+
+So their links hold, and nothing is said twice. A link to a file that is no page (code, a script) becomes
+its name. `docs/settings.md` is written from the table of settings.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tools.spec.files import ROOT
+from tools.spec.settings import make_help
+
+SETTINGS_PAGE = "docs/settings.md"
+PLANNER = "planner/planner.html"
+SHOWN = (".md", ".svg", ".png", ".html")
+HIDDEN = ("tests/", ".github/", "tools/report/render/", "tools/verify/templates/", "tools/site/")
+
+_HEADING = re.compile(r"## Variables: (.+) \[(.+)\]$")
+_VARIABLE = re.compile(r"##   ([A-Z][A-Z0-9_ ]*[A-Z0-9]) +(.+)$")
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Every Markdown file and picture of the repository, under its own path."""
+    from mkdocs.structure.files import File, Files
+
+    found = [file for file in files if not file.src_uri.startswith("docs/") and _of_theme(file)]
+    for name in pages():
+        found.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    found.append(File.generated(config, SETTINGS_PAGE, content=settings_page()))
+    found.append(File.generated(config, PLANNER, content=""))
+    return Files(found)
+
+
+def on_page_markdown(markdown: str, page: Any, files: Any, **_: object) -> str:
+    """Links to what is no page become plain text; a folder's link is its README's."""
+    here = posixpath.dirname(page.file.src_uri)
+
+    def shown(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        if ":" in target:
+            return link[0]
+        place = posixpath.normpath(posixpath.join(here, target))
+        if files.get_file_from_path(place) is not None:
+            return link[0]
+        if files.get_file_from_path(f"{place}/README.md") is not None:
+            return f"[{text}]({target.rstrip('/')}/README.md{anchor})"
+        return text if (ROOT / place).exists() else link[0]
+
+    return _LINK.sub(shown, markdown)
+
+
+def pages() -> list[str]:
+    """Markdown files and pictures under version control, seen from the repository's root."""
+    command = ("git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard")
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [
+        name
+        for name in listed
+        if name.endswith(SHOWN) and not name.startswith(HIDDEN) and (ROOT / name).is_file()
+    ]
+
+
+def settings_page() -> str:
+    """Every variable of make, by what it is for, as `make help-all` prints them."""
+    lines = [
+        "# Reference of settings",
+        "",
+        "Variables of make, as `make TARGET NAME=value`. One that the target does not use is refused.",
+    ]
+    for line in make_help().splitlines():
+        if heading := _HEADING.match(line):
+            what, targets = heading.groups()
+            lines += ["", f"## {what[0].upper()}{what[1:]}", "", f"Used by: {targets}.", ""]
+            lines += ["| variable | what |", "|---|---|"]
+        elif variable := _VARIABLE.match(line):
+            names = " ".join(f"`{name}`" for name in variable[1].split())
+            what = variable[2].replace("<", "&lt;").replace("*", r"\*").replace("|", r"\|")
+            lines.append(f"| {names} | {what} |")
+    return "\n".join(lines) + "\n"
+
+
+def _of_theme(file: Any) -> bool:
+    """A file that mkdocs' theme brings, none of `docs/`."""
+    return not Path(ROOT, "docs", file.src_uri).exists()

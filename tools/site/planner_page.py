@@ -1,0 +1,98 @@
+"""The planner as a page: Pyodide runs `tools.plan` in the browser, no server computes anything.
+
+`python -m tools.site.planner_page FOLDER` writes static files. Pyodide comes from the npm registry and
+msgspec's WebAssembly wheel from the Python package index, at the versions below; nothing of either is in
+the repository. PyYAML's and rich's Python files are those of the running environment.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tools.spec.files import ROOT
+
+PYODIDE = "pyodide@314.0.7"
+MSGSPEC = "msgspec==0.22.0"
+PLATFORM = ("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14")
+RUNTIME = (
+    *("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json"),
+    "python_stdlib.zip",
+)
+KIT = ("tools/__init__.py", "tools/plan", "tools/spec", "tools/records", "tools/text", "tools/site")
+DATA = ("examples/gpt3", "examples/moe")
+PURE = ("yaml", "rich")
+"""Packages of the environment of which the Python files alone suffice."""
+
+TEMPLATES = Path(__file__).with_name("templates")
+MADE = ("planner.html", "planner.js", "worker.js")
+
+
+class PageError(Exception):
+    """The page could not be made; the message says what is missing."""
+
+
+def build(folder: Path) -> None:
+    """Write the page and everything that it loads.
+
+    Raises:
+        PageError: A package could not be fetched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as work:
+        _fetch(("npm", "pack", "--silent", PYODIDE), Path(work))
+        wheel = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PLATFORM)
+        _fetch((*wheel, "--only-binary", ":all:", "--abi", "cp314", MSGSPEC), Path(work))
+        (archive,) = Path(work).glob("pyodide-*.tgz")
+        with tarfile.open(archive) as packed:
+            for name in RUNTIME:
+                member = packed.extractfile(f"package/{name}")
+                assert member is not None
+                (folder / name).write_bytes(member.read())
+        (compiled,) = Path(work).glob("msgspec-*.whl")
+        shutil.copyfile(compiled, folder / "msgspec.zip")
+    _pack_kit(folder / "kit.zip")
+    for name in MADE:
+        shutil.copyfile(TEMPLATES / name, folder / name)
+    shutil.copyfile(ROOT / "tools/text/house.css", folder / "house.css")
+
+
+def _fetch(command: tuple[str, ...], folder: Path) -> None:
+    try:
+        subprocess.run(command, cwd=folder, check=True)
+    except FileNotFoundError:
+        raise PageError(f"There is no {command[0]}; install Node.js, which brings it.") from None
+    except subprocess.CalledProcessError:
+        raise PageError(
+            f"{command[-1]} could not be fetched (see above); the planner's page needs a package "
+            "registry once, when it is made."
+        ) from None
+
+
+def _pack_kit(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for place in (*KIT, *DATA):
+            found = ROOT / place
+            for file in [found] if found.is_file() else sorted(found.rglob("*")):
+                if file.suffix in (".py", ".yaml", ".args", ".csv", ".gz", ".json"):
+                    packed.write(file, file.relative_to(ROOT))
+        for name in PURE:
+            spec = find_spec(name)
+            assert spec is not None
+            assert spec.origin is not None
+            package = Path(spec.origin).parent
+            for file in sorted(package.rglob("*.py")):
+                packed.write(file, file.relative_to(package.parent))
+
+
+if __name__ == "__main__":
+    try:
+        build(Path(sys.argv[1]))
+    except PageError as error:
+        sys.exit(str(error))
