@@ -14,6 +14,16 @@ def test_bench_says_how_fast_and_in_how_much_memory():
     assert "iterations/s" in str(result)
 
 
+def test_memory_of_the_process_that_started_it_is_not_its_own():
+    program = "from tools.report.read.bench import bench_scrape; r = bench_scrape(9);"
+    own = [sys.executable, "-c", program + "print(r.peak_memory_mib)"]
+    large = f"large = bytearray(2**29); import subprocess; subprocess.run({own})"
+    done = subprocess.run(
+        [sys.executable, "-c", large], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert 5 < float(done.stdout) < 200
+
+
 @pytest.mark.slow
 def test_half_a_million_iterations_take_six_seconds_and_400_mb():
     program = (
