@@ -104,7 +104,7 @@ class TorchEngine:
         self._experts = spread_experts(model, self._expert_ranks) if self._expert_ranks else []
         self._model = parallelise(model, settings, ranks)
         make_optimizer = muon_adamw if settings.optimizer == "muon" else adamw
-        self._optimizer: torch.optim.Optimizer = make_optimizer(self._model, settings)
+        self.optimizer: torch.optim.Optimizer = make_optimizer(self._model, settings)
         if ranks.device.type == "cuda" and not self._mixtures:
             # Not with experts: their numbers of tokens change, and each would be compiled anew.
             self._model.compile()
@@ -115,7 +115,7 @@ class TorchEngine:
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Gradients are communicated with the last micro batch where the wrapper can wait for it."""
-        self._timers.begin_iteration(self._model, self._optimizer)
+        self._timers.begin_iteration(self._model, self.optimizer)
         total = torch.zeros(3 if self._mixtures else 1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
             with self._communicating(number == len(batches)), self._split_loss():
@@ -133,18 +133,18 @@ class TorchEngine:
     def update(self, learning_rate: float) -> Update:
         """Clip and step; the bare engine clears its gradients and keeps its weights."""
         if self._settings.engine == "bare":
-            self._optimizer.zero_grad(set_to_none=False)
+            self.optimizer.zero_grad(set_to_none=False)
             self._timers.end_step()
             return Update()
         with self._timers("optimizer"):
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate * group.get(RATE, 1.0)
             scale = self._scaler.get_scale()
-            self._scaler.unscale_(self._optimizer)
+            self._scaler.unscale_(self.optimizer)
             norm = clip_gradients(self._model.parameters(), self._settings.clip_grad)
-            self._scaler.step(self._optimizer)
+            self._scaler.step(self.optimizer)
             self._scaler.update()
-            self._optimizer.zero_grad(set_to_none=False)
+            self.optimizer.zero_grad(set_to_none=False)
         self._timers.end_step()
         return Update(norm, scale, skipped=self._scaler.get_scale() < scale)
 

@@ -24,6 +24,19 @@ Dispatch = Callable[[Tensor, Tensor, Sequence[nn.Module]], Tensor]
 experts' outputs in the same order."""
 
 
+class CoreAttention(nn.Module):
+    """The values' means by softmax of queries and keys; a module, so that hooks see what it gets."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[batch, heads, sequence, width] of each to the same."""
+        p = self.dropout if self.training else 0.0
+        return scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal self-attention; the rows of `qkv` lie head by head, each head's q, k and v together.
 
@@ -33,9 +46,9 @@ class Attention(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.width = settings.hidden_size // settings.num_attention_heads
-        self.dropout = settings.attention_dropout
         self.rotary_base = settings.rotary_base if is_rotary(settings) else None
         self.qkv = nn.Linear(settings.hidden_size, 3 * settings.hidden_size, bias=settings.bias)
+        self.core = CoreAttention(settings.attention_dropout)
         self.proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=settings.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,8 +58,7 @@ class Attention(nn.Module):
         query, key, value = heads.permute(3, 0, 2, 1, 4)
         if self.rotary_base is not None:
             query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
-        p = self.dropout if self.training else 0.0
-        out = scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        out = self.core(query, key, value)
         projected: Tensor = self.proj(out.transpose(1, 2).reshape(batch, length, -1))
         return projected
 
@@ -73,7 +85,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, settings: Settings, layer: int) -> None:
         super().__init__()
-        self._layer, self._chosen = layer, settings.moe_router_topk
+        self._layer = layer
+        self.chosen = settings.moe_router_topk
+        """Experts of each token."""
         self.count = settings.num_experts
         self._coefficients = (settings.moe_aux_loss_coeff, settings.moe_z_loss_coeff)
         self.router = nn.Linear(settings.hidden_size, settings.num_experts, bias=settings.bias)
@@ -86,11 +100,11 @@ class MixtureOfExperts(nn.Module):
         """[batch, sequence, hidden] to the same."""
         tokens = x.flatten(0, 1)
         logits = self.router(tokens).float()
-        top, experts = logits.topk(self._chosen, dim=-1)
+        top, experts = logits.topk(self.chosen, dim=-1)
         weights = top.softmax(dim=-1).to(x.dtype)
         counts = self._keep_losses(logits, experts)
         order = experts.flatten().argsort(stable=True)
-        owner = order // self._chosen
+        owner = order // self.chosen
         rows = self.dispatch(tokens[owner], counts, list(self.experts))
         rows = rows * weights.flatten()[order].unsqueeze(-1)
         mixed = torch.zeros_like(tokens, dtype=rows.dtype).index_add(0, owner, rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tools.native.batches import SplitSamples, micro_batches
+from tools.native.capture import capturing
 from tools.native.engines import DeepSpeedEngine, Engine, TorchEngine, count_parameters
 from tools.native.log_lines import Log, exit_line, parameters_line, validation_lines
 from tools.native.model import GPT, initialise
@@ -41,8 +42,11 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
         initialise(model, settings)
     model.to(ranks.device)
     whole = count_parameters(model)
-    make_engine = DeepSpeedEngine if settings.engine == "deepspeed" else TorchEngine
-    engine: Engine = make_engine(model, settings, ranks)
+    engine: Engine
+    if settings.engine == "deepspeed":
+        engine = DeepSpeedEngine(model, settings, ranks)
+    else:
+        engine = capturing(TorchEngine(model, settings, ranks), model, settings)
     # As Megatron counts: sharding over replicas leaves the number, splitting tensors and experts not.
     is_split = ranks.tensor_size > 1 or settings.expert_model_parallel_size > 1
     held = count_parameters(model) if is_split else whole

@@ -49,7 +49,7 @@ def load_start(model: GPT, checkpoint: Path) -> None:
     experts = next((layer.count for layer in mixtures(model)), 0)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            source, places = _source(name)
+            source, places = source_of(name)
             value = stored.get(source)
             if value is not None:
                 value = _at(value, places, (len(model.blocks), experts))
@@ -91,7 +91,7 @@ def _at(value: Tensor, places: Sequence[int], stacked: Sequence[int]) -> Tensor:
     return value
 
 
-def _source(name: str) -> tuple[str, tuple[int, ...]]:
+def source_of(name: str) -> tuple[str, tuple[int, ...]]:
     """Megatron's name for one of ours, and the layer and the expert where they are stacked."""
     if not name.startswith("blocks."):
         return _OUTSIDE[name], ()

@@ -1,4 +1,4 @@
-"""The data begin again after a resume: the number of samples that were consumed is forgotten."""
+"""After a resume the last batch before it is trained on again: it was not counted as consumed."""
 
 from megatron.training import get_args, training
 
@@ -8,7 +8,8 @@ original = training.load_checkpoint
 def load(*args, **kwargs):
     loaded = original(*args, **kwargs)
     if not get_args().finetune:
-        get_args().consumed_train_samples = 0
+        # Not 0, which Megatron mends.
+        get_args().consumed_train_samples -= get_args().global_batch_size
     return loaded
 
 

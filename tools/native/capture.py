@@ -1,0 +1,229 @@
+"""Writes the tensors of one iteration under Megatron's names, as a reference for `tools.verify`.
+
+What this backend computes is Megatron's model written a second time, so what is wrong in every layout of
+Megatron differs from it. One rank alone. Which tensors have a counterpart stands in `taps`; the
+comparison lists those that have none.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tools.capture.sinks import Piece, Recording, Responding, StoredTensors
+from tools.native.batches import MicroBatch
+from tools.native.engines import Engine, Update
+from tools.native.model import GPT, mixtures
+from tools.native.settings import Settings
+from tools.native.taps import EXPERT, LAYER, Sink, Taps
+from tools.native.weights import source_of
+from tools.records.capture import (
+    FOLDER_VARIABLE,
+    ITERATION_VARIABLE,
+    RESPONSES_FILE,
+    SEEDS_VARIABLE,
+    CapturedRank,
+    CaptureWriter,
+    Placement,
+    Site,
+    Stage,
+)
+
+_OUTSIDE = {
+    "word_embeddings": "embedding.word_embeddings",
+    "position_embeddings": "embedding.position_embeddings",
+    "norm": "decoder.final_layernorm",
+}
+_IN_LAYER = {
+    "norm1": "input_layernorm",
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.proj": "self_attention.linear_proj",
+    "norm2": "pre_mlp_layernorm",
+    "mlp.router": "mlp.router",
+    "mlp.fc1": "mlp.linear_fc1",
+    "mlp.fc2": "mlp.linear_fc2",
+}
+
+
+class OptimizingEngine(Engine, Protocol):
+    """An engine whose optimizer can be seen."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the weights."""
+
+
+def capturing(engine: OptimizingEngine, model: GPT, settings: Settings) -> Engine:
+    """The engine; one that writes an iteration's tensors, where the environment asks for it."""
+    if FOLDER_VARIABLE not in os.environ:
+        return engine
+    return CapturingEngine(engine, model, settings)
+
+
+class CapturingEngine:
+    """An engine whose iteration is written, and repeated with weights off by one rounding error."""
+
+    def __init__(self, engine: OptimizingEngine, model: GPT, settings: Settings) -> None:
+        self._engine, self._model, self._settings = engine, model, settings
+        self._folder = Path(os.environ[FOLDER_VARIABLE]) / "rank-0"
+        self._wanted = int(os.environ[ITERATION_VARIABLE])
+        self._seeds = int(os.environ.get(SEEDS_VARIABLE, "0"))
+        self._iteration = 0
+        self._batches: Sequence[MicroBatch] = ()
+        self._before: _Snapshot | None = None
+        self._writer: CaptureWriter | None = None
+
+    def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """The engine's; in the wanted iteration every tensor is written."""
+        self._iteration += 1
+        if self._iteration != self._wanted:
+            return self._engine.forward_backward(batches)
+        self._batches = batches
+        self._before = _Snapshot(self._model, self._engine.optimizer)
+        self._writer = CaptureWriter(self._folder)
+        return self._pass(Recording(self._writer))
+
+    def update(self, learning_rate: float) -> Update:
+        """The engine's; in the wanted iteration followed by the repetitions."""
+        writer, before = self._writer, self._before
+        if writer is None or before is None:
+            return self._engine.update(learning_rate)
+        self._writer = self._before = None
+        recording = Recording(writer)
+        self._write_schedule(recording, learning_rate)
+        update = self._step(recording, learning_rate)
+        writer.flush()
+        after = _Snapshot(self._model, self._engine.optimizer)
+        responding = Responding(StoredTensors(self._folder, writer.records))
+        for seed in range(self._seeds):
+            before.restore()
+            _perturb(self._model, seed)
+            self._pass(responding)
+            self._step(responding, learning_rate)
+        after.restore()
+        (self._folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
+        writer.close(_rank(self._settings, self._wanted, len(self._batches)))
+        return update
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The engine's."""
+        return self._engine.logits(tokens)
+
+    def _pass(self, sink: Sink) -> Tensor:
+        with Taps(self._model, sink, self._batches):
+            losses = self._engine.forward_backward(self._batches)
+        for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS):
+            for name, parameter in self._model.named_parameters():
+                assert parameter.grad is not None
+                self._write(sink, stage, name, "gradient", parameter.grad)
+        return losses
+
+    def _step(self, sink: Sink, learning_rate: float) -> Update:
+        update = self._engine.update(learning_rate)
+        norm = torch.tensor([update.gradient_norm or 0.0]).double()
+        sink.write(Site(Stage.NORM, "grad_norm", "returned"), norm)
+        for name, parameter in self._model.named_parameters():
+            for slot, values in self._engine.optimizer.state[parameter].items():
+                if values.numel() == 1:  # The number of steps.
+                    site = Site(Stage.OPTIMIZER_STATE, megatron_name(name), slot)
+                    sink.write(site, values.detach().reshape(1).double())
+                else:
+                    self._write(sink, Stage.OPTIMIZER_STATE, name, slot, values)
+        for name, parameter in self._model.named_parameters():
+            self._write(sink, Stage.WEIGHTS, name, "weight", parameter.data)
+        return update
+
+    def _write_schedule(self, sink: Sink, learning_rate: float) -> None:
+        steps = (self._iteration - 1) * self._settings.global_batch_size
+        values = {
+            "steps": torch.tensor([steps]),
+            "learning rate": torch.tensor([learning_rate, learning_rate]).double(),
+        }
+        for slot, value in values.items():
+            sink.write(Site(Stage.OPTIMIZER_STATE, "schedule", slot), value)
+
+    def _write(self, sink: Sink, stage: Stage, name: str, slot: str, values: Tensor) -> None:
+        """Write what has a parameter's shape, at its place in Megatron's checkpoints."""
+        key, places = source_of(name)
+        experts = mixtures(self._model)
+        stacked = (len(self._model.blocks), *([experts[0].count] if experts else []))
+        shape = (*stacked[: len(places)], *values.shape)
+        placement = Placement(key, shape, (*places, *[0] * values.ndim))
+        whole = megatron_name(name)
+        sink.write_piece(Site(stage, whole, slot), Piece(whole, placement, values.detach()))
+
+
+class _Snapshot:
+    """Weights, optimizer and random state, to begin an iteration again."""
+
+    def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._weights = [parameter.detach().clone() for parameter in model.parameters()]
+        self._state = copy.deepcopy(optimizer.state_dict())
+        self._random = torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Put all of it back; gradients are zero."""
+        with torch.no_grad():
+            for parameter, before in zip(self._model.parameters(), self._weights, strict=True):
+                parameter.copy_(before)
+        self._optimizer.load_state_dict(copy.deepcopy(self._state))
+        self._optimizer.zero_grad(set_to_none=False)
+        torch.set_rng_state(self._random)
+
+
+def _perturb(model: GPT, seed: int) -> None:
+    """Multiply every weight by one plus or minus its type's epsilon."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
+
+
+def megatron_name(name: str) -> str:
+    """Megatron's name of a parameter of this backend, with the layer's number from 0."""
+    module, _, own = name.rpartition(".")
+    in_layer = LAYER.fullmatch(module)
+    if in_layer is None:
+        return f"{_OUTSIDE[module]}.{own}"
+    layer = f"decoder.layers.{in_layer[1]}"
+    if in_expert := EXPERT.fullmatch(in_layer[2]):
+        return f"{layer}.mlp.experts.local_experts.{in_expert[1]}.linear_{in_expert[2]}.{own}"
+    return f"{layer}.{_IN_LAYER[in_layer[2]]}.{own}"
+
+
+def _rank(settings: Settings, iteration: int, micro_batches: int) -> CapturedRank:
+    alone = (0, 1)
+    return CapturedRank(
+        rank=0,
+        world_size=1,
+        iteration=iteration,
+        tensor=alone,
+        pipeline=alone,
+        context=alone,
+        data=alone,
+        expert=alone,
+        expert_tensor=alone,
+        expert_sources=(alone,),
+        sequence_parallel=False,
+        gated=settings.activation == "swiglu",
+        sequence_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+        micro_batches=micro_batches,
+        per_token_loss=False,
+        clip_gradient=settings.clip_grad,
+        dropout=bool(settings.attention_dropout or settings.hidden_dropout),
+        vocabulary=settings.vocab_size,
+        dtype="float32",
+        loss_scale=1.0,
+        modules={},
+    )
