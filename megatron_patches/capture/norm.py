@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, Piece, optimizer_part
+from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, optimizer_part
+from tools.capture.sinks import Piece
 
 
 class NormMembership:

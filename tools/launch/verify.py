@@ -9,6 +9,7 @@ is in one folder of the runs folder: two run folders and `verify/<name>/`; the t
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -207,5 +208,12 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
     if verdict.seen:
         say(f"compared {verdict.compared:,} of {verdict.seen:,} tensors with {verdict.reference}'s")
     for line in verdict.not_aligned[:5]:
-        say(f"not compared: {line}")
+        say(f"not compared: {_of_all_layers(line)}")
     say(f"→ {from_root(results)}/verify.html")
+
+
+def _of_all_layers(line: str) -> str:
+    """Names and the reason, each name once for all layers; `verdict.json` has them all."""
+    names, _, why = line.rpartition(": ")
+    shown = dict.fromkeys(re.sub(r"\.(layers|local_experts)\.\d+", r".\1.*", names).split(" "))
+    return f"{' '.join(shown)}: {why}"

@@ -1,0 +1,119 @@
+"""The native backend's capture: Megatron's names, places and order; training is as without it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.native.small_model import settings
+from tools.native.capture import capturing, megatron_name
+from tools.native.engines import TorchEngine
+from tools.native.model import GPT, initialise
+from tools.native.parallel import RankLayout
+from tools.records.capture import (
+    FOLDER_VARIABLE,
+    ITERATION_VARIABLE,
+    SEEDS_VARIABLE,
+    Site,
+    Stage,
+    read_index,
+    read_rank,
+)
+from tools.verify.captured import Capture, read_capture
+
+DENSE: tuple[str, ...] = ("--attention-dropout", "0", "--hidden-dropout", "0")
+EXPERTS = (*DENSE, "--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")
+BATCHES = [
+    (torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(n)),) * 2
+    for n in range(2)
+]
+
+
+def trained(*flags: str) -> torch.Tensor:
+    """All weights after two iterations."""
+    chosen = settings(*flags)
+    torch.manual_seed(0)
+    model = GPT(chosen)
+    initialise(model, chosen)
+    engine = TorchEngine(model, chosen, RankLayout(0, 1, 1, torch.device("cpu")))
+    seen = capturing(engine, model, chosen)
+    for _ in range(2):
+        seen.forward_backward(BATCHES)
+        seen.update(1e-2)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "c"))
+    monkeypatch.setenv(ITERATION_VARIABLE, "2")
+    monkeypatch.setenv(SEEDS_VARIABLE, "2")
+    return tmp_path / "c"
+
+
+def captured(folder: Path, *flags: str) -> Capture:
+    trained(*flags)
+    return read_capture(folder)
+
+
+@pytest.mark.parametrize("flags", [DENSE, EXPERTS])
+def test_an_iteration_that_is_captured_and_repeated_trains_as_one_that_is_not(
+    folder: Path, flags: tuple[str, ...]
+) -> None:
+    with_capture = trained(*flags)
+    assert len(read_index(folder / "rank-0")) > 100
+    del os.environ[FOLDER_VARIABLE]
+    assert torch.equal(with_capture, trained(*flags))
+
+
+def test_tensors_have_the_sequence_first_and_biases_apart(folder: Path) -> None:
+    (one,) = captured(folder, *DENSE).ranks
+    name = "decoder.layers.1.mlp.linear_fc1"
+    given, made = (
+        one.by_site[Site(Stage.OUTPUTS, name, slot, 1)] for slot in ("input.input_", "output.0")
+    )
+    assert (given.shape, made.shape) == ((8, 2, 16), (8, 2, 64))
+    weight = one.by_site[Site(Stage.WEIGHTS, f"{name}.weight", "weight")]
+    assert weight.placement is not None
+    assert (
+        weight.placement.key,
+        weight.placement.global_shape,
+        weight.placement.global_offset,
+    ) == (
+        *("decoder.layers.mlp.linear_fc1.weight", (2, 64, 16)),
+        (1, 0, 0),
+    )
+    gradient = one.by_site[Site(Stage.ACTIVATION_GRADIENTS, name, "output.0", 1)]
+    assert gradient.shape == made.shape
+
+
+def test_every_tensor_of_the_reference_has_a_measured_response(folder: Path) -> None:
+    capture = captured(folder, *DENSE)
+    responses = capture.responses()
+    assert responses[Stage.OUTPUTS, "decoder.layers.1", "output.0"] > 0
+    assert responses[Stage.OPTIMIZER_STATE, "decoder.final_layernorm.weight", "exp_avg"] > 0
+    assert read_rank(folder / "rank-0").micro_batches == 2
+
+
+def test_an_experts_rows_are_in_the_order_of_tokens_with_the_sequence_first(folder: Path) -> None:
+    (one,) = captured(folder, *EXPERTS).ranks
+    layer = "decoder.layers.0.mlp"
+    hidden, chosen = (
+        one.values(one.by_site[Site(Stage.OUTPUTS, name, slot, 0)])
+        for name, slot in ((f"{layer}.router", "input.input"), (f"{layer}.router", "output.1"))
+    )
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    for expert in range(4):
+        site = Site(
+            Stage.OUTPUTS, f"{layer}.experts.local_experts.{expert}", "input.hidden_states", 0
+        )
+        assert (one.values(one.by_site[site]) == rows[chosen[:, expert]]).all()
+
+
+def test_every_parameter_has_megatrons_name() -> None:
+    names = [name for name, _ in GPT(settings(*EXPERTS)).named_parameters()]
+    ours = [megatron_name(name) for name in names]
+    assert len(set(ours)) == len(names)
+    assert "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in ours
+    assert "decoder.layers.0.pre_mlp_layernorm.weight" in ours
