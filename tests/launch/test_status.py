@@ -1,9 +1,11 @@
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tools.launch import status
 from tools.launch.status import RunStatus, show_status
 
 LONG = "20261122T010831Z-tp2pp2dp2-zero1-gpt3-1.3b-8gpu"
@@ -32,3 +34,27 @@ def test_a_wide_terminal_has_the_reason_in_the_row_and_a_narrow_one_below() -> N
     assert "note" in shown(120)
     assert f"{LONG}: rank 0:" in shown(80)
     assert "iteration" in shown(80)
+
+
+def test_a_terminal_is_redrawn_until_no_run_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [[ROWS[0]], [replace(ROWS[0], memory_bytes=(2**30, 2**29))], [ROWS[1]]]
+    monkeypatch.setattr(status, "follow", lambda runs: seen.pop(0))
+    monkeypatch.setattr(status, "REDRAW_SECONDS", 0)
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    status.watch(Path("runs"), console)
+    assert seen == []
+    assert isinstance(console.file, io.StringIO)
+    assert "1.00 0.50" in console.file.getvalue()
+
+
+def test_without_a_terminal_it_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(status, "follow", lambda runs: asked.append(runs) or list(ROWS))
+    status.watch(Path("runs"), Console(file=io.StringIO(), width=120))
+    assert asked == [Path("runs")]
+
+
+def test_the_newest_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
+    lines = ["seconds,rank,memory_bytes", "0,0,1", "0,1,2", "1,0,3", "1,1,"]
+    (tmp_path / "samples.csv").write_text("\n".join(lines) + "\n")
+    assert status._newest_memory(tmp_path) == (3.0, 2.0)

@@ -136,11 +136,12 @@ def _verify(command: argparse.Namespace, options: Options, console: Console) -> 
 
 
 def _status(command: argparse.Namespace, options: Options, console: Console) -> int:
-    from tools.launch.status import follow, show_status
+    from tools.launch.status import follow, watch
 
-    seen = follow(options.runs)
-    if not command.quiet:
-        show_status(seen, options.runs, console)
+    if command.quiet:
+        follow(options.runs)
+    else:
+        watch(options.runs, console)
     return 0
 
 

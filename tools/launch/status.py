@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleRenderable
+from rich.live import Live
 
 from tools.launch.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
 from tools.launch.run_folder import utc_now
+from tools.launch.supervise.interruption import Interrupted
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
@@ -21,9 +24,15 @@ from tools.report.read.iteration_line import find_iterations
 from tools.report.read.iterations import Iteration
 from tools.report.read.lines import split_lines
 from tools.report.read.runs import find_run_folders
+from tools.report.read.sources import read_samples
 from tools.text.table import Column, Table, rich_table
+from tools.text.units import GIB
 
 TAIL_BYTES = 256 << 10
+SHOWN_RANKS = 8
+REDRAW_SECONDS = 2.0
+SCREEN_MARGIN = 5
+"""Lines for heading, rule and prompt."""
 RECENT = 20
 """Iterations whose median says how long the rest will take."""
 
@@ -40,6 +49,8 @@ class RunStatus:
     loss: float | None = None
     left_seconds: float | None = None
     note: str = ""
+    memory_bytes: tuple[float, ...] = ()
+    """The newest reading of each rank's device, or process, while it runs."""
 
 
 def _done(seen: RunStatus) -> str | None:
@@ -48,6 +59,13 @@ def _done(seen: RunStatus) -> str | None:
 
 def _left_of(seen: RunStatus) -> str | None:
     return None if seen.left_seconds is None else _duration(seen.left_seconds)
+
+
+def _memory_of(seen: RunStatus) -> str | None:
+    ranks = [f"{bytes_ / GIB:.2f}" for bytes_ in seen.memory_bytes]
+    if len(ranks) > SHOWN_RANKS:
+        ranks = [*ranks[: SHOWN_RANKS - 1], "…", f"{max(seen.memory_bytes) / GIB:.2f} most"]
+    return " ".join(ranks) or None
 
 
 _NOTE = Column[RunStatus](
@@ -59,8 +77,33 @@ _COLUMNS = (
     Column[RunStatus]("iteration", _done, rank=2),
     Column[RunStatus]("loss", lambda seen: seen.loss and f"{seen.loss:.4f}", rank=3),
     Column[RunStatus]("left", _left_of, rank=4),
+    Column[RunStatus]("GiB by rank", _memory_of, rank=6),
     _NOTE,
 )
+
+
+def watch(runs: Path, console: Console) -> None:
+    """Redraw the table of runs in a terminal until none is running; Ctrl-C leaves it as it stands.
+
+    Elsewhere, and where nothing runs, it is printed once.
+    """
+    rows = follow(runs)
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            try:
+                while any(seen.state == "running" for seen in rows):
+                    live.update(_screen(rows, console), refresh=True)
+                    time.sleep(REDRAW_SECONDS)
+                    rows = follow(runs)
+            except Interrupted:
+                pass
+    show_status(rows, runs, console)
+
+
+def _screen(rows: Sequence[RunStatus], console: Console) -> ConsoleRenderable:
+    """The newest runs that fit, so that the terminal can be redrawn without scrolling."""
+    newest = tuple(rows)[-max(1, console.height - SCREEN_MARGIN) :]
+    return rich_table(Table(_COLUMNS, newest).fitting(console.width), console.width)
 
 
 def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
@@ -124,6 +167,7 @@ def _see(
         loss=newest.lm_loss if newest else None,
         left_seconds=left,
         note=note,
+        memory_bytes=_newest_memory(folder) if shown == "running" else (),
     )
 
 
@@ -190,6 +234,14 @@ def _last_iterations(log: Path) -> Sequence[Iteration]:
         return ()
     lines, rest = split_lines(text)
     return [found for line in (*lines, rest) for found in find_iterations(line)][-RECENT:]
+
+
+def _newest_memory(folder: Path) -> tuple[float, ...]:
+    series = read_samples(folder / records.SAMPLES_FILE).series
+    newest = (
+        next((b for b in reversed(one.memory_bytes) if b is not None), None) for one in series
+    )
+    return tuple(bytes_ for bytes_ in newest if bytes_ is not None)
 
 
 def _left(last: Sequence[Iteration], wanted: int | None) -> float | None:
