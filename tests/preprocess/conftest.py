@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from tools.preprocess.cli import main
-from tools.preprocess.encode.encoders import Encoder, GigatokenEncoder, HuggingFaceEncoder
-from tools.preprocess.encode.tokenizer import TokenizerSpec, load_tokenizer
+from tools.preprocess.encoders import Encoder, GigatokenEncoder, HuggingFaceEncoder
+from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tools.preprocess.output import workspace
+from tools.preprocess import parts
 
 GOOD = ["one", "two", "three"]
 BAD_LINES = {
@@ -56,7 +56,7 @@ def test_a_run_that_stopped_resumes_with_skip(tool, tmp_path, capsys, reference,
     path.write_text("\n".join([*lines[:399], "broken", lines[399]]) + "\n")
     flags = ("--input", path, "--output-prefix", tmp_path / "o", "--commit-mib", "0.0001")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.preprocess.input.lines.BLOCK_BYTES", 1 << 10)
+        patch.setattr("tools.preprocess.lines.BLOCK_BYTES", 1 << 10)
         assert tool(*flags) == 1
         assert f"{path}:400: broken JSON" in capsys.readouterr().err
         assert tool(*flags, "--on-error", "skip") == 0
@@ -160,7 +160,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_resumes_later(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(workspace, "flush_to_disk", full)
+        patch.setattr(parts, "flush_to_disk", full)
         assert tool(*flags) == 1
     error = capsys.readouterr().err
     assert "The disk is full or limited" in error
@@ -229,7 +229,7 @@ def test_a_pipe_is_refused_with_the_way_to_do_without(tool, tmp_path, capsys):
 
 
 def test_a_large_document_is_announced(tool, tmp_path, capsys, write_lines, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.output.writer.ANNOUNCED_BYTES", 1 << 20)
+    monkeypatch.setattr("tools.preprocess.run.ANNOUNCED_BYTES", 1 << 20)
     path = write_lines(["small", "large " * 1_000_000])
     assert tool("--input", path, "--output-prefix", tmp_path / "o") == 0
     assert "has a document of 5 MiB" in capsys.readouterr().err

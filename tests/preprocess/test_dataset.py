@@ -94,7 +94,7 @@ def test_a_prefix_may_be_given_with_a_suffix(tmp_path):
 def test_neither_checking_nor_preprocessing_imports_torch():
     code = (
         "import sys, tools.preprocess.dataset, tools.preprocess.cli, tools.preprocess.run, "
-        "tools.preprocess.dataset.verify, tools.preprocess.output.join; "
+        "tools.preprocess.verify, tools.preprocess.merge; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,19 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.input.documents import (
-    LineParser,
-    Problem,
-    ProblemKind,
-    parse_rows,
-    refuse_large,
-)
+from tools.preprocess.documents import Parser, Problem, ProblemKind
 
-PARSER = LineParser(["text"])
+PARSER = Parser(["text"])
 
 
-def kinds(data):
-    return [(problem.kind, problem.line) for problem in PARSER.parse(data).problems]
+def texts(rows):
+    return [row[0] for row in rows if not isinstance(row, Problem)]
+
+
+def kinds(rows):
+    return [(row.kind, line) for line, row in enumerate(rows) if isinstance(row, Problem)]
 
 
 @pytest.mark.parametrize(
@@ -41,11 +39,10 @@ def kinds(data):
 )
 def test_each_kind_of_bad_line_is_named_with_its_place(line, kind):
     data = b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n'
-    documents = PARSER.parse(data)
-    assert kinds(data) == [(kind, 1)]
-    assert list(documents.columns[0]) == ["one", "two"]
-    assert list(documents.lines) == [0, 2]
-    assert documents.line_count == 3
+    rows = PARSER.parse(data)
+    assert kinds(rows) == [(kind, 1)]
+    assert [list(rows[0]), list(rows[2])] == [["one"], ["two"]]
+    assert len(rows) == 3
 
 
 @pytest.mark.parametrize(
@@ -61,14 +58,12 @@ def test_each_kind_of_bad_line_is_named_with_its_place(line, kind):
 )
 def test_what_pythons_json_reads_is_read(line):
     assert json.loads(line)["text"] == "a"
-    documents = PARSER.parse(line + b"\n")
-    assert list(documents.columns[0]) == ["a"]
-    assert not documents.problems
+    assert [list(row) for row in PARSER.parse(line + b"\n")] == [["a"]]
 
 
 def test_an_object_over_two_lines_does_not_pass_because_two_share_a_line():
     data = b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n'
-    assert [kind for kind, _ in kinds(data)] == [ProblemKind.BROKEN_JSON] * 3
+    assert [kind for kind, _ in kinds(PARSER.parse(data))] == [ProblemKind.BROKEN_JSON] * 3
 
 
 json_values = st.recursive(
@@ -84,22 +79,22 @@ json_values = st.recursive(
 )
 def test_any_json_is_taken_or_refused_as_by_pythons_json(rows):
     lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows]
-    documents = PARSER.parse(b"".join(line + b"\n" for line in lines))
+    found = PARSER.parse(b"".join(line + b"\n" for line in lines) or b"\n")
     expected = [
         row["text"]
         for row in rows
         if isinstance(row["text"], str)
         or (isinstance(row["text"], list) and all(isinstance(x, str) for x in row["text"]))
     ]
-    assert list(documents.columns[0]) == expected
-    assert len(documents.problems) + len(expected) == len(rows) or not rows
+    assert texts(found) == expected
+    assert len(found) == len(rows) or not rows
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=80))
 def test_any_bytes_give_documents_or_problems_but_no_crash(data):
-    documents = PARSER.parse(data or b"\n")
-    assert len(documents.lines) + len(documents.problems) == documents.line_count
+    rows = PARSER.parse(data or b"\n")
+    assert len(texts(rows)) + len(kinds(rows)) == len(rows)
 
 
 def test_the_verdict_on_a_line_does_not_depend_on_its_neighbours():
@@ -108,9 +103,9 @@ def test_the_verdict_on_a_line_does_not_depend_on_its_neighbours():
     sentences = b'{"text": ["b"], "n": ' + b"9" * 5000 + b"}\n"
     for others in (b"", b"broken\n", b'{"text": "x\xff"}\n', b'{"text": ["a", "list"]}\n', b"\n"):
         for line, text in ((long_integer, "a"), (sentences, ["b"])):
-            documents = PARSER.parse(others + line)
-            assert documents.columns[0][-1] == text
-            assert len(documents.problems) == len(PARSER.parse(others).problems if others else ())
+            rows = PARSER.parse(others + line)
+            assert list(rows[-1]) == [text]
+            assert rows[:-1] == (PARSER.parse(others) if others else [])
 
 
 LINE_PIECES = (
@@ -127,17 +122,16 @@ LINE_PIECES = (
 )
 def test_lines_together_are_what_they_are_alone(lines):
     together = PARSER.parse(b"".join(line + b"\n" for line in lines))
-    alone = [PARSER.parse(line + b"\n") for line in lines]
-    assert list(together.columns[0]) == [text for one in alone for text in one.columns[0]]
-    assert [(p.kind, p.detail) for p in together.problems] == [
-        (p.kind, p.detail) for one in alone for p in one.problems
+    alone = [row for line in lines for row in PARSER.parse(line + b"\n")]
+    assert [row if isinstance(row, Problem) else list(row) for row in together] == [
+        row if isinstance(row, Problem) else list(row) for row in alone
     ]
 
 
 def test_rows_of_tables_follow_the_same_rules():
-    documents = parse_rows(["text"], [["a", None, 3, ["b", "c"], "\ud800"]])
-    assert list(documents.columns[0]) == ["a", ["b", "c"]]
-    assert [(p.kind, p.line) for p in documents.problems] == [
+    rows = PARSER.parse((["a", None, 3, ["b", "c"], "\ud800"],))
+    assert texts(rows) == ["a", ["b", "c"]]
+    assert kinds(rows) == [
         (ProblemKind.NULL_TEXT, 1),
         (ProblemKind.NOT_TEXT, 2),
         (ProblemKind.INVALID_UTF8, 4),
@@ -145,7 +139,7 @@ def test_rows_of_tables_follow_the_same_rules():
 
 
 def test_large_documents_are_refused_by_their_utf8_size():
-    documents = PARSER.parse('{"text":"éé"}\n{"text":"abcd"}\n{"text":"abcde"}\n'.encode())
-    kept = refuse_large(documents, 4)
-    assert list(kept.columns[0]) == ["éé", "abcd"]
-    assert kept.problems == (Problem(ProblemKind.TOO_LARGE, 2, "5 bytes"),)
+    data = '{"text":"éé"}\n{"text":"abcd"}\n{"text":"abcde"}\n'.encode()
+    rows = Parser(["text"], 4).parse(data)
+    assert texts(rows) == ["éé", "abcd"]
+    assert rows[2] == Problem(ProblemKind.TOO_LARGE, "5 bytes")

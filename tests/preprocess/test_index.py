@@ -5,12 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.dataset.files import (
-    Index,
-    read_index,
-    token_dtype,
-    write_index,
-)
+from tools.preprocess.dataset import open_dataset, token_dtype, write_index
 from tools.preprocess.errors import DatasetError
 
 
@@ -24,7 +19,7 @@ def test_the_layout_byte_by_byte(tmp_path):
     path = tmp_path / "x.idx"
     lengths = [np.array([3]), np.array([2])]
     boundaries = [np.array([1, 1]), np.array([2])]
-    write_index(Index(path, "uint16", 2, 3), lambda: lengths, boundaries)
+    write_index(path, "uint16", lambda: lengths, lambda: boundaries)
     assert path.read_bytes() == (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 2, 4)
@@ -38,15 +33,15 @@ def test_the_layout_byte_by_byte(tmp_path):
 @given(counts=st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=20))
 def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
     folder = tmp_path_factory.mktemp("index")
-    lengths = [n for document in counts for n in document]
-    wanted = Index(folder / "x.idx", "int32", len(lengths), len(counts))
+    lengths = np.array([n for document in counts for n in document], np.int32)
     ends = np.cumsum([len(document) for document in counts], dtype=np.int64)
-    write_index(wanted, lambda: [np.array(lengths, np.int32)], [ends])
-    index = read_index(folder / "x.idx")
-    assert index == wanted
-    assert (folder / "x.idx").stat().st_size == index.size_bytes
-    boundaries = np.concatenate(list(index.boundaries()))
-    assert boundaries.tolist() == np.cumsum([0, *(len(d) for d in counts)]).tolist()
+    write_index(folder / "x.idx", "int32", lambda: [lengths], lambda: [ends])
+    (folder / "x.bin").write_bytes(bytes(4 * int(lengths.sum())))
+    dataset = open_dataset(folder / "x")
+    assert (dataset.sequences, dataset.documents) == (len(lengths), len(counts))
+    assert (dataset.dtype, dataset.tokens) == ("int32", int(lengths.sum()))
+    assert dataset.lengths.tolist() == lengths.tolist()
+    assert dataset.boundaries.tolist() == np.cumsum([0, *(len(d) for d in counts)]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -62,5 +57,6 @@ def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory
 )
 def test_a_damaged_header_is_named(tmp_path, content, said):
     (tmp_path / "x.idx").write_bytes(content)
+    (tmp_path / "x.bin").touch()
     with pytest.raises(DatasetError, match=said):
-        read_index(tmp_path / "x.idx")
+        open_dataset(tmp_path / "x")

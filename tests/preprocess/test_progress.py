@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tools.preprocess import progress
 from tools.preprocess.progress import Progress
@@ -20,16 +19,19 @@ def clock(monkeypatch):
     return now
 
 
-def state(done):
-    return Progress(1000, done_bytes=done, text_bytes=done * 1_000_000, documents=7, tokens=9)
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 def test_without_a_terminal_there_is_one_line_a_minute(clock):
     stream = io.StringIO()
-    with progress.progress_on(Console(file=stream, width=200)) as show:
-        for second in range(0, 181, 10):
-            clock[0] = float(second)
-            show(state(second))
+    progress = Progress(stream)
+    progress.total_bytes = 1000
+    progress.add(0, 0, documents=7, tokens=9)
+    for second in range(10, 181, 10):
+        clock[0] = float(second)
+        progress.add(second, 10_000_000, documents=0, tokens=0)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert lines[0] == "1.0 MB/s · 7 documents · 9 tokens · 6% · 0:15:40 left"
@@ -37,20 +39,24 @@ def test_without_a_terminal_there_is_one_line_a_minute(clock):
 
 def test_an_input_of_unknown_size_shows_no_share(clock):
     stream = io.StringIO()
-    with progress.progress_on(Console(file=stream, width=200)) as show:
-        clock[0] = 61.0
-        show(Progress(0, text_bytes=122_000_000, documents=1, tokens=2))
+    progress = Progress(stream)
+    clock[0] = 61.0
+    progress.add(0, 122_000_000, documents=1, tokens=2)
     assert stream.getvalue() == "2.0 MB/s · 1 documents · 2 tokens\n"
 
 
-def test_on_a_terminal_a_bar_is_drawn(clock):
-    stream = io.StringIO()
-    with progress.progress_on(Console(file=stream, force_terminal=True, width=120)) as show:
-        for second in (1.0, 2.0):
-            clock[0] = second
-            show(state(500))
-    assert "50%" in stream.getvalue()
-    assert "7 documents" in stream.getvalue()
+def test_on_a_terminal_one_line_changes_and_sentences_stay(clock):
+    stream = Terminal()
+    progress = Progress(stream)
+    progress.total_bytes = 1000
+    progress.add(0, 0, documents=7, tokens=9)
+    clock[0] = 2.0
+    progress.add(500, 1_000_000, documents=0, tokens=0)
+    progress.say("in.jsonl:3: blank line (noted)")
+    progress.clear()
+    last_drawn, said, cleared = stream.getvalue().split("\r\033[K")[-3:]
+    assert last_drawn == "0.5 MB/s · 7 documents · 9 tokens · 50% · 0:00:02 left"
+    assert (said, cleared) == ("in.jsonl:3: blank line (noted)\n", "")
 
 
 def test_the_sample_is_large_enough_and_made_only_once(tmp_path):

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -80,18 +81,20 @@ def test_killed_at_twenty_random_moments(process, english, undisturbed, tmp_path
 
 def stop_after(monkeypatch, commits):
     """Let the tool die, as from a kill, right after so many commits."""
-    from tools.preprocess.output import workspace
+    from tools.preprocess import parts
 
-    commit, done = workspace.Workspace.commit, 0
+    written, done = parts.written_folder, 0
 
-    def dying(self, *arguments, **named):
+    @contextmanager
+    def dying(folder):
         nonlocal done
-        commit(self, *arguments, **named)
+        with written(folder) as unfinished:
+            yield unfinished
         done += 1
         if done == commits:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(workspace.Workspace, "commit", dying)
+    monkeypatch.setattr(parts, "written_folder", dying)
 
 
 @pytest.fixture
@@ -115,12 +118,9 @@ def test_it_resumes_from_the_last_commit(tool, interrupted, undisturbed, tmp_pat
 def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed, tmp_path):
     unfinished = tmp_path / "o.partial" / "part-000002.new"
     unfinished.mkdir()
-    for path in (
-        unfinished / "text.bin",
-        unfinished / "part.json",
-        tmp_path / "o.partial/joined/x",
-    ):
-        path.write_bytes(b"half a line")
+    (tmp_path / "o.partial/whole.new").mkdir()
+    for name in ("part-000002.new/text.bin", "part-000002.new/part.json", "whole.new/text.bin"):
+        (tmp_path / "o.partial" / name).write_bytes(b"half a line")
     assert tool(*interrupted) == 0
     assert outputs(tmp_path / "o") == undisturbed
 
@@ -157,11 +157,12 @@ def test_a_changed_input_is_refused_with_the_difference(
 
 
 def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, capsys):
-    with (tmp_path / "o.partial/joined/text.bin").open("r+b") as stream:
+    with (tmp_path / "o.partial/part-000000/text.bin").open("r+b") as stream:
         stream.seek(1000)
         stream.write(b"\xff\xff")
     assert tool(*interrupted) == 1
-    assert "Part 0" in capsys.readouterr().err
+    assert "part-000000/text.bin is damaged" in capsys.readouterr().err
+    assert not list(tmp_path.glob("o_text_document.*"))
 
 
 @pytest.mark.parametrize("size", [10, 50])
@@ -176,7 +177,7 @@ def test_a_part_whose_index_is_cut_short_is_noticed_before_anything_is_published
 
 
 def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
-    from tools.preprocess.output.folder import locked
+    from tools.preprocess.folder import locked
 
     with locked(tmp_path / "o.partial"):
         assert tool(*interrupted) == 1
@@ -187,7 +188,7 @@ def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path,
 def test_killed_while_renaming_it_finishes_the_renames(
     tool, english, undisturbed, tmp_path, monkeypatch, moves
 ):
-    from tools.preprocess.output import folder
+    from tools.preprocess import folder
 
     arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:

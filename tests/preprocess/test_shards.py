@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.errors import InputError
-from tools.preprocess.input.files import whole_file
-from tools.preprocess.input.lines import line_blocks
-from tools.preprocess.input.source import InputShard, cut, parse_shard
+from tools.preprocess.errors import PreprocessError
+from tools.preprocess.files import whole_file
+from tools.preprocess.lines import line_blocks
+from tools.preprocess.source import InputShard, cut, parse_shard
 
 
 @settings(max_examples=60, deadline=None)
@@ -22,7 +22,7 @@ def test_parts_together_are_the_whole_input_in_order(tmp_path_factory, files, co
     found = b""
     for index in range(count):
         for slice_ in cut(slices, InputShard(index, count)):
-            found += b"".join(b.data for b in line_blocks(slice_, slice_.start, None))
+            found += b"".join(b.content for b in line_blocks(slice_, slice_.start, None))
     assert found == b"".join(contents)
 
 
@@ -38,13 +38,13 @@ def test_parts_are_near_equal(tmp_path):
     [("4/4", "the last of 4 is 3/4"), ("0/0", "does not exist"), ("1", "i/n"), ("a/b", "i/n")],
 )
 def test_a_part_that_cannot_be_is_refused(text, said):
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(PreprocessError, match=said):
         parse_shard(text)
 
 
 def test_a_slurm_array_may_start_anywhere(monkeypatch):
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-    with pytest.raises(InputError, match="SLURM_ARRAY_TASK_ID"):
+    with pytest.raises(PreprocessError, match="SLURM_ARRAY_TASK_ID"):
         parse_shard("slurm")
     for name, value in (("ID", "7"), ("MIN", "5"), ("COUNT", "4")):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tools.preprocess.dataset import open_dataset
-from tools.preprocess.dataset.verify import last_tokens, verify
+from tools.preprocess.verify import common_end, verify
 
 DOCUMENTS = ["One two three", "", "Four five", "Six", "Seven eight nine ten"]
 
@@ -91,7 +91,7 @@ def test_ids_outside_the_vocabulary_are_found(bare):
 
 
 def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.input.lines.BLOCK_BYTES", 64)
+    monkeypatch.setattr("tools.preprocess.lines.BLOCK_BYTES", 64)
     path = write_lines([f"text {i}" for i in range(40)])
     flags = ("--output-prefix", tmp_path / "o", "--commit-mib", "0.0001")
     assert tool("--input", path, *flags) == 0
@@ -103,8 +103,12 @@ def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
     assert "differs from its manifest within tokens" in problem
 
 
-def test_last_tokens_across_chunks(made, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.dataset.files._CHUNK", 3)
-    found = np.concatenate(list(last_tokens(open_dataset(made))))
-    assert found.tolist() == [50256] * 4
-    assert not verify(made).problems
+def test_chunks_make_no_difference(bare, monkeypatch):
+    for module in ("dataset", "verify"):
+        monkeypatch.setattr(f"tools.preprocess.{module}.CHUNK", 3)
+    assert common_end(open_dataset(bare)) == 50256
+    assert not verify(bare).problems
+    path = bare.with_name(bare.name + ".idx")
+    path.write_bytes(path.read_bytes()[:-16] + struct.pack("<2q", 2, 4))
+    (problem,) = verify(bare).problems
+    assert "document 4 holds 2 sequences" in problem

@@ -22,11 +22,12 @@ from pathlib import Path
 import msgspec
 
 from tools.bench.synthetic_text import TEXTS, write_synthetic
-from tools.preprocess.encode.encoders import GigatokenEncoder
-from tools.preprocess.encode.pipeline import default_threads
-from tools.preprocess.encode.tokenizer import gpt2_files, load_tokenizer
+from tools.preprocess.documents import Parser, Problem
+from tools.preprocess.encoders import GigatokenEncoder
 from tools.preprocess.errors import PreprocessError
-from tools.preprocess.input.source import open_source
+from tools.preprocess.pipeline import default_threads
+from tools.preprocess.source import open_source
+from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
 
 Say = Callable[[str], None]
 
@@ -53,8 +54,6 @@ class ToolComparison:
     threads: int
     ours: tuple[Rate, ...]
     """Each repetition."""
-    shares: dict[str, float]
-    """Of this tool's processor time, by stage."""
     ceiling_megabytes_per_second: float
     """gigatoken alone on texts in memory, on all cores, warm."""
     tokenizers: Rate
@@ -110,12 +109,10 @@ def compare(
     if megatron is not None and not (megatron / _SCRIPT).is_file():
         raise PreprocessError(f"MEGATRON_LM={megatron} holds no {_SCRIPT}.")
     ours: list[Rate] = []
-    shares: dict[str, float] = {}
 
     def measure_ours() -> None:
-        rate, shares_now = _run_ours(source, folder)
+        rate = _run_ours(source, folder)
         ours.append(rate)
-        shares.update(shares_now)
         say(f"this tool: {rate.megabytes_per_second:.1f} MB/s")
 
     measure_ours()
@@ -133,7 +130,6 @@ def compare(
         input_bytes=source.stat().st_size,
         threads=default_threads(),
         ours=tuple(ours),
-        shares=shares,
         ceiling_megabytes_per_second=_ceiling(source),
         tokenizers=tokenizers,
         megatron=theirs,
@@ -154,26 +150,21 @@ def describe(found: ToolComparison) -> Iterator[str]:
         same = "same bytes" if found.same_bytes else "DIFFERENT bytes"
         ratio = _ratio(ours, found.megatron)
         yield f"{_line('preprocess_data.py', found.megatron)}  {ratio}, {same}"
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())
-    yield f"  this tool's processor time: {shares}"
     ceiling = found.ceiling_megabytes_per_second
     share = ours.megabytes_per_second / ceiling
     yield f"  gigatoken alone, in memory: {ceiling:.1f} MB/s; {share:.0%} of it reached end to end"
 
 
-def _run_ours(source: Path, folder: Path) -> tuple[Rate, dict[str, float]]:
-    """The rate, and the stages' shares of the processor time."""
+def _run_ours(source: Path, folder: Path) -> Rate:
     arguments = ["-m", "tools.preprocess", "--input", str(source), "--append-eod", "--overwrite"]
-    arguments += ["--output-prefix", str(folder / "ours"), "--json"]
-    rate, printed = _run([sys.executable, *arguments], source)
-    seconds: dict[str, float] = msgspec.json.decode(printed)["processor_seconds"]
-    return rate, {name: value / sum(seconds.values()) for name, value in seconds.items()}
+    arguments += ["--output-prefix", str(folder / "ours")]
+    return _run([sys.executable, *arguments], source)
 
 
 def _run_tokenizers(source: Path, folder: Path) -> Rate:
     module = "tools.bench.tokenizers_baseline"
     target = folder / "tokenizers.bin"
-    return _run([sys.executable, "-m", module, str(source), str(target)], source)[0]
+    return _run([sys.executable, "-m", module, str(source), str(target)], source)
 
 
 def _run_megatron(source: Path, folder: Path, checkout: Path) -> Rate:
@@ -185,13 +176,13 @@ def _run_megatron(source: Path, folder: Path, checkout: Path) -> Rate:
     script = checkout / _SCRIPT
     # The checkout has to come before the installed megatron-core.
     environment = {"PYTHONPATH": str(checkout)}
-    return _run([sys.executable, str(script), *arguments], source, environment)[0]
+    return _run([sys.executable, str(script), *arguments], source, environment)
 
 
 def _run(
     command: Sequence[str], source: Path, environment: Mapping[str, str] | None = None
-) -> tuple[Rate, str]:
-    """Run to the end; the rate, and what was printed."""
+) -> Rate:
+    """Run to the end."""
     before = _children_seconds()
     start = time.monotonic()
     run = subprocess.run(
@@ -205,8 +196,7 @@ def _run(
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
         raise PreprocessError(f"'{' '.join(command[:3])} …' failed: {last}")
-    rate = Rate(source.stat().st_size / 1e6 / wall, _children_seconds() - before)
-    return rate, run.stdout
+    return Rate(source.stat().st_size / 1e6 / wall, _children_seconds() - before)
 
 
 def _children_seconds() -> float:
@@ -239,10 +229,11 @@ def _ceiling(source: Path) -> float:
 
 
 def _texts(path: Path) -> Iterable[tuple[int, list[str]]]:
-    source = open_source((str(path),))
+    source, parser = open_source((str(path),)), Parser(["text"])
     held = 0
     for block in source.blocks(source.start):
-        texts = [text for text in source.parse(block).columns[0] if isinstance(text, str)]
+        rows = parser.parse(block.content)
+        texts = [row[0] for row in rows if not isinstance(row, Problem) and isinstance(row[0], str)]
         yield block.size_bytes, texts
         held += block.size_bytes
         if held >= _CEILING_BYTES:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from tools.preprocess.encode.tokenizer import load_tokenizer, require_eod
+from tools.preprocess.tokenizer import load_tokenizer
 
 _BATCH = 1000
 
@@ -22,7 +22,7 @@ def main(source: Path, target: Path) -> None:
     """Read JSON lines, encode in batches on all cores, write uint16 ids."""
     spec = load_tokenizer("gpt2")
     tokenizer = tokenizers.Tokenizer.from_str(spec.definition)
-    eod = require_eod(spec)
+    eod = spec.require_eod()
     with source.open(encoding="utf-8") as lines, target.open("wb") as stream:
         for batch in batched(lines, _BATCH):
             for encoding in tokenizer.encode_batch([json.loads(line)["text"] for line in batch]):

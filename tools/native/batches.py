@@ -40,7 +40,7 @@ class SplitSamples:
         part: Part = Part.TRAINING,
     ) -> None:
         dataset = open_dataset(prefix)
-        lengths = np.concatenate(list(dataset.lengths()))
+        lengths = np.array(dataset.lengths)
         self._tokens: NDArray[Any] = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self._seq_length = seq_length

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from argparse import Namespace as Flags
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from tools.preprocess.dataset import stats
-from tools.preprocess.dataset.files import Dataset, open_dataset, strip_suffix
-from tools.preprocess.dataset.verify import verify
-from tools.preprocess.errors import DatasetError, InputError, PreprocessError
-from tools.preprocess.input.hub import Hub
-from tools.preprocess.input.source import parse_shard
-from tools.preprocess.output.join import merge
-from tools.preprocess.progress import Progress, progress_on
+from tools.preprocess import stats
+from tools.preprocess.dataset import Dataset, open_dataset, strip_suffix
+from tools.preprocess.errors import DatasetError, PreprocessError
+from tools.preprocess.hub import Hub
+from tools.preprocess.merge import merge
+from tools.preprocess.progress import Progress
 from tools.preprocess.run import PreprocessOptions, preprocess
 from tools.preprocess.sample import write_sample
+from tools.preprocess.source import parse_shard
+from tools.preprocess.verify import verify
 from tools.spec.settings import program
 
 INTERRUPTED = 130
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for flag in (word.partition("=")[0] for word in words):
             if flag in _UPSTREAM:
-                raise InputError(
+                raise PreprocessError(
                     f"{flag} is a flag of Megatron's preprocess_data.py, not of this tool: "
                     f"{_UPSTREAM[flag]}."
                 )
@@ -98,7 +97,9 @@ Add = Callable[..., Any]
 def _whole(flag: str, least: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if (value := int(text)) < least:
-            raise InputError(f"{flag} {value} is {'negative' if least == 0 else 'not positive'}.")
+            raise PreprocessError(
+                f"{flag} {value} is {'negative' if least == 0 else 'not positive'}."
+            )
         return value
 
     return whole
@@ -107,7 +108,7 @@ def _whole(flag: str, least: int) -> Callable[[str], int]:
 def _bytes(flag: str, unit: float) -> Callable[[str], int]:
     def number(text: str) -> int:
         if (value := float(text)) <= 0:
-            raise InputError(f"{flag} {value:g} is not positive.")
+            raise PreprocessError(f"{flag} {value:g} is not positive.")
         return max(1, round(value * unit))
 
     return number
@@ -157,39 +158,29 @@ def _run(flags: Flags) -> int:
 
 def _make(options: PreprocessOptions, as_json: bool = False) -> int:
     """Preprocess with progress on stderr and a summary on stdout."""
-    from rich.console import Console  # not every command needs it
-
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    start = time.monotonic()
-    with progress_on(console) as show:
-        datasets, done = preprocess(options, say=console.print, watch=show)
-    _print_summary(datasets, done, time.monotonic() - start, as_json)
-    return 0
-
-
-def _print_summary(
-    datasets: Sequence[Dataset], done: Progress, seconds: float, as_json: bool
-) -> None:
+    progress = Progress()
+    try:
+        datasets = preprocess(options, progress)
+    finally:
+        progress.clear()
     if as_json:
         summary = {
-            "seconds": seconds,
-            "text_bytes": done.text_bytes,
-            "processor_seconds": done.seconds,
+            "seconds": progress.seconds,
+            "text_bytes": progress.text_bytes,
             "datasets": [
                 {"prefix": str(d.prefix), "documents": d.documents, "tokens": d.tokens}
                 for d in datasets
             ],
         }
         print(msgspec.json.encode(summary).decode())
-        return
+        return 0
     for dataset in datasets:
         print(_describe(dataset))
         for kind, count in (dataset.manifest.problems if dataset.manifest else {}).items():
             print(f"  {count:,} × {kind}")
-    if done.text_bytes:
-        spent = sum(done.seconds.values()) or 1.0
-        shares = ", ".join(f"{name} {100 * s / spent:.0f}%" for name, s in done.seconds.items())
-        print(f"{seconds:.1f} s · {done.describe(seconds)} · {shares}")
+    if progress.text_bytes:
+        print(f"{progress.seconds:.1f} s · {progress.describe()}")
+    return 0
 
 
 def _describe(dataset: Dataset) -> str:
@@ -279,29 +270,21 @@ def _add_stats_flags(add: Add) -> None:
     ):
         add(flag, type=_whole(flag, 1), default=default, help=what)
     add("--split", default="949,50,1", help="Megatron's --split")
-    add("--plot", type=Path, help="the picture; PREFIX.lengths.svg if not given")
-    add("--json", action="store_true", help="print as JSON, draw nothing unless --plot is given")
+    add("--json", action="store_true", help="print as JSON")
 
 
 def _stats(flags: Flags) -> int:
     """Describe a data set: counts, document lengths, and what a training run will draw from it."""
-    prefix = strip_suffix(flags.prefix)
-    dataset = open_dataset(prefix)
+    dataset = open_dataset(strip_suffix(flags.prefix))
     found = stats.measure(dataset)
     samples = flags.steps * flags.global_batch_size
     drawn = stats.draws(dataset, flags.split, flags.seq_length, samples)
-    plot: Path | None = flags.plot
-    if plot is None and not flags.json:
-        plot = prefix.with_name(prefix.name + ".lengths.svg")
-    if plot is not None:
-        stats.draw_histogram(found.length_histogram, prefix.name, plot)
     if flags.json:
         print(msgspec.json.encode({"stats": found, "draws": drawn}).decode())
         return 0
     print(*stats.describe_counts(dataset, found), "", sep="\n")
     print(*stats.text_histogram(found.length_histogram), "", sep="\n")
     print(*stats.describe_draws(drawn, flags.seq_length, flags.steps), sep="\n")
-    print(f"picture: {plot}")
     return 0
 
 

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal
 
-from tools.preprocess.dataset.files import Dataset, bin_path, idx_path, open_dataset
-from tools.preprocess.dataset.manifest import RunIdentity, difference
-from tools.preprocess.encode.encoders import Say, choose_encoder
-from tools.preprocess.encode.pipeline import Pipeline, default_threads
-from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, load_tokenizer, require_eod
-from tools.preprocess.errors import DatasetError, OutputError
-from tools.preprocess.input.source import WHOLE_INPUT, InputShard, Source, open_source
-from tools.preprocess.output.folder import disk_errors, locked, retire
-from tools.preprocess.output.workspace import Workspace
-from tools.preprocess.output.writer import fill
-from tools.preprocess.progress import Progress, Watch
+from tools.preprocess.dataset import (
+    Dataset,
+    RunIdentity,
+    bin_path,
+    idx_path,
+    open_dataset,
+    token_dtype,
+)
+from tools.preprocess.documents import HARMLESS, Parser, Problem, ProblemKind
+from tools.preprocess.encoders import choose_encoder
+from tools.preprocess.errors import DatasetError, PreprocessError
+from tools.preprocess.files import Block, Slice
+from tools.preprocess.folder import WHOLE, locked, publish, retire, working_folder
+from tools.preprocess.lines import lines_before
+from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
+from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
+from tools.preprocess.progress import Progress
+from tools.preprocess.source import WHOLE_INPUT, InputShard, Position, Source, open_source
+from tools.preprocess.tokenizer import GPT2, load_tokenizer
+from tools.records.io import write_record
+
+ANNOUNCED_BYTES = 64 << 20
+"""A document larger than this is announced before it is encoded."""
+MEMORY_MULTIPLE = 12
+"""Peak memory of such a document, as a multiple of its size; measured, see the README."""
+UNBROKEN_MULTIPLE = 40
+"""The same for a document without a space or a sign in it: one word of many MiB."""
+_NAMED_PROBLEMS = 10
+"""Places named for each kind of problem; the others are only counted."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +65,14 @@ class PreprocessOptions:
     overwrite: bool = False
 
 
-def preprocess(
-    options: PreprocessOptions, say: Say, watch: Watch
-) -> tuple[list[Dataset], Progress]:
-    """Make a data set for each JSON key, resuming an earlier run that was cut off; and what it took.
+def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
+    """Make a data set for each JSON key, resuming an earlier run that was cut off.
 
     Args:
         options: What to make.
-        say: Called with what a user should know, one sentence at a time.
-        watch: Called after each block.
-
-    Raises:
-        PreprocessError: Anything that keeps it from being made; what is committed stays.
+        progress: Counts, and shows what a user should know.
     """
     spec = load_tokenizer(options.tokenizer)
-    eod = require_eod(spec) if options.append_eod else None
     source = open_source(
         options.inputs,
         options.keys,
@@ -67,66 +81,157 @@ def preprocess(
         options.hub_config,
         options.hub_split,
     )
-    progress = Progress(source.size_bytes)
-    workspace = Workspace(options.output_prefix, _identity(options, spec, eod, source))
-    with disk_errors(workspace.folder):
-        if options.restart and workspace.folder.exists():
-            with locked(workspace.folder):
-                retire(workspace.folder)
-        if not workspace.folder.exists():
-            retire(workspace.folder)  # what a killed clean-up has left
-            if done := _existing(options, workspace):
-                say("Nothing to do: these data sets are complete and of this very input.")
-                return done, progress
-        with workspace.opened():
-            if workspace.parts:
-                say(f"Resuming after {len(workspace.parts)} finished part(s) of an earlier run.")
-            if not workspace.is_complete:
-                encoder = choose_encoder(spec, source.samples(options.cross_check), say)
-                threads = options.threads or default_threads()
-                pipeline = Pipeline(
-                    source.parse, encoder, workspace.dtype, eod, threads, progress.clock
-                )
-                skip = options.on_error == "skip"
-                fill(workspace, source, pipeline, skip, say, progress, watch)
-                workspace.finish(encoder.name)
-            return [open_dataset(prefix) for prefix in workspace.publish()], progress
-
-
-def _identity(
-    options: PreprocessOptions, spec: TokenizerSpec, eod: int | None, source: Source
-) -> RunIdentity:
-    return RunIdentity(
+    identity = RunIdentity(
         inputs=source.identities,
         tokenizer=spec.name,
         tokenizer_sha256=spec.sha256,
         vocabulary=spec.vocabulary,
-        eod=eod,
+        eod=spec.require_eod() if options.append_eod else None,
         json_keys=options.keys,
         part=str(options.shard),
         shard_bytes=options.part_bytes,
         max_document_bytes=options.max_document_bytes,
     )
+    base = options.output_prefix
+    prefixes = {key: base.with_name(f"{base.name}_{key}_document") for key in options.keys}
+    folder = working_folder(base)
+    if options.restart and folder.exists():
+        with locked(folder):
+            retire(folder)
+    if not folder.exists():
+        retire(folder)  # what a killed clean-up has left
+        if not options.overwrite and (done := _existing(list(prefixes.values()), identity)):
+            progress.say("Nothing to do: these data sets are complete and of this very input.")
+            return done
+    with locked(folder):
+        _claim(folder / "run.json", identity)
+        if not (folder / WHOLE).exists():
+            parser = Parser(options.keys, options.max_document_bytes)
+            samples = source.samples(options.cross_check, parser)
+            encoder = choose_encoder(spec, samples, progress.say)
+            parts = read_parts(folder)
+            if parts:
+                progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
+            start = parts[-1].end if parts else source.start
+            threads = options.threads or default_threads()
+            dtype = token_dtype(spec.vocabulary)
+            pipeline = Pipeline(parser, len(options.keys), encoder, dtype, identity.eod, threads)
+            progress.total_bytes = source.size_bytes
+            encoded = pipeline.run(_announced(source, start, progress))
+            named = _named(source, start, encoded, options.on_error == "skip", progress)
+            write_parts(folder, parts, named, identity, start)
+            join_parts(folder, parts, identity, encoder.name)
+        publish(folder, prefixes)
+        return [open_dataset(prefix) for prefix in prefixes.values()]
 
 
-def _existing(options: PreprocessOptions, workspace: Workspace) -> list[Dataset]:
-    """The data sets, if this very run has been completed before.
+def _announced(source: Source, start: Position, progress: Progress) -> Iterator[Block]:
+    """The blocks to encode; a user hears of a very large one before it takes its memory."""
+    for block in source.blocks(start):
+        if block.size_bytes > ANNOUNCED_BYTES:
+            progress.say(
+                f"{source.slices[block.slice_index].name} has a document of "
+                f"{block.size_bytes >> 20} MiB ending at {block.next_offset}: it takes up to "
+                f"{MEMORY_MULTIPLE} times that in memory ({UNBROKEN_MULTIPLE} times if it is "
+                "one unbroken word); --max-document-mb refuses such."
+            )
+        yield block
 
-    Raises:
-        OutputError: Something else stands under the final names.
-    """
-    prefixes = workspace.prefixes.values()
+
+def _named(
+    source: Source,
+    start: Position,
+    blocks: Iterator[Encoded],
+    skip_errors: bool,
+    progress: Progress,
+) -> Iterator[tuple[Position, Encoded]]:
+    """The blocks, each with the place where it ends; their problems named by file and line."""
+    named: Counter[str] = Counter()
+    place = start
+    for encoded in blocks:
+        block = encoded.block
+        slice_ = source.slices[block.slice_index]
+        if block.slice_index != place.slice_index:
+            place = Position(block.slice_index, 0, 0)
+        for line, problem in encoded.problems:
+            named[problem.kind] += 1
+            if problem.kind not in HARMLESS and not skip_errors:
+                raise PreprocessError(
+                    f"{_describe(problem, slice_, place.lines + line)}; correct it, or leave such "
+                    "documents out with --on-error skip."
+                )
+            if named[problem.kind] <= _NAMED_PROBLEMS:
+                done = "noted" if problem.kind in HARMLESS else "left out"
+                progress.say(f"{_describe(problem, slice_, place.lines + line)} ({done})")
+        place = Position(block.slice_index, block.next_offset, place.lines + encoded.line_count)
+        progress.add(
+            done_bytes=block.read_bytes,
+            text_bytes=block.size_bytes,
+            documents=len(encoded.packed[0].counts),
+            tokens=sum(len(packed.tokens) for packed in encoded.packed),
+        )
+        yield place, encoded
+
+
+def _describe(problem: Problem, slice_: Slice, line: int) -> str:
+    """`file:line: what (detail)`, with the line's number in the whole file."""
+    if problem.kind is ProblemKind.EMPTY_FILE:
+        return f"{slice_.name}: {problem.kind}"
+    detail = f" ({problem.detail})" if problem.detail else ""
+    return f"{slice_.name}:{lines_before(slice_) + line + 1}: {problem.kind}{detail}"
+
+
+def _claim(file: Path, identity: RunIdentity) -> None:
+    """Say whose the working folder is."""
+    if not file.exists():
+        write_record(file, identity, durable=True)
+    elif changed := difference(identity, decoded(file, RunIdentity)):
+        raise PreprocessError(
+            f"{file.parent} holds an unfinished run that differs: {changed}; "
+            "repeat it as it was, or start over with --restart."
+        )
+
+
+def _existing(prefixes: list[Path], identity: RunIdentity) -> list[Dataset]:
+    """The data sets, if this very run has been completed before."""
     there = [p for prefix in prefixes for p in (idx_path(prefix), bin_path(prefix)) if p.exists()]
-    if options.overwrite or not there:
+    if not there:
         return []
     remedy = "remove it, choose another --output-prefix, or give --overwrite."
     try:
         datasets = [open_dataset(prefix) for prefix in prefixes]
     except DatasetError as error:
-        raise OutputError(f"{there[0]} exists already, incomplete: {error} Else {remedy}") from None
+        raise PreprocessError(
+            f"{there[0]} exists already, incomplete: {error} Else {remedy}"
+        ) from None
     for dataset in datasets:
         if dataset.manifest is None:
-            raise OutputError(f"{there[0]} exists already and has no manifest; {remedy}")
-        if changed := difference(workspace.identity, dataset.manifest.identity):
-            raise OutputError(f"{there[0]} exists already, but {changed}; {remedy}")
+            raise PreprocessError(f"{there[0]} exists already and has no manifest; {remedy}")
+        if changed := difference(identity, dataset.manifest.identity):
+            raise PreprocessError(f"{there[0]} exists already, but {changed}; {remedy}")
     return datasets
+
+
+def difference(ours: RunIdentity, theirs: RunIdentity) -> str | None:
+    """Name the first thing two identities differ in, as `what was theirs, now ours`."""
+    for (what, was), (_, now) in zip(_facts(theirs), _facts(ours), strict=False):
+        if was != now:
+            return f"{what} was {shorten(str(was), 200)}, now {shorten(str(now), 200)}"
+    return None
+
+
+def _facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
+    """What a run depends on, under names that a user knows."""
+    yield "the input", tuple(input_.name for input_ in identity.inputs)
+    for input_ in identity.inputs:
+        yield f"input {input_.name}", f"{input_.size_bytes} bytes"
+        yield f"the content of input {input_.name}", input_.edges_sha256
+        yield f"the time stamp of input {input_.name}", input_.modified_ns
+    yield "--tokenizer", identity.tokenizer
+    yield "the tokenizer's sha256", identity.tokenizer_sha256
+    yield "the vocabulary", identity.vocabulary
+    yield "--append-eod (end-of-document id)", identity.eod
+    yield "--json-keys", identity.json_keys
+    yield "--shard", identity.part
+    yield "--commit-mib (in bytes)", identity.shard_bytes
+    yield "--max-document-mb (in bytes)", identity.max_document_bytes

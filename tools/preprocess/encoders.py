@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Sequence
 from itertools import batched, pairwise
 from typing import Any, Protocol
@@ -19,8 +21,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from tools.preprocess.encode.tokenizer import GPT2, TokenizerSpec, added_tokens
-from tools.preprocess.encode.unassigned import has_unassigned, tokens_to_check
+from tools.preprocess.tokenizer import GPT2, TokenizerSpec
 
 Ids = NDArray[np.uint32]
 Offsets = NDArray[np.int64]
@@ -28,10 +29,10 @@ Say = Callable[[str], None]
 
 _HF_BATCH_CHARACTERS = 1 << 19
 """Text given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
-_CHECKED_IDS = 1 << 20
-"""Looked at together: indexing with them takes eight bytes for each."""
 _CHECKED_CHARACTERS = 1 << 14
 """Of each document that is encoded twice, this much from its start."""
+_STRIDE = 1 << 20
+"""Characters looked at together: each takes four bytes."""
 _CACHE_BYTES = 224 << 20
 """Growth of the process's memory at which gigatoken's cache is dropped."""
 _LEAST_CHARACTERS = 16 << 20
@@ -66,11 +67,11 @@ class GigatokenEncoder:
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """See `Encoder.encode`."""
-        native = self._bounded(sum(map(len, texts)))
-        layout = native.encode_batch(texts, parallel=False).layout
+        layout = self._bounded(sum(map(len, texts))).encode_batch(texts, parallel=False).layout
         ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
-        if len(self._prefix) or len(self._suffix):
-            return self._wrap(ids, offsets)
+        if len(self._prefix) + len(self._suffix):
+            rows = _rows(ids, offsets)
+            return _flat([np.concatenate((self._prefix, row, self._suffix)) for row in rows])
         return ids, offsets
 
     def _bounded(self, size: int) -> Any:
@@ -84,11 +85,6 @@ class GigatokenEncoder:
                 self._native = _load_gigatoken(self._spec)
                 self._since_load = 0
             return self._native
-
-    def _wrap(self, ids: Ids, offsets: Offsets) -> tuple[Ids, Offsets]:
-        """Put each text between the special tokens of the post-processor."""
-        rows = _rows(ids, offsets)
-        return _flat([np.concatenate((self._prefix, row, self._suffix)) for row in rows])
 
 
 class HuggingFaceEncoder:
@@ -120,11 +116,15 @@ class RegexEncoder:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         import regex  # few texts need it
+        from tokenizers import pre_tokenizers
 
         self._cuts = regex.compile(
             r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
         )
-        self._merges = _load_hugging_face(spec, cut=False)
+        self._merges = _load_hugging_face(spec)
+        self._merges.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """See `Encoder.encode`."""
@@ -150,31 +150,35 @@ class ExactEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """See `Encoder.encode`."""
         ids, offsets = self._fast.encode(texts)
-        rare = self._rare(texts, ids, offsets)
+        rare = [index for index, text in enumerate(texts) if has_unassigned(text)]
         if not rare:
             return ids, offsets
         rows = _rows(ids, offsets)
-        reference = _reference(self._spec)
+        # What Megatron encodes with.
+        reference = (_regex if self._spec.name == GPT2 else _hugging_face)(self._spec)
         for index in rare:
             rows[index] = reference.encode([texts[index]])[0]
         return _flat(rows)
 
-    def _rare(self, texts: Sequence[str], ids: Ids, offsets: Offsets) -> list[int]:
-        """Texts with unassigned characters.
 
-        Where a token is several characters, looking at ids first costs less than looking at texts.
-        """
-        if all(text.isascii() for text in texts):
-            return []
-        check = tokens_to_check(self._spec)
-        if check is None or 2 * len(ids) > sum(map(len, texts)):
-            return [index for index, text in enumerate(texts) if has_unassigned(text)]
-        candidates: set[int] = set()
-        for start in range(0, len(ids), _CHECKED_IDS):
-            flagged = start + np.flatnonzero(check[ids[start : start + _CHECKED_IDS]])
-            before = np.searchsorted(flagged, offsets)
-            candidates.update(np.flatnonzero(np.diff(before)).tolist())
-        return [index for index in sorted(candidates) if has_unassigned(texts[index])]
+def has_unassigned(text: str) -> bool:
+    """Whether a text holds characters that Python's tables leave unassigned."""
+    if text.isascii():
+        return False
+    unassigned = _unassigned()
+    first = unassigned.argmax()
+    for start in range(0, len(text), _STRIDE):
+        codes = np.frombuffer(text[start : start + _STRIDE].encode("utf-32-le"), np.uint32)
+        if unassigned.take(codes[codes >= first]).any():
+            return True
+    return False
+
+
+@functools.cache
+def _unassigned() -> NDArray[np.bool_]:
+    """For each code point."""
+    categories = (unicodedata.category(chr(code)) for code in range(sys.maxunicode + 1))
+    return np.fromiter((category == "Cn" for category in categories), bool, sys.maxunicode + 1)
 
 
 def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:
@@ -185,30 +189,32 @@ def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Enc
         samples: Documents to encode with both; with none, only an unknown tokenizer is compared.
         say: Called whenever the slow encoder has to do the work, with the reason.
     """
-    fast, why_not = _fast_encoder(spec, samples)
-    if why_not:
-        say(f"Encoding with tokenizers: {why_not}")
-    if fast is not None:
-        return ExactEncoder(fast, spec)
-    slow = HuggingFaceEncoder(spec)
+    try:
+        return ExactEncoder(_checked_gigatoken(spec, samples), spec)
+    except _UnfitError as reason:
+        say(f"Encoding with tokenizers: {reason}")
+    slow = _hugging_face(spec)
     return ExactEncoder(slow, spec) if spec.name == GPT2 else slow
 
 
-def _fast_encoder(spec: TokenizerSpec, samples: Sequence[str]) -> tuple[Encoder | None, str]:
-    """gigatoken, or why not."""
-    if spec.name != GPT2 and any(token.get("single_word") for token in added_tokens(spec)):
-        return None, f"gigatoken does not honour single_word of '{spec.name}'."
+class _UnfitError(Exception):
+    """Why gigatoken cannot do the work."""
+
+
+def _checked_gigatoken(spec: TokenizerSpec, samples: Sequence[str]) -> Encoder:
+    if any(token.get("single_word") for token in spec.added_tokens):
+        raise _UnfitError(f"gigatoken does not honour single_word of '{spec.name}'.")
     try:
         fast = _gigatoken(spec)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        return None, f"gigatoken does not know '{spec.name}' ({reason})."
+        raise _UnfitError(f"gigatoken does not know '{spec.name}' ({reason}).") from None
     texts = [text[:_CHECKED_CHARACTERS] for text in samples] + _probes(spec)
     texts = [text for text in texts if not has_unassigned(text)]
-    found = first_difference(fast, HuggingFaceEncoder(spec), texts) if texts else None
+    found = first_difference(fast, _hugging_face(spec), texts) if texts else None
     if found is not None:
-        return None, f"gigatoken encodes {found[:60]!r} differently."
-    return fast, ""
+        raise _UnfitError(f"gigatoken encodes {found[:60]!r} differently.")
+    return fast
 
 
 def first_difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:
@@ -224,15 +230,10 @@ def _probes(spec: TokenizerSpec) -> list[str]:
     surroundings = ("{}", "a{}b", " a {} b", "\n{}\n")
     around = [
         place.replace("{}", token["content"])
-        for token in added_tokens(spec)[:64]
+        for token in spec.added_tokens[:64]
         for place in surroundings
     ]
     return ["", " ", " Hello  world's 12345\n\n\tNaïve café — 日本語 😀\r\n", *around]
-
-
-@functools.cache
-def _gigatoken(spec: TokenizerSpec) -> GigatokenEncoder:
-    return GigatokenEncoder(spec)
 
 
 def _load_gigatoken(spec: TokenizerSpec) -> Any:
@@ -247,28 +248,22 @@ def _resident_bytes() -> int:
 
 def _template(spec: TokenizerSpec) -> tuple[Ids, Ids]:
     """Special tokens that the post-processor puts before and after each text."""
-    nothing = np.empty(0, np.uint32)
-    if spec.name == GPT2 or not json.loads(spec.definition).get("post_processor"):
-        return nothing, nothing
-    tokenizer = _load_hugging_face(spec)
-    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    full: list[int] = tokenizer.encode("a").ids
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            before, after = full[:start], full[start + len(bare) :]
-            return np.array(before, np.uint32), np.array(after, np.uint32)
-    return nothing, nothing
+    bare: list[int] = []
+    full: list[int] = []
+    if spec.name != GPT2 and json.loads(spec.definition).get("post_processor"):
+        tokenizer = _load_hugging_face(spec)
+        bare, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    starts = range(len(full) - len(bare) + 1)
+    start = next((at for at in starts if full[at : at + len(bare)] == bare), len(full))
+    return np.array(full[:start], np.uint32), np.array(full[start + len(bare) :], np.uint32)
 
 
-@functools.cache
-def _reference(spec: TokenizerSpec) -> Encoder:
-    """What Megatron encodes with."""
-    return RegexEncoder(spec) if spec.name == GPT2 else HuggingFaceEncoder(spec)
+_gigatoken = functools.cache(GigatokenEncoder)
+_hugging_face = functools.cache(HuggingFaceEncoder)
+_regex = functools.cache(RegexEncoder)
 
 
-@functools.cache
-def _load_hugging_face(spec: TokenizerSpec, cut: bool = True) -> Any:
-    """A tokenizer; without `cut` it merges each piece that it is given as a whole."""
+def _load_hugging_face(spec: TokenizerSpec) -> Any:
     # The pipeline's own threads keep all cores busy; the setting is read at the first batch.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers  # only where it is needed
@@ -276,10 +271,6 @@ def _load_hugging_face(spec: TokenizerSpec, cut: bool = True) -> Any:
     tokenizer = tokenizers.Tokenizer.from_str(spec.definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if not cut:
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=False
-        )
     return tokenizer
 
 

@@ -1,22 +1,19 @@
-"""What a data set holds and how much of it a training run draws; as lines, as a picture."""
+"""What a data set holds and how much of it a training run draws."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from tools.preprocess.dataset.files import Dataset, IntArray
-from tools.preprocess.dataset.split import split_bounds
-from tools.preprocess.dataset.verify import common_end
-from tools.preprocess.errors import OutputError
+from tools.preprocess.dataset import CHUNK, Dataset, IntArray, split_bounds
+from tools.preprocess.verify import common_end
 
 LENGTH_BINS = 32
 """Bin 0 is length 0, bin k is lengths from 2^(k-1) to 2^k - 1."""
-_ROWS = 1 << 16
 SPLITS = ("train", "valid", "test")
+_BAR_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,8 @@ def measure(dataset: Dataset) -> Stats:
     """Read a data set once, in bounded memory."""
     histogram = np.zeros(LENGTH_BINS + 1, dtype=np.int64)
     longest = 0
-    for lengths in _document_lengths(dataset):
+    for start in range(0, dataset.documents, CHUNK):
+        lengths = np.diff(_token_offsets(dataset, dataset.boundaries[start : start + CHUNK + 1]))
         # frexp's exponent is the number of binary digits.
         histogram += np.bincount(np.frexp(lengths)[1], minlength=len(histogram))
         longest = max(longest, int(lengths.max()))
@@ -85,47 +83,25 @@ def draws(dataset: Dataset, split: str, seq_length: int, samples: int) -> tuple[
         samples: To be drawn for training: iterations times global batch.
     """
     bounds = split_bounds(split, dataset.sequences)
-    offsets = [_token_offset(dataset, bound) for bound in bounds]
+    sizes = np.diff(_token_offsets(dataset, np.array(bounds))).tolist()
     found: list[Draw] = []
-    for index, name in enumerate(SPLITS):
-        tokens = offsets[index + 1] - offsets[index]
+    for index, (name, tokens) in enumerate(zip(SPLITS, sizes, strict=True)):
         wanted = samples if index == 0 else 0
-        # One token more than the sample: the last one is only predicted.
-        needed = wanted * seq_length + 1
-        found.append(
-            Draw(
-                split=name,
-                sequences=bounds[index + 1] - bounds[index],
-                tokens=tokens,
-                samples_an_epoch=max(0, (tokens - 1) // seq_length),
-                samples=wanted,
-                epochs=-(-needed // tokens) if wanted and tokens else 0,
-            )
-        )
+        # One token more than the samples: the last one is only predicted.
+        epochs = -(-(wanted * seq_length + 1) // tokens) if wanted and tokens else 0
+        sequences = bounds[index + 1] - bounds[index]
+        an_epoch = max(0, (tokens - 1) // seq_length)
+        found.append(Draw(name, sequences, tokens, an_epoch, wanted, epochs))
     return tuple(found)
 
 
-def _token_offset(dataset: Dataset, sequence: int) -> int:
-    """Tokens before a sequence."""
-    if sequence >= dataset.sequences:
-        return dataset.tokens
-    (pointer,) = next(dataset.pointers(sequence, 1))
-    return int(pointer) // np.dtype(dataset.dtype).itemsize
-
-
-def _document_lengths(dataset: Dataset) -> Iterator[IntArray]:
-    itemsize = np.dtype(dataset.dtype).itemsize
-    for first in range(0, dataset.documents, _ROWS):
-        count = min(_ROWS, dataset.documents - first)
-        boundaries = np.concatenate(list(dataset.boundaries(first, count + 1)))
-        start, stop = int(boundaries[0]), int(boundaries[-1])
-        pointers = list(dataset.pointers(start, min(stop + 1, dataset.sequences) - start))
-        if stop == dataset.sequences:
-            pointers.append(np.array([dataset.tokens * itemsize]))
-        yield np.diff(np.concatenate(pointers)[boundaries - start]) // itemsize
-
-
-_BAR_CHARACTERS = 40
+def _token_offsets(dataset: Dataset, sequences: IntArray) -> IntArray:
+    """Tokens before each of these sequences; before one that is past the last, all of them."""
+    offsets = np.full(len(sequences), dataset.tokens, np.int64)
+    inside = sequences < dataset.sequences
+    pointers = dataset.pointers[sequences[inside]]
+    offsets[inside] = pointers // np.dtype(dataset.dtype).itemsize
+    return offsets
 
 
 def describe_counts(dataset: Dataset, stats: Stats) -> Iterator[str]:
@@ -167,39 +143,11 @@ def describe_draws(draws: Sequence[Draw], seq_length: int, steps: int) -> Iterat
 
 def text_histogram(counts: Sequence[int]) -> list[str]:
     """One line a bin, from the first to the last that is not empty."""
-    used = _used(counts)
-    most = max((counts[i] for i in used), default=1)
+    filled = [bin_ for bin_, count in enumerate(counts) if count]
+    used = range(filled[0], filled[-1] + 1) if filled else ()
     width = max((len(label(i)) for i in used), default=0)
-    bars = {i: "█" * -(-counts[i] * _BAR_CHARACTERS // most) for i in used}
+    bars = {i: "█" * -(-counts[i] * _BAR_CHARACTERS // max(counts)) for i in used}
     return [f"{label(i):>{width}} {bars[i]:{_BAR_CHARACTERS}} {counts[i]:,}" for i in used]
-
-
-def draw_histogram(counts: Sequence[int], title: str, path: Path) -> None:
-    """Draw the bins as a bar chart; the suffix (`.svg`, `.png`) says as what.
-
-    Raises:
-        OutputError: matplotlib does not know the suffix.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    used = _used(counts)
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    axes.bar([label(i) for i in used], [counts[i] for i in used], color="#4269d0")
-    axes.set(xlabel="tokens in a document", ylabel="documents", title=title)
-    axes.tick_params(axis="x", rotation=45)
-    axes.spines[["top", "right"]].set_visible(False)
-    # Without a date and with fixed ids the same data set gives the same file.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    try:
-        with mpl.rc_context({"svg.hashsalt": "tools.preprocess"}):
-            figure.savefig(path, metadata=metadata)
-    except ValueError:
-        raise OutputError(f"--plot {path} has an unknown suffix; use .svg or .png.") from None
-    finally:
-        plt.close(figure)
 
 
 def label(bin_: int) -> str:
@@ -208,8 +156,3 @@ def label(bin_: int) -> str:
         return "0"
     low, high = 2 ** (bin_ - 1), 2**bin_ - 1
     return str(low) if low == high else f"{low:,}–{high:,}"
-
-
-def _used(counts: Sequence[int]) -> list[int]:
-    filled = [i for i, count in enumerate(counts) if count]
-    return list(range(filled[0], filled[-1] + 1)) if filled else []

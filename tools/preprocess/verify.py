@@ -9,13 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.preprocess.dataset.files import (
-    Dataset,
-    IntArray,
-    open_dataset,
-    read_array,
-)
-from tools.preprocess.dataset.manifest import Manifest
+from tools.preprocess.dataset import CHUNK, Dataset, IntArray, Manifest, open_dataset
 from tools.preprocess.errors import DatasetError
 
 
@@ -63,48 +57,29 @@ def verify(prefix: Path, vocabulary: int | None = None) -> Verification:
     problems = [
         *(_check_hashes(dataset, dataset.manifest) if dataset.manifest else ()),
         *_check_pointers(dataset),
-        *_check_boundaries(dataset),
         *_check_tokens(dataset, vocabulary),
     ]
     if not problems:
-        problems += _check_ends(dataset)
+        problems += _check_boundaries(dataset)
     return Verification(dataset, vocabulary, tuple(problems))
-
-
-def last_tokens(dataset: Dataset) -> Iterator[IntArray]:
-    """The last token of each sequence that has tokens, in order."""
-    ends = _sequence_ends(dataset)
-    chunk = next(ends, None)
-    start = 0
-    for tokens in dataset.token_chunks():
-        stop = start + len(tokens)
-        while chunk is not None:
-            inside = int(np.searchsorted(chunk, stop, side="right"))
-            yield tokens[chunk[:inside] - 1 - start]
-            if inside < len(chunk):
-                chunk = chunk[inside:]
-                break
-            chunk = next(ends, None)
-        start = stop
 
 
 def common_end(dataset: Dataset) -> int | None:
     """The token that every sequence ends in: the end-of-document token, if there is one at all."""
+    if not dataset.tokens:
+        return None
+    tokens = np.memmap(dataset.bin_path, dataset.dtype, "r")
+    lengths, pointers = dataset.lengths, dataset.pointers
+    itemsize = np.dtype(dataset.dtype).itemsize
     common: int | None = None
-    for tokens in last_tokens(dataset):
-        if common is None and len(tokens):
-            common = int(tokens[0])
-        if (tokens != common).any():
+    for part in _parts(dataset.sequences):
+        ends = pointers[part] // itemsize + lengths[part]
+        last = tokens[ends[lengths[part] > 0] - 1]
+        if common is None and len(last):
+            common = int(last[0])
+        if (last != common).any():
             return None
     return common
-
-
-def _sequence_ends(dataset: Dataset) -> Iterator[IntArray]:
-    before = 0
-    for lengths in dataset.lengths():
-        ends = before + np.cumsum(lengths, dtype=np.int64)
-        before = int(ends[-1])
-        yield ends[lengths > 0]
 
 
 def _check_hashes(dataset: Dataset, manifest: Manifest) -> Iterator[str]:
@@ -113,16 +88,18 @@ def _check_hashes(dataset: Dataset, manifest: Manifest) -> Iterator[str]:
     if found != manifest.idx_sha256:
         yield f"{dataset.idx_path} has sha256 {found}, its manifest says {manifest.idx_sha256}."
     digest = hashlib.sha256()
-    itemsize = np.dtype(manifest.dtype).itemsize
     first = 0
-    for shard in manifest.shards:
-        after = first + shard.tokens
-        for chunk in read_array(dataset.bin_path, first * itemsize, manifest.dtype, shard.tokens):
-            digest.update(chunk.data)
-        if digest.hexdigest() != shard.sha256:
-            yield f"{dataset.bin_path} differs from its manifest within tokens {first} to {after}."
-            return
-        first = after
+    with dataset.bin_path.open("rb") as stream:
+        for shard in manifest.shards:
+            after = first + shard.tokens
+            for part in _parts(shard.tokens):
+                digest.update(np.fromfile(stream, manifest.dtype, part.stop - part.start))
+            if digest.hexdigest() != shard.sha256:
+                yield (
+                    f"{dataset.bin_path} differs from its manifest within tokens {first} to {after}."
+                )
+                return
+            first = after
     if digest.hexdigest() != manifest.bin_sha256:
         yield (
             f"{dataset.bin_path} has sha256 {digest.hexdigest()}, its manifest says "
@@ -133,29 +110,37 @@ def _check_hashes(dataset: Dataset, manifest: Manifest) -> Iterator[str]:
 def _check_pointers(dataset: Dataset) -> Iterator[str]:
     """Each sequence starts where the one before it ends."""
     itemsize = np.dtype(dataset.dtype).itemsize
-    first = start = 0
-    for lengths, pointers in zip(dataset.lengths(), dataset.pointers(), strict=True):
-        ends = start + itemsize * np.cumsum(lengths, dtype=np.int64)
-        starts = np.concatenate(([start], ends[:-1]))
+    due = 0
+    for part in _parts(dataset.sequences):
+        lengths, pointers = dataset.lengths[part], dataset.pointers[part]
+        ends = due + itemsize * np.cumsum(lengths, dtype=np.int64)
+        starts = np.concatenate(([due], ends[:-1]))
         for at in _first((lengths < 0) | (pointers != starts)):
             yield (
-                f"{dataset.idx_path}: sequence {first + at} has length {lengths[at]} and "
+                f"{dataset.idx_path}: sequence {part.start + at} has length {lengths[at]} and "
                 f"byte offset {pointers[at]} where {starts[at]} is due."
             )
             return
-        first, start = first + len(lengths), int(ends[-1])
+        due = int(ends[-1])
 
 
 def _check_boundaries(dataset: Dataset) -> Iterator[str]:
-    """Document boundaries start at 0 and never go back; their end `open_dataset` has checked."""
-    for first, boundaries, steps in _steps(dataset):
-        wrong = steps < 0
-        if first == 0:
-            wrong[0] = boundaries[0] != 0
-        for at in _first(wrong):
+    """Document boundaries start at 0 and never go back; their end `open_dataset` has checked.
+
+    If every sequence ends in one same token, it ends documents, so that each holds one sequence:
+    Megatron does not notice boundaries that were altered but are still in order.
+    """
+    if (first := dataset.boundaries[0]) != 0:
+        yield f"{dataset.idx_path}: document boundary 0 is {first}, not 0."
+    end = common_end(dataset)
+    most = np.inf if end is None or dataset.sequences < 2 else 1
+    for part in _parts(dataset.documents):
+        sequences = np.diff(dataset.boundaries[part.start : part.stop + 1])
+        for at in _first((sequences < 0) | (sequences > most)):
+            why = f", though every sequence ends in token {end}, which ends documents"
             yield (
-                f"{dataset.idx_path}: document boundary {first + at} is {boundaries[at]}, "
-                f"after {boundaries[at] - steps[at]}."
+                f"{dataset.idx_path}: document {part.start + at} holds {sequences[at]} "
+                f"sequences{why if most == 1 else ''}."
             )
             return
 
@@ -174,30 +159,10 @@ def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
         first += len(tokens)
 
 
-def _check_ends(dataset: Dataset) -> Iterator[str]:
-    """If every sequence ends in one same token, it ends documents: each holds one sequence.
-
-    Megatron does not notice boundaries that were altered but are still in order; this does, for
-    data sets with end-of-document tokens.
-    """
-    common = common_end(dataset)
-    if common is None or dataset.sequences < 2:
-        return
-    for first, _, steps in _steps(dataset):
-        for at in _first(steps > 1):
-            yield (
-                f"{dataset.idx_path}: document {first + at - 1} holds {steps[at]} sequences, though "
-                f"every sequence ends in token {common}, which ends documents."
-            )
-            return
-
-
-def _steps(dataset: Dataset) -> Iterator[tuple[int, IntArray, IntArray]]:
-    """Document boundaries by chunks: the number of the first, they, and by how much each grows."""
-    before = first = 0
-    for boundaries in dataset.boundaries():
-        yield first, boundaries, np.diff(boundaries, prepend=before)
-        before, first = int(boundaries[-1]), first + len(boundaries)
+def _parts(count: int) -> Iterator[slice]:
+    """Stretches of so many numbers that fit any memory."""
+    for start in range(0, count, CHUNK):
+        yield slice(start, min(start + CHUNK, count))
 
 
 def _first(wrong: IntArray) -> list[int]:

@@ -1,4 +1,4 @@
-"""Data sets joined in order, in bounded memory: the parts of a run, or whole ones (`merge`)."""
+"""Data sets joined in order, in bounded memory: the parts of a run, or finished ones (`merge`)."""
 
 from __future__ import annotations
 
@@ -9,51 +9,68 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.preprocess.dataset.files import (
+from tools.preprocess.dataset import (
     Dataset,
-    Index,
     IntArray,
+    Manifest,
+    RunIdentity,
+    ShardHash,
     bin_path,
     idx_path,
+    manifest_path,
     open_dataset,
-    read_index,
     write_index,
 )
-from tools.preprocess.dataset.manifest import Manifest, RunIdentity, ShardHash, manifest_path
-from tools.preprocess.errors import DatasetError, OutputError
-from tools.preprocess.output.folder import (
-    JOINED,
-    WHOLE,
-    complete,
-    disk_errors,
-    fresh,
-    locked,
-    publish,
-    retire,
-)
+from tools.preprocess.errors import DatasetError, PreprocessError
+from tools.preprocess.folder import WHOLE, locked, publish, working_folder, written_folder
 from tools.records.io import flush_to_disk, write_record
 
 _KEY = "data"
 
 
-def join_indexes(indexes: Sequence[Index], prefix: Path) -> None:
-    """Write the index at `prefix` for the tokens that `indexes`, at least one, divide in order."""
+def join(datasets: Sequence[Dataset], known: Sequence[ShardHash], prefix: Path) -> list[ShardHash]:
+    """Write the `.bin` and `.idx` at `prefix` that hold `datasets`, at least one, in order.
+
+    Args:
+        datasets: What to join.
+        known: What each of them holds; its sha256 is that of its own tokens, empty if not known.
+        prefix: Path without suffix.
+
+    Returns:
+        The same with the hashes that a manifest has: from the very start to each one's end.
+
+    Raises:
+        DatasetError: A data set's tokens are not those that its sha256 says.
+    """
+    so_far = hashlib.sha256()
+    stretches: list[ShardHash] = []
+    with bin_path(prefix).open("wb") as stream:
+        for dataset, stretch in zip(datasets, known, strict=True):
+            own = hashlib.sha256()
+            for tokens in dataset.token_chunks():
+                own.update(tokens)
+                so_far.update(tokens)
+                stream.write(tokens.data)
+            if stretch.sha256 not in ("", own.hexdigest()):
+                raise DatasetError(
+                    f"{dataset.bin_path} is damaged (its sha256 is not the one recorded for it); "
+                    "make it again."
+                )
+            stretches.append(replace(stretch, sha256=so_far.hexdigest()))
+        flush_to_disk(stream)
 
     def lengths() -> Iterator[IntArray]:
-        for index in indexes:
-            yield from index.lengths()
+        return (dataset.lengths for dataset in datasets)
 
     def boundaries() -> Iterator[IntArray]:
         before = 0
-        for index in indexes:
-            # The first boundary of each is the last one of the index before it.
-            yield from (before + chunk for chunk in index.boundaries(1))
-            before += index.sequences
+        for dataset in datasets:
+            # The first boundary of each is the last one of the data set before it.
+            yield before + dataset.boundaries[1:]
+            before += dataset.sequences
 
-    sequences = sum(index.sequences for index in indexes)
-    documents = sum(index.documents for index in indexes)
-    joined = Index(idx_path(prefix), indexes[0].dtype, sequences, documents)
-    write_index(joined, lengths, boundaries())
+    write_index(idx_path(prefix), datasets[0].dtype, lengths, boundaries)
+    return stretches
 
 
 def write_manifest(
@@ -65,18 +82,18 @@ def write_manifest(
     identity: RunIdentity,
 ) -> None:
     """Describe the `.bin` and `.idx` at `prefix`, of which `shards` are all stretches, in order."""
-    index = read_index(idx_path(prefix))
-    with index.idx_path.open("rb") as stream:
+    dataset = open_dataset(prefix)
+    with dataset.idx_path.open("rb") as stream:
         idx_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     manifest = Manifest(
         json_key=json_key,
-        documents=index.documents,
-        sequences=index.sequences,
-        tokens=sum(shard.tokens for shard in shards),
-        dtype=index.dtype,
+        documents=dataset.documents,
+        sequences=dataset.sequences,
+        tokens=dataset.tokens,
+        dtype=dataset.dtype,
         text_bytes=sum(shard.text_bytes for shard in shards),
-        bin_bytes=bin_path(prefix).stat().st_size,
-        idx_bytes=index.size_bytes,
+        bin_bytes=dataset.bin_path.stat().st_size,
+        idx_bytes=dataset.idx_path.stat().st_size,
         bin_sha256=shards[-1].sha256,
         idx_sha256=idx_sha256,
         engine=engine,
@@ -100,51 +117,29 @@ def merge(
 
     Raises:
         DatasetError: One is damaged, or they do not belong together.
-        OutputError: The output exists, or cannot be written.
     """
     datasets = [open_dataset(prefix) for prefix in prefixes]
     _check_kin(datasets, say)
     if output in prefixes:
-        raise OutputError(f"--output-prefix {output} is one of the inputs; choose another.")
-    folder = output.with_name(output.name + ".partial")
-    whole = folder / WHOLE
-    if whole.exists() and not idx_path(whole / _KEY).exists():
-        retire(folder)  # killed after its last rename: the output is finished
+        raise PreprocessError(f"--output-prefix {output} is one of the inputs; choose another.")
+    folder = working_folder(output)
     # A folder says that a merge was cut off; before its index is in place, the rest is its own.
     there = [idx_path(output)] if folder.exists() else [idx_path(output), bin_path(output)]
     if not overwrite and any(path.exists() for path in there):
-        raise OutputError(f"{output} exists already; choose another, or give --overwrite.")
-    with disk_errors(folder), locked(folder):
-        shutil.rmtree(whole, ignore_errors=True)
-        _join(datasets, fresh(folder / JOINED) / _KEY)
-        complete(folder)
+        raise PreprocessError(f"{output} exists already; choose another, or give --overwrite.")
+    with locked(folder):
+        shutil.rmtree(folder / WHOLE, ignore_errors=True)
+        with written_folder(folder / WHOLE) as whole:
+            _merge(datasets, whole / _KEY)
         idx_path(output).unlink(missing_ok=True)
         manifest_path(output).unlink(missing_ok=True)
         publish(folder, {_KEY: output})
     return open_dataset(output)
 
 
-def _join(datasets: Sequence[Dataset], prefix: Path) -> None:
-    shards: list[ShardHash] = []
-    so_far = hashlib.sha256()
-    with bin_path(prefix).open("wb") as stream:
-        for dataset in datasets:
-            own = hashlib.sha256()
-            for tokens in dataset.token_chunks():
-                own.update(tokens.data)
-                so_far.update(tokens.data)
-                stream.write(tokens.data)
-            if dataset.bin_sha256 not in (None, own.hexdigest()):
-                raise DatasetError(
-                    f"{dataset.bin_path} is damaged (its sha256 is not its manifest's); "
-                    "make it again."
-                )
-            size = dataset.manifest.text_bytes if dataset.manifest else 0
-            counts = (dataset.documents, dataset.sequences, dataset.tokens)
-            shards.append(ShardHash(*counts, size, so_far.hexdigest()))
-        flush_to_disk(stream)
-    join_indexes(datasets, prefix)
+def _merge(datasets: Sequence[Dataset], prefix: Path) -> None:
     known = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
+    shards = join(datasets, [_as_shard(dataset) for dataset in datasets], prefix)
     if len(known) == len(datasets):
         inputs = dict.fromkeys(identity for part in known for identity in part.identity.inputs)
         write_manifest(
@@ -155,6 +150,12 @@ def _join(datasets: Sequence[Dataset], prefix: Path) -> None:
             problems=sum((Counter(manifest.problems) for manifest in known), Counter()),
             identity=replace(known[0].identity, inputs=tuple(inputs), part="0/1"),
         )
+
+
+def _as_shard(dataset: Dataset) -> ShardHash:
+    text_bytes = dataset.manifest.text_bytes if dataset.manifest else 0
+    counts = (dataset.documents, dataset.sequences, dataset.tokens, text_bytes)
+    return ShardHash(*counts, dataset.bin_sha256 or "")
 
 
 def _check_kin(datasets: Sequence[Dataset], say: Callable[[str], None]) -> None:

@@ -10,15 +10,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tools.preprocess.dataset.manifest import InputIdentity
-from tools.preprocess.errors import InputError, OutputError
-from tools.preprocess.input.files import Blocks, Format, Slice
+from tools.preprocess.dataset import InputIdentity
+from tools.preprocess.errors import PreprocessError
+from tools.preprocess.files import Block
 from tools.records.io import written_whole
 
 PREFIX = "hub:"
@@ -44,12 +44,7 @@ class Hub:
         return f"{PREFIX}{self.name}{config}:{self.split}"
 
     def fetch(self, key: str, lines: Path) -> None:
-        """Write one column as JSON lines `{key: …}`, whole or not at all.
-
-        Raises:
-            InputError: The hub cannot be reached, dropped the connection, or has no such data set.
-            OutputError: The disk refuses the lines or what the client keeps.
-        """
+        """Write one column as JSON lines `{key: …}`, whole or not at all."""
         cache = lines.with_name(_CACHE)
         # The client reads these when it is imported.
         os.environ.setdefault("HF_HUB_CACHE", str(cache / "files"))
@@ -68,12 +63,12 @@ class Hub:
         except Exception as error:  # the client has no common base for what a hub can do to it
             name = getattr(error, "filename", None)
             if isinstance(error, OSError) and str(name or "").startswith(str(lines.parent)):
-                raise OutputError(
+                raise PreprocessError(
                     f"{name} cannot be written ({error.strerror}); free some room in "
                     f"{lines.parent}."
                 ) from None
             endpoint = os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
-            raise InputError(
+            raise PreprocessError(
                 f"Data set {self.name} was not fetched from {endpoint} ({_reason(error)}); run the "
                 "same command again (files that arrived whole are kept), name a mirror with "
                 "HF_ENDPOINT=, or use other text: 'make prepare-ds-sample', or 'make prepare-ds "
@@ -82,53 +77,23 @@ class Hub:
         shutil.rmtree(cache, ignore_errors=True)
 
     def identity(self) -> InputIdentity:
-        """Of the split's files: on the hub their commit, in a folder their time stamps.
-
-        Raises:
-            InputError: It is not found, has no such split, or the hub cannot be reached.
-        """
+        """Of the split's files: on the hub their commit, in a folder their time stamps."""
         builder, _ = self._opened
         files = (builder.config.data_files or {}).get(self.split)
         origin = getattr(files, "origin_metadata", None) or [builder.hash]
         digest = hashlib.sha256(repr(sorted(map(str, origin))).encode()).hexdigest()
         return InputIdentity(self.label, 0, 0, digest)
 
-    def slice(self, shard: int, shards: int) -> Slice:
-        """Rows of one of several shards.
+    def blocks(self, offset: int, keys: Sequence[str]) -> Iterator[Block]:
+        """Blocks of the split, streamed, from row `offset` on."""
+        from tools.preprocess import tables  # imports pyarrow
 
-        Raises:
-            InputError: The number of rows is not known, so it cannot be cut.
-        """
-        if shards == 1:
-            return Slice(self.label, Format.HUB, 0, None, 0)
-        splits = self._opened[0].info.splits or {}
-        rows = splits[self.split].num_examples if self.split in splits else 0
-        if not rows:
-            raise InputError(
-                f"{self.label} does not publish its number of rows, so --shard cannot cut it; "
-                "download it and give its files with --input."
-            )
-        start, stop = rows * shard // shards, rows * (shard + 1) // shards
-        return Slice(self.label, Format.HUB, start, stop, 0)
-
-    def blocks(self, slice_: Slice, offset: int, keys: Sequence[str]) -> Blocks:
-        """Blocks of a slice, from row `offset` on.
-
-        Raises:
-            InputError: A column is missing, or the connection failed.
-        """
-        from tools.preprocess.input import tables  # imports pyarrow
-
-        stream = self._opened[1].skip(offset)
-        if slice_.stop is not None:
-            stream = stream.take(slice_.stop - offset)
-        row = offset
         try:
-            for table in stream.with_format("arrow").iter(_STREAMED_ROWS):
-                tables.check_columns(table.column_names, slice_.name, keys)
-                yield from tables.record_blocks(table.select(list(keys)), keys, row, 0)
-                row += table.num_rows
-        except InputError:
+            for table in self._opened[1].skip(offset).with_format("arrow").iter(_STREAMED_ROWS):
+                tables.check_columns(table.column_names, self.label, keys)
+                yield from tables.record_blocks(table.select(list(keys)), keys, offset, 0)
+                offset += table.num_rows
+        except PreprocessError:
             raise
         except Exception as error:
             raise self._unreadable(error) from None
@@ -144,8 +109,8 @@ class Hub:
         except Exception as error:
             raise self._unreadable(error) from None
 
-    def _unreadable(self, error: Exception) -> InputError:
-        return InputError(
+    def _unreadable(self, error: Exception) -> PreprocessError:
+        return PreprocessError(
             f"{self.label} cannot be read ({_reason(error)}); check name, split and network, or "
             "download it and give its files with --input."
         )

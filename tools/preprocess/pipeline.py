@@ -1,0 +1,122 @@
+"""Blocks to ids as Megatron stores them: read, encoded, written at once; in order, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tools.preprocess.dataset import IntArray, TokenType
+from tools.preprocess.documents import Parser, Problem, ProblemKind, Text, utf8_size
+from tools.preprocess.encoders import Encoder
+from tools.preprocess.files import BLOCK_BYTES, Block
+
+IN_FLIGHT_BYTES = 8 * BLOCK_BYTES
+"""Text between reading and writing, at most; a longer document passes alone."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What one block adds to a data set."""
+
+    tokens: IntArray
+    """Of the data set's dtype."""
+    lengths: IntArray
+    """Tokens of each sequence."""
+    counts: IntArray
+    """Sequences of each document; 0 marks an empty one."""
+    text_bytes: int
+    """UTF-8 bytes of the texts."""
+
+
+def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | None) -> Packed:
+    """Encode documents and lay them out as Megatron's script does.
+
+    A text without tokens is no sequence; a document without sequences gets no end-of-document token
+    but keeps its boundary. The token belongs to the document's last sequence.
+    """
+    documents = [[text] if isinstance(text, str) else text for text in texts]
+    flat = [sentence for document in documents for sentence in document]
+    ids, offsets = encoder.encode(flat)
+    lengths = np.diff(offsets)
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    filled = np.cumsum(np.concatenate(([0], lengths > 0)))
+    boundaries = filled[ends]
+    counts = np.diff(boundaries, prepend=0)
+    lengths = lengths[lengths > 0].astype(np.int32)
+    tokens = ids.astype(dtype)
+    if eod is not None:
+        last = boundaries[counts > 0] - 1
+        tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], eod)
+        lengths[last] += 1
+    return Packed(tokens, lengths, counts.astype(np.int32), sum(map(utf8_size, flat)))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A block on its way to the disk, without its texts, which are large."""
+
+    block: Block
+    line_count: int
+    problems: tuple[tuple[int, Problem], ...]
+    """With the line (or row) within the block, from 0."""
+    packed: tuple[Packed, ...]
+    """One for each JSON key."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Parses, encodes and packs blocks on several threads, keeping their order."""
+
+    parser: Parser
+    keys: int
+    encoder: Encoder
+    dtype: TokenType
+    eod: int | None
+    threads: int
+
+    def run(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
+        """Yield every block, encoded, in order."""
+        pending: deque[tuple[int, Future[Encoded]]] = deque()
+        in_flight = 0
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="encode") as pool:
+            try:
+                for block in blocks:
+                    while pending and in_flight + block.size_bytes > IN_FLIGHT_BYTES:
+                        size, future = pending.popleft()
+                        in_flight -= size
+                        yield future.result()
+                        del future  # or it would keep its block until the next one
+                    pending.append((block.size_bytes, pool.submit(self._encode, block)))
+                    in_flight += block.size_bytes
+                    del block
+                while pending:
+                    yield pending.popleft()[1].result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _encode(self, block: Block) -> Encoded:
+        rows = self.parser.parse(block.content)
+        if isinstance(block.content, bytearray):
+            block.content.clear()  # a large document; its text is all that is still needed
+        problems = [(at, row) for at, row in enumerate(rows) if isinstance(row, Problem)]
+        documents = [(at, row) for at, row in enumerate(rows) if not isinstance(row, Problem)]
+        packed = tuple(
+            pack([row[key] for _, row in documents], self.encoder, self.dtype, self.eod)
+            for key in range(self.keys)
+        )
+        problems += [
+            (documents[index][0], Problem(ProblemKind.EMPTY_DOCUMENT))
+            for column in packed
+            for index in np.flatnonzero(column.counts == 0).tolist()
+        ]
+        return Encoded(replace(block, content=None), len(rows), tuple(problems), packed)
+
+
+def default_threads() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,197 @@
+"""All inputs of a run, or its `--shard`, as one stream of blocks that can be entered anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+from tools.preprocess.dataset import InputIdentity
+from tools.preprocess.documents import Parser, Problem, ProblemKind
+from tools.preprocess.errors import PreprocessError
+from tools.preprocess.files import Block, Format, Slice, expand, identify, whole_file
+from tools.preprocess.hub import PREFIX as HUB_PREFIX
+from tools.preprocess.hub import Hub
+from tools.preprocess.lines import line_blocks, next_line_start
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """One of `count` parts; `index` counts from 0."""
+
+    index: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+WHOLE_INPUT = InputShard()
+
+
+def parse_shard(text: str) -> InputShard:
+    """Parse `i/n`, or `slurm`: the task of a job array."""
+    if text == "slurm":
+        return _slurm_shard()
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise PreprocessError(
+            f"--shard {text} is not of the form i/n, such as 0/4; or give 'slurm'."
+        )
+    if int(index) >= int(count):
+        raise PreprocessError(
+            f"--shard {text} does not exist: parts count from 0, so the last of {count} is "
+            f"{max(int(count) - 1, 0)}/{count}."
+        )
+    return InputShard(int(index), int(count))
+
+
+def _slurm_shard() -> InputShard:
+    try:
+        task, first, count = (
+            int(os.environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "COUNT")
+        )
+    except (KeyError, ValueError):
+        raise PreprocessError(
+            "--shard slurm needs SLURM_ARRAY_TASK_ID, _MIN and _COUNT; submit with "
+            "sbatch --array=0-7, or give i/n."
+        ) from None
+    return InputShard(task - first, count)
+
+
+def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:
+    """Slices of one part: plain files cut at lines, parquet at row groups, archives not at all."""
+    if shard.count == 1:
+        return tuple(files)
+    total = sum(file.size_bytes for file in files)
+    low, high = total * shard.index // shard.count, total * (shard.index + 1) // shard.count
+    slices: list[Slice] = []
+    for file in files:
+        slices += _cut_file(file, low, high)
+        low, high = low - file.size_bytes, high - file.size_bytes
+    return tuple(slices)
+
+
+def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
+    """What of a file lies in a window of stored bytes, counted from the file's start."""
+    size = file.size_bytes
+    if file.format is Format.LINES and size:
+        start, stop = (next_line_start(Path(file.name), min(max(x, 0), size)) for x in (low, high))
+        if start < stop:
+            yield replace(file, start=start, stop=stop, size_bytes=stop - start)
+        return
+    groups: list[int] = []
+    if file.format is Format.PARQUET:
+        from tools.preprocess.tables import row_groups  # imports pyarrow
+
+        groups = row_groups(file.name)
+    if not groups:
+        if low <= 0 < high or (size == 0 and low == 0):
+            yield file
+        return
+    starts = [0, *accumulate(groups)]
+    rows = max(starts[-1], 1)
+    inside = [n for n, at in enumerate(starts[:-1]) if low <= size * at // rows < high]
+    if inside:
+        start, stop = starts[inside[0]], starts[inside[-1] + 1]
+        yield replace(file, start=start, stop=stop, size_bytes=size * (stop - start) // rows)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two blocks: byte (of the uncompressed text) or row `offset` of a slice."""
+
+    slice_index: int
+    offset: int
+    lines: int
+    """Lines (or rows) of the slice before it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Slices in order, and how to read them."""
+
+    slices: tuple[Slice, ...]
+    identities: tuple[InputIdentity, ...]
+    keys: tuple[str, ...]
+    max_document_bytes: int | None = None
+    hub: Hub | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of everything as stored; 0 if not known."""
+        return sum(slice_.size_bytes for slice_ in self.slices)
+
+    @property
+    def start(self) -> Position:
+        """Where the first block starts."""
+        return Position(0, self.slices[0].start if self.slices else 0, 0)
+
+    def blocks(self, start: Position) -> Iterator[Block]:
+        """All blocks from a position on."""
+        before = sum(slice_.size_bytes for slice_ in self.slices[: start.slice_index])
+        for index in range(start.slice_index, len(self.slices)):
+            slice_ = self.slices[index]
+            offset = start.offset if index == start.slice_index else slice_.start
+            empty = True
+            for block in self._open(slice_, offset):
+                empty = False
+                yield replace(block, slice_index=index, read_bytes=before + block.read_bytes)
+            if empty and offset == 0 and slice_.start == 0:
+                yield Block(0, 0, before, Problem(ProblemKind.EMPTY_FILE), index)
+            before += slice_.size_bytes
+
+    def samples(self, count: int, parser: Parser) -> list[str]:
+        """Up to `count` documents from the start of the first, the middle and the last slice."""
+        places = sorted({0, len(self.slices) // 2, len(self.slices) - 1})
+        found: list[str] = []
+        for slice_ in [self.slices[place] for place in places] if count and self.slices else ():
+            block = next(self._open(slice_, slice_.start), None)
+            rows = parser.parse(block.content) if block else []
+            texts = [text for row in rows if not isinstance(row, Problem) for text in row]
+            joined = [text if isinstance(text, str) else "\n".join(text) for text in texts]
+            found += joined[: -(-count // len(places))]
+        return found[:count]
+
+    def _open(self, slice_: Slice, offset: int) -> Iterator[Block]:
+        if self.hub is not None:
+            return self.hub.blocks(offset, self.keys)
+        if slice_.format is Format.PARQUET:
+            from tools.preprocess.tables import table_blocks  # imports pyarrow
+
+            return table_blocks(slice_, offset, self.keys)
+        return line_blocks(slice_, offset, self.max_document_bytes)
+
+
+def open_source(
+    inputs: Sequence[str],
+    keys: tuple[str, ...] = ("text",),
+    shard: InputShard = WHOLE_INPUT,
+    max_document_bytes: int | None = None,
+    hub_config: str | None = None,
+    hub_split: str = "train",
+) -> Source:
+    """Find what `--input` names and cut it to the part asked for."""
+    for key in keys:
+        if not key or "/" in key or "\0" in key or keys.count(key) > 1:
+            raise PreprocessError(
+                f"--json-keys '{key}' cannot name a data set: keys become part of the file's "
+                "name, so each must be given once, without slashes."
+            )
+    if any(name.startswith(HUB_PREFIX) for name in inputs):
+        if len(inputs) > 1:
+            raise PreprocessError("--input hub:NAME stands alone; run once for each and merge.")
+        if shard.count > 1:
+            raise PreprocessError(
+                "--input hub:NAME is not cut by --shard; download it and give its files with "
+                "--input."
+            )
+        hub = Hub(inputs[0].removeprefix(HUB_PREFIX), hub_config, hub_split)
+        rows = Slice(hub.label, Format.HUB, 0, None, 0)
+        return Source((rows,), (hub.identity(),), keys, max_document_bytes, hub)
+    files = expand(inputs)
+    identities = tuple(identify(file) for file in files)
+    slices = cut([whole_file(file) for file in files], shard)
+    return Source(slices, identities, keys, max_document_bytes)
