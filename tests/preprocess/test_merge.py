@@ -57,7 +57,7 @@ def test_another_tokenizer_or_dtype_is_refused(tool, parts, tmp_path, capsys):
     index.write_bytes(raw)
     manifest.unlink()
     assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 1
-    assert "holds int16 tokens" in capsys.readouterr().err
+    assert "was made with dtype int16 but" in capsys.readouterr().err
 
 
 def test_without_manifests_it_merges_and_says_what_is_not_known(tool, parts, tmp_path, capsys):

@@ -96,11 +96,9 @@ Add = Callable[..., Any]
 
 def _whole(flag: str, least: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
-        if (value := int(text)) < least:
-            raise PreprocessError(
-                f"{flag} {value} is {'negative' if least == 0 else 'not positive'}."
-            )
-        return value
+        if (value := int(text)) >= least:
+            return value
+        raise PreprocessError(f"{flag} {value} is {'not positive' if least else 'negative'}.")
 
     return whole
 

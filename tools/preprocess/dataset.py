@@ -11,9 +11,10 @@ sequences before it (int64; documents + 1 of them). All little-endian.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.preprocess.errors import DatasetError, PreprocessError
-from tools.records.io import flush_to_disk
+from tools.records.io import flush_to_disk, write_record
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -83,7 +84,7 @@ class ShardHash:
     text_bytes: int
     """UTF-8 bytes of the documents themselves."""
     sha256: str
-    """In a manifest: of the `.bin` from its very start to this stretch's end."""
+    """Of the `.bin` from its very start to this stretch's end: one hash serves every stretch."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,37 @@ def read_manifest(prefix: Path) -> Manifest | None:
         raise DatasetError(
             f"{path} is not a manifest of this tool ({error}); remove it to do without."
         ) from None
+
+
+def write_manifest(
+    prefix: Path,
+    json_key: str,
+    engine: str,
+    problems: Mapping[str, int],
+    identity: RunIdentity,
+    shards: Sequence[ShardHash],
+) -> None:
+    """Describe the `.bin` and `.idx` at `prefix`, of which `shards` are all stretches, in order."""
+    dataset = open_dataset(prefix)
+    with dataset.idx_path.open("rb") as stream:
+        idx_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    manifest = Manifest(
+        json_key=json_key,
+        documents=dataset.documents,
+        sequences=dataset.sequences,
+        tokens=dataset.tokens,
+        dtype=dataset.dtype,
+        text_bytes=sum(shard.text_bytes for shard in shards),
+        bin_bytes=dataset.bin_path.stat().st_size,
+        idx_bytes=dataset.idx_path.stat().st_size,
+        bin_sha256=shards[-1].sha256,
+        idx_sha256=idx_sha256,
+        engine=engine,
+        problems=dict(problems),
+        identity=identity,
+        shards=tuple(shards),
+    )
+    write_record(manifest_path(prefix), manifest, durable=True)
 
 
 def largest_token(dataset: Dataset, sample: int = 1 << 20) -> int:

@@ -184,10 +184,7 @@ def _unassigned() -> NDArray[np.bool_]:
 def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:
     """The fast encoder if it knows the tokenizer and agrees with `tokenizers` on all samples.
 
-    Args:
-        spec: The tokenizer.
-        samples: Documents to encode with both; with none, only an unknown tokenizer is compared.
-        say: Called whenever the slow encoder has to do the work, with the reason.
+    `say` is called whenever the slow encoder has to do the work, with the reason.
     """
     try:
         return ExactEncoder(_checked_gigatoken(spec, samples), spec)

@@ -1,13 +1,13 @@
 """The numbered parts of an unfinished run: stretches of the input, each there whole or not at all.
 
-`part-000003/` holds, for each JSON key, the `.bin` and `.idx` of its documents, and `part.json`.
+`part-000003/` holds a data set for each JSON key, with its manifest, and `part.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +23,11 @@ from tools.preprocess.dataset import (
     open_dataset,
     token_dtype,
     write_index,
+    write_manifest,
 )
 from tools.preprocess.errors import DatasetError, PreprocessError
 from tools.preprocess.folder import WHOLE, written_folder
-from tools.preprocess.merge import join, write_manifest
+from tools.preprocess.merge import join
 from tools.preprocess.pipeline import Encoded, Packed
 from tools.preprocess.source import Position
 from tools.records.io import flush_to_disk, write_record
@@ -34,12 +35,9 @@ from tools.records.io import flush_to_disk, write_record
 
 @dataclass(frozen=True)
 class Part:
-    """`part.json`: what the part holds, and where in the input the next one starts."""
+    """`part.json`: where in the input the next part starts."""
 
     end: Position
-    problems: dict[str, int]
-    outputs: tuple[ShardHash, ...]
-    """One for each JSON key, with the sha256 of the part's own tokens."""
     final: bool
     """Whether the input ends here."""
 
@@ -57,45 +55,37 @@ def write_parts(
     parts: list[Part],
     blocks: Iterator[tuple[Position, Encoded]],
     identity: RunIdentity,
-    start: Position,
+    engine: str,
 ) -> None:
-    """Write what comes after `parts`, up to the input's end, and append it to them.
-
-    Args:
-        folder: Of the run.
-        parts: Those that are there.
-        blocks: The next blocks, each with the place in the input where it ends.
-        identity: Of the run.
-        start: Where in the input they start.
-    """
+    """Write the next blocks, each with the place where it ends, and append their parts to `parts`."""
+    identity = replace(identity, inputs=())  # of which there may be thousands
     while not (parts and parts[-1].final):
         with written_folder(_part_folder(folder, len(parts))) as unfinished:
-            part = _write_part(unfinished, blocks, identity, start)
+            part = _write_part(unfinished, blocks, identity, engine)
             write_record(unfinished / "part.json", part, durable=True)
         parts.append(part)
-        start = part.end
 
 
 def _write_part(
-    folder: Path,
-    blocks: Iterator[tuple[Position, Encoded]],
-    identity: RunIdentity,
-    start: Position,
+    folder: Path, blocks: Iterator[tuple[Position, Encoded]], identity: RunIdentity, engine: str
 ) -> Part:
     """Write blocks until the part is full or there are no more of them."""
-    end, size, is_last = start, 0, False
+    end, size, final = Position(0, 0, 0), 0, False
     problems: Counter[str] = Counter()
     with ExitStack() as stack:
         outputs = [_Output(folder / key, identity, stack) for key in identity.json_keys]
-        while size < identity.shard_bytes and not is_last:
+        while size < identity.shard_bytes and not final:
             end, encoded = next(blocks, (end, None))
-            is_last = encoded is None
+            final = encoded is None
             if encoded is not None:
                 for output, packed in zip(outputs, encoded.packed, strict=True):
                     output.append(packed)
                 problems.update(problem.kind for _, problem in encoded.problems)
                 size += encoded.block.size_bytes
-        return Part(end, dict(problems), tuple(output.finish() for output in outputs), is_last)
+        for key, output in zip(identity.json_keys, outputs, strict=True):
+            shard = output.finish()
+            write_manifest(folder / key, key, engine, problems, identity, [shard])
+    return Part(end, final)
 
 
 class _Output:
@@ -112,38 +102,27 @@ class _Output:
         """Add a block."""
         self._sha256.update(block.tokens)
         self._stream.write(block.tokens.data)
-        self._blocks.append(replace(block, tokens=block.tokens[:0]))
+        self._blocks.append(replace(block, tokens=np.empty(0)))
 
     def finish(self) -> ShardHash:
         """Have both files on the disk; what they hold."""
         flush_to_disk(self._stream)
         lengths = np.concatenate([np.empty(0, np.int32), *(b.lengths for b in self._blocks)])
         counts = np.concatenate([np.empty(0, np.int32), *(b.counts for b in self._blocks)])
-        boundaries = np.cumsum(counts, dtype=np.int64)
-        write_index(
-            idx_path(self._prefix), self._dtype.name, lambda: [lengths], lambda: [boundaries]
-        )
-        return ShardHash(
-            documents=len(counts),
-            sequences=len(lengths),
-            tokens=int(lengths.sum(dtype=np.int64)),
-            text_bytes=sum(block.text_bytes for block in self._blocks),
-            sha256=self._sha256.hexdigest(),
-        )
+        ends = np.cumsum(counts, dtype=np.int64)
+        write_index(idx_path(self._prefix), self._dtype.name, lambda: [lengths], lambda: [ends])
+        tokens = int(lengths.sum(dtype=np.int64))
+        text_bytes = sum(block.text_bytes for block in self._blocks)
+        return ShardHash(len(counts), len(lengths), tokens, text_bytes, self._sha256.hexdigest())
 
 
-def join_parts(folder: Path, parts: Sequence[Part], identity: RunIdentity, engine: str) -> None:
+def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
     """Make the data sets of all parts, as the folder `whole`; from then on only renames are left."""
-    problems: Counter[str] = Counter()
-    for part in parts:
-        problems.update(part.problems)
     with written_folder(folder / WHOLE) as whole:
-        for number, key in enumerate(identity.json_keys):
+        for key in identity.json_keys:
             try:
-                prefixes = [_part_folder(folder, n) / key for n in range(len(parts))]
-                datasets = [open_dataset(prefix) for prefix in prefixes]
-                shards = join(datasets, [part.outputs[number] for part in parts], whole / key)
-                write_manifest(whole / key, shards, key, engine, problems, identity)
+                parts = [open_dataset(_part_folder(folder, n) / key) for n in range(count)]
+                join(parts, whole / key, identity)
             except DatasetError as error:
                 raise PreprocessError(f"{error} Or start over with --restart.") from None
 

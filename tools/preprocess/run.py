@@ -68,9 +68,7 @@ class PreprocessOptions:
 def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
     """Make a data set for each JSON key, resuming an earlier run that was cut off.
 
-    Args:
-        options: What to make.
-        progress: Counts, and shows what a user should know.
+    `progress` counts, and shows what a user should know.
     """
     spec = load_tokenizer(options.tokenizer)
     source = open_source(
@@ -119,8 +117,8 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
             progress.total_bytes = source.size_bytes
             encoded = pipeline.run(_announced(source, start, progress))
             named = _named(source, start, encoded, options.on_error == "skip", progress)
-            write_parts(folder, parts, named, identity, start)
-            join_parts(folder, parts, identity, encoder.name)
+            write_parts(folder, parts, named, identity, encoder.name)
+            join_parts(folder, len(parts), identity)
         publish(folder, prefixes)
         return [open_dataset(prefix) for prefix in prefixes.values()]
 

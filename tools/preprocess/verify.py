@@ -32,23 +32,15 @@ class Verification:
             else "the structure is sound; without a manifest, changed tokens inside the vocabulary "
             "cannot be told"
         )
-        ids = (
-            f"ids below {self.vocabulary:,}"
-            if self.vocabulary
-            else "vocabulary unknown, so ids unchecked (give --vocabulary)"
-        )
-        return (
-            f"{how}. {self.dataset.documents:,} documents, {self.dataset.tokens:,} tokens, {ids}."
-        )
+        ids = "vocabulary unknown, so ids unchecked (give --vocabulary)"
+        if self.vocabulary:
+            ids = f"ids below {self.vocabulary:,}"
+        counts = f"{self.dataset.documents:,} documents, {self.dataset.tokens:,} tokens"
+        return f"{how}. {counts}, {ids}."
 
 
 def verify(prefix: Path, vocabulary: int | None = None) -> Verification:
-    """Check a data set.
-
-    Args:
-        prefix: Path without suffix.
-        vocabulary: Entries that token ids have to stay below; the manifest's if not given.
-    """
+    """Check a data set; token ids against a vocabulary of so many entries, or the manifest's."""
     try:
         dataset = open_dataset(prefix)
     except DatasetError as error:
