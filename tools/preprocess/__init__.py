@@ -1,8 +1,8 @@
 """Text to Megatron's `.bin/.idx`: its own script's bytes, faster, in bounded memory, resumable.
 
 Takes JSON lines (plain, gzip, zstd), parquet files or data sets of the hub; gives
-`PREFIX_KEY_document.bin`, `.idx` and `.manifest.json`. `input` yields blocks of documents, `encode`
-makes ids of them, `output` writes parts and joins them, `dataset` knows the finished files; `run` ties
-them together and `cli` is the command line. Of the kit it uses only `tools.records`, and no torch.
-Whoever trains imports `tools.preprocess.dataset`; the rest is for the command line.
+`PREFIX_KEY_document.bin`, `.idx` and `.manifest.json`. `source` yields blocks, `pipeline` makes ids of
+their documents, `parts` writes them and `merge` joins them, `dataset` knows the finished files; `run`
+ties them together and `cli` is the command line. Every refusal is a `PreprocessError`. Of the kit it
+uses only `tools.records`, and no torch. Whoever trains imports `tools.preprocess.dataset`.
 """

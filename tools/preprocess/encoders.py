@@ -166,7 +166,7 @@ def has_unassigned(text: str) -> bool:
     if text.isascii():
         return False
     unassigned = _unassigned()
-    first = unassigned.argmax()
+    first = int(unassigned.argmax())
     for start in range(0, len(text), _STRIDE):
         codes = np.frombuffer(text[start : start + _STRIDE].encode("utf-32-le"), np.uint32)
         if unassigned.take(codes[codes >= first]).any():
