@@ -113,8 +113,8 @@ class Parser:
         return _check_texts(self._keys, row)
 
     def _parse_columns(self, columns: Any) -> list[Row]:
-        """Columns of a table: Arrow arrays (or lists), one for each key."""
-        values = [c if isinstance(c, list) else c.to_pylist() for c in columns]
+        """Columns of a table: Arrow arrays, one for each key."""
+        values = [column.to_pylist() for column in columns]
         rows = (dict(zip(self._keys, row, strict=True)) for row in zip(*values, strict=True))
         return [_check_texts(self._keys, row) for row in rows]
 
