@@ -67,6 +67,16 @@ class Block:
     """Set by `Source`."""
 
 
+@dataclass(frozen=True)
+class Position:
+    """A place between two blocks: byte (of the uncompressed text) or row `offset` of a slice."""
+
+    slice_index: int
+    offset: int
+    lines: int
+    """Lines (or rows) of the slice before it."""
+
+
 def expand(patterns: Iterable[str]) -> tuple[Path, ...]:
     """Files of `--input`: files, folders (searched for known suffixes) and globs, in sorted order."""
     files: list[Path] = []

@@ -26,10 +26,10 @@ from tools.preprocess.dataset import (
     write_manifest,
 )
 from tools.preprocess.errors import DatasetError, PreprocessError
+from tools.preprocess.files import Position
 from tools.preprocess.folder import WHOLE, written_folder
 from tools.preprocess.merge import join
 from tools.preprocess.pipeline import Encoded, Packed
-from tools.preprocess.source import Position
 from tools.records.io import flush_to_disk, write_record
 
 

@@ -20,13 +20,13 @@ from tools.preprocess.dataset import (
 from tools.preprocess.documents import HARMLESS, Parser, Problem, ProblemKind
 from tools.preprocess.encoders import choose_encoder
 from tools.preprocess.errors import DatasetError, PreprocessError
-from tools.preprocess.files import Block, Slice
+from tools.preprocess.files import Block, Position, Slice
 from tools.preprocess.folder import WHOLE, locked, publish, retire, working_folder
 from tools.preprocess.lines import lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.progress import Progress
-from tools.preprocess.source import WHOLE_INPUT, InputShard, Position, Source, open_source
+from tools.preprocess.source import WHOLE_INPUT, InputShard, Source, open_source
 from tools.preprocess.tokenizer import GPT2, load_tokenizer
 from tools.records.io import write_record
 

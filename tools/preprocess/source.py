@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.preprocess.dataset import InputIdentity
 from tools.preprocess.documents import Parser, Problem, ProblemKind
 from tools.preprocess.errors import PreprocessError
-from tools.preprocess.files import Block, Format, Slice, expand, identify, whole_file
+from tools.preprocess.files import Block, Format, Position, Slice, expand, identify, whole_file
 from tools.preprocess.hub import PREFIX as HUB_PREFIX
 from tools.preprocess.hub import Hub
 from tools.preprocess.lines import line_blocks, next_line_start
@@ -97,16 +97,6 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
     if inside:
         start, stop = starts[inside[0]], starts[inside[-1] + 1]
         yield replace(file, start=start, stop=stop, size_bytes=size * (stop - start) // rows)
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place between two blocks: byte (of the uncompressed text) or row `offset` of a slice."""
-
-    slice_index: int
-    offset: int
-    lines: int
-    """Lines (or rows) of the slice before it."""
 
 
 @dataclass(frozen=True)
