@@ -154,3 +154,11 @@ def test_a_wrong_loss_behind_right_outputs_needs_no_second_run(tmp_path):
     judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
     assert judgement.verdict.stage is Stage.LOSS
     assert not may_have_spread(judgement)
+
+
+def test_a_model_of_which_no_module_could_be_aligned_is_not_called_right(tmp_path):
+    ours = [(rank(), [(output("other.module"), WHOLE), (output(stage=Stage.LOSS), WHOLE)])]
+    with pytest.raises(
+        VerifyError, match=r"None of the modules.*other\.module output: the reference"
+    ):
+        judge(*pair(tmp_path, ours, [(output(), WHOLE), (output(stage=Stage.LOSS), WHOLE)]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tools.launch.checkpoint.saving import Saving, saving_flags
@@ -235,22 +235,42 @@ def _from_start_of(reference: Launch, launch: Launch) -> Launch:
 
 
 def _refuse_other_work(verification: Verification) -> None:
-    """Refuse micro batches of two sizes where the loss is defined on a micro batch.
+    """Refuse two runs of different work before anything is trained.
 
     Raises:
-        LaunchError: With the flag to leave out.
+        LaunchError: With what differs.
     """
     ours, theirs = verification.layout, verification.reference
+    for name, mine, other in _work(ours, theirs):
+        if mine != other:
+            raise LaunchError(
+                f"The two runs would do different work: {name} is {mine} in the layout and {other} in "
+                "its reference; give it to both with EXTRA=."
+            )
     flags = Flags(ours.flags)
-    kinds = flags.text("--moe-router-load-balancing-type") or "aux_loss"
+    kind = flags.text("--moe-router-load-balancing-type") or "aux_loss"
     balanced = ours.model.shape.experts and float(flags.text("--moe-aux-loss-coeff") or 0) > 0
     same = ours.spec.batch.micro_batch_size == theirs.spec.batch.micro_batch_size
-    if not same and balanced and kinds == "aux_loss":
+    if not same and balanced and kind == "aux_loss":
         raise LaunchError(
             f"{ours.model.name} balances its experts over each micro batch (aux_loss), so another micro "
             'batch trains something else; add EXTRA="--moe-aux-loss-coeff 0", or '
             '"--moe-router-load-balancing-type seq_aux_loss".'
         )
+
+
+_OF_WORK = ("--seed", "--data-path", "--split", "--global-batch-size", "--clip-grad")
+_OF_WORK_IN_MEGATRON = ("--bf16", "--fp16", "--calculate-per-token-loss")
+
+
+def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
+    """What both must have alike: a name, the layout's and the reference's."""
+    shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
+    yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())
+    flags = [Flags(launch.flags) for launch in (ours, theirs)]
+    yield from ((name, flags[0].text(name), flags[1].text(name)) for name in _OF_WORK)
+    for name in _OF_WORK_IN_MEGATRON:
+        yield name, flags[0].has(name), flags[1].has(name)
 
 
 def _megatron(launch: Launch) -> str:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
+from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.pairs import PREFIX, Verification, compose_verification, difference_of
@@ -101,8 +102,7 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
             command=_command(verification),
         )
         judgement = replace(judgement, verdict=verdict)
-        write_verdict(results, judgement)
-        write_page(results, judgement)
+        _write(results, judgement)
     if also is not None:
         shutil.copytree(results, also / VERIFY_FOLDER / verification.name, dirs_exist_ok=True)
     _print(judgement, results, console)
@@ -144,6 +144,11 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         return confirm(judgement, captured, read_capture(scratch / "forced"))
     except VerifyError as error:
         return refused(str(error))
+    except OSError as error:
+        return refused(
+            f"The tensors in {from_root(scratch)} could not be read or written ({error.strerror}); see "
+            "to it that there is room, or name another folder with RUNS=."
+        )
 
 
 def _capturing(
@@ -160,11 +165,27 @@ def _capturing(
     return replace(launch, environment=environment)
 
 
+def _write(results: Path, judgement: Judgement) -> None:
+    try:
+        write_verdict(results, judgement)
+        write_page(results, judgement)
+    except OSError as error:
+        raise LaunchError(
+            f"{judgement.verdict.sentence}; it could not be written to {from_root(results)} "
+            f"({error.strerror}): see to it that there is room, or name another folder with RUNS=."
+        ) from None
+
+
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """A folder for the tensors, which are many times the model's size; removed at the end."""
     scratch = folder / "tensors"
-    scratch.mkdir(parents=True)
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise LaunchError(
+            f"{from_root(scratch)} cannot be made ({error.strerror}); name another folder with RUNS=."
+        ) from None
     try:
         yield scratch
     finally:

@@ -7,9 +7,10 @@ in memory), `index.jsonl` (a `TensorRecord` a line, in the order in which the te
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import msgspec
 
@@ -146,7 +147,10 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureWriter:
-    """Appends tensors to a rank's folder; `close` makes it a whole capture."""
+    """Appends tensors to a rank's folder; `close` makes it a whole capture.
+
+    A context, it leaves no file open where the disk is full.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -176,6 +180,14 @@ class CaptureWriter:
         """Note that a tensor has the values of one that was written."""
         record = msgspec.structs.replace(known, site=site, shape=shape, placement=None)
         self._write(record)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._tensors, self._index):
+            with suppress(OSError):
+                file.close()
 
     def close(self, rank: CapturedRank) -> None:
         """Complete the capture."""

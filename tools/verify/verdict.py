@@ -98,10 +98,11 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
     """Compare two captures.
 
     Raises:
-        VerifyError: They are of different work.
+        VerifyError: They are of different work, or none of the activations could be aligned.
     """
     check_same_work(reference, layout)
     compared = compare(reference, layout)
+    _check_aligned(compared, layout)
     wrong = compared.wrong()
     worst = max((one.ratio for one in compared.comparisons), default=0.0)
     base = Verdict(
@@ -115,6 +116,21 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
         return Judgement(base, compared)
     first = wrong[0]
     return Judgement(_located(base, first, compared, reference, layout), compared, first)
+
+
+def _check_aligned(compared: Compared, layout: Capture) -> None:
+    """Refuse to call a model right of which no module was compared.
+
+    Raises:
+        VerifyError: With the first that could not be aligned.
+    """
+    seen = any(one.site.stage is Stage.OUTPUTS for rank in layout.ranks for one in rank.records)
+    if seen and not any(one.key[0] is Stage.OUTPUTS for one in compared.comparisons):
+        names, _, why = (compared.not_aligned or ("",))[-1].rpartition(": ")
+        raise VerifyError(
+            f"None of the modules' tensors could be aligned with the reference's ({names[:200]}: "
+            f"{why}); compare layouts of one model, of Megatrons that name modules alike."
+        )
 
 
 def may_have_spread(judgement: Judgement) -> bool:
@@ -132,17 +148,13 @@ def write_forced(reference: Capture, layout: Capture, folder: Path) -> None:
     """
     aligner = ActivationAligner(reference, layout)
     for one in layout.ranks:
-        writer = CaptureWriter(folder / one.folder.name)
-        for record in one.by_site.values():
-            if not _is_forced(record):
-                continue
-            aligned = aligner.align(one, record)
-            if aligned.reference is not None:
-                values = _as_stored(aligned.reference, record)
-                writer.add(
-                    record.site, record.dtype, record.shape, memoryview(values.view(np.uint8))
-                )
-        writer.close(one.rank)
+        with CaptureWriter(folder / one.folder.name) as writer:
+            for record in filter(_is_forced, one.by_site.values()):
+                aligned = aligner.align(one, record)
+                if aligned.reference is not None:
+                    values = memoryview(_as_stored(aligned.reference, record).view(np.uint8))
+                    writer.add(record.site, record.dtype, record.shape, values)
+            writer.close(one.rank)
 
 
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
