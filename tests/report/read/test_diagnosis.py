@@ -246,3 +246,65 @@ def test_ranks_that_torchrun_stops_after_a_kill_were_not_interrupted(tmp_path):
     found = judged(tmp_path, stopped + EPILOGUE.replace("exitcode  : 1", "exitcode  : -11"), 1)
     assert (found.status, found.rank) == (Status.CRASHED, 1)
     assert "SIGSEGV" in found.reason
+
+
+SLURM = "slurmstepd: error: *** JOB 4711 ON node01 CANCELLED AT 2025-09-08T00:00:00{} ***"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        (SLURM.format(" DUE TO TIME LIMIT"), Status.INTERRUPTED, "at the job's time limit after"),
+        (SLURM.format(" DUE TO PREEMPTION"), Status.INTERRUPTED, "which preempted the job after"),
+        (SLURM.format(""), Status.INTERRUPTED, "the job or its step was cancelled after"),
+        (
+            SLURM.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS"),
+            Status.CRASHED,
+            "Slurm: a node failed",
+        ),
+        ("srun: error: Node failure on node07", Status.CRASHED, "node node07 failed"),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0. Some of the step tasks"
+            " have been OOM Killed.",
+            Status.OUT_OF_MEMORY,
+            "host memory",
+        ),
+        ("srun: error: node01: task 3: Out Of Memory", Status.OUT_OF_MEMORY, "host memory"),
+        (
+            "W0908 00:00:00 torch/distributed/elastic/agent/server/api.py:719] Received"
+            " Signals.SIGTERM death signal, shutting down workers",
+            Status.INTERRUPTED,
+            "SIGTERM",
+        ),
+        ("Received 15 death signal, shutting down workers", Status.INTERRUPTED, "SIGTERM"),
+        ("Terminated", Status.INTERRUPTED, "SIGTERM"),
+        (
+            "run.sh: line 12: 4711 Killed                  python train.py",
+            Status.CRASHED,
+            "SIGKILL",
+        ),
+    ],
+)
+def test_what_the_cluster_or_a_signal_ended_says_so(tmp_path, text, status, reason):
+    found = judged(tmp_path, f"{iteration_line(7)}\n{text}\n")
+    assert found.status is status
+    assert reason in found.reason
+
+
+def test_a_step_that_slurm_cancels_because_a_task_failed_is_a_crash(tmp_path):
+    failed = "srun: error: node01: task 0: Exited with exit code 1\n"
+    text = iteration_line(7) + "\n" + traceback("ValueError: bad") + failed + SLURM.format("")
+    assert judged(tmp_path, text).status is Status.CRASHED
+
+
+def test_what_slurm_kills_for_its_memory_is_no_bare_kill(tmp_path):
+    oom = "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0.\n"
+    text = iteration_line(3) + "\n" + oom + EPILOGUE.replace("exitcode  : 1", "exitcode  : -9")
+    assert judged(tmp_path, text, 1).status is Status.OUT_OF_MEMORY
+
+
+def test_nan_before_a_log_that_merely_stops_is_nan(tmp_path):
+    lines = [iteration_line(n, loss=None if n > 3 else 9.0, nan=int(n > 3)) for n in range(1, 7)]
+    found = judged(tmp_path, "\n".join(lines))
+    assert found.status is Status.NAN
+    assert found.reason == "NaN from iteration 4, where the log stops after iteration 6."

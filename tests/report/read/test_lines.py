@@ -3,7 +3,7 @@ import gzip
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.report.read.lines import MAX_LINE, clean, read_lines, split_lines
+from tools.report.read.lines import MAX_LINE, clean, printable, read_lines, split_lines, unwrapped
 
 
 def write(tmp_path, content: bytes):
@@ -57,3 +57,12 @@ def test_where_a_text_is_cut_does_not_change_its_lines(text, cut):
     # Only an empty line may appear, where "\r\n" is cut in two.
     assert [line for line in first + second if line] == [line for line in whole if line]
     assert clean(last) == clean(whole_rest)
+
+
+def test_no_control_and_no_sign_of_direction_is_left(tmp_path):
+    wrapped = '{"log":"\\u001b[31mred\\u001b[0m \\u202egnp\\u2066.exe\\u0007\\n","stream":"stdout"}'
+    path = write(tmp_path, f"a\u202eb\u200bc\x07d\n{wrapped}\n".encode())
+    plain, packed = read_lines(path)
+    assert plain == "abcd"
+    assert unwrapped(packed) == "red gnp.exe "
+    assert printable("a\u202eb\nc\x1b[1m\x9b") == "ab c"

@@ -1,12 +1,17 @@
 import json
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.records.io import lock
 from tools.records.run import Status
 from tools.report.analyse.configurations import configurations
+from tools.report.analyse.rates import Rates, rates_of
+from tools.report.build import BuildOptions, build
+from tools.report.read import runs as runs_module
 from tools.report.read.runs import find_run_folders, load_folder, load_log, load_runs
 
 ARGUMENTS = """------------------------ arguments ------------------------
@@ -191,3 +196,100 @@ def test_older_versions_are_superseded_unless_asked_for(tmp_path):
     assert (row.newest.name, row.superseded) == ("b", 1)
     both = rows_of(tmp_path / "2", (old, Status.OK), (new, Status.OK), all_conditions=True)
     assert len(both) == 2
+
+
+def foreign(tmp_path, arguments: str, text: str = ""):
+    path = tmp_path / "foreign.log"
+    path.write_text(arguments + (text or log_text([9.0, 8.0, 8.0])))
+    (run,) = load_log(path)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("world_size ...................................... 2", "world_size ... 0"),
+        ("world_size ...................................... 2", "world_size ... 3"),
+        ("data_parallel_size .............................. 1", "data_parallel_size ... 7"),
+        (
+            "tensor_model_parallel_size ...................... 2",
+            "tensor_model_parallel_size ... -2",
+        ),
+        ("tensor_model_parallel_size ...................... 2", "x ... 1"),
+        ("seq_length ...................................... 1024", "seq_length ... -51"),
+        ("seq_length ...................................... 1024", "seq_length ... 1e308"),
+        ("hidden_size ..................................... 1280", "hidden_size ... " + "9" * 5000),
+        ("num_attention_heads ............................. 16", "num_attention_heads ... 0"),
+        ("micro_batch_size ................................ 64", "micro_batch_size ... -1"),
+        ("hidden_dropout .................................. 0.1", "hidden_dropout ... 1e308"),
+    ],
+)
+def test_arguments_that_contradict_or_cannot_be_define_no_model(tmp_path, old, new):
+    assert old in ARGUMENTS
+    run = foreign(tmp_path, ARGUMENTS.replace(old, new))
+    assert run.spec is None
+    assert run.strategy == ""
+
+
+def test_a_batch_that_nothing_names_is_not_known(tmp_path):
+    unnamed = "\n".join(line for line in ARGUMENTS.splitlines() if "batch_size" not in line) + "\n"
+    text = log_text([9.0, 8.0, 8.0]).replace("global batch size:     8", "global batch size:     0")
+    run = foreign(tmp_path, unnamed, text)
+    assert run.spec is not None
+    assert run.global_batch_size is None
+    assert rates_of(run, 100.0) == Rates()
+
+
+def test_while_the_batch_ramps_up_figures_are_of_the_batch_of_most_iterations(tmp_path):
+    ramp = [iteration_line(n, 25.0, global_batch=16) for n in range(1, 11)]
+    full = [iteration_line(n, 100.0 + n % 3, global_batch=64) for n in range(11, 41)]
+    run = foreign(tmp_path, ARGUMENTS, "\n".join([*ramp, *full, ""]))
+    assert run.global_batch_size == 64
+    assert run.window.iterations == tuple(range(11, 41))
+    assert dict(run.window.dropped) == {
+        "first after a start": 1,
+        "at another global batch size": 9,
+    }
+    assert rates_of(run, 100.0).tokens_per_second == 64 * 1024 / 0.1
+
+
+def test_a_fault_of_the_reader_costs_one_log_and_not_the_report(tmp_path, monkeypatch):
+    good, bad = tmp_path / "good.log", tmp_path / "bad.log"
+    good.write_text(log_text([1.0, 1.0]))
+    bad.write_text("x")
+    real = runs_module.scrape_runs
+
+    def scrape(path):
+        if path == bad:
+            raise ZeroDivisionError("a fault")
+        return real(path)
+
+    monkeypatch.setattr(runs_module, "scrape_runs", scrape)
+    runs, problems = load_runs([bad, good])
+    assert [run.name for run in runs] == ["good.log"]
+    assert "bad.log cannot be read (ZeroDivisionError: a fault)" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        iteration_line(3).replace("100.0", "1e308"),
+        iteration_line(3).replace("lm loss: 1.000000E+01", "lm loss: 1E+308"),
+        iteration_line(3).replace("global batch size:     8", "global batch size: " + "9" * 40),
+        iteration_line(3).replace("       24", "9" * 30),
+        iteration_line(3).replace("100.0", "-5.0"),
+        "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1e308 | max allocated: 1e308 |"
+        " reserved: 1e308 | max reserved: 1e308",
+    ],
+)
+def test_numbers_that_nothing_measures_do_not_end_a_report(tmp_path, line):
+    path = tmp_path / "a.log"
+    path.write_text(ARGUMENTS + log_text([9.0, 8.0]) + line + "\n" + iteration_line(4) + "\n")
+    options = BuildOptions(name="x", paths=(path,), reports_root=tmp_path / "reports")
+    assert build(options, Console(file=StringIO())) == 0
+
+
+def test_a_name_of_a_file_brings_no_control_to_the_page(tmp_path):
+    path = tmp_path / "a\x1b[31m\u202eb.log"
+    path.write_text(log_text([9.0, 8.0]))
+    assert [run.name for run in load_log(path)] == ["ab.log"]

@@ -37,7 +37,8 @@ class Rates:
 def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     """Rates of a run whose median iteration takes `iteration_ms`."""
     spec = run.spec
-    if iteration_ms is None or spec is None:
+    # Tokens of 0 are a batch that the log does not name.
+    if not iteration_ms or spec is None or not spec.tokens_per_iteration:
         return Rates()
     seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length

@@ -28,7 +28,8 @@ from tools.report.analyse.parity import Parity, parity_of
 from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import rates_of
 from tools.report.analyse.statistics import Verdict, compare, estimate
-from tools.report.read.runs import Run, printed_spec
+from tools.report.read.printed import printed_spec
+from tools.report.read.runs import Run
 from tools.spec.published import Correction, Published
 
 JSON_FILE = "results.json"

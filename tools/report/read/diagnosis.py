@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.records.run import Status, StatusRecord
+from tools.report.read.failures import SCHEDULER
 from tools.report.read.scrape import scrape_log
 from tools.report.read.scraped import LoggedError, ScrapedLog
 
@@ -51,6 +52,8 @@ def classify_exit(
     log: ScrapedLog, exit_code: int | None = None, interrupted: bool = False
 ) -> StatusRecord:
     """Say how the run of a scraped log ended; arguments as in `diagnose`."""
+    if log.other_trainer is not None and exit_code is None:
+        return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
     if interrupted:
         return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, "on request"))
     if exit_code == 0 or (exit_code is None and _finished(log)):
@@ -71,9 +74,10 @@ def first_error(log: ScrapedLog) -> LoggedError | None:
     None where a signal killed a rank: the others only report that they lost it.
     """
     code = log.trace.root_cause_exit_code
-    if code is not None and -code in _SILENT:
-        return None
     errors = [error for error in log.trace.errors if not error.secondary]
+    scheduler = next((error for error in errors if error.kind == SCHEDULER), None)
+    if code is not None and -code in _SILENT:
+        return scheduler
     followers = [error for error in log.trace.errors if error.kind != "ChildFailedError"]
     candidates = errors or followers
     of_root = [e for e in candidates if e.rank is not None and e.rank == log.trace.root_cause_rank]
@@ -137,6 +141,9 @@ def _classify_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
         return StatusRecord(Status.CRASHED, exit_code, text, rank)
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
+    if log.iterations and log.iterations[-1].has_nan:
+        text = f"NaN from iteration {_first_nan(log)}, where the log stops{_after(log)}."
+        return StatusRecord(Status.NAN, exit_code, text, rank)
     return StatusRecord(
         Status.INCOMPLETE, exit_code, f"The log stops{_after(log)} without saying why.", rank
     )
@@ -179,6 +186,8 @@ def _exit_text(code: int, rank: int | None) -> str:
 
 def _not_megatron(log: ScrapedLog) -> str:
     name = Path(log.path).name
+    if log.other_trainer is not None:
+        return f"{name} looks like a log of {log.other_trainer}."
     return f"{name} holds no line of Megatron's; name the log that training itself wrote."
 
 

@@ -1,16 +1,15 @@
-"""All but the iteration line: parameters, memory, timers, validation, checkpoints, arguments; failures.
+"""All but the iteration line: parameters, memory, timers, validation, checkpoints, arguments.
 
-`ErrorCollector` collects exceptions with their rank, torchrun's epilogue and signals.
+Failures are in `failures.py`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 
 from tools.report.read.scraped import (
     CheckpointEvent,
-    ErrorTrace,
-    LoggedError,
     MemoryReading,
     ParameterCount,
     TheoreticalMemory,
@@ -18,9 +17,11 @@ from tools.report.read.scraped import (
 )
 
 OTHER_NEWS = re.compile(
-    rb"MB|GB\)|parameters|\.:|\w \.{1,60} |validation|checkpoint|xiting|after training is done"
+    rb"MB|GB\)|parameters|\.:|\w \.{1,60} |time \(ms\)|Step Time|validation"
+    rb"|checkpoint|xiting|after training is done"
     rb"|before the start of training step|arguments ---|Traceback|[Ee]rror|Segmentation|terminate"
     rb"|memory|Unexpected result|Failures:|Root Cause|ignal|receiving SIG|Exception ignored"
+    rb"|CANCELLED|DUE TO|oom|Out Of Memory|srun|slurm|SIG|Terminated|Killed|ode failure"
 )
 """What a line holds that may say more than an iteration's numbers."""
 
@@ -29,6 +30,16 @@ _PARAMETERS = re.compile(
     r"number of parameters on \(tensor,[^)]{0,60}pipeline\) model parallel rank "
     r"\((\d{1,6}),(?: \d{1,6},)? (\d{1,6})\): (\d{1,18})"
 )
+_GIGABYTES = re.compile(
+    r"\[Rank (\d{1,6})\] \((?:after (\d{1,12}) iterations|[^)]{0,200})\) memory \(GB\) \|"
+    r"((?: mem-[a-z-]{1,40}: [\d.]{1,20} ?(?:\||(?=\s|\Z))){1,40})"
+)
+_SIZES = tuple(
+    re.compile(rf" mem-{name}-gigabytes: {_NUMBER}(?= ?\||\s|\Z)")
+    for name in ("allocated", "max-allocated", "reserved", "max-reserved")
+)
+_MIB_A_GIGABYTE = 1e9 / 2**20
+_MAX_MIB = 1e12
 _MEMORY = re.compile(
     r"\[Rank (\d{1,6})\] \((?:after (\d{1,12}) iterations|[^)]{0,200})\) memory \(MB\)"
     rf" \| allocated: {_NUMBER} \| max allocated: {_NUMBER}"
@@ -43,8 +54,11 @@ _BILLIONS = re.compile(
     rf"((?:Number|Total number) of (?:active )?parameters[a-z ]{{0,40}}) in billions: {{1,3}}{_NUMBER}"
 )
 _TIMER = re.compile(
-    rf"([A-Za-z][\w/-]{{1,60}}) \.{{1,60}}: (?:\({_NUMBER}, {_NUMBER}\)|{_NUMBER}(?![\d.,]))"
+    rf"(?<![\w/-])([A-Za-z][\w/-]{{1,60}}) \.{{1,60}}: (?:\({_NUMBER}, {_NUMBER}\)|{_NUMBER}(?![\d.,]))"
 )
+_OLD_TIMERS = "time (ms) |"
+# Two decimals are all that was printed, so that a cut number is known by having fewer.
+_OLD_TIMER = re.compile(r"([A-Za-z][\w/ -]{1,60}): (\d{1,12}\.\d\d)(?= \||\s*\Z)")
 _VALIDATION = re.compile(
     r"validation\S{0,60} loss at ((?:the end of training|iteration)[^|]{0,160})\|"
 )
@@ -58,7 +72,49 @@ _EXIT = re.compile(
     r"\[(exiting program [^\]]{1,80}|after training is done)\]"
     r"|(Exiting during evaluation, timelimit)"
 )
-_ARGUMENT = re.compile(r"([A-Za-z_]\w{0,80}) \.{1,60} ")
+_STEP_TIME = re.compile(
+    r"Step Time : (\d{1,6}\.\d{1,6})s GPU utilization: (\d{1,6}\.\d{1,4})MODEL_TFLOP/s/GPU"
+)
+_ZERO_STAGE = re.compile(r"zero_optimization_stage \.{1,40} ([0-3])\b")
+_NO_TIME = "it prints no time of an iteration"
+_OTHER_TRAINERS = tuple(
+    (f"{name}, of which no iteration is read: {why}", re.compile(pattern))
+    for name, why, pattern in (
+        (
+            "torchtitan",
+            _NO_TIME,
+            r"step: {1,8}\d{1,9} {1,4}loss: {1,4}[\d.nai]{1,20} .{0,200}(?:tps|wps): ",
+        ),
+        (
+            "nanotron",
+            "its numbers are rounded to three digits",
+            r"iteration: \d{1,9} / \d{1,9} \| consumed_tokens: ",
+        ),
+        (
+            "NeMo's progress bar",
+            "it is rewritten in place",
+            r"Epoch \d{1,6}: .{0,200}train_step_timing in s=",
+        ),
+        (
+            "the Hugging Face Trainer",
+            _NO_TIME,
+            r"\{'loss': '?[\d.]{1,20}'?, '(?:grad_norm|learning_rate)': ",
+        ),
+        ("LLM Foundry", _NO_TIME, r"\[batch=\d{1,9}/\d{1,9}\]:?\s*(?:\Z|Train)"),
+        (
+            "nanoGPT",
+            "it is one process's estimate",
+            r"iter \d{1,9}: loss [\d.]{1,12}, time [\d.]{1,12}ms",
+        ),
+        (
+            "DeepSpeed without Megatron",
+            _NO_TIME,
+            r"RunningAvgSamplesPerSec=[\d.]{1,30}, CurrSamplesPerSec=",
+        ),
+    )
+)
+"""Lines of trainers whose logs are not read, so that a reader is not told that theirs is broken."""
+_ARGUMENT = re.compile(r"(?<!\w)([A-Za-z_]\w{0,80}) \.{1,60} ")
 _MAX_VALUE = 4000
 
 
@@ -69,7 +125,7 @@ def parameter_counts(line: str) -> list[ParameterCount]:
 
 def memory_readings(line: str) -> list[MemoryReading]:
     """Allocator readings; several may be glued together."""
-    return [
+    found = [
         MemoryReading(
             int(m[1]),
             int(m[2]) if m[2] else None,
@@ -81,6 +137,23 @@ def memory_readings(line: str) -> list[MemoryReading]:
         )
         for m in _MEMORY.finditer(line)
     ]
+    found += filter(None, map(_in_gigabytes, _GIGABYTES.finditer(line)))
+    return [one for one in found if _is_possible(one)]
+
+
+def _in_gigabytes(line: re.Match[str]) -> MemoryReading | None:
+    """Megatron-Bridge's reading, which is in units of 10**9 bytes."""
+    found = [size.search(line[3]) for size in _SIZES]
+    sizes = [float(size[1]) * _MIB_A_GIGABYTE for size in found if size]
+    if len(sizes) < len(_SIZES):
+        return None
+    return MemoryReading(int(line[1]), int(line[2]) if line[2] else None, *sizes)
+
+
+def _is_possible(reading: MemoryReading) -> bool:
+    """Whether its sizes are sizes; NaN and inf are what some platforms print."""
+    sizes = (reading.max_allocated_mib, reading.max_reserved_mib, reading.device_used_mib or 0.0)
+    return not any(_MAX_MIB < size < math.inf for size in sizes)
 
 
 def theoretical_memory(line: str) -> TheoreticalMemory | None:
@@ -94,12 +167,32 @@ def parameters_in_billions(line: str) -> dict[str, float]:
     return {m[1]: float(m[2]) for m in _BILLIONS.finditer(line)}
 
 
-def timer(line: str) -> tuple[str, float, float] | None:
-    """A timer's name, fastest and slowest rank (equal where only the slowest is printed), in ms."""
+def timers(line: str) -> list[tuple[str, float, float]]:
+    """Timers' names, fastest and slowest rank (equal where only the slowest is printed), in ms."""
+    if _OLD_TIMERS in line:
+        text = line[line.index(_OLD_TIMERS) + len(_OLD_TIMERS) :]
+        return [(m[1], float(m[2]), float(m[2])) for m in _OLD_TIMER.finditer(text)]
     m = _TIMER.search(line)
     if m is None:
-        return None
-    return (m[1], float(m[2]), float(m[3])) if m[2] else (m[1], float(m[4]), float(m[4]))
+        return []
+    return [(m[1], float(m[2]), float(m[3])) if m[2] else (m[1], float(m[4]), float(m[4]))]
+
+
+def step_time(line: str) -> tuple[float, float] | None:
+    """Megatron-Bridge's line before an iteration's: its seconds, and TFLOP/s a GPU."""
+    m = _STEP_TIME.search(line)
+    return (float(m[1]), float(m[2])) if m else None
+
+
+def zero_stage(line: str) -> str | None:
+    """The ZeRO stage in DeepSpeed's list of its configuration."""
+    m = _ZERO_STAGE.search(line)
+    return m[1] if m else None
+
+
+def other_trainer(line: str) -> str | None:
+    """The trainer whose own line this is, and why it is not read; None where none is known."""
+    return next((name for name, pattern in _OTHER_TRAINERS if pattern.search(line)), None)
 
 
 def validation(line: str) -> Validation | None:
@@ -137,150 +230,3 @@ def argument(line: str) -> tuple[str, str] | None:
 
 def _optional(text: str | None) -> float | None:
     return float(text) if text else None
-
-
-_PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?){1,3}", re.ASCII)
-_TRACEBACK = "Traceback (most recent call last)"
-_FRAME = re.compile(r'\s*File "([^"]{1,500})", line (\d{1,7})(?:, in (\S{1,120}))?')
-_EXCEPTION = re.compile(
-    r"((?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80}?"
-    r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Abort|NotFound|Failed))(?::\s?(.*))?\Z"
-)
-_USAGE = re.compile(r"(\S{1,200}): error: (.{1,2000})")
-_FATAL = re.compile(
-    r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
-    r"|terminate called after throwing .{1,200}"
-    r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
-)
-_UNEXPECTED_RESULT = re.compile(
-    r"(Unexpected result \S{1,40}) on rank (\d{1,6}) at iteration #(\d{1,9}).{0,40}message='(.{1,200})'"
-)
-"""Megatron's `rerun_state_machine`, which then ends with exit code 16 or 17 and no traceback."""
-
-_FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
-_FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")
-_SIGNAL = re.compile(r"got signal: (\d{1,3})|exiting program after receiving (SIG[A-Z]{2,8})")
-_SIGNAL_NAMES = {"1": "SIGHUP", "2": "SIGINT", "9": "SIGKILL", "15": "SIGTERM"}
-_SECONDARY = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
-    r"|communicator was aborted|collective operation timeout|recvValue failed|ncclRemoteError"
-    r"|Socket Timeout|failed to recv|Rank \d+ successfully reached monitoredBarrier"
-    r"|NCCL error|heartbeat monitor",
-    re.IGNORECASE,
-)
-_LAUNCHER_KINDS = ("ChildFailedError", "SignalException", "RendezvousClosedError")
-_EPILOGUE = ("Failures:", "Root Cause (first observed failure):")
-_KILLING = (4, 7, 8, 9, 11)
-"""Signals that a rank dies of by itself or by the kernel; torchrun ends the others with SIGTERM."""
-_MAX_ERRORS = 256
-_MAX_MESSAGE = 2000
-
-
-class ErrorCollector:
-    """Feed it every line; `trace()` is what was found."""
-
-    def __init__(self) -> None:
-        self._errors: list[LoggedError] = []
-        self._frames: dict[int | None, str] = {}
-        self._in_epilogue = False
-        self._ignored = False
-        self._listed_rank: int | None = None
-        self._failures: list[tuple[int | None, int]] = []
-        self._root: tuple[int | None, int | None] = (None, None)
-        self._interrupted_by: str | None = None
-
-    def feed(self, line: str) -> None:
-        """Look at one line."""
-        if self._frames:
-            self._follow_traceback(line)
-        if "Traceback" in line and _TRACEBACK in line:
-            rank, _ = _split_prefix(line)
-            if len(self._frames) < _MAX_ERRORS:
-                self._frames[rank] = ""
-        elif "rror" in line or "fault" in line or "terminate" in line or "memory" in line:
-            self._feed_untraced(line)
-        elif "Unexpected result" in line:
-            self._feed_validation(line)
-        if self._in_epilogue:
-            self._feed_epilogue(line)
-        elif line.strip() in _EPILOGUE:
-            self._in_epilogue = True
-        if "ignal" in line or "receiving SIG" in line:
-            self._feed_signal(line)
-        self._ignored = self._ignored or "Exception ignored in" in line
-
-    def trace(self) -> ErrorTrace:
-        """What was found in the lines so far."""
-        # torchrun looks ten times a second, and of ranks found dead together it names the lowest; one
-        # that a signal killed is the cause, because the others only lost their connection to it.
-        killed = next(((r, code) for r, code in self._failures if -code in _KILLING), None)
-        rank, code = killed or self._root
-        return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
-
-    def _follow_traceback(self, line: str) -> None:
-        rank, text = _split_prefix(line)
-        if rank not in self._frames:
-            return
-        if text[:1].isspace():
-            frame = _FRAME.match(text)
-            if frame:
-                self._frames[rank] = f"{frame[1].rsplit('/', 1)[-1]}:{frame[2]}"
-            return
-        found = _EXCEPTION.match(text.rstrip())
-        if found:
-            self._close_traceback(rank, found[1], (found[2] or "").strip())
-
-    def _close_traceback(self, rank: int | None, kind: str, message: str) -> None:
-        where = self._frames.pop(rank)
-        short = kind.rsplit(".", 1)[-1]
-        if short == "KeyboardInterrupt":
-            self._note_interruption("KeyboardInterrupt")
-            return
-        launcher = short in _LAUNCHER_KINDS
-        self._add(short, message or f"in {where}" if where else message, rank, launcher)
-
-    def _feed_validation(self, line: str) -> None:
-        found = _UNEXPECTED_RESULT.search(line)
-        if found:
-            self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
-
-    def _feed_untraced(self, line: str) -> None:
-        usage = _USAGE.search(line) if ": error: " in line else None
-        if usage and usage[1].endswith(".py"):
-            self._add("usage", f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}", _split_prefix(line)[0])
-            return
-        fatal = _FATAL.search(line)
-        if fatal and not any(fatal[1].split(": ", 1)[-1] in e.message for e in self._errors):
-            kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
-            message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
-            self._add(kind, message, _split_prefix(line)[0])
-
-    def _feed_epilogue(self, line: str) -> None:
-        if rank := _FAILED_RANK.search(line):
-            self._listed_rank = int(rank[1])
-        elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
-            self._failures.append((self._listed_rank, int(code[1])))
-            # The root cause is listed last.
-            self._root = self._failures[-1]
-
-    def _feed_signal(self, line: str) -> None:
-        found = _SIGNAL.search(line)
-        if found:
-            self._note_interruption(found[2] or _SIGNAL_NAMES.get(found[1], f"signal {found[1]}"))
-
-    def _note_interruption(self, by: str) -> None:
-        # Stopping what has already failed is no interruption.
-        if self._interrupted_by is None and all(error.secondary for error in self._errors):
-            self._interrupted_by = by
-
-    def _add(self, kind: str, message: str, rank: int | None, secondary: bool = False) -> None:
-        secondary = secondary or self._ignored or bool(_SECONDARY.search(message[:_MAX_MESSAGE]))
-        self._ignored = False
-        if len(self._errors) < _MAX_ERRORS:
-            self._errors.append(LoggedError(kind, message[:_MAX_MESSAGE], rank, secondary))
-
-
-def _split_prefix(line: str) -> tuple[int | None, str]:
-    """The rank in `[default1]:` or `[rank1]: ` and the text behind it."""
-    found = _PREFIX.match(line)
-    return (int(found[1]), line[found.end() :]) if found else (None, line)

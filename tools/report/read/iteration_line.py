@@ -45,6 +45,7 @@ _IN_PLACE_OF_LM_LOSS = "loss"
 """Some forks call it so; beside an `lm loss` it is another loss."""
 
 _MAX_INTEGER = 10**18
+_MAX_NUMBER = 1e100
 _MAX_OTHER = 64
 _OTHER_NAME = re.compile(r"[A-Za-z][\w .()/-]{0,60}\Z")
 _NOT_LOSSES = frozenset(
@@ -162,7 +163,12 @@ def _integer(text: str, power: int) -> int | None:
 
 def _number(text: str, power: int) -> float | None:
     # Shifting the decimal point rounds once, multiplying would a second time.
-    return float(Decimal(text).scaleb(power)) if power else float(text)
+    try:
+        number = float(Decimal(text).scaleb(power)) if power else float(text)
+    except ArithmeticError:
+        return None
+    # Nothing measures so much; "inf" and "nan" are what was printed.
+    return number if abs(number) < _MAX_NUMBER or text[-1].isalpha() else None
 
 
 def _iteration(number: int, total: int, parts: list[Part]) -> Iteration | None:
@@ -170,7 +176,8 @@ def _iteration(number: int, total: int, parts: list[Part]) -> Iteration | None:
     others: dict[str, float] = {}
     for part in parts:
         if part.field.startswith(OTHER):
-            others[part.field.removeprefix(OTHER)] = part.value  # type: ignore[assignment]
+            if part.value is not None:
+                others[part.field.removeprefix(OTHER)] = part.value
         elif part.field:
             values[part.field] = part.value
     if not _is_whole(values):

@@ -214,7 +214,7 @@ class IterationTable(Sequence[Iteration]):
             return NotImplemented if not isinstance(other, Sequence) else False
         return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __repr__(self) -> str:
         return f"IterationTable({len(self)} lines)"

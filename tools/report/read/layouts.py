@@ -104,6 +104,7 @@ def learn(line: bytes) -> Layout | None:
         return None
     numbers, constants, free = [], [], np.zeros(len(line), np.bool_)
     free[: parts[0].start] = True
+    free[parts[-1].stop :] = True  # Nothing behind the last bar is read.
     for part in parts:
         number = _number(part, line)
         if number is not None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 FIRST_CHUNK_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 22
 MAX_LINE = 1 << 16
@@ -27,6 +29,8 @@ _ITERATION = " iteration "
 _CONTROLS = bytes({*range(0x20), 0x7F} - {*b"\t\n\v\f\r\x1b\x1c\x1d\x1e"})
 # C1 controls, and what changes the direction of a text or cannot be seen.
 _UNSEEN = re.compile("[\x80-\x84\x86-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+_WRAPPED = ('{"log"', '{"message"', '{"msg"')
+_BLANKED = dict.fromkeys((*range(32), 127, 133, 8232, 8233), " ")
 _MAX_WINDOW = 1 << 27
 # Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
 _ANSI = re.compile(
@@ -91,6 +95,23 @@ def split_lines(text: str) -> tuple[list[str], str]:
 def clean(line: str) -> str:
     """Drop ANSI escapes, and what is left of broken ones."""
     return _ANSI.sub("", line).replace("\x1b", "") if "\x1b" in line else line
+
+
+def unwrapped(line: str) -> str:
+    """The line that a container's log keeps as JSON (`{"log": …}`); any other as it is."""
+    if not line.startswith(_WRAPPED):
+        return line
+    try:
+        found = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return line
+    text = next((found[name] for name in ("log", "message", "msg") if name in found), None)
+    return printable(text.rstrip("\r\n")) if isinstance(text, str) else line
+
+
+def printable(text: str) -> str:
+    """A text on one line, without escapes and whatever a terminal or a page would obey."""
+    return _UNSEEN.sub("", clean(text)).translate(_BLANKED)
 
 
 def _cut(line: str) -> list[str]:

@@ -22,6 +22,8 @@ from tools.report.read.scraped import (
 )
 
 MAX_ITERATIONS = 2_000_000
+_STEP_TIME_ROUNDING = 0.0051
+"""Seconds; the time has two decimals there."""
 _MAX_EVENTS = 20_000
 _MAX_NAMES = 2_000
 
@@ -35,6 +37,7 @@ class RunBuilder:
         self._paused = False
         self._restarts: list[int] = []
         self._restarting = False
+        self._first_again: set[tuple[object, ...]] = set()
         self._dialect = Dialect.UNKNOWN
         self._first_seen: str | None = None
         self._parameters: dict[tuple[int, int], ParameterCount] = {}
@@ -49,6 +52,9 @@ class RunBuilder:
         self._checkpoints: list[CheckpointEvent] = []
         self._arguments: dict[str, str] = {}
         self._in_arguments = False
+        self._zero_stage: str | None = None
+        self._step_time: tuple[float, float] | None = None
+        self._trainer: str | None = None
         self._exit: str | None = None
         self._overflow = False
 
@@ -70,7 +76,12 @@ class RunBuilder:
     def is_settled_before(self, iteration: int) -> bool:
         """Whether an iteration of this number follows the last one, and nothing marks it."""
         last = self._iterations.last
-        marked = self._restarting or self._paused or self._lines_since_start < 2
+        marked = (
+            self._restarting
+            or self._paused
+            or self._step_time is not None
+            or self._lines_since_start < 2
+        )
         return not marked and last is not None and iteration > last.iteration
 
     def restart(self, pending: RunBuilder | None = None) -> None:
@@ -85,6 +96,7 @@ class RunBuilder:
         self._theoretical = pending._theoretical or self._theoretical
         self._billions |= pending._billions
         self._validation += pending._validation
+        self._zero_stage = pending._zero_stage or self._zero_stage
         self._checkpoints += pending._checkpoints
         self._arguments |= pending._arguments
         self._exit = pending._exit
@@ -107,7 +119,7 @@ class RunBuilder:
         if self._lines_since_start <= 2 or self._paused:
             found = self._flag(found)
         self._paused = False
-        self._iterations.append(found)
+        self._iterations.append(found if self._step_time is None else self._with_rate(found))
 
     def add_iterations(self, lines: Columns) -> None:
         """Keep lines that follow the last one with rising numbers."""
@@ -123,11 +135,17 @@ class RunBuilder:
         """Look at one line for everything but iterations."""
         if self._in_arguments:
             self._feed_argument(line)
-        if "MB" in line:
+        if "MB" in line or "(GB)" in line:
             self._feed_memory(line)
         if "parameters" in line:
             self._feed_parameters(line)
-        if ".:" in line:
+        if "zero_optimization_stage" in line:
+            self._zero_stage = events.zero_stage(line) or self._zero_stage
+        if "Step Time" in line:
+            self._step_time = events.step_time(line)
+        if self._trainer is None and not self.has_iterations:
+            self._trainer = events.other_trainer(line)
+        if ".:" in line or "time (ms)" in line:
             self._feed_timer(line)
         if "validation" in line and len(self._validation) < _MAX_EVENTS:
             self._feed_validation(line)
@@ -159,7 +177,8 @@ class RunBuilder:
             ),
             validation=tuple(self._validation),
             checkpoints=tuple(self._checkpoints),
-            arguments=self._arguments,
+            arguments=self._all_arguments(),
+            other_trainer=None if iterations else self._trainer,
             log_interval=self._log_interval(iterations),
             exit_reason=self._exit,
             trace=trace,
@@ -176,7 +195,10 @@ class RunBuilder:
 
     def _note_restart(self, found: Iteration) -> None:
         if self._restarting:
-            self._restarts.append(found.iteration)
+            # Lines that a log repeats word for word, however often, tell of one restart.
+            if _figures(found) not in self._first_again:
+                self._restarts.append(found.iteration)
+            self._first_again.add(_figures(found))
             self._restarting = False
 
     def _flag(self, found: Iteration) -> Iteration:
@@ -210,12 +232,12 @@ class RunBuilder:
             self._billions |= events.parameters_in_billions(line)
 
     def _feed_timer(self, line: str) -> None:
-        found = events.timer(line)
         settled = self._lines_since_start > (2 if self._dialect.averages_second_line else 1)
         timers = self._timers if settled else self._early_timers
-        if found and (found[0] in timers or len(timers) < _MAX_NAMES):
-            count, low, high = timers.get(found[0], (0, 0.0, 0.0))
-            timers[found[0]] = (count + 1, low + found[1], high + found[2])
+        for name, fastest, slowest in events.timers(line):
+            if name in timers or len(timers) < _MAX_NAMES:
+                count, low, high = timers.get(name, (0, 0.0, 0.0))
+                timers[name] = (count + 1, low + fastest, high + slowest)
 
     def _feed_validation(self, line: str) -> None:
         if found := events.validation(line):
@@ -234,6 +256,20 @@ class RunBuilder:
         steps = Counter(b - a for a, b in pairwise(numbers))
         return steps.most_common(1)[0][0] if steps else None
 
+    def _all_arguments(self) -> dict[str, str]:
+        """Megatron's, and the ZeRO stage that only DeepSpeed's own list has."""
+        if not self._arguments or self._zero_stage is None:
+            return self._arguments
+        return {**self._arguments, "zero_optimization_stage": self._zero_stage}
+
+    def _with_rate(self, found: Iteration) -> Iteration:
+        """Megatron-Bridge prints the rate in a line of its own, which names the same time."""
+        (seconds, rate), self._step_time = self._step_time or (0.0, 0.0), None
+        same = abs((found.elapsed_ms or 0.0) / 1000 - seconds) <= _STEP_TIME_ROUNDING
+        if seconds and same and found.throughput_tflops_per_gpu is None:
+            return msgspec.structs.replace(found, throughput_tflops_per_gpu=rate)
+        return found
+
     def _notes(self) -> tuple[str, ...]:
         notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
@@ -245,9 +281,15 @@ class RunBuilder:
 
 
 def _same_line(one: Iteration, other: Iteration) -> bool:
-    return (one.elapsed_ms, one.lm_loss, one.consumed_samples, one.grad_norm) == (
-        other.elapsed_ms,
-        other.lm_loss,
-        other.consumed_samples,
-        other.grad_norm,
+    return _figures(one) == _figures(other)
+
+
+def _figures(found: Iteration) -> tuple[object, ...]:
+    """What no two lines have in common, unless they are one line printed twice."""
+    return (
+        found.iteration,
+        found.elapsed_ms,
+        found.lm_loss,
+        found.consumed_samples,
+        found.grad_norm,
     )

@@ -14,6 +14,8 @@ from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from tools.records.verdict import VERIFY_FOLDER, read_verdicts
 from tools.report.read.diagnosis import classify_exit
 from tools.report.read.iterations import Iteration
+from tools.report.read.lines import printable
+from tools.report.read.printed import canonical, printed_spec
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
 from tools.report.read.sources import (
@@ -25,9 +27,8 @@ from tools.report.read.sources import (
 )
 from tools.report.read.window import Window, select_window
 from tools.spec.flags import Flags
-from tools.spec.model import ModelShape, load_model, model_names
-from tools.spec.run import DeviceKind, RunSpec, flags_of_printed, spec_of_printed
-from tools.spec.strategy import Batch, Parallelism
+from tools.spec.run import DeviceKind, RunSpec, flags_of_printed
+from tools.spec.strategy import Parallelism
 
 COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, Status.RUNNING)
 """Statuses of runs whose measurements count, if they have any."""
@@ -81,7 +82,8 @@ class Run:
     @property
     def global_batch_size(self) -> int | None:
         """Samples an iteration; the lines of a log name them even where its arguments do not."""
-        return self.spec.batch.global_batch_size if self.spec else _printed_batch(self.log)
+        known = self.spec.batch.global_batch_size if self.spec else None
+        return known or self.window.global_batch_size
 
     @property
     def data(self) -> str | None:
@@ -117,6 +119,10 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
                 runs += load_log(path)
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}; it is left out.")
+        except Exception as error:
+            # A fault of the reader's, which must not cost the report of all the others.
+            what = f"{type(error).__name__}: {error}"
+            problems.append(f"{path} cannot be read ({what}); it is left out, please report it.")
     return runs, problems
 
 
@@ -178,7 +184,7 @@ def load_log(path: Path) -> list[Run]:
     return [
         _with_printed(
             Run(
-                name=path.name if log.parts == 1 else f"{path.name}#{log.part}",
+                name=printable(path.name) + (f"#{log.part}" if log.parts > 1 else ""),
                 path=path,
                 spec=None,
                 status=classify_exit(log),
@@ -191,18 +197,17 @@ def load_log(path: Path) -> list[Run]:
     ]
 
 
-def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) -> RunSpec | None:
-    """What printed arguments say was trained, with the model's name and the batch of the log's lines."""
-    spec = spec_of_printed(arguments)
-    if spec is None:
-        return None
-    batch = Batch(spec.batch.micro_batch_size, global_batch_size or spec.batch.global_batch_size)
-    return replace(spec, model=_model_of(spec.shape), batch=batch)
-
-
 def _with_record(run: Run, record: RunRecord) -> Run:
     spec, entry = record.spec, record.entry
     on_gpu = spec.device is DeviceKind.GPU and record.host.devices
+    if (
+        run.window.global_batch_size
+        and run.window.global_batch_size != spec.batch.global_batch_size
+    ):
+        # A batch that ramps up and has not come to its end: the figures are of what was trained.
+        spec = replace(
+            spec, batch=replace(spec.batch, global_batch_size=run.window.global_batch_size)
+        )
     versions = (entry.megatron_version, (entry.megatron_commit or "")[:12])
     return replace(
         run,
@@ -218,14 +223,14 @@ def _with_record(run: Run, record: RunRecord) -> Run:
 
 
 def _with_printed(run: Run) -> Run:
-    arguments = run.log.arguments
+    arguments = canonical(run.log.arguments)
     if not arguments:
         return run
     flags = Flags(flags_of_printed(arguments))
     data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,
-        spec=printed_spec(arguments, _printed_batch(run.log)),
+        spec=printed_spec(arguments, run.window.global_batch_size),
         dataset=DatasetIdentity(data) if data else None,
         # Weights that were loaded to start from; a resumed run's are its own.
         start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
@@ -244,22 +249,6 @@ def given_arguments(argv: Iterable[str]) -> dict[str, str]:
         elif name:
             values[name].append(word)
     return {name: " ".join(words) or "True" for name, words in values.items()}
-
-
-def _printed_batch(log: ScrapedLog) -> int | None:
-    return next((line.global_batch_size for line in log.iterations if line.global_batch_size), None)
-
-
-def _model_of(shape: ModelShape) -> str:
-    """The model of a shape, whatever its vocabulary: a log prints the tokenizer's."""
-    for name in model_names():
-        known = load_model(name).shape
-        same = replace(
-            shape, vocabulary=known.vocabulary, vocabulary_multiple=known.vocabulary_multiple
-        )
-        if same == known:
-            return name
-    return ""
 
 
 def _parents_iterations(

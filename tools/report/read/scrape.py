@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.report.read.events import OTHER_NEWS, ErrorCollector
+from tools.report.read.events import OTHER_NEWS
+from tools.report.read.failures import ErrorCollector
+from tools.report.read.folded import fold_width, unfolded
 from tools.report.read.iteration_line import MARK, iterations_in, time_stamp
 from tools.report.read.layouts import Block, LayoutReader
-from tools.report.read.lines import MAX_LINE, LineSplitter, read_chunks
+from tools.report.read.lines import MAX_LINE, LineSplitter, read_chunks, unwrapped
 from tools.report.read.run_builder import RunBuilder
 from tools.report.read.scraped import ErrorTrace, ScrapedLog
 
@@ -54,7 +56,9 @@ def _pieces(path: Path) -> Iterator[Block | bytes]:
     """A log in blocks of whole lines; a line too long to wait for its end comes in parts."""
     reader = LayoutReader(OTHER_NEWS)
     rest, inside_line = b"", False
-    for chunk in read_chunks(path):
+    width = fold_width(path)
+    chunks = read_chunks(path)
+    for chunk in unfolded(chunks, width) if width else chunks:
         data = rest + chunk
         if inside_line:
             end = data.find(b"\n") + 1 or len(data)
@@ -120,6 +124,8 @@ class _Scraper:
     def _feed(self, line: str) -> None:
         if len(line) < _SHORTEST:
             return
+        if line.startswith("{"):
+            line = unwrapped(line)
         if self._pending is None and self._run.has_iterations and any(s in line for s in _STARTS):
             # A start inside the file: a resume or another run, the next iteration line decides.
             self._pending, self._pending_errors = RunBuilder(), ErrorCollector()

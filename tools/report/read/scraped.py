@@ -138,6 +138,8 @@ class ScrapedLog:
     exit_reason: str | None = None
     """`exiting program at iteration 25`, `after training is done`, …; None: the log just ends."""
     trace: ErrorTrace = ErrorTrace()
+    other_trainer: str | None = None
+    """A trainer whose log is not read, and why, where there is no iteration line."""
     first_seen: str | None = None
     """Time stamp of the first iteration line, as printed."""
     notes: tuple[str, ...] = ()

@@ -23,6 +23,8 @@ class Window:
     samples_ms: tuple[float, ...] = ()
     iterations: tuple[int, ...] = ()
     """The iteration of each sample."""
+    global_batch_size: int | None = None
+    """Of every sample; None where the lines name none."""
     dropped: tuple[tuple[str, int], ...] = ()
     """Why lines do not count, and how many, in the order of the rules."""
 
@@ -42,8 +44,9 @@ def select_window(log: ScrapedLog) -> Window:
     """Choose the lines whose time is that of a settled, whole iteration.
 
     Known traps go first (first line after a start, the averaged second one, the line after an
-    evaluation or a checkpoint, skipped steps), then warm-up as the data shows it. Pauses that
-    would take more than half of the lines are kept: then they are the run's normal state.
+    evaluation or a checkpoint, skipped steps, another batch size), then warm-up as the data shows
+    it. Pauses that would take more than half of the lines are kept: then they are the run's normal
+    state.
     """
     left = np.ones(len(log.iterations), np.bool_)
     counts: list[tuple[str, int, int]] = []
@@ -52,12 +55,19 @@ def select_window(log: ScrapedLog) -> Window:
         if trapped.any():
             counts.append((reason, int(trapped.sum()), int(np.argmax(trapped))))
         left &= ~trapped
+    batch = _usual_batch(log.iterations, left)
+    if batch is not None:
+        other = left & (log.iterations.values("global_batch_size") != batch)
+        if other.any():
+            counts.append(("at another global batch size", int(other.sum()), int(np.argmax(other))))
+        left &= ~other
     times = log.iterations.values("elapsed_ms")[left]
     warm_up = warm_up_length(times)
     dropped = [(reason, count) for reason, count, _ in sorted(counts, key=lambda each: each[2])]
     return Window(
         tuple(times[warm_up:].tolist()),
         tuple(log.iterations.numbers[left][warm_up:].tolist()),
+        batch,
         tuple(dropped + [("warm-up", warm_up)] * (warm_up > 0)),
     )
 
@@ -86,6 +96,20 @@ def warm_up_length(samples: Sequence[float] | NDArray[np.float64]) -> int:
 def robust_spread(values: NDArray[np.float64]) -> float:
     """Standard deviation as estimated from the median absolute deviation."""
     return _MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
+
+
+def _usual_batch(lines: IterationTable, left: NDArray[np.bool_]) -> int | None:
+    """The global batch size of most lines, of two with as many the later one: where it ramps up, times
+    of different batches are not of one thing."""
+    sizes = lines.values("global_batch_size")
+    known = sizes > 0
+    sizes = sizes[left & known] if (left & known).any() else sizes[known]
+    if not len(sizes):
+        return None
+    found, counts = np.unique(sizes, return_counts=True)
+    last = [int(np.flatnonzero(sizes == size)[-1]) for size in found]
+    best = max(zip(counts.tolist(), last, found.tolist(), strict=True))
+    return int(best[2])
 
 
 def _traps(lines: IterationTable) -> Iterator[tuple[str, NDArray[np.bool_]]]:

@@ -1,0 +1,200 @@
+"""Logs of Megatron's relatives: every value of their lines, or the sentence that says why not."""
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.report.factory import iteration_line
+from tools.records.run import Status
+from tools.report.read.diagnosis import classify_exit
+from tools.report.read.iteration_line import find_iterations
+from tools.report.read.runs import load_log
+from tools.report.read.scrape import scrape_log, scrape_runs
+from tools.spec.strategy import Sharding
+
+DIALECTS = Path(__file__).parents[1] / "dialects"
+LOGS = Path(__file__).parents[1] / "logs"
+FIELDS = ("iteration", "elapsed_ms", "lm_loss", "throughput_tflops_per_gpu", "global_batch_size")
+EXPECTED = {
+    "megatron-1": [
+        (100, 143.1, 10.22573, None, None),
+        (200, 123.4, 10.12573, None, None),
+        (300, 124.2, 9.912573, None, None),
+    ],
+    "megatron-2": [(30, 123.4, 10.12573, None, 4), (40, 124.0, 10.02573, None, 4)],
+    "megatron-deepspeed": [
+        (199, 14287.5, 5.905366, 69.85, 768),
+        (200, 14541.4, 5.897035, 68.63, 768),
+    ],
+    "bigscience": [
+        (13910, 11180.0, 2.152785, 40.83, 1024),
+        (13911, 10070.0, 2.148816, 45.33, 1024),
+    ],
+    "primus": [
+        (125, 13100.0, 6.748988e-3, 579.4, 128),
+        (126, 13372.8, 6.548988e-3, 567.6, 128),
+    ],
+    "gpt-neox": [(10, 2630.3, 10.93458, 48.6, None), (20, 2559.9, 10.21245, 49.9, None)],
+    "nemo-2": [
+        (0, None, 1.315, None, 8),
+        (1, 2505.0, 1.653, None, 8),
+        (2, 2516.0, 1.452, None, 8),
+    ],
+    "megatron-bridge": [(2, 9812.3, 11.9, 301.4, 512), (3, 8021.0, 11.8, 368.7, 512)],
+}
+
+
+def lines_of(path):
+    return [tuple(getattr(i, name) for name in FIELDS) for i in scrape_log(path).iterations]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_relatives_iterations_are_read(name):
+    assert lines_of(DIALECTS / f"{name}.log") == EXPECTED[name]
+
+
+def test_other_numbers_of_a_line_keep_their_names():
+    (first, _) = scrape_log(DIALECTS / "bigscience.log").iterations
+    assert first.grad_norm == 0.114
+    assert (first.skipped_iterations, first.consumed_samples) == (0, 14243840)
+    assert first.other_losses == {"consumed tokens": 29171384320.0, "samples per second": 91.621}
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("lm-loss: 1.5E+00", 1.5),
+        ("lm_loss: 1.5E+00", 1.5),
+        ("loss: 1.5E+00", 1.5),
+        ("loss: 9.5E+00 | lm loss: 1.5E+00", 1.5),
+        ("sop loss: 1.5E+00", None),
+    ],
+)
+def test_a_loss_is_read_under_each_of_its_names(text, loss):
+    line = f"iteration= 1/ 10 | consumed samples: 8 | {text} | global batch size: 8 |"
+    (found,) = find_iterations(line)
+    assert (found.iteration, found.total_iterations, found.lm_loss) == (1, 10, loss)
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [
+        ("elapsed time per iteration (s): 0.4383", 438.3),
+        ("elapsed time per iteration (ms): 13100.0/13240.9", 13100.0),
+        ("elapsed time per iteration (ms): 346.3 (avg 340.8)", 346.3),
+        ("elapsed time per iteration (ms): 13100.0/", None),
+        ("elapsed time per iteration (ms): 1e300", None),
+        ("elapsed time per iteration (min): 3.0", None),
+    ],
+)
+def test_a_time_is_read_in_its_unit_and_of_two_the_iterations_own(text, ms):
+    (found,) = find_iterations(f"iteration 1/ 10 | consumed samples: 8 | {text} |")
+    assert found.elapsed_ms == ms
+
+
+def test_old_names_of_arguments_define_model_and_layout():
+    (run,) = load_log(DIALECTS / "megatron-1.log")
+    assert run.spec is not None
+    assert (run.spec.parallelism.tensor, run.spec.parallelism.data) == (2, 2)
+    assert (run.spec.batch.micro_batch_size, run.global_batch_size) == (4, None)
+    assert (run.spec.dtype, run.spec.shape.layers) == ("fp16", 24)
+
+
+def test_gpt_neox_arguments_lose_the_word_behind_them():
+    (run,) = load_log(DIALECTS / "gpt-neox.log")
+    assert run.spec is not None
+    split = run.spec.parallelism
+    assert (split.tensor, split.pipeline, split.data) == (2, 2, 2)
+    assert split.sharding is Sharding.ZERO1
+    assert (run.spec.batch.micro_batch_size, run.global_batch_size) == (4, 64)
+    assert (run.spec.dtype, run.spec.shape.positions, run.spec.shape.tied_embeddings) == (
+        "fp16",
+        0,
+        False,
+    )
+
+
+def test_zero_stage_is_that_of_deepspeeds_configuration():
+    (run,) = load_log(DIALECTS / "megatron-deepspeed.log")
+    assert run.strategy == "dp24-zero2"
+    assert run.spec is not None
+    assert run.spec.backend == "deepspeed"
+
+
+def test_timers_in_one_line_are_read_and_a_cut_one_is_not():
+    found = {timer.name: timer for timer in scrape_log(DIALECTS / "megatron-1.log").timers}
+    assert (found["forward"].count, found["forward"].max_ms) == (2, (31.57 + 31.61) / 2)
+    assert found["batch generator"].max_ms == 4.10
+    assert found["batch generator"].count == 1
+
+
+def test_memory_in_gigabytes_is_kept_in_mebibytes():
+    (reading,) = scrape_log(DIALECTS / "megatron-bridge.log").memory
+    assert (reading.rank, reading.after_iterations) == (1, 2)
+    assert reading.max_allocated_mib == pytest.approx(153.4e9 / 2**20)
+    assert reading.reserved_mib == pytest.approx(182.2e9 / 2**20)
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "nanotron"])
+def test_another_trainers_log_is_named(name):
+    log = scrape_log(DIALECTS / f"{name}.log")
+    status = classify_exit(log)
+    assert status.status is Status.NO_LOG
+    assert f"looks like a log of {name}" in status.reason
+    assert log.iterations == ()
+
+
+def docker(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    times = (f"2026-01-01T00:00:{n % 60:02d}.{n:09d}Z" for n in range(len(lines)))
+    rows = (
+        {"log": line, "stream": "stdout", "time": t} for line, t in zip(lines, times, strict=True)
+    )
+    return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("name", ["0.14", "0.18.2", "f4fa7d6b"])
+@pytest.mark.parametrize("width", [80, 132, 200])
+def test_a_folded_log_says_what_the_whole_one_says(tmp_path, name, width):
+    text = (LOGS / f"megatron-{name}.log").read_text()
+    pieces = []
+    for line in text.splitlines():
+        pieces += [line[n : n + width] for n in range(0, len(line), width)] or [""]
+    folded = tmp_path / "a.log"
+    folded.write_text("\n".join([*pieces, ""]))
+    mine, whole = scrape_log(folded), scrape_log(LOGS / f"megatron-{name}.log")
+    for field in ("iterations", "parameters", "memory", "validation", "arguments", "exit_reason"):
+        assert getattr(mine, field) == getattr(whole, field), field
+
+
+@pytest.mark.parametrize("name", ["0.14", "0.18.2"])
+def test_a_containers_json_log_keeps_everything(tmp_path, name):
+    path = tmp_path / "a.log"
+    path.write_text(docker((LOGS / f"megatron-{name}.log").read_text()))
+    mine, whole = scrape_log(path), scrape_log(LOGS / f"megatron-{name}.log")
+    for field in ("iterations", "parameters", "memory", "timers", "arguments", "exit_reason"):
+        assert getattr(mine, field) == getattr(whole, field), field
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
+def test_a_packed_log_is_unpacked_whatever_its_name(tmp_path, pack):
+    path = tmp_path / "a.log"
+    path.write_bytes(pack((LOGS / "megatron-0.14.log").read_bytes()))
+    assert scrape_log(path).iterations == scrape_log(LOGS / "megatron-0.14.log").iterations
+    packed = path.read_bytes()
+    path.write_bytes(packed[: len(packed) // 2] + b"\0" * 20)
+    scrape_log(path)
+
+
+def test_lines_repeated_word_for_word_tell_of_one_restart(tmp_path):
+    lines = [iteration_line(n, 100.0 + n, 10 - n / 10) for n in range(1, 11)]
+    path = tmp_path / "a.log"
+    path.write_text("\n".join(lines + 10 * lines[5:] + [iteration_line(11, 111.0, 9.0)]))
+    (log,) = scrape_runs(path)
+    assert log.restarts == (6,)
+    assert [i.iteration for i in log.iterations] == list(range(1, 12))

@@ -1,0 +1,200 @@
+"""How a run failed or was stopped: exceptions with their rank, torchrun's epilogue, signals, Slurm."""
+
+from __future__ import annotations
+
+import re
+
+from tools.report.read.scraped import ErrorTrace, LoggedError
+
+_PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?){1,3}", re.ASCII)
+_TRACEBACK = "Traceback (most recent call last)"
+_FRAME = re.compile(r'\s*File "([^"]{1,500})", line (\d{1,7})(?:, in (\S{1,120}))?')
+_EXCEPTION = re.compile(
+    r"((?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80}?"
+    r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Abort|NotFound|Failed))(?::\s?(.*))?\Z"
+)
+_USAGE = re.compile(r"(\S{1,200}): error: (.{1,2000})")
+_FATAL = re.compile(
+    r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
+    r"|terminate called after throwing .{1,200}"
+    r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
+)
+_UNEXPECTED_RESULT = re.compile(
+    r"(Unexpected result \S{1,40}) on rank (\d{1,6}) at iteration #(\d{1,9}).{0,40}message='(.{1,200})'"
+)
+"""Megatron's `rerun_state_machine`, which then ends with exit code 16 or 17 and no traceback."""
+
+_FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
+_FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")
+_SIGNAL = re.compile(
+    r"got signal: (\d{1,3})|exiting program after receiving (SIG[A-Z]{2,8})"
+    r"|[Rr]eceived (?:Signals\.)?(?:(SIG[A-Z]{2,8})|(\d{1,2})) death signal"
+    r"|[Rr]eceived (SIG(?:TERM|INT|HUP|USR1|USR2)): \d{1,2}\b"
+    r"|\A\s*(?:\S{1,200}: line \d{1,7}: +\d{1,9} )?(Terminated)\b"
+)
+_SHELL_KILLED = re.compile(r"\A\s*(?:\S{1,200}: line \d{1,7}: +\d{1,9} )?Killed\b")
+_CANCELLED = re.compile(
+    r"(?:JOB|STEP) \S{1,60} (?:ON \S{1,200} )?CANCELLED AT \S{1,40}( DUE TO [A-Z ]{1,40})?"
+)
+_SLURM_STOPPED = {
+    "DUE TO TIME LIMIT": "Slurm at the job's time limit",
+    "DUE TO PREEMPTION": "Slurm, which preempted the job",
+    "": "Slurm: the job or its step was cancelled",
+}
+_SLURM_OUT_OF_MEMORY = re.compile(
+    r"oom[-_]kill event|task \d{1,7}: Out Of Memory|tasks [\d,-]{1,200}: Out Of Memory|OUT_OF_MEMORY"
+    r"|killed by the cgroup out-of-memory handler"
+)
+_SLURM_NODE_FAILED = re.compile(r"DUE TO NODE FAILURE|srun: error: Node failure on (\S{1,200})")
+_SLURM_TASK_FAILED = re.compile(r"srun: error: \S{1,200}: tasks? \S{1,200}: Exited with exit code")
+SCHEDULER = "Slurm"
+"""Kind of an error that the cluster's scheduler reports; what the ranks say follows from it."""
+_SIGNAL_NAMES = {"1": "SIGHUP", "2": "SIGINT", "9": "SIGKILL", "15": "SIGTERM"}
+_SECONDARY = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
+    r"|communicator was aborted|collective operation timeout|recvValue failed|ncclRemoteError"
+    r"|Socket Timeout|failed to recv|Rank \d+ successfully reached monitoredBarrier"
+    r"|NCCL error|heartbeat monitor",
+    re.IGNORECASE,
+)
+_LAUNCHER_KINDS = ("ChildFailedError", "SignalException", "RendezvousClosedError")
+_EPILOGUE = ("Failures:", "Root Cause (first observed failure):")
+_HOST_MEMORY = (
+    "the job used more host memory than Slurm gave it (out of memory); ask for more (--mem=)"
+)
+_SIGKILL = 9
+_KILLING = (4, 7, 8, 9, 11)
+"""Signals that a rank dies of by itself or by the kernel; torchrun ends the others with SIGTERM."""
+_MAX_ERRORS = 256
+_MAX_MESSAGE = 2000
+
+
+class ErrorCollector:
+    """Feed it every line; `trace()` is what was found."""
+
+    def __init__(self) -> None:
+        self._errors: list[LoggedError] = []
+        self._frames: dict[int | None, str] = {}
+        self._in_epilogue = False
+        self._ignored = False
+        self._listed_rank: int | None = None
+        self._failures: list[tuple[int | None, int]] = []
+        self._root: tuple[int | None, int | None] = (None, None)
+        self._interrupted_by: str | None = None
+        self._killed_by_shell = False
+        self._task_failed = False
+
+    def feed(self, line: str) -> None:
+        """Look at one line."""
+        if self._frames:
+            self._follow_traceback(line)
+        if "Traceback" in line and _TRACEBACK in line:
+            rank, _ = _split_prefix(line)
+            if len(self._frames) < _MAX_ERRORS:
+                self._frames[rank] = ""
+        elif "rror" in line or "fault" in line or "terminate" in line or "memory" in line:
+            self._feed_untraced(line)
+        elif "Unexpected result" in line:
+            self._feed_validation(line)
+        if self._in_epilogue:
+            self._feed_epilogue(line)
+        elif line.strip() in _EPILOGUE:
+            self._in_epilogue = True
+        if "ignal" in line or "SIG" in line or "Terminated" in line:
+            self._feed_signal(line)
+        if "srun" in line or "slurm" in line or "CANCELLED" in line or "OUT_OF_ME" in line:
+            self._feed_slurm(line)
+        if "Killed" in line and _SHELL_KILLED.search(line):
+            self._killed_by_shell = True
+        self._ignored = self._ignored or "Exception ignored in" in line
+
+    def trace(self) -> ErrorTrace:
+        """What was found in the lines so far."""
+        # torchrun looks ten times a second, and of ranks found dead together it names the lowest; one
+        # that a signal killed is the cause, because the others only lost their connection to it.
+        killed = next(((r, code) for r, code in self._failures if -code in _KILLING), None)
+        rank, code = killed or self._root
+        if code is None and self._killed_by_shell:
+            code = -_SIGKILL
+        return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
+
+    def _follow_traceback(self, line: str) -> None:
+        rank, text = _split_prefix(line)
+        if rank not in self._frames:
+            return
+        if text[:1].isspace():
+            frame = _FRAME.match(text)
+            if frame:
+                self._frames[rank] = f"{frame[1].rsplit('/', 1)[-1]}:{frame[2]}"
+            return
+        found = _EXCEPTION.match(text.rstrip())
+        if found:
+            self._close_traceback(rank, found[1], (found[2] or "").strip())
+
+    def _close_traceback(self, rank: int | None, kind: str, message: str) -> None:
+        where = self._frames.pop(rank)
+        short = kind.rsplit(".", 1)[-1]
+        if short == "KeyboardInterrupt":
+            self._note_interruption("KeyboardInterrupt")
+            return
+        launcher = short in _LAUNCHER_KINDS
+        self._add(short, message or f"in {where}" if where else message, rank, launcher)
+
+    def _feed_validation(self, line: str) -> None:
+        found = _UNEXPECTED_RESULT.search(line)
+        if found:
+            self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
+
+    def _feed_untraced(self, line: str) -> None:
+        usage = _USAGE.search(line) if ": error: " in line else None
+        if usage and usage[1].endswith(".py"):
+            self._add("usage", f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}", _split_prefix(line)[0])
+            return
+        fatal = _FATAL.search(line)
+        if fatal and not any(fatal[1].split(": ", 1)[-1] in e.message for e in self._errors):
+            kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
+            message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
+            self._add(kind, message, _split_prefix(line)[0])
+
+    def _feed_epilogue(self, line: str) -> None:
+        if rank := _FAILED_RANK.search(line):
+            self._listed_rank = int(rank[1])
+        elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
+            self._failures.append((self._listed_rank, int(code[1])))
+            # The root cause is listed last.
+            self._root = self._failures[-1]
+
+    def _feed_signal(self, line: str) -> None:
+        found = _SIGNAL.search(line)
+        if found:
+            number = found[1] or found[4]
+            name = found[2] or found[3] or found[5] or ("SIGTERM" if found[6] else None)
+            self._note_interruption(name or _SIGNAL_NAMES.get(number, f"signal {number}"))
+
+    def _feed_slurm(self, line: str) -> None:
+        if _SLURM_OUT_OF_MEMORY.search(line):
+            self._add(SCHEDULER, _HOST_MEMORY, None)
+        elif failed := _SLURM_NODE_FAILED.search(line):
+            self._add(SCHEDULER, f"node {failed[1]} failed" if failed[1] else "a node failed", None)
+        elif _SLURM_TASK_FAILED.search(line):
+            self._task_failed = True  # Slurm then cancels the step, which is no news.
+        elif (found := _CANCELLED.search(line)) and not self._task_failed:
+            why = (found[1] or "").strip()
+            self._note_interruption(_SLURM_STOPPED.get(why, f"Slurm {why.lower()}".strip()))
+
+    def _note_interruption(self, by: str) -> None:
+        # Stopping what has already failed is no interruption.
+        if self._interrupted_by is None and all(error.secondary for error in self._errors):
+            self._interrupted_by = by
+
+    def _add(self, kind: str, message: str, rank: int | None, secondary: bool = False) -> None:
+        secondary = secondary or self._ignored or bool(_SECONDARY.search(message[:_MAX_MESSAGE]))
+        self._ignored = False
+        if len(self._errors) < _MAX_ERRORS:
+            self._errors.append(LoggedError(kind, message[:_MAX_MESSAGE], rank, secondary))
+
+
+def _split_prefix(line: str) -> tuple[int | None, str]:
+    """The rank in `[default1]:` or `[rank1]: ` and the text behind it."""
+    found = _PREFIX.match(line)
+    return (int(found[1]), line[found.end() :]) if found else (None, line)

@@ -1,0 +1,146 @@
+"""What the arguments in a log say was trained, in the names of Megatron and of its relatives.
+
+What is not printed is not known: no degree, batch or length is taken to be 1 or a default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from tools.spec.model import ModelShape, load_model, model_names
+from tools.spec.run import Backend, RunSpec, spec_of_printed
+from tools.spec.strategy import Batch, Sharding
+
+_OLD_NAMES = {
+    # Megatron-LM of 2019 and 2020.
+    "model_parallel_size": "tensor_model_parallel_size",
+    "batch_size": "micro_batch_size",
+}
+_NEOX_NAMES = {
+    "pipe_parallel_size": "pipeline_model_parallel_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "train_batch_size": "global_batch_size",
+    "global_num_gpus": "world_size",
+    "no_weight_tying": "untie_embeddings_and_output_weights",
+    "pos_emb": "position_embedding_type",
+    "norm": "normalization",
+}
+_NEOX_VALUES = {
+    ("position_embedding_type", "rotary"): "rope",
+    ("position_embedding_type", "learned"): "learned_absolute",
+    ("normalization", "rmsnorm"): "RMSNorm",
+    ("normalization", "layernorm"): "LayerNorm",
+    # No pipeline.
+    ("pipeline_model_parallel_size", "0"): "1",
+}
+_PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
+# GPT-NeoX says behind a value where it comes from.
+_ORIGIN = re.compile(r"\.{0,80}(?:default|updated)\Z")
+_NEOX = ("train_micro_batch_size_per_gpu", "pipe_parallel_size")
+_DEGREES = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+_STAGES = {"1": Sharding.ZERO1, "2": Sharding.ZERO2, "3": Sharding.ZERO3}
+_LARGEST = 10**9
+"""No size, degree or batch of a model is larger; what is, is damaged."""
+
+
+def canonical(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Printed arguments under Megatron's present names."""
+    found = dict(arguments)
+    from_neox = all(name in arguments for name in _NEOX)
+    if from_neox:
+        found = {name: _ORIGIN.sub("", value.strip()) for name, value in arguments.items()}
+    for old, new in (_OLD_NAMES | (_NEOX_NAMES if from_neox else {})).items():
+        if old in found:
+            found.setdefault(new, found[old])
+    if from_neox:
+        for (name, value), ours in _NEOX_VALUES.items():
+            if found.get(name) == value:
+                found[name] = ours
+        for half in _PRECISIONS.values():
+            found[half] = str(_PRECISIONS.get(found.get("precision", "")) == half)
+    return found
+
+
+def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) -> RunSpec | None:
+    """What printed arguments say was trained; None where they do not define it, or contradict.
+
+    Args:
+        arguments: As `canonical` gives them.
+        global_batch_size: Of the log's lines, where they name one.
+    """
+    if not _is_consistent(arguments):
+        return None
+    try:
+        spec = spec_of_printed(arguments)
+    except (ArithmeticError, ValueError):
+        return None
+    if spec is None or not _is_possible(spec):
+        return None
+    # A batch of 0 stands for one that is not known.
+    micro = spec.batch.micro_batch_size if "micro_batch_size" in arguments else 0
+    printed = spec.batch.global_batch_size if "global_batch_size" in arguments else 0
+    spec = replace(
+        spec, model=_model_of(spec.shape), batch=Batch(micro, global_batch_size or printed)
+    )
+    return _with_deepspeed(spec, arguments)
+
+
+def _is_consistent(arguments: Mapping[str, str]) -> bool:
+    """Whether ranks and degrees are printed, and multiply."""
+    world = _integer(arguments, "world_size")
+    data = _integer(arguments, "data_parallel_size")
+    degrees = [_integer(arguments, name) for name in _DEGREES]
+    if degrees[0] is None or (world is None and data is None):
+        return False
+    ranks = 1
+    for degree in degrees:
+        ranks *= 1 if degree is None else degree
+    if min([degree for degree in (*degrees, world, data) if degree is not None]) < 1:
+        return False
+    return world is None or (world % ranks == 0 and data in (None, world // ranks))
+
+
+def _integer(arguments: Mapping[str, str], name: str) -> int | None:
+    text = arguments.get(name, "").strip()
+    return int(text) if re.fullmatch(r"-?\d{1,9}", text) else None
+
+
+def _is_possible(spec: RunSpec) -> bool:
+    """Whether every size is one that a model can have."""
+    shape, split, batch = spec.shape, spec.parallelism, spec.batch
+    positive: Iterable[int] = (
+        *(shape.layers, shape.hidden, shape.heads, shape.query_groups, shape.head_width),
+        *(shape.ffn_hidden, shape.seq_length, shape.vocabulary, shape.vocabulary_multiple),
+        *(split.data, split.tensor, split.pipeline, split.context, split.expert),
+        *(split.virtual_stages, batch.micro_batch_size, batch.global_batch_size),
+    )
+    others = (shape.positions, shape.experts, shape.experts_per_token, split.expert_tensor)
+    return (
+        all(1 <= size <= _LARGEST for size in positive)
+        and all(0 <= size <= _LARGEST for size in others)
+        and 0 <= spec.dropout <= 1
+    )
+
+
+def _with_deepspeed(spec: RunSpec, arguments: Mapping[str, str]) -> RunSpec:
+    """The sharding that DeepSpeed's own configuration sets."""
+    stage = arguments.get("zero_optimization_stage")
+    if stage is None:
+        return spec
+    sharding = _STAGES.get(stage, Sharding.NONE)
+    parallelism = replace(spec.parallelism, sharding=sharding)
+    return replace(spec, parallelism=parallelism, backend=Backend.DEEPSPEED)
+
+
+def _model_of(shape: ModelShape) -> str:
+    """The model of a shape, whatever its vocabulary: a log prints the tokenizer's."""
+    for name in model_names():
+        known = load_model(name).shape
+        same = replace(
+            shape, vocabulary=known.vocabulary, vocabulary_multiple=known.vocabulary_multiple
+        )
+        if same == known:
+            return name
+    return ""
