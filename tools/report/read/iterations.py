@@ -214,7 +214,7 @@ class IterationTable(Sequence[Iteration]):
             return NotImplemented if not isinstance(other, Sequence) else False
         return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"IterationTable({len(self)} lines)"
@@ -273,7 +273,7 @@ class TableBuilder:
         keep = len(numbers) - 1 - places
         for each in (columns.values, columns.known):
             for name in each:
-                each[name] = each[name][keep]  # type: ignore[assignment]
+                each[name] = each[name][keep]
         replaced = columns.count - len(keep)
         columns.count = len(keep)
         return IterationTable(columns), replaced

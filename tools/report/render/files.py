@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ _OF_FIGURE = (
 )
 
 
-def thin(values: tuple[Any, ...]) -> list[Any]:
+def thin(values: Sequence[Any]) -> list[Any]:
     """At most `MAX_SAMPLES` values, evenly spaced."""
     return list(values[:: max(1, -(-len(values) // MAX_SAMPLES))])
 
