@@ -6,6 +6,7 @@ import pytest
 from tools.plan.constraints import violations
 from tools.spec.model import ModelShape, load_model
 from tools.spec.run import RunSpec
+from tools.spec.stages import StageSplit
 from tools.spec.strategy import NAMED, Batch, Parallelism, Sharding, batch_for, parse_strategy
 
 LARGE = load_model("gpt2-large")
@@ -69,6 +70,20 @@ def test_all_to_all_context_parallelism_needs_enough_heads() -> None:
     assert refusals(LARGE.shape, split, batch) == ()
     (found,) = refusals(LARGE.shape, split, batch, cp_comm_type="a2a")
     assert "16 key/value heads a TP rank, which all-to-all CP 32 does not divide" in found
+
+
+def test_layers_that_do_not_divide_are_refused_with_the_flags_that_lay_them() -> None:
+    shape = replace(LARGE.shape, layers=126)
+    split, batch = Parallelism(pipeline=8, virtual_stages=8), Batch(1, 8)
+    (found,) = refusals(shape, split, batch)
+    assert "126 layers, which PP 8 x 8 virtual stages does not divide" in found
+    assert found.endswith(
+        ", or --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split."
+    )
+    stages = StageSplit(embedding=True, loss=True)
+    assert refusals(shape, split, batch, stages=stages) == ()
+    (found,) = refusals(shape, split, batch, stages=StageSplit(first=3))
+    assert "the 123 layers left do not divide over 7 other stages; use a PP of" in found
 
 
 def test_an_unknown_context_communication_is_refused() -> None:

@@ -17,6 +17,7 @@ from tools.records.measurements import MemoryCategory, Operation, Phase
 from tools.spec.files import ROOT
 from tools.spec.model import Model, load_model
 from tools.spec.run import RunSpec, spec_of_model
+from tools.spec.stages import StageSplit
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 TINY = load_model("gpt2-tiny")
@@ -48,6 +49,25 @@ def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> Non
         measured, closed = comparison.memory["peak"]
         assert measured == pytest.approx(closed, rel=0.015)
     assert max(first.report.process_bytes, last.report.process_bytes) < 4 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual"),
+    [(StageSplit(embedding=True, loss=True), 2), (StageSplit(first=1, last=2), 1)],
+)
+def test_unequal_stages_equal_the_closed_form(
+    dry_runner: DryRunner, stages: StageSplit, virtual: int
+) -> None:
+    layers = 14 if virtual == 2 else 7
+    split = Parallelism(pipeline=4, tensor=2, virtual_stages=virtual, data=2)
+    model = small_model(layers=layers)
+    spec = configured(model, split, Batch(1, 16), stages=stages)
+    for rank in (0, 4, 15):
+        found = run_case(dry_runner, Case(model, spec, rank))
+        assert found.agrees, found.differences
+        assert found.in_flight == found.report.in_flight
+        measured, closed = found.memory["activations"]
+        assert measured == pytest.approx(closed, rel=0.04)
 
 
 def test_under_cp_neither_column_keeps_scores(dry_runner: DryRunner) -> None:

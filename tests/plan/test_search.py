@@ -21,6 +21,7 @@ from tools.plan.search import (
 from tools.plan.show import make_command, trained_vocabulary_sentence
 from tools.spec.model import ModelShape
 from tools.spec.run import Recompute, RunSpec
+from tools.spec.stages import EVEN, StageSplit, stage_split
 from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 
 MakeRequest = Callable[..., Request]
@@ -40,7 +41,9 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
             if (sequence and tensor == 1) or (kind != "p2p" and context == 1):
                 continue
             plain = Parallelism(data, tensor, pipeline, context, sequence_parallel=sequence)
-            for virtual, sharding in product(divisors(36), tuple(Sharding)[:4]):
+            layers = request.template.shape.layers
+            stages = stage_split(layers, pipeline) or EVEN
+            for virtual, sharding in product(range(1, 37), tuple(Sharding)[:4]):
                 if sharding and data * context == 1:
                     continue
                 for recompute in (Recompute.NONE, Recompute.FULL):
@@ -50,16 +53,22 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
                         batch=Batch(size, batch),
                         recompute=recompute,
                         cp_comm_type=kind,
+                        stages=stages,
                     )
                     if not violations(spec):
                         yield spec
 
 
-@pytest.mark.parametrize(("devices", "batch", "gpu"), [(2, 6, "h200"), (4, 8, "rtx4090")])
+@pytest.mark.parametrize(
+    ("devices", "batch", "gpu", "layers"),
+    [(2, 6, "h200", 36), (4, 8, "rtx4090", 36), (4, 4, "rtx4090", 34)],
+)
 def test_the_search_finds_what_trying_everything_finds(
-    make_request: MakeRequest, devices: int, batch: int, gpu: str
+    make_request: MakeRequest, devices: int, batch: int, gpu: str, layers: int
 ) -> None:
     request = make_request("gpt2-large", devices, gpu, batch)
+    shape = replace(request.template.shape, layers=layers)
+    request = replace(request, template=replace(request.template, shape=shape))
     plan = search(request)
     every = list(every_legal_configuration(request))
     assert plan.legal == len(every)
@@ -104,6 +113,27 @@ def test_175b_on_1024_devices_is_searched_within_three_seconds(make_request: Mak
     assert split.tensor > 1
     assert split.pipeline > 1
     assert split.data > 1
+
+
+def test_126_layers_on_16384_devices_take_pipeline_stages_within_ten_seconds(
+    make_request: MakeRequest,
+) -> None:
+    request = make_request("llama3-8b", 16384, "h100", 2048)
+    shape = replace(
+        request.template.shape,
+        layers=126,
+        hidden=16384,
+        heads=128,
+        ffn_hidden=53248,
+    )
+    start = process_time()
+    plan = search(replace(request, template=replace(request.template, shape=shape)))
+    assert process_time() - start < 10
+    assert plan.winner is not None
+    assert plan.winner.spec.parallelism.pipeline > 2
+    assert plan.winner.spec.stages == StageSplit(embedding=True, loss=True)
+    words = make_command(request.model, plan.winner.spec)
+    assert "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in words
 
 
 def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
 from tools.spec.run import Recompute, RunSpec
+from tools.spec.stages import EVEN, stage_split, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGEST_MICRO_BATCH = 64
@@ -22,7 +23,7 @@ def splits(shape: ModelShape, devices: int) -> Iterator[Parallelism]:
             if context > 1 and shape.seq_length % (2 * context):
                 continue
             for pipeline in divisors(devices // (tensor * context)):
-                if shape.layers % pipeline:
+                if stage_split(shape.layers, pipeline) is None:
                     continue
                 data = devices // (tensor * context * pipeline)
                 plain = Parallelism(data, tensor, pipeline, context)
@@ -46,6 +47,7 @@ def base(template: RunSpec, split: Parallelism, size: int, recompute: Recompute)
         batch=Batch(size, template.batch.global_batch_size),
         recompute=recompute,
         cp_comm_type="p2p",
+        stages=stage_split(template.shape.layers, split.pipeline) or EVEN,
     )
 
 
@@ -69,7 +71,7 @@ def virtual_stages(plain: RunSpec) -> list[int]:
     pipeline = plain.parallelism.pipeline
     if pipeline == 1 or plain.microbatches % pipeline:
         return [1]
-    return divisors(plain.layers_a_stage)
+    return list(virtual_degrees(plain.stages, plain.shape.layers, pipeline))
 
 
 def shardings(split: Parallelism) -> list[Sharding]:

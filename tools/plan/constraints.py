@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from tools.spec.run import RunSpec
+from tools.spec.stages import EVEN, uneven_stages
 from tools.spec.strategy import Sharding
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
@@ -96,13 +97,16 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             f"{virtual} virtual stages need more than one pipeline stage; use PP 2 or more, or one "
             "virtual stage."
         )
-    elif shape.layers % (pipeline * virtual):
+    elif problem := spec.stages.problem(shape.layers, pipeline, virtual):
         stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
         ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
-        yield (
-            f"{model} has {shape.layers} layers, which {stages} does not divide; "
-            f"use a PP of {ways}."
-        )
+        uneven = uneven_stages(shape.layers, pipeline, virtual)
+        flags = f", or {' '.join(uneven.flags)}" if uneven else ""
+        if spec.stages == EVEN:
+            problem = f"which {stages} does not divide"
+        else:
+            problem = f"which {' '.join(spec.stages.flags)} does not lay on {stages}: {problem}"
+        yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
 
 
 def _context_rules(spec: RunSpec) -> Iterator[str]:

@@ -9,9 +9,11 @@ TP and (sbh/t)(34 + 5as/h) under TP with SP.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
 from tools.spec.run import DeviceKind, Recompute, RunSpec
+from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.units import MIB
 
@@ -88,13 +90,38 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
     rank 0.
     """
+    layers = spec.chunk_layers(pipeline_rank)
+    chunks = chunks_in_flight(spec, pipeline_rank)
+    if len(set(layers)) == 1:
+        return chunks * layers[0]
+    steps = spec.microbatches * len(layers)
+    return _most_layers(layers, spec.parallelism.pipeline, chunks, steps)
+
+
+@lru_cache(maxsize=4096)
+def _most_layers(layers: tuple[int, ...], pipeline: int, chunks: int, steps: int) -> int:
+    """The same where virtual stages are unequal: forward and backward take turns after warm-up.
+
+    Megatron runs PP micro batches through a virtual stage, then through the next; backward begins with
+    the last (`get_schedule_table`).
+    """
+    forwards = [layers[step // pipeline % len(layers)] for step in range(steps)]
+    held = most = sum(forwards[:chunks])
+    backwards = (layers[-1 - step // pipeline % len(layers)] for step in range(steps))
+    for begun, ended in zip(forwards[chunks:], backwards, strict=False):
+        held += begun - ended
+        most = max(most, held)
+    return most
+
+
+def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
+    """Micro batches, of a virtual stage each, between forward and backward on a rank at its fullest."""
     parallelism, microbatches = spec.parallelism, spec.microbatches
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
-    if virtual == 1:
-        return spec.layers_a_stage * min(pipeline - pipeline_rank, microbatches)
-    warmup = 2 * (pipeline - pipeline_rank - 1) + (virtual - 1) * pipeline
-    chunks = min(warmup + 1, microbatches * virtual)
-    return chunks * (spec.layers_a_stage // virtual)
+    warmup = pipeline - pipeline_rank - 1
+    if virtual > 1:
+        warmup = 2 * warmup + (virtual - 1) * pipeline
+    return min(warmup + 1, microbatches * virtual)
 
 
 def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
@@ -249,7 +276,7 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Kept for backward at the fullest moment of a pipeline rank."""
     layers = layers_in_flight(spec, pipeline_rank)
     kept = layers * layer_activation_bytes(spec)
-    flights = max(1, layers // spec.layers_a_stage)
+    flights = max(1, layers // max(1, spec.stage_layers(pipeline_rank)))
     if pipeline_rank == 0:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
@@ -258,10 +285,18 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
 
 
 def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
-    """The pipeline rank with the highest peak: the first, or the last with its logits."""
-    ranks = {0, spec.parallelism.pipeline - 1}
+    """The pipeline rank with the highest peak: the first, or the last with its logits.
+
+    Where stages are unequal the second may hold more than the first.
+    """
+    ranks = {0, spec.parallelism.pipeline - 1} | second_of_unequal(spec)
     by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks}
     return max(by_rank.items(), key=lambda item: item[1].total)
+
+
+def second_of_unequal(spec: RunSpec) -> set[int]:
+    """The second pipeline rank, which stands for the middle ones; empty where stages are equal."""
+    return {1} if spec.stages != EVEN and spec.parallelism.pipeline > 2 else set()
 
 
 def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:

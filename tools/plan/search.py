@@ -1,9 +1,9 @@
 """The best configurations of a model on a cluster, found without evaluating all of them.
 
 Each combination of degrees, micro batch and recomputation bounds its iteration time from below by
-the work of its slowest stage; sharding and the schedule only add to that. Going through them from
-the lowest bound up, the search stops when no bound is below the tenth best time: the ranking is
-that of an exhaustive search (a test compares the two).
+the work of its slowest stage and the bubble of its most virtual stages; sharding only adds to that.
+Going through them from the lowest bound up, the search stops when no bound is below the tenth best
+time: the ranking is that of an exhaustive search (a test compares the two).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from tools.plan.candidates import (
     base,
@@ -21,14 +22,16 @@ from tools.plan.candidates import (
     shardings,
     splits,
     variants,
+    virtual_stages,
 )
-from tools.plan.constraints import divisors, violations
+from tools.plan.constraints import violations
 from tools.plan.memory import PredictedMemory, fullest_rank
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
 from tools.plan.time.iteration import IterationSeconds, iteration_seconds, pipeline_seconds
 from tools.spec.model import Model
 from tools.spec.run import Recompute, RunSpec
+from tools.spec.stages import virtual_degrees
 from tools.spec.strategy import Parallelism, batch_for, parse_strategy, strategy_name
 
 KEPT = 10
@@ -105,10 +108,13 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
     examined: list[Candidate] = []
     found = _bounds(request)
     while found.queue:
-        bound, _, plain = heapq.heappop(found.queue)
-        if len(best) >= kept and bound > slack * _slowest_kept(best, kept):
+        bound = heapq.heappop(found.queue)
+        limit = slack * _slowest_kept(best, kept) if len(best) >= kept else inf
+        if bound.seconds > limit:
             break
-        for spec in variants(plain):
+        for spec in variants(bound.plain):
+            if bound.with_bubble(spec.parallelism.virtual_stages) > limit:
+                continue
             rank, memory = fullest_rank(spec)
             if memory.total <= capacity:
                 candidate = evaluate(request, spec, (rank, memory))
@@ -154,11 +160,25 @@ class _Bases:
     """What the first pass leaves for the second."""
 
     legal: int = 0
-    queue: list[tuple[float, int, RunSpec]] = field(default_factory=list)
+    queue: list[_Bound] = field(default_factory=list)
     lightest: tuple[int, RunSpec] | None = None
 
-    def push(self, bound: float, plain: RunSpec) -> None:
-        self.queue.append((bound, len(self.queue), plain))
+
+@dataclass(frozen=True, order=True)
+class _Bound:
+    """Least seconds of a combination without sharding and schedule."""
+
+    seconds: float
+    number: int
+    plain: RunSpec = field(compare=False)
+    working: float = field(compare=False)
+    """The slowest stage's, all micro batches."""
+    ramp: float = field(compare=False)
+    """Of one micro batch in the other stages."""
+
+    def with_bubble(self, virtual: int) -> float:
+        """Least seconds with so many virtual stages."""
+        return self.working + self.ramp / virtual
 
 
 def _bounds(request: Request) -> _Bases:
@@ -193,8 +213,10 @@ def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: lis
                 break
             for comm_type in comm_types(template.shape, split):
                 chosen = plain if comm_type == "p2p" else replace(plain, cp_comm_type=comm_type)
-                stage, _ = pipeline_seconds(chosen, cluster)
-                found.push(chosen.microbatches * stage.total, chosen)
+                stage, through = pipeline_seconds(chosen, cluster)
+                working, ramp = chosen.microbatches * stage.total, through - stage.total
+                least = working + ramp / virtual_stages(chosen)[-1]
+                found.queue.append(_Bound(least, len(found.queue), chosen, working, ramp))
 
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
@@ -202,7 +224,10 @@ def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     kinds = len(recomputes(template)) * len(comm_types(template.shape, split))
     kinds *= len(shardings(split))
     plain = base(template, split, sizes[0], Recompute.NONE)
-    interleaved = len(divisors(plain.layers_a_stage)) if split.pipeline > 1 else 1
+    pipeline = split.pipeline
+    interleaved = len(virtual_degrees(plain.stages, plain.shape.layers, pipeline))
+    if pipeline == 1:
+        interleaved = 1
     share = template.batch.global_batch_size // split.data
     schedules = (1 if share // size % split.pipeline else interleaved for size in sizes)
     return kinds * sum(schedules)

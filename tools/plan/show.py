@@ -188,7 +188,7 @@ def _sorted(values: Mapping[str, float], unit: float) -> list[tuple[str, str]]:
 
 def _extra_flags(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags beyond those of the strategy."""
-    return (*recompute_flags(spec.recompute), *cp_comm_flags(spec))
+    return (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
 
 
 def trained_vocabulary_sentence(spec: RunSpec) -> str:

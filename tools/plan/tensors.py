@@ -129,7 +129,8 @@ def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
     _refuse_uneven(spec)
     degrees = (split.tensor, split.expert, split.tensor_of_experts, split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    return _stage_parameters(spec.trained_shape, degrees, spec.layers_a_stage, first, last)
+    layers = spec.stage_layers(pipeline_rank)
+    return _stage_parameters(spec.trained_shape, degrees, layers, first, last)
 
 
 def layer_parameters(spec: RunSpec) -> Parameters:
@@ -144,18 +145,17 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     tensors = _layer_tensors(shape, split.tensor, split.expert, split.tensor_of_experts)
     layer = sum(tensor.elements for tensor in tensors if tensor.partial)
     last = pipeline_rank == split.pipeline - 1
-    return spec.layers_a_stage * layer + (sum(_norm(shape)) if last else 0)
+    return spec.stage_layers(pipeline_rank) * layer + (sum(_norm(shape)) if last else 0)
 
 
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     """Buffers of every virtual stage of a pipeline rank, first to last."""
     split, shape = spec.parallelism, spec.trained_shape
     shared, experts = _layer_buffers(shape, split.tensor, split.expert, split.tensor_of_experts)
-    layers = spec.layers_a_stage // split.virtual_stages
     table = spec.padded_vocabulary * shape.hidden // split.tensor
     is_tied = shape.tied_embeddings and split.pipeline > 1
     chunks = []
-    for stage in range(split.virtual_stages):
+    for stage, layers in enumerate(spec.chunk_layers(pipeline_rank)):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
         sizes: dict[bool, list[int]] = {False: [], True: []}
@@ -298,12 +298,15 @@ def _layer_buffers(
 
 def _refuse_uneven(spec: RunSpec) -> None:
     shape, split = spec.shape, spec.parallelism
-    stages = 1 if spec.uneven_stages else split.pipeline * split.virtual_stages
+    stages = split.pipeline * split.virtual_stages
+    if spec.stages.problem(shape.layers, split.pipeline, split.virtual_stages):
+        raise UnevenSplitError(
+            f"{shape.layers} layers cannot be split evenly over PP x virtual stages {stages}."
+        )
     for what, value, degree, size in (
         ("attention heads", shape.heads, "TP", split.tensor),
         ("query groups", shape.query_groups, "TP", split.tensor),
         ("MLP columns", shape.ffn_hidden, "TP", split.tensor),
-        ("layers", shape.layers, "PP x virtual stages", stages),
         ("experts", shape.experts, "EP", split.expert),
         ("columns of experts", shape.expert_ffn_hidden, "ETP", split.tensor_of_experts),
     ):

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from tools.spec.flags import Flags, flag_words
 from tools.spec.model import Model, ModelShape, shape_from_flags
+from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
     Parallelism,
@@ -103,6 +104,8 @@ class RunSpec:
     """Flash or cuDNN attention; without it the scores of every head are kept."""
     cp_comm_type: str = "p2p"
     """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`."""
+    stages: StageSplit = EVEN
+    """How layers are laid on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
     optimizer: str = "adam"
     """As Megatron calls it; its `adam` is AdamW."""
@@ -117,9 +120,6 @@ class RunSpec:
     """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
     shares_gpu: bool = False
     """All ranks are on one GPU, over gloo: its times say nothing about the strategy."""
-    uneven_stages: bool = False
-    """Pipeline stages may hold different numbers of layers (`--pipeline-model-parallel-layout` and its
-    older forms); a stage then counts as the fullest."""
     plant: Plant | None = None
     strategy: str = field(default="", compare=False)
     """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
@@ -178,6 +178,24 @@ class RunSpec:
         """Layers on one pipeline rank, over its virtual stages; of uneven stages the fullest's."""
         return -(-self.shape.layers // self.parallelism.pipeline)
 
+    def chunk_layers(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Layers of each virtual stage of a pipeline rank."""
+        split = self.parallelism
+        return self.stages.chunks(
+            self.shape.layers, split.pipeline, split.virtual_stages, pipeline_rank
+        )
+
+    def stage_layers(self, pipeline_rank: int) -> int:
+        """Layers on one pipeline rank, over its virtual stages."""
+        return sum(self.chunk_layers(pipeline_rank))
+
+    def with_stages_like(self, pipeline_rank: int) -> RunSpec:
+        """An even run whose every stage has as many layers as this one's: for calls inside layers."""
+        if self.stages == EVEN:
+            return self
+        layers = self.stage_layers(pipeline_rank) * self.parallelism.pipeline
+        return replace(self, stages=EVEN, shape=replace(self.shape, layers=layers))
+
 
 def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
     """A model as its `.args` file has it, on GPUs: its dtype, dropout and recomputation."""
@@ -222,6 +240,7 @@ def spec_of_flags(
         recompute=recompute_of(flags),
         fused_attention=not local or parallelism.context > 1,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
+        stages=stages_of(flags),
         token_dispatcher=_token_dispatcher(flags),
         optimizer=flags.text("--optimizer", "adam"),
         seed=flags.integer("--seed", 1234),
@@ -276,7 +295,8 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
     layout = strategy_flags(spec.parallelism)
-    return (*layout, *recompute_flags(spec.recompute), *cp_comm_flags(spec), *flag_words(rest))
+    own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
+    return (*layout, *own, *flag_words(rest))
 
 
 def recompute_flags(recompute: Recompute) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tools.spec.flags import Flags, flag_words
+from tools.spec.stages import stages_of
 
 
 class Sharding(StrEnum):
@@ -187,7 +188,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
             f"{devices} device(s); name a number of devices that is a multiple of it."
         )
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage", 0)
-    layers = flags.integer("--num-layers", 0)
+    layers = flags.integer("--num-layers", 0) + stages_of(flags).counted
     # Megatron prints the number it derived; a command line has one of the other two.
     virtual = flags.integer("--virtual-pipeline-model-parallel-size", 1)
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual

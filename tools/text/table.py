@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 WRAPPED_WIDTH = 24
 """Fewest characters of a column that a terminal breaks into lines."""
 
-READABLE_LINES = 4
-"""Most lines of one cell in a terminal's table."""
+NARROW = 16
+"""A column with fewer characters is not broken into more than three lines."""
 
 
 def plain(value: object) -> str:
@@ -218,10 +218,9 @@ def readable_table(table: TextTable, width: int) -> RenderableType:
     wrapping = table.wrapping()
     whole_words = sum(wrapping._least(place, str.strip) + 2 for place in range(len(table.header)))
     found = wrapping.widths(width)
-    tallest = max(
-        (-(-len(c) // w) for line in table.lines for c, w in zip(line, found, strict=True))
-    )
-    if whole_words <= width and tallest <= READABLE_LINES:
+    cells = ((cell, room) for line in table.lines for cell, room in zip(line, found, strict=True))
+    cramped = any(room < NARROW and len(cell) > 3 * room for cell, room in cells)
+    if whole_words <= width and not cramped:
         return rich_table(table, width)
     return _paragraphs(table)
 

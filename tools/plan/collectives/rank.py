@@ -41,8 +41,8 @@ def _all_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: Megatron
 ) -> Iterator[CollectiveCall]:
     yield from tensor_collectives(spec, pipeline_rank, megatron)
-    yield from context_collectives(spec)
-    yield from expert_collectives(spec)
+    yield from context_collectives(spec.with_stages_like(pipeline_rank))
+    yield from expert_collectives(spec.with_stages_like(pipeline_rank))
     yield from pipeline_collectives(spec, pipeline_rank)
     yield from gradient_collectives(spec, pipeline_rank)
     yield from control_collectives(spec, pipeline_rank, megatron)

@@ -30,7 +30,7 @@ def tensor_collectives(
     yield from batch_collectives(spec, first, last, megatron)
     if first:
         yield from embedding_collectives(spec)
-    yield from layer_collectives(spec)
+    yield from layer_collectives(spec.with_stages_like(pipeline_rank))
     if last:
         yield from head_collectives(spec)
     yield from partial_gradients(spec, pipeline_rank)

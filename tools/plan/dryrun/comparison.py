@@ -18,7 +18,7 @@ from tools.plan.dryrun.job import (
     pipeline_rank,
     ranks_named,
 )
-from tools.plan.memory import layers_in_flight, memory_of_rank
+from tools.plan.memory import chunks_in_flight, memory_of_rank
 from tools.plan.search import Candidate, Plan
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Operation
@@ -84,14 +84,12 @@ def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
     expected: Counter[_Key] = Counter()
     for call in calls:
         expected[call.group, call.operation, call.payload_bytes] += call.calls
-    layers = layers_in_flight(as_run, stage)
-    chunk = spec.layers_a_stage // spec.parallelism.virtual_stages
     return CheckedRank(
         report=report,
         pipeline_rank=stage,
         parameters=rank_parameters(as_run, stage).total,
         wire_bytes=total_wire_bytes(calls),
-        in_flight=layers // chunk,
+        in_flight=chunks_in_flight(as_run, stage),
         memory=_memory(as_run, report, stage),
         differences=tuple(_differences(_counted(report), expected)),
     )

@@ -18,6 +18,7 @@ from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import GPT2_VOCABULARY, LatentAttention, ModelShape
 from tools.spec.run import DeviceKind, Recompute, RunSpec, spec_of_flags
+from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _HERE = Path(__file__).parent
@@ -142,7 +143,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         dropout=source["dropout"],
         recompute=_recompute(reading, fused),
         fused_attention=fused,
-        uneven_stages=shape.layers % (parallelism.pipeline * virtual) > 0,
+        stages=EVEN if shape.layers % (parallelism.pipeline * virtual) == 0 else SPREAD,
         model=reading.model,
     )
 
@@ -312,7 +313,7 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
         spec = spec_of_flags(case.split(), reading.gpus, DeviceKind.GPU, reading.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    pipeline = spec.parallelism.pipeline * spec.parallelism.virtual_stages
+    pipeline, virtual = spec.parallelism.pipeline, spec.parallelism.virtual_stages
     unfused = flags.text("--attention-backend") == "unfused"
     unfused |= flags.text("--transformer-impl") == "local"
     batch = spec.batch
@@ -320,12 +321,14 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
+    laid_by_hand = bool(spec.stages.problem(spec.shape.layers, pipeline, virtual)) or flags.has(
+        "--pipeline-model-parallel-layout"
+    )
     return replace(
         spec,
         shape=_golden_shape(spec.shape, flags),
         fused_attention=not unfused,
-        uneven_stages=spec.shape.layers % pipeline > 0
-        or flags.has("--pipeline-model-parallel-layout"),
+        stages=SPREAD if laid_by_hand else spec.stages,
     )
 
 

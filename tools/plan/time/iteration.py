@@ -23,6 +23,7 @@ from tools.plan.collectives.tensor import (
     layer_collectives,
     partial_gradients,
 )
+from tools.plan.memory import second_of_unequal
 from tools.plan.time.cluster import Cluster, Route, route
 from tools.plan.time.compute import (
     LayerSeconds,
@@ -36,6 +37,7 @@ from tools.plan.time.compute import (
 from tools.records.measurements import Phase
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
+from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
 
@@ -148,15 +150,16 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
     """One micro batch on the slowest stage, and its whole way through all stages."""
     pieces, pipeline = _pieces(_one_layer(spec), cluster), spec.parallelism.pipeline
-    layers = pieces.layer * spec.layers_a_stage
-    first = layers + pieces.embedding
+    first = pieces.layer * spec.stage_layers(0) + pieces.embedding
     if pipeline == 1:
         only = first + pieces.head
         return only, only.total
-    last = layers + pieces.head
-    middle = pieces.layer.total * spec.layers_a_stage
-    through = first.total + last.total + (pipeline - 2) * middle
-    return max(first, last, key=lambda stage: stage.total), through
+    last = pieces.layer * spec.stage_layers(pipeline - 1) + pieces.head
+    stages = [first, last]
+    if pipeline > 2:
+        stages.append(pieces.layer * spec.stage_layers(1))
+    through = first.total + last.total + (pipeline - 2) * stages[-1].total
+    return max(stages, key=lambda stage: stage.total), through
 
 
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
@@ -182,7 +185,8 @@ def _one_layer(spec: RunSpec) -> RunSpec:
         own, data=data, pipeline=spec.shape.layers, virtual_stages=1, sharding=Sharding.NONE
     )
     samples = spec.batch.micro_batch_size
-    return replace(spec, parallelism=parallelism, batch=Batch(samples, samples * data))
+    batch = Batch(samples, samples * data)
+    return replace(spec, parallelism=parallelism, batch=batch, stages=EVEN)
 
 
 @lru_cache(maxsize=65536)
@@ -263,7 +267,7 @@ def _synchronisation_seconds(spec: RunSpec, cluster: Cluster) -> tuple[float, fl
 
 @lru_cache(maxsize=65536)
 def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
-    ends = {0, spec.parallelism.pipeline - 1}
+    ends = {0, spec.parallelism.pipeline - 1} | second_of_unequal(spec)
     return max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
 
 

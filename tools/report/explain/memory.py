@@ -103,7 +103,7 @@ def _in_flight(subject: Subject, ranks: Sequence[RankMemory]) -> str:
     parts = []
     for rank in (ranks[0], ranks[-1]):
         stage = pipeline_rank(configuration, rank.rank)
-        flights = layers_in_flight(configuration, stage) / configuration.layers_a_stage
+        flights = layers_in_flight(configuration, stage) / configuration.stage_layers(stage)
         forward = rank.phase_peak_bytes.get(Phase.FORWARD)
         state = sum(rank.categories.get(category, 0) for category in _STATE)
         seen = (
@@ -131,7 +131,7 @@ def _saving(subject: Subject, plain: Subject | None, strategy: str) -> str:
     if not one or not two or configuration is None or reference is None:
         return f"{subject.label}: a memory ledger is missing, so what it saves is not known."
     before, after = _kept(one[0]), _kept(two[0])
-    layers = configuration.layers_a_stage * configuration.microbatches
+    layers = configuration.stage_layers(0) * configuration.microbatches
     predicted = layers * (layer_activation_bytes(reference) - layer_activation_bytes(configuration))
     predicted += configuration.microbatches * (head_bytes(reference) - head_bytes(configuration))
     norm = _of(one[0], "final_layernorm"), _of(two[0], "final_layernorm")

@@ -1,0 +1,149 @@
+"""How many layers each pipeline stage has where they are not laid evenly.
+
+The arithmetic of `get_num_layers_to_build` (`megatron/core/transformer/transformer_block.py`) and the
+refusals of `TransformerConfig`, at core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tools.spec.flags import Flags, flag_words
+
+_FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+_EMBEDDING = "--account-for-embedding-in-pipeline-split"
+_LOSS = "--account-for-loss-in-pipeline-split"
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """What makes pipeline stages unequal; the default is an even split."""
+
+    first: int = 0
+    """Layers of the first stage; 0 is as many as the others have."""
+    last: int = 0
+    """Layers of the last stage; 0 is as many as the others have."""
+    embedding: bool = False
+    """The embedding counts as a layer of the first stage."""
+    loss: bool = False
+    """The output layer and the loss count as a layer of the last stage."""
+
+    spread: bool = False
+    """As evenly as can be, the ends with fewer (`--pipeline-model-parallel-layout`)."""
+
+    @property
+    def counted(self) -> int:
+        """Layers that are none."""
+        return self.embedding + self.loss
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Megatron's; a layout of its own (`spread`) has to be written by hand."""
+        given = {_FIRST: self.first or None, _LAST: self.last or None}
+        return flag_words({**given, _EMBEDDING: self.embedding, _LOSS: self.loss})
+
+    def chunks(self, layers: int, pipeline: int, virtual: int, rank: int) -> tuple[int, ...]:
+        """Layers of each virtual stage of a pipeline rank (floors where a degree does not divide)."""
+        if self.spread:
+            few, more = divmod(layers, pipeline * virtual)
+            places = (chunk * pipeline + rank for chunk in range(virtual))
+            return tuple(few + (1 <= place <= more) for place in places)
+        whole = self._of_stage(layers, pipeline, rank)
+        chunks = [whole // virtual] * virtual
+        if self.embedding and rank == 0:
+            chunks[0] -= 1
+        if self.loss and rank == pipeline - 1:
+            chunks[-1] -= 1
+        return tuple(chunks)
+
+    def problem(self, layers: int, pipeline: int, virtual: int) -> str:
+        """Why Megatron does not lay `layers` so; empty if it does."""
+        if self in (EVEN, SPREAD):
+            divides = self == SPREAD or layers % (pipeline * virtual) == 0
+            return "" if divides else "they do not divide"
+        if self.counted and (self.first or self.last):
+            return "a first or last stage of its own excludes counting embedding or loss"
+        if min(self.first, self.last) < 0:
+            return "a stage has at least one layer"
+        if self.counted and (layers + self.counted) % (pipeline * virtual):
+            return f"{layers + self.counted} with embedding or loss counted do not divide"
+        if self.first or self.last:
+            return self._own_stages_problem(layers, pipeline, virtual)
+        smallest = self.chunks(layers, pipeline, virtual, 0)[0]
+        last = self.chunks(layers, pipeline, virtual, pipeline - 1)[-1]
+        return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
+
+    def _own_stages_problem(self, layers: int, pipeline: int, virtual: int) -> str:
+        left, stages = layers - self.first - self.last, pipeline - (self.first > 0)
+        stages -= self.last > 0
+        if stages < 0 or left < 0 or (left == 0) != (stages == 0):
+            return f"{left} layers are left for {max(0, stages)} other stages"
+        if stages and left % stages:
+            return f"the {left} layers left do not divide over {stages} other stages"
+        own = [count for count in (self.first, self.last) if count]
+        if any(count % virtual for count in (*own, *([left // stages] if stages else []))):
+            return f"{virtual} virtual stages do not divide a stage's layers"
+        return ""
+
+    def _of_stage(self, layers: int, pipeline: int, rank: int) -> int:
+        if self.first and rank == 0:
+            return self.first
+        if self.last and rank == pipeline - 1:
+            return self.last
+        stages = pipeline - (self.first > 0) - (self.last > 0)
+        return (layers - self.first - self.last + self.counted) // max(1, stages)
+
+
+EVEN = StageSplit()
+SPREAD = StageSplit(spread=True)
+
+
+def stages_of(flags: Flags) -> StageSplit:
+    """What the flags say; Megatron ignores them without pipeline stages."""
+    if flags.integer("--pipeline-model-parallel-size", 1) == 1:
+        return EVEN
+    return StageSplit(
+        flags.integer(_FIRST, 0),
+        flags.integer(_LAST, 0),
+        flags.has(_EMBEDDING),
+        flags.has(_LOSS),
+    )
+
+
+@lru_cache(maxsize=4096)
+def stage_split(layers: int, pipeline: int) -> StageSplit | None:
+    """Even where the degree divides the layers, else uneven; None if neither can be."""
+    return EVEN if layers % pipeline == 0 else uneven_stages(layers, pipeline, 1)
+
+
+@lru_cache(maxsize=4096)
+def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int, ...]:
+    """Numbers of virtual stages that this split admits."""
+    most = -(-(layers + stages.counted) // pipeline)
+    return tuple(v for v in range(1, most + 1) if not stages.problem(layers, pipeline, v))
+
+
+def uneven_stages(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
+    """The split for degrees that do not divide the layers; None if there is none.
+
+    The ends are counted as layers where that divides, since they take about one's time; else the last
+    stage, which has the loss, is given what is left.
+    """
+    for counted in (
+        StageSplit(embedding=True, loss=True),
+        StageSplit(loss=True),
+        StageSplit(embedding=True),
+    ):
+        if not counted.problem(layers, pipeline, virtual) and _layered(counted, layers, pipeline):
+            return counted
+    others = -(-layers // (pipeline * virtual)) * virtual
+    shorter = StageSplit(last=layers - (pipeline - 1) * others)
+    if shorter.last > 0 and not shorter.problem(layers, pipeline, virtual):
+        return shorter
+    return None
+
+
+def _layered(stages: StageSplit, layers: int, pipeline: int) -> bool:
+    """Whether both ends have a layer."""
+    return all(sum(stages.chunks(layers, pipeline, 1, rank)) for rank in (0, pipeline - 1))
