@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -127,6 +128,9 @@ SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {"killed": killed}
 AT_A_TIME = 2
 """A run leaves cores idle while it starts and ends."""
 
+ALL_CORES = b"+"
+"""Written to the process that makes the runs, once the other tests have ended."""
+
 
 class SharedRuns:
     """The runs and scenarios that were asked for, made by a process of its own.
@@ -154,6 +158,7 @@ class SharedRuns:
             cwd=ROOT,
             start_new_session=True,
             stdin=subprocess.PIPE,
+            bufsize=0,
         )
         if not others_run:
             self._use_all_cores()
@@ -173,14 +178,14 @@ class SharedRuns:
 
     def stop(self) -> None:
         """End what still trains."""
-        self._use_all_cores()
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait()
+        self._process.communicate()
 
     def _use_all_cores(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(ALL_CORES)
 
     def _made(self, name: str) -> Any:
         result = self._results[name]
@@ -196,14 +201,15 @@ class SharedRuns:
 
 
 def main(runs: str, data: str, answer: str, *names: str) -> None:
-    """Make runs and scenarios by name, one at a time until the input ends; write what was made."""
+    """Make runs and scenarios by name, one at a time until all cores are free; write what was made."""
     trainer = Trainer(Path(runs), Path(data))
     wanted = {name: run for each in FIXTURES.values() for name, run in each.items()}
     permits = Semaphore(1)
 
     def permit_all() -> None:
-        sys.stdin.read()
-        permits.release(AT_A_TIME - 1)
+        while os.read(0, 1):
+            permits.release(AT_A_TIME - 1)
+        os.killpg(0, signal.SIGTERM)  # The tests were killed: what they wait for would train on.
 
     def make(name: str) -> dict[str, Any]:
         with permits:

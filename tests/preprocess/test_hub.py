@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,25 @@ def made(folder: Path) -> list[bytes]:
     return [(folder / f"openwebtext-10k_text_document.{name}").read_bytes() for name in NAMES]
 
 
+@dataclass(frozen=True)
+class Down:
+    """A hub that went down in the middle of a download, and how that ended."""
+
+    hub: Hub
+    folder: Path
+    home: Path
+    failed: Future[subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def down(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Down]:
+    """Begun with the first test that fetches: the client tries for five seconds before it gives up."""
+    folder, home = tmp_path_factory.mktemp("down") / "ds", tmp_path_factory.mktemp("home")
+    hub_that_goes_down = Hub(HUB_NAME, content, drops=1, down_after_drop=True)
+    with serving(hub_that_goes_down) as hub, ThreadPoolExecutor(1) as thread:
+        yield Down(hub, folder, home, thread.submit(fetch, folder, hub.url, home))
+
+
 @pytest.fixture(scope="module")
 def dropped_once(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hub]:
     """A data set whose download lost its connection half way and went on."""
@@ -56,7 +78,9 @@ def dropped_once(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> tu
     return folder, hub
 
 
-def test_a_dropped_connection_is_resumed_where_it_ended(dropped_once: tuple[Path, Hub]) -> None:
+def test_a_dropped_connection_is_resumed_where_it_ended(
+    down: Down, dropped_once: tuple[Path, Hub]
+) -> None:
     folder, hub = dropped_once
     assert hub.ranges == ["", f"bytes={STEP_BYTES}-"]
     lines = (folder / "openwebtext-10k.jsonl").read_text(encoding="utf-8").splitlines()
@@ -67,21 +91,20 @@ def test_a_dropped_connection_is_resumed_where_it_ended(dropped_once: tuple[Path
 
 
 def test_a_hub_that_goes_down_is_one_sentence_and_the_next_call_ends_in_the_same_bytes(
-    content: bytes, dropped_once: tuple[Path, Hub], tmp_path: Path
+    down: Down, dropped_once: tuple[Path, Hub]
 ) -> None:
-    with serving(Hub(HUB_NAME, content, drops=1, down_after_drop=True)) as hub:
-        failed = fetch(tmp_path / "ds", hub.url, tmp_path / "home")
-        assert failed.returncode == 1
-        sentence = failed.stderr.strip().splitlines()[-1]
-        assert sentence.startswith(f"error: Data set {HUB_NAME} was not fetched from {hub.url} (")
-        for way_out in ("HF_ENDPOINT=", "prepare-ds-sample", "prepare-ds INPUT="):
-            assert way_out in sentence
-        assert "Traceback" not in failed.stderr
-        assert [path.name for path in (tmp_path / "ds").iterdir()] == [".hub"]
-        hub.down = False
-        again = fetch(tmp_path / "ds", hub.url, tmp_path / "home")
+    failed = down.failed.result()
+    assert failed.returncode == 1
+    sentence = failed.stderr.strip().splitlines()[-1]
+    assert sentence.startswith(f"error: Data set {HUB_NAME} was not fetched from {down.hub.url} (")
+    for fix in ("HF_ENDPOINT=", "prepare-ds-sample", "prepare-ds INPUT="):
+        assert fix in sentence
+    assert "Traceback" not in failed.stderr
+    assert [path.name for path in down.folder.iterdir()] == [".hub"]
+    down.hub.down = False
+    again = fetch(down.folder, down.hub.url, down.home)
     assert again.returncode == 0, again.stderr
-    assert made(tmp_path / "ds") == made(dropped_once[0])
+    assert made(down.folder) == made(dropped_once[0])
 
 
 def test_repeating_asks_the_hub_nothing(dropped_once: tuple[Path, Hub], tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ own arguments. A process that has begun threads of its own (a backward pass, glo
 
 from __future__ import annotations
 
+import argparse
+import functools
+import inspect
 import os
 import signal
 import socket
@@ -40,6 +43,7 @@ class ForkedRanks:
         self._applied = apply_patches(PATCHES, self._context)
         self._code = compile(self._entry.read_bytes(), str(self._entry), "exec")
         exec(self._code, {"__name__": "entry", "__file__": str(self._entry)})  # noqa: S102
+        _read_help_once()
 
     def run(
         self,
@@ -111,6 +115,14 @@ class ForkedRanks:
         from megatron_patches.registry import apply_patches
 
         apply_patches([p for p in PATCHES if p.name not in self._applied], self._context)
+
+
+def _read_help_once() -> None:
+    """The flags' help, which Megatron's parser finds in the source of 28 classes: not in every rank."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _ended(children: Mapping[int, int], timeout_seconds: float) -> list[int]:

@@ -1,4 +1,10 @@
-"""Run by torchrun on two ranks: prints what each gathers and keeps of a sum; parts of 1 and 2 rows."""
+"""Two ranks, the second forked from the first: prints what each gathers and keeps of a sum.
+
+The parts have 1 and 2 rows. The argument is a file in which the ranks find each other.
+"""
+
+import os
+import sys
 
 import torch
 from torch import distributed
@@ -7,10 +13,11 @@ from megatron_patches.cpu.variable_size_collectives import gather_parts, reduce_
 
 ROWS = [1, 2]
 
-distributed.init_process_group("gloo")
+second = os.fork()
+rank = 0 if second else 1
+distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
 group = distributed.group.WORLD
 assert group is not None
-rank = distributed.get_rank()
 own = torch.full((ROWS[rank], 2), float(rank + 1))
 gathered = gather_parts(own, group, ROWS)
 whole = torch.arange(6.0).view(3, 2) * (rank + 1)
@@ -23,3 +30,5 @@ if rank == 0:
 del group
 distributed.barrier()
 distributed.destroy_process_group()
+if second:
+    assert os.waitpid(second, 0)[1] == 0

@@ -1,12 +1,15 @@
-"""Three updates of a small GPT by Megatron's own layers and optimizer: `… FUSED PRECISION…`.
+"""Three updates of a small GPT by Megatron's own layers and optimizer.
 
-Prints a line of JSON: the patches, whether torch's compiler was loaded (the memory ledger's
-dispatch mode has run as well), and for each precision (fp32, bf16) losses, gradient norms and a sum over
-the parameters. An empty FUSED is Megatron alone.
+Takes JSON, the precisions (fp32, bf16) of each FUSED. Prints JSON, for each FUSED: the patches, whether
+torch's compiler was loaded (the memory ledger's dispatch mode has run as well), and for each precision
+losses, gradient norms and a sum over the parameters. An empty FUSED is Megatron alone.
 """
 
 import json
+import multiprocessing
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from megatron_patches.registry import apply_patches
 from tools.ledger.memory import _EveryResult
 
 TOKENS, BATCH, VOCABULARY = 16, 3, 128
+
+Figures = dict[str, Any]
 
 
 def model_and_optimizer(fused: str, half: bool) -> tuple[Any, Any]:
@@ -79,15 +84,35 @@ def figures(fused: str, half: bool) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "total": total}
 
 
-def main(fused: str, *precisions: str) -> None:
-    """Patch, train in each precision and print."""
+def train(fused: str, precisions: Sequence[str]) -> Figures:
+    """In a process of its own: patch, import Megatron, train in each precision."""
+    if fused:  # Their graphs would be compiled; Megatron alone may not even load the compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     context = find_context(Path("none"), "cpu", {"KIT_FUSED": fused})
-    found: dict[str, Any] = {"applied": apply_patches(PATCHES, context)}
+    found: Figures = {"applied": apply_patches(PATCHES, context)}
     for precision in precisions:
         found[precision] = figures(fused, precision == "bf16")
     with _EveryResult(lambda _: None):
         torch.zeros(1).zero_()
     found["compiler"] = "torch._dynamo" in sys.modules
+    return found
+
+
+def main(asked: str) -> None:
+    """Fork a process for each set of patches, which has imported torch; print what they found."""
+    fork, running, ends = multiprocessing.get_context("fork"), [], {}
+    for fused, precisions in json.loads(asked).items():
+        ours, theirs = fork.Pipe(duplex=False)
+        process = fork.Process(
+            target=lambda end, *what: end.send(train(*what)), args=(theirs, fused, precisions)
+        )
+        process.start()
+        theirs.close()
+        running.append(process)
+        ends[fused] = ours
+    found = {fused: end.recv() for fused, end in ends.items()}
+    for process in running:
+        process.join()  # Megatron prints as well, at the latest when it ends.
     print(json.dumps(found))
 
 
