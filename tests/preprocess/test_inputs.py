@@ -76,6 +76,12 @@ def test_a_hub_data_set_is_streamed(made, tmp_path, reference, monkeypatch):
     assert made(f"hub:{tmp_path / 'hub'}") == reference(DOCUMENTS)
 
 
+def test_a_hub_data_set_is_not_cut_into_parts(tool, tmp_path, capsys):
+    flags = ("--output-prefix", tmp_path / "o", "--shard", "0/2")
+    assert tool("--input", "hub:org/name", *flags) == 1
+    assert "hub:org/name is not cut by --shard; download it" in capsys.readouterr().err
+
+
 def test_a_missing_column_is_named_with_those_there_are(tool, tmp_path, capsys):
     path = write_parquet(tmp_path / "in.parquet", DOCUMENTS)
     flags = ("--output-prefix", tmp_path / "o", "--json-keys", "body")

@@ -115,7 +115,7 @@ class RegexEncoder:
     _PIECES = 1 << 16
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        import regex  # few texts need it
+        import regex
         from tokenizers import pre_tokenizers
 
         self._cuts = regex.compile(
@@ -165,8 +165,7 @@ def has_unassigned(text: str) -> bool:
     """Whether a text holds characters that Python's tables leave unassigned."""
     if text.isascii():
         return False
-    unassigned = _unassigned()
-    first = int(unassigned.argmax())
+    first, unassigned = _unassigned()
     for start in range(0, len(text), _STRIDE):
         codes = np.frombuffer(text[start : start + _STRIDE].encode("utf-32-le"), np.uint32)
         if unassigned.take(codes[codes >= first]).any():
@@ -175,10 +174,11 @@ def has_unassigned(text: str) -> bool:
 
 
 @functools.cache
-def _unassigned() -> NDArray[np.bool_]:
-    """For each code point."""
-    categories = (unicodedata.category(chr(code)) for code in range(sys.maxunicode + 1))
-    return np.fromiter((category == "Cn" for category in categories), bool, sys.maxunicode + 1)
+def _unassigned() -> tuple[int, NDArray[np.bool_]]:
+    """The first such code point; and for each code point whether it is one."""
+    points = range(sys.maxunicode + 1)
+    flags = np.array([unicodedata.category(chr(point)) == "Cn" for point in points])
+    return int(flags.argmax()), flags
 
 
 def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:

@@ -27,7 +27,7 @@ from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.progress import Progress
 from tools.preprocess.source import WHOLE_INPUT, InputShard, Source, open_source
-from tools.preprocess.tokenizer import GPT2, load_tokenizer
+from tools.preprocess.tokenizer import GPT2, TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
 
 ANNOUNCED_BYTES = 64 << 20
@@ -104,23 +104,35 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
     with locked(folder):
         _claim(folder / "run.json", identity)
         if not (folder / WHOLE).exists():
-            parser = Parser(options.keys, options.max_document_bytes)
-            samples = source.samples(options.cross_check, parser)
-            encoder = choose_encoder(spec, samples, progress.say)
-            parts = read_parts(folder)
-            if parts:
-                progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
-            start = parts[-1].end if parts else source.start
-            threads = options.threads or default_threads()
-            dtype = token_dtype(spec.vocabulary)
-            pipeline = Pipeline(parser, len(options.keys), encoder, dtype, identity.eod, threads)
-            progress.total_bytes = source.size_bytes
-            encoded = pipeline.run(_announced(source, start, progress))
-            named = _named(source, start, encoded, options.on_error == "skip", progress)
-            write_parts(folder, parts, named, identity, encoder.name)
-            join_parts(folder, len(parts), identity)
+            _fill(folder, options, spec, source, identity, progress)
         publish(folder, prefixes)
         return [open_dataset(prefix) for prefix in prefixes.values()]
+
+
+def _fill(
+    folder: Path,
+    options: PreprocessOptions,
+    spec: TokenizerSpec,
+    source: Source,
+    identity: RunIdentity,
+    progress: Progress,
+) -> None:
+    """Encode what is not yet in parts, and join all of them."""
+    parts = read_parts(folder)
+    if parts:
+        progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
+    start = parts[-1].end if parts else source.start
+    parser = Parser(options.keys, options.max_document_bytes)
+    samples = source.samples(options.cross_check, parser)
+    encoder = choose_encoder(spec, samples, progress.say)
+    threads = options.threads or default_threads()
+    dtype = token_dtype(spec.vocabulary)
+    pipeline = Pipeline(parser, len(options.keys), encoder, dtype, identity.eod, threads)
+    progress.total_bytes = source.size_bytes
+    encoded = pipeline.run(_announced(source, start, progress))
+    named = _named(source, start, encoded, options.on_error == "skip", progress)
+    write_parts(folder, parts, named, identity, encoder.name)
+    join_parts(folder, len(parts), identity)
 
 
 def _announced(source: Source, start: Position, progress: Progress) -> Iterator[Block]:

@@ -175,7 +175,7 @@ def open_source(
             raise PreprocessError("--input hub:NAME stands alone; run once for each and merge.")
         if shard.count > 1:
             raise PreprocessError(
-                "--input hub:NAME is not cut by --shard; download it and give its files with "
+                f"--input {inputs[0]} is not cut by --shard; download it and give its files with "
                 "--input."
             )
         hub = Hub(inputs[0].removeprefix(HUB_PREFIX), hub_config, hub_split)
