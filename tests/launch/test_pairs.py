@@ -23,7 +23,9 @@ Composer = Callable[..., Verification]
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Composer:
-    def compose_named(name: str, *, iterations: int | None = None, extra: str = "", **b: object):
+    def compose_named(
+        name: str, *, iterations: int | None = None, extra: str = "", **b: object
+    ) -> Verification:
         options = Options(
             data="owt-ds/any", runs=tmp_path, iterations=iterations, extra=tuple(extra.split())
         )
@@ -146,8 +148,8 @@ def wrong_input(tmp_path: Path, scale: float) -> Callable[[str, Launch], str]:
 
     def train(part: str, launch: Launch) -> str:
         factor = scale if part == "layout" else 1.0
-        written = [(captures.rank(), [(site, values * np.float32(factor))])]
-        captures.write(tmp_path / part, written)
+        tensors: captures.Tensors = [(site, values * np.float32(factor))]
+        captures.write(tmp_path / part, [(captures.rank(), tensors)])
         return ""
 
     return train

@@ -102,7 +102,7 @@ def _facts(verdict: Verdict, first: Comparison | None) -> Mapping[str, str]:
             "wrong by itself": _BY_ITSELF[verdict.confirmed],
             "source": verdict.source,
         }
-    facts |= {"reference": verdict.reference, "layout": verdict.layout}
+    facts |= {"reference": verdict.reference, "layout": verdict.layout, "mode": verdict.mode}
     if verdict.seen:
         share = f"{verdict.compared / verdict.seen:.1%}"
         facts["compared"] = f"{count(verdict.compared)} of {count(verdict.seen)} tensors ({share})"
