@@ -94,15 +94,15 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
     results = folder / VERIFY_FOLDER / verification.name
     with _scratch(folder) as scratch:
         judgement = judged(verification, scratch, _Training(folder, console))
-        verdict = replace(
-            judgement.verdict,
-            reference=verification.reference_name,
-            layout=verification.target.strategy,
-            mode=verification.mode,
-            command=_command(verification),
-        )
-        judgement = replace(judgement, verdict=verdict)
-        _write(results, judgement)
+    verdict = replace(
+        judgement.verdict,
+        reference=verification.reference_name,
+        layout=verification.target.strategy,
+        mode=verification.mode,
+        command=_command(verification),
+    )
+    judgement = replace(judgement, verdict=verdict)
+    _write(results, judgement)  # Without the tensors there is room again.
     if also is not None:
         shutil.copytree(results, also / VERIFY_FOLDER / verification.name, dirs_exist_ok=True)
     _print(judgement, results, console)
