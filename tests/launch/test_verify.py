@@ -45,7 +45,7 @@ def start(tmp_path: Path, sample_prefix: Path, starting_weights: Path) -> Iterat
     for process in begun:
         if process.poll() is None:
             process.terminate()
-        process.communicate()
+            process.communicate()
 
 
 def verdict_in(runs: Path) -> dict[str, Any]:
