@@ -129,7 +129,7 @@ def _check_aligned(compared: Compared, layout: Capture) -> None:
         names, _, why = (compared.not_aligned or ("",))[-1].rpartition(": ")
         raise VerifyError(
             f"None of the modules' tensors could be aligned with the reference's ({names[:200]}: "
-            f"{why}); compare layouts of one model, of Megatrons that name modules alike."
+            f"{why}); compare with one rank (REFERENCE=baseline), by Megatrons that name modules alike."
         )
 
 
