@@ -47,6 +47,7 @@ class Tool:
 
 _MODEL_OF_PLAN = "Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200"
 _MODEL_OF_DRYRUN = "Say what: make dryrun MODEL=gpt3-175b TP=8 PP=16 DP=8"
+_WHICH_TABLE = "Say which table: make audit TABLE=figures.md (Markdown or CSV)"
 _WHICH_RUN = "Say which run: make resume RUN=runs/…"
 _WHICH_TO_STOP = "Say which run: make stop RUN=runs/…; 'make status' shows those that are running."
 _WHICH_TEXT = "Say which text: make prepare-ds INPUT=file.jsonl NAME=name"
@@ -57,6 +58,7 @@ TOOLS = {
     "dryrun": Tool("tools.plan", ("dryrun",), needs=((settings.MODEL, _MODEL_OF_DRYRUN),)),
     "schedules": Tool("tools.plan", ("schedules",)),
     "validate": Tool("tools.plan", ("validate",)),
+    "audit": Tool("tools.plan", ("audit",), needs=((settings.TABLE, _WHICH_TABLE),)),
     "report": Tool("tools.report", ("build",)),
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tools.report", ("bench",)),

@@ -11,27 +11,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib import import_module
 
 from tools.plan.request import RequestError, RequestParser, request_from_options
 from tools.plan.search import Plan, Request, search
 from tools.spec.settings import add_options, program
 
+_COMMANDS = {
+    "schedules": "schedules",
+    "dryrun": "dryrun",
+    "validate": "readings",
+    "audit": "audit",
+}
+"""Packages with a command of their own."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 2 and one sentence on stderr for what cannot be."""
     words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["schedules"]:
-        from tools.plan.schedules.command import main as schedules
-
-        return schedules(words[1:])
-    if words[:1] == ["dryrun"]:
-        from tools.plan.dryrun.command import main as dryrun
-
-        return dryrun(words[1:])
-    if words[:1] == ["validate"]:
-        from tools.plan.readings.command import main as validate
-
-        return validate(words[1:])
+    if words[:1] and words[0] in _COMMANDS:
+        command = import_module(f"tools.plan.{_COMMANDS[words[0]]}.command")
+        status: int = command.main(words[1:])
+        return status
     if words == ["residuals"]:
         from tools.plan.residuals import residual_tables
 

@@ -86,7 +86,8 @@
 ##   RANKS            first,middle,last or numbers
 ##   MICROBATCHES     microbatches in an iteration [schedules]
 ##   SVG              write a picture to this file [plan schedules]
-##   JSON             1 prints JSON [also plan schedules validate]
+##   JSON             1 prints JSON [also plan schedules validate audit]
+##   TABLE            a CSV or Markdown table of figures [audit]
 ##   READINGS         a file of readings of your own [validate]
 ## Variables: reports [report]
 ##   LOGS             Megatron logs, wherever they were made

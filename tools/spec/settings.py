@@ -355,9 +355,10 @@ JSON = Setting(
     switch,
     _SWITCH,
     "1 prints JSON",
-    ("plan", "dryrun", "schedules", "validate"),
+    ("plan", "dryrun", "schedules", "validate", "audit"),
     "--json",
 )
+TABLE = Setting("TABLE", str, "a file", "a CSV or Markdown table of figures", ("audit",), "*")
 READINGS = Setting(
     "READINGS", Path, "a file", "a file of readings of your own", ("validate",), "--readings"
 )

@@ -1,0 +1,221 @@
+"""Tables of performance figures as rows of known quantities: CSV, or every table of a Markdown file.
+
+A column is known by its heading, whatever its spelling; unknown columns are left alone. A CSV with the
+columns `metric` and `value` (the planner's readings) becomes one row for figures of one run.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
+
+_HEADINGS = {
+    "gpus": r"(#|n|no|num(ber)?( of)?|total)? ?(gpus|devices|accelerators)|gpu (count|scale)|world size",
+    "gpu": r"gpu|gpu (type|model|name)|device|hardware|accelerator|system",
+    "tp": r"tp|tensor( model)?( parallel(ism)?)?( size)?",
+    "pp": r"pp|pipeline( model)?( parallel(ism)?)?( size)?",
+    "cp": r"cp|context( parallel(ism)?)?( size)?",
+    "dp": r"dp|data( parallel(ism)?)?( size)?",
+    "ep": r"ep|expert( model)?( parallel(ism)?)?( size)?",
+    "etp": r"etp|expert tensor( parallel(ism)?)?( size)?",
+    "vpp": r"vpp?|virtual( pipeline)?( parallel(ism)?)?( stages| size)?",
+    "mbs": r"mbs|micro ?batch( size)?",
+    "gbs": r"gbs|(global )?batch( size)?|global batch",
+    "seq": r"seq|seq(uence)?[- ]?len(gth)?|sequence|context length",
+    "layers": r"(n|num|#|number of)? ?layers",
+    "hidden": r"(n ?)?hidden( size| dim)?|d ?model",
+    "heads": r"(n|num|#)? ?(attention )?heads",
+    "ffn": r"ffn( hidden)?( size)?|intermediate size",
+    "experts": r"(num |# ?)?experts",
+    "params_b": r"params? b|(model )?size( b)?|param(eter)?s( b(illions?)?)?",
+    "dtype": r"dtype|precision|data ?type",
+    "model": r"model|case|name|test ?case|config(uration)?",
+    "notes": r"notes?|remarks?|comments?",
+    "mfu": r"mfu( ?%| percent)?|model flops util(ization|isation)",
+    "layout": r"layout|strategy|parallel(ism)?( layout| strategy)?",
+}
+_SECONDS = re.compile(
+    r"(step|iter|iteration|global step|batch)s?\b.*\b(time|s|sec|secs|seconds|ms)|"
+    r"(time|s|sec|secs|seconds|ms)\b.*\b(step|it|iter|iteration|batch)"
+)
+_NUMBER = re.compile(r"[-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
+_MARKED = re.compile(r"[*`_#]+")
+
+
+class TableError(ValueError):
+    """A file in which no table of figures is found; the message names it."""
+
+
+@dataclass
+class Row:
+    """One run as a table has it; what is not stated is in none of the three."""
+
+    line: int
+    numbers: dict[str, float] = field(default_factory=dict)
+    """By quantity: degrees, batch, shape, `step_s`, `tokens_s`, `tokens_s_gpu`, `tflops`, `mfu`."""
+    words: dict[str, str] = field(default_factory=dict)
+    slack: dict[str, float] = field(default_factory=dict)
+    """Half of the last printed digit, relative."""
+
+    @property
+    def name(self) -> str:
+        """How the table calls it."""
+        return self.words.get("model", "")
+
+
+def read_table(path: Path) -> list[Row]:
+    """Every row of a file.
+
+    Raises:
+        TableError: It cannot be read, or has no column that is known beside another.
+    """
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"The table {path} cannot be read: {error}; name a text file.") from None
+    markdown = any(_is_rule(line) for line in text.splitlines())
+    tables = list(_markdown_tables(text)) if markdown else [_csv_table(text)]
+    rows = [row for header, lines in tables for row in _rows(header, lines)]
+    if not rows:
+        raise TableError(
+            f"{path} holds no table of performance figures; its headings should name GPUs, degrees "
+            "(TP, PP, DP), batch, sequence and a figure (step time, tokens/s, TFLOP/s, MFU)."
+        )
+    return rows
+
+
+def quantity(heading: str) -> str:
+    """The quantity that a heading names; empty for one that is not known."""
+    plain = " ".join(re.sub(r"[*`_()\[\]#:.-]+", " ", heading.lower()).split())
+    if "flop" in plain and "util" not in plain:
+        return "hardware_tflops" if "hardware" in plain or "hfu" in plain else "tflops"
+    if "tok" in plain and re.search(r"/ ?s|per s|sec|throughput", plain):
+        each = re.search(r"(/|per) ?(gpu|device|chip|accelerator)", plain)
+        return "tokens_s_gpu" if each else "tokens_s"
+    if re.fullmatch(r"tp\W+pp\b.*", plain) and len(re.findall(r"[a-z]+", plain)) > 1:
+        return " ".join(word for word in re.findall(r"[a-z]+", plain) if word in DEGREES)
+    for name, pattern in _HEADINGS.items():
+        if re.fullmatch(pattern, plain):
+            return name
+    if _SECONDS.search(plain) and not plain.startswith(("tokens", "samples", "speed")):
+        return "step_ms" if re.search(r"\bms\b|millisec", plain) else "step_s"
+    return ""
+
+
+def _csv_table(text: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    reader = csv.reader(text.splitlines())
+    header = next(reader, [])
+    return header, [(reader.line_num, cells) for cells in reader if any(cells)]
+
+
+def _markdown_tables(text: str) -> Iterator[tuple[list[str], list[tuple[int, list[str]]]]]:
+    lines = text.splitlines()
+    for place, line in enumerate(lines):
+        if not _is_rule(line) or place == 0:
+            continue
+        body = []
+        for number, row in enumerate(lines[place + 1 :], start=place + 2):
+            if "|" not in row:
+                break
+            body.append((number, _cells(row)))
+        yield _cells(lines[place - 1]), body
+
+
+def _is_rule(line: str) -> bool:
+    return "|" in line and "-" in line and not set(line.strip()) - set("|-: ")
+
+
+def _cells(line: str) -> list[str]:
+    return [_MARKED.sub("", cell).strip() for cell in line.strip().strip("|").split("|")]
+
+
+def _rows(header: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> list[Row]:
+    places = {place: name for place, text in enumerate(header) if (name := quantity(text))}
+    lower = [text.strip().lower() for text in header]
+    if "metric" in lower and "value" in lower:
+        return _joined(places, lower, lines)
+    if len(places) < 2:
+        return []
+    return [_row(places, line, cells) for line, cells in lines]
+
+
+def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> Row:
+    row = Row(line)
+    for place, name in places.items():
+        text = cells[place].strip() if place < len(cells) else ""
+        if name in ("gpu", "dtype", "model", "notes"):
+            row.words[name] = text
+        elif name == "layout":
+            _degrees_of(row, text)
+        elif " " in name:
+            found = _NUMBER.findall(text)
+            if len(found) == len(name.split()):
+                row.numbers |= dict(zip(name.split(), map(float, found), strict=True))
+        else:
+            _put(row, name, text)
+    return row
+
+
+def _degrees_of(row: Row, text: str) -> None:
+    for name, degree in re.findall(r"(etp|vpp|tp|pp|cp|dp|ep|sp)[ =]*(\d+)", text.lower()):
+        row.numbers["tp" if name == "sp" else name] = float(degree)
+
+
+def _put(row: Row, name: str, text: str) -> None:
+    match = _NUMBER.search(text)
+    if match is None or (name == "ffn" and "/" in text):
+        if name == "ffn" and "/" in text:
+            row.words["experts"] = text
+        return
+    digits = match[0].replace(",", "").replace("_", "")
+    value = float(digits)
+    slack = 0.5 * 10 ** -len(digits.partition(".")[2]) / abs(value) if value else 0.0
+    if name == "step_ms" or (name == "step_s" and re.search(r"\d ?ms\b", text)):
+        name, value = "step_s", value / 1000
+    if name == "mfu" and "%" not in text and value <= 1:
+        value *= 100
+    row.numbers[name], row.slack[name] = value, slack
+
+
+_METRICS = {
+    "step_time_s": "step_s",
+    "tokens_per_s_per_gpu": "tokens_s_gpu",
+    "model_tflops_per_gpu": "tflops",
+    "hardware_tflops_per_gpu": "hardware_tflops",
+    "mfu_percent": "mfu",
+}
+_PRINTED = (
+    ("tokens_s", re.compile(r"tokens/s as printed ([\d.,]+)")),
+    ("mfu", re.compile(r"MFU as printed ([\d.]+%)")),
+)
+
+
+def _joined(
+    places: dict[int, str], header: Sequence[str], lines: Sequence[tuple[int, list[str]]]
+) -> list[Row]:
+    """Figures of one run in several lines, and those that its notes quote."""
+    metric, value = header.index("metric"), header.index("value")
+    apart = {metric, value, *(header.index(name) for name in ("notes",) if name in header)}
+    rows: dict[tuple[str, ...], Row] = {}
+    for line, cells in lines:
+        if max(metric, value) >= len(cells):
+            continue
+        name = _METRICS.get(cells[metric].strip())
+        key = tuple(cell for place, cell in enumerate(cells) if place not in apart)
+        row = rows.get(key)
+        if row is None or name in row.numbers:
+            row = _row(places, line, cells)
+            for printed, pattern in _PRINTED:
+                if match := pattern.search(row.words.get("notes", "")):
+                    _put(row, printed, match[1].strip(".,"))
+            rows[(*key, str(line)) if key in rows else key] = row
+        if name:
+            _put(row, name, cells[value])
+    return list(rows.values())
