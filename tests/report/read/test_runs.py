@@ -293,3 +293,11 @@ def test_a_name_of_a_file_brings_no_control_to_the_page(tmp_path):
     path = tmp_path / "a\x1b[31m\u202eb.log"
     path.write_text(log_text([9.0, 8.0]))
     assert [run.name for run in load_log(path)] == ["ab.log"]
+
+
+def test_a_run_of_the_kit_that_stops_while_its_batch_ramps_up_counts_the_batch_it_reached(tmp_path):
+    record = run_record("a", argv=(*run_record("a").argv, "--rampup-batch-size", "2", "2", "100"))
+    lines = [iteration_line(n, global_batch=4) for n in range(1, 6)]
+    assert load_folder(write_run(tmp_path, record, "\n".join(lines))).global_batch_size == 4
+    usual = load_folder(write_run(tmp_path, run_record("b"), "\n".join(lines)))
+    assert usual.global_batch_size == 8

@@ -200,14 +200,10 @@ def load_log(path: Path) -> list[Run]:
 def _with_record(run: Run, record: RunRecord) -> Run:
     spec, entry = record.spec, record.entry
     on_gpu = spec.device is DeviceKind.GPU and record.host.devices
-    if (
-        run.window.global_batch_size
-        and run.window.global_batch_size != spec.batch.global_batch_size
-    ):
-        # A batch that ramps up and has not come to its end: the figures are of what was trained.
-        spec = replace(
-            spec, batch=replace(spec.batch, global_batch_size=run.window.global_batch_size)
-        )
+    reached = run.window.global_batch_size
+    if reached and Flags(record.argv).has("--rampup-batch-size"):
+        # The figures are of the batch that most iterations trained, which need not be the last.
+        spec = replace(spec, batch=replace(spec.batch, global_batch_size=reached))
     versions = (entry.megatron_version, (entry.megatron_commit or "")[:12])
     return replace(
         run,
