@@ -123,8 +123,8 @@ def _fill(
         progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
     start = parts[-1].end if parts else source.start
     parser = Parser(options.keys, options.max_document_bytes)
-    samples = source.samples(options.cross_check, parser)
-    encoder = choose_encoder(spec, samples, progress.say)
+    # The samples have no name here: one may be a large document, which the run would keep to its end.
+    encoder = choose_encoder(spec, source.samples(options.cross_check, parser), progress.say)
     threads = options.threads or default_threads()
     dtype = token_dtype(spec.vocabulary)
     pipeline = Pipeline(parser, len(options.keys), encoder, dtype, identity.eod, threads)
