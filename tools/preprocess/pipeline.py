@@ -49,6 +49,7 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
     counts = np.diff(boundaries, prepend=0)
     lengths = lengths[lengths > 0].astype(np.int32)
     tokens = ids.astype(dtype)
+    del ids  # of a large document it is larger than what follows
     if eod is not None:
         last = boundaries[counts > 0] - 1
         tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], eod)
