@@ -42,8 +42,8 @@ class Device:
     """By dtype: fp16, bf16, fp8, tf32, fp32."""
     memory_bytes: int
     memory_bytes_per_second: float
-    matmul_fraction: float
-    """Of the dense peak, what large matrix products reach in training."""
+    processors: int
+    """Streaming multiprocessors, or what else computes a tile of a matrix product on its own."""
     generation: str
     """Of the architecture: devices of one share what kernels reach of their datasheets."""
     domain: int
@@ -147,7 +147,7 @@ def _device(key: str, entry: Mapping[str, Any]) -> Device:
         peak_tflops={dtype: float(rate) for dtype, rate in entry["peak_tflops"].items()},
         memory_bytes=entry["memory_mib"] * _MIB,
         memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
-        matmul_fraction=entry["matmul_fraction"],
+        processors=entry["processors"],
         generation=entry["architecture"].split()[0].lower(),
         domain=entry.get("domain", 8),
         link=entry["link"],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import ceil, log2
 from typing import Protocol
 
+from tools.plan.time.constants import NAMES, Constants, constants_of
 from tools.plan.time.execution import Execution
 from tools.spec.groups import Group, group_ranks
 from tools.spec.hardware import Device, Link
@@ -15,32 +17,25 @@ from tools.spec.strategy import Parallelism
 
 @dataclass(frozen=True)
 class Calibration:
-    """What devices and links reach of their datasheets: one set for every configuration.
-
-    The defaults are fitted to the six published H200 iteration times together (see the README);
-    a measurement on the machine itself replaces them.
-    """
+    """Constants measured on the machine itself; None takes the generation's (`Constants`)."""
 
     matmul: float | None = None
-    """Of the dense peak, by a large matrix product whose operands cost nothing to read; None takes
-    the device's own figure."""
-    attention: float = 0.35
-    """Of the dense peak, by attention, forward and backward together."""
-    memory: float = 0.7
-    """Of the memory bandwidth, by elementwise kernels and by operands of matrix products."""
-    link: float = 0.65
-    """Of the link rate, by large collectives and messages."""
+    matmul_fp8: float | None = None
+    product_fill: float | None = None
+    attention: float | None = None
+    memory: float | None = None
+    layer_launch_seconds: float | None = None
+    call_launch_seconds: float | None = None
+    link: float | None = None
+    hop_seconds: float | None = None
+    network_hop_seconds: float | None = None
+    contention: float | None = None
+    jitter: float | None = None
     link_latency_seconds: float | None = None
-    """Of one call inside a node; None takes the link's own figure."""
-    contention: float = 0.5
-    """Of the time of communication hidden behind arithmetic, lost because it takes SMs and memory
-    bandwidth from it."""
-    layer_launch_seconds: float = 400e-6
-    """Least time of one layer, forward and backward: the host launches about a hundred kernels
-    (an estimate)."""
+    """Of one call inside a node, over any ranks; None takes `hop_seconds` a step."""
     launch_beside_work: bool = True
     """Whether the host launches kernels while the device works; on CPU ranks they are the same core."""
-    source: str = "fitted to the six published H200 iteration times, all together"
+    source: str = "fitted to public readings of this generation of devices (tools/plan/README.md)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +50,13 @@ class Cluster:
     calibration: Calibration = field(default_factory=Calibration)
     execution: Execution = field(default_factory=Execution)
 
+    @cached_property
+    def constants(self) -> Constants:
+        """The generation's, but for those that were measured."""
+        measured = {name: getattr(self.calibration, name) for name in NAMES}
+        known = {name: value for name, value in measured.items() if value is not None}
+        return replace(constants_of(self.device.generation), **known)
+
     @property
     def nodes(self) -> int:
         """Nodes that the devices fill."""
@@ -66,7 +68,12 @@ class Route:
     """The link that one rank's calls in a group use."""
 
     bytes_per_second: float
-    latency_seconds: float
+    pairwise_bytes_per_second: float
+    """Where each rank sends to every other (all-to-all) instead of to its neighbours."""
+    ring_seconds: float
+    """Latency of one way around a ring of the group's ranks."""
+    tree_seconds: float
+    """Of one way down a tree of them: no call takes longer than the faster algorithm."""
     link: str
 
 
@@ -79,14 +86,26 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     """
     stride, ranks = _stride_and_ranks(parallelism, group)
     inside = min(ranks, max(1, cluster.per_node // stride))
-    efficiency = cluster.calibration.link
+    constants, measured = cluster.constants, cluster.calibration.link_latency_seconds
+    efficiency, intra = constants.link, cluster.intra
+    within = intra.bytes_per_second * efficiency
+    hop = constants.hop_seconds or intra.latency_seconds
     if stride * ranks <= cluster.per_node:
-        intra, measured = cluster.intra, cluster.calibration.link_latency_seconds
-        latency = intra.latency_seconds if measured is None else measured
-        return Route(intra.bytes_per_second * efficiency, latency, intra.key)
-    ports = 1 if group in {Group.PIPELINE, Group.EMBEDDING} else inside
-    rate = min(cluster.inter.bytes_per_second * ports, cluster.intra.bytes_per_second)
-    return Route(rate * efficiency, cluster.inter.latency_seconds, cluster.inter.key)
+        ring, tree = hop * (ranks - 1), hop * ceil(log2(max(2, ranks)))
+        if measured is not None:
+            ring = tree = measured
+        return Route(within, within, ring, tree, intra.key)
+    single = group in {Group.PIPELINE, Group.EMBEDDING}
+    port = cluster.inter.bytes_per_second * efficiency
+    rate = min(port * (1 if single else inside), within)
+    nodes = -(-ranks // inside)
+    crossing = (ranks - inside) / max(1, ranks - 1)
+    far = constants.network_hop_seconds or cluster.inter.latency_seconds
+    ring = hop * (ranks - nodes) + far * (nodes - 1)
+    tree = hop * ceil(log2(max(2, inside))) + far * ceil(log2(max(2, nodes)))
+    # What stays in the node and what leaves it move beside each other.
+    pairwise = min(port / crossing, within / max(1e-9, 1 - crossing))
+    return Route(rate, pairwise, ring, tree, cluster.inter.key)
 
 
 def crossing_groups(parallelism: Parallelism, group: Group, per_node: int) -> int:

@@ -6,10 +6,14 @@ memory bandwidth; elementwise kernels take their bytes alone. Kernels are Megatr
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tools.plan.memory import PRECISIONS, held_parameters, logit_elements
 from tools.plan.time.cluster import Cluster
+from tools.plan.time.execution import Quantised
+from tools.spec.model import LatentAttention
 from tools.spec.run import Recompute, RunSpec
 
 _FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
@@ -30,6 +34,8 @@ class LayerSeconds:
     """One layer, one micro batch."""
 
     forward_matmul: float
+    input_gradients: float
+    weight_gradients: float
     forward_attention: float
     forward_memory: float
     backward_attention: float
@@ -41,8 +47,15 @@ class DeviceRates:
     """Achieved rates of one device in one dtype."""
 
     flops: float
+    quantised_flops: float
+    """Of products in fewer bits; those of the dtype where there are none."""
     attention_flops: float
     bytes_per_second: float
+    fill: float
+    """Inner dimension that a tile's start and end are worth (`Constants.product_fill`)."""
+    processors: int
+    """Tiles that are computed at once."""
+    quantised: Quantised
 
 
 def rates(cluster: Cluster, dtype: str) -> DeviceRates:
@@ -51,30 +64,59 @@ def rates(cluster: Cluster, dtype: str) -> DeviceRates:
     Raises:
         NoPeakError: The device has no matrix rate in this dtype.
     """
-    peak = cluster.device.peak_flops(dtype)
+    device, constants, quantised = cluster.device, cluster.constants, cluster.execution.quantised
+    peak = device.peak_flops(dtype)
     if peak is None:
-        raise NoPeakError(f"{cluster.device.name} has no {dtype} rate; use another --dtype.")
-    calibration = cluster.calibration
-    matmul = cluster.device.matmul_fraction if calibration.matmul is None else calibration.matmul
+        raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
+    fewer = peak * constants.matmul
+    if quantised:
+        name = "nvfp4" if quantised is Quantised.NVFP4 else "fp8"
+        found = device.peak_flops(name)
+        if found is None:
+            raise NoPeakError(f"{device.name} has no {name} rate; use another --dtype.")
+        fewer = found * constants.matmul_fp8
     return DeviceRates(
-        flops=peak * matmul,
-        attention_flops=peak * calibration.attention,
-        bytes_per_second=cluster.device.memory_bytes_per_second * calibration.memory,
+        flops=peak * constants.matmul,
+        quantised_flops=fewer,
+        attention_flops=peak * constants.attention,
+        bytes_per_second=device.memory_bytes_per_second * constants.memory,
+        fill=constants.product_fill,
+        processors=device.processors,
+        quantised=quantised,
     )
 
 
-def layer_seconds(spec: RunSpec, rate: DeviceRates) -> LayerSeconds:
-    """Times of one transformer layer."""
-    scores = _attention_flops(spec) / rate.attention_flops
+def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
+    """Times of one transformer layer; a frozen one computes no gradients of weights."""
     forward, backward = _elementwise_bytes(spec)
     context_forward, context_backward = _context_bytes(spec)
     scores_forward, scores_backward = _scores_bytes(spec)
+    routed_forward, routed_backward = _routed_bytes(spec)
+    products = tuple(_products(spec))
+    cast_forward, cast_backward = _cast_bytes(products, rate.quantised)
+    attention, attention_backward = _attention_seconds(spec, rate)
+    forward += context_forward + routed_forward + cast_forward
+    backward += context_backward + routed_backward + cast_backward
+    element = spec.element_bytes
     return LayerSeconds(
-        forward_matmul=_matmul_seconds(spec, rate),
-        forward_attention=scores + scores_forward / rate.bytes_per_second,
-        forward_memory=(forward + context_forward) / rate.bytes_per_second,
-        backward_attention=2 * scores + scores_backward / rate.bytes_per_second,
-        backward_memory=(backward + context_backward) / rate.bytes_per_second,
+        forward_matmul=sum(
+            product_seconds(p.rows, p.inner, p.columns, element, rate, p.copies, p.quantised)
+            for p in products
+        ),
+        input_gradients=sum(
+            product_seconds(p.rows, p.columns, p.inner, element, rate, p.copies, p.quantised)
+            for p in products
+        ),
+        weight_gradients=0.0
+        if frozen
+        else sum(
+            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantised)
+            for p in products
+        ),
+        forward_attention=attention + scores_forward / rate.bytes_per_second,
+        forward_memory=forward / rate.bytes_per_second,
+        backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
+        backward_memory=backward / rate.bytes_per_second,
     )
 
 
@@ -95,9 +137,11 @@ def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     """Output layer and loss of one micro batch: matrix products, and memory traffic."""
     shape, tokens = spec.shape, spec.tokens
-    vocabulary = shape.padded_vocabulary(spec.parallelism.tensor)
-    width = vocabulary // spec.parallelism.tensor
-    matmul = 3 * _product_seconds(tokens, shape.hidden, width, spec, rate)
+    width = shape.padded_vocabulary(spec.parallelism.tensor) // spec.parallelism.tensor
+    hidden, element = shape.hidden, spec.element_bytes
+    matmul = product_seconds(tokens, hidden, width, element, rate)
+    matmul += product_seconds(tokens, width, hidden, element, rate)
+    matmul += product_seconds(hidden, tokens, width, element, rate)
     passes = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
@@ -115,41 +159,160 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     return touched / rate.bytes_per_second
 
 
-def _matmul_seconds(spec: RunSpec, rate: DeviceRates) -> float:
-    """Forward products of one layer: QKV, projection, and the MLP or the routed experts."""
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """`copies` products of rows×inner by inner×columns."""
+
+    rows: int
+    inner: int
+    columns: int
+    copies: int = 1
+    quantised: bool = True
+
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+"""Rows and columns of the result that one processor computes at once, and what of the best tile's rate:
+smaller ones read their operands more often (NVIDIA's matrix multiplication guide, "tile quantization")."""
+
+
+@lru_cache(maxsize=65536)
+def product_seconds(
+    rows: int,
+    inner: int,
+    columns: int,
+    element_bytes: int,
+    rate: DeviceRates,
+    copies: int = 1,
+    quantised: bool = False,
+) -> float:
+    """A matrix product, or so many of one shape in one kernel.
+
+    Tiles come in waves of one a processor, and the last wave takes as long as the others; each tile
+    starts and ends with work that `fill` of its inner dimension would take.
+    """
+    if not rows * inner * columns:
+        return 0.0
+    steps = min(
+        -(-copies * -(-rows // high) * -(-columns // wide) // rate.processors) * high * wide / share
+        for high, wide, share in _TILES
+    )
+    fewer = quantised and bool(rate.quantised)
+    flops = rate.quantised_flops if fewer else rate.flops
+    fill = rate.fill * (flops / rate.flops)
+    seconds = 2 * steps * rate.processors * (inner + fill) / flops
+    width = _QUANTISED_BYTES[rate.quantised] if fewer else element_bytes
+    operands = width * (rows * inner + inner * columns) + element_bytes * rows * columns
+    return seconds + copies * operands / rate.bytes_per_second
+
+
+def _products(spec: RunSpec) -> Iterator[_Product]:
+    """Forward products of one layer: attention's projections, and the MLP or the routed experts."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     tokens, hidden = spec.tokens, shape.hidden
-    qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
-    attention = shape.heads * shape.head_width // tensor
-    seconds = _product_seconds(tokens, hidden, qkv, spec, rate)
-    seconds += _product_seconds(tokens, attention, hidden, spec, rate)
-    ffn, copies = shape.ffn_hidden // tensor, 1
-    if shape.experts:
-        copies = shape.experts // spec.parallelism.expert
-        split = spec.parallelism.tensor_of_experts
-        ffn = shape.expert_ffn_hidden // split
-        routed = tokens * split // tensor * shape.experts_per_token
-        tokens = max(1, routed // copies)
-    first = ffn * (2 if shape.gated else 1)
-    mlp = _product_seconds(tokens, hidden, first, spec, rate)
-    mlp += _product_seconds(tokens, ffn, hidden, spec, rate)
-    return seconds + copies * mlp
+    if shape.latent:
+        yield from _latent_products(spec, shape.latent)
+    else:
+        width = shape.heads * shape.head_width // tensor
+        qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
+        yield _Product(tokens, hidden, qkv)
+        yield _Product(tokens, width, hidden)
+    gate = 2 if shape.gated else 1
+    dense = shape.shared_expert_ffn if shape.experts else shape.ffn_hidden
+    if dense:
+        yield _Product(tokens, hidden, dense // tensor * gate)
+        yield _Product(tokens, dense // tensor, hidden)
+    if not shape.experts:
+        return
+    own = spec.tokens // spec.sequence_shards
+    yield _Product(own, hidden, shape.experts, quantised=False)
+    copies = shape.experts // spec.parallelism.expert
+    split = spec.parallelism.tensor_of_experts
+    ffn = shape.expert_ffn_hidden // split
+    routed = max(1, tokens * split // tensor * shape.experts_per_token // copies)
+    yield _Product(routed, hidden, ffn * gate, copies)
+    yield _Product(routed, ffn, hidden, copies)
 
 
-def _product_seconds(
-    rows: int, inner: int, columns: int, spec: RunSpec, rate: DeviceRates
-) -> float:
-    operands = rows * inner + inner * columns + rows * columns
-    moved = spec.element_bytes * operands
-    return 2 * rows * inner * columns / rate.flops + moved / rate.bytes_per_second
+def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
+    """Down-projections of a rank's own tokens, up-projections of its heads."""
+    hidden, tokens = spec.shape.hidden, spec.tokens
+    heads, own = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
+    queries = heads * (latent.head_width + latent.rotary_width)
+    if latent.query_rank:
+        yield _Product(own, hidden, latent.query_rank)
+    yield _Product(tokens, latent.query_rank or hidden, queries)
+    yield _Product(own, hidden, latent.key_value_rank + latent.rotary_width)
+    values = heads * latent.value_width
+    yield _Product(tokens, latent.key_value_rank, heads * latent.head_width + values)
+    yield _Product(tokens, values, hidden)
 
 
-def _attention_flops(spec: RunSpec) -> float:
-    """Scores and their product with V, forward; only fused attention skips what is masked."""
+_QUANTISED_BYTES = {
+    Quantised.NONE: 2.0,
+    Quantised.TENSORWISE: 1.0,
+    Quantised.BLOCKWISE: 1.03,
+    Quantised.MXFP8: 1.03,
+    Quantised.NVFP4: 0.56,
+}
+"""Of an operand's element, scales included."""
+
+
+def _cast_bytes(products: Sequence[_Product], quantised: Quantised) -> tuple[int, int]:
+    """Memory traffic of quantising a layer's operands, forward and backward.
+
+    An operand is read in two bytes and written twice, as it is and transposed for the weights' gradient
+    (Transformer Engine, `cast_transpose`); one scale a tensor needs one more reading for its maximum.
+    """
+    if not quantised:
+        return 0, 0
+    read = 4 if quantised is Quantised.TENSORWISE else 2
+    width = int(read + 2 * _QUANTISED_BYTES[quantised])
+    inputs = sum(p.copies * p.rows * p.inner for p in products if p.quantised)
+    outputs = sum(p.copies * p.rows * p.columns for p in products if p.quantised)
+    return width * inputs, width * outputs
+
+
+_WIDE_HEAD = 128
+_SHORT_SEQUENCE = 512
+_BACKWARD_ATTENTION = 2.5
+"""Five products in backward for two in forward: the scores are computed again (arXiv:2205.14135)."""
+
+
+def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
+    """Scores and their product with V, forward and backward; only fused attention skips what is masked.
+
+    Fused, its rate falls with the head's width, which the tensor cores' exponentials do not, and on
+    short sequences. Unfused, both are matrix products, one a head.
+    """
     shape = spec.shape
-    width = shape.heads * shape.head_width // spec.parallelism.tensor
-    square = 4.0 * spec.tokens * shape.seq_length * width
-    return square / 2 if spec.fused_attention else square
+    heads, length = shape.heads // spec.parallelism.tensor, shape.seq_length
+    width = value = shape.head_width
+    if shape.latent:
+        width = shape.latent.head_width + shape.latent.rotary_width
+        value = shape.latent.value_width
+    if spec.fused_attention:
+        flops = spec.tokens * length * heads * (width + value)
+        padded = -(-width // 32) * 32 / width if width > _WIDE_HEAD else 1.0
+        narrow = min(1.0, width / _WIDE_HEAD) ** 0.5
+        short = length / (length + _SHORT_SEQUENCE)
+        forward = flops * padded / (rate.attention_flops * narrow * short)
+        return forward, _BACKWARD_ATTENTION * forward
+    copies, element = heads * spec.batch.micro_batch_size, spec.element_bytes
+    own = length // spec.parallelism.context
+    scores = product_seconds(own, width, length, element, rate, copies)
+    weighted = product_seconds(own, length, value, element, rate, copies)
+    return scores + weighted, 2 * (scores + weighted)
+
+
+def _routed_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Memory traffic of permuting tokens to their experts and back, and of the router's scores."""
+    shape = spec.shape
+    if not shape.experts:
+        return 0, 0
+    own = spec.tokens // spec.sequence_shards
+    moved = own * shape.experts_per_token * shape.hidden * spec.element_bytes
+    scores = 6 * 4 * own * shape.experts
+    return 6 * moved + scores, 6 * moved + scores
 
 
 def _scores_bytes(spec: RunSpec) -> tuple[int, int]:
@@ -169,7 +332,9 @@ def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:
     hidden = spec.tokens * shape.hidden // spec.sequence_shards
     masks = 2 if spec.dropout else 0
     tensor = spec.parallelism.tensor
-    ffn = shape.experts_per_token * shape.expert_ffn_hidden if shape.experts else shape.ffn_hidden
+    ffn = shape.ffn_hidden
+    if shape.experts:
+        ffn = shape.experts_per_token * shape.expert_ffn_hidden + shape.shared_expert_ffn
     first = ffn * (2 if shape.gated else 1)
     qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width
     biases = qkv + first if shape.bias else 0

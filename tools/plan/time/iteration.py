@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import log
 
 from tools.plan.collectives.call import LATEST, CollectiveCall
 from tools.plan.collectives.context import context_collectives
@@ -24,6 +25,7 @@ from tools.plan.collectives.tensor import (
     partial_gradients,
 )
 from tools.plan.memory import second_of_unequal
+from tools.plan.tensors import rank_parameters
 from tools.plan.time.cluster import Cluster, Route, route
 from tools.plan.time.compute import (
     LayerSeconds,
@@ -34,7 +36,7 @@ from tools.plan.time.compute import (
     optimizer_seconds,
     rates,
 )
-from tools.records.measurements import Phase
+from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 from tools.spec.stages import EVEN
@@ -95,6 +97,8 @@ class IterationSeconds:
     """Waiting for other stages; with stages of unequal work also the wait for the slowest."""
     gradient_sync: float
     optimizer: float
+    stragglers: float
+    """Waiting for the slowest of all devices, whose times differ by chance."""
 
     @property
     def total(self) -> float:
@@ -102,7 +106,8 @@ class IterationSeconds:
         inside = self.matmul + self.attention + self.memory_bound
         layers = self.tensor_parallel + self.context_parallel + self.expert_parallel
         between = self.pipeline_messages + self.bubble
-        return inside + layers + between + self.gradient_sync + self.optimizer
+        end = self.gradient_sync + self.optimizer + self.stragglers
+        return inside + layers + between + end
 
 
 TIME_COMPONENTS = tuple(field.name for field in fields(IterationSeconds))
@@ -131,8 +136,12 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     """
     count = spec.microbatches
     slowest, through = pipeline_seconds(spec, cluster)
-    sync, optimizer = _synchronisation_seconds(spec, cluster)
+    sync, optimizer = _synchronisation_seconds(spec, cluster, slowest.total)
     beside = _overlapped_sync_seconds(spec, cluster, count * slowest.total)
+    messages = _message_seconds(spec, cluster)
+    bubble = (through - slowest.total) / spec.parallelism.virtual_stages
+    steady = count * slowest.total + messages + bubble + sync + beside + optimizer
+    spread = (2 * log(max(1, cluster.devices))) ** 0.5
     return IterationSeconds(
         matmul=count * slowest.matmul,
         attention=count * slowest.attention,
@@ -140,10 +149,11 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
         tensor_parallel=count * slowest.tensor_parallel,
         context_parallel=count * slowest.context_parallel,
         expert_parallel=count * slowest.expert_parallel,
-        pipeline_messages=_message_seconds(spec, cluster),
-        bubble=(through - slowest.total) / spec.parallelism.virtual_stages,
+        pipeline_messages=messages,
+        bubble=bubble,
         gradient_sync=sync + beside,
         optimizer=optimizer,
+        stragglers=cluster.constants.jitter * spread * steady,
     )
 
 
@@ -191,13 +201,13 @@ def _one_layer(spec: RunSpec) -> RunSpec:
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    rate = rates(cluster, spec.dtype)
+    rate, execution = rates(cluster, spec.dtype), cluster.execution
     head_matmul, head_memory = head_seconds(spec, rate)
     batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
     return _Pieces(
-        layer=_layer(spec, cluster, layer_seconds(spec, rate)),
+        layer=_layer(spec, cluster, layer_seconds(spec, rate, execution.frozen)),
         embedding=MicroBatchSeconds(
             memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding + batch
         ),
@@ -209,22 +219,35 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
     """One layer, never faster than the host launches its kernels; where it does not run ahead of
     the device, its time adds."""
     matmuls, attentions, passes = forward_passes(spec)
-    matmul = (2 + matmuls) * layer.forward_matmul
-    attention = layer.forward_attention * attentions + layer.backward_attention
-    memory = layer.forward_memory * passes + layer.backward_memory
-    # Forward is about a third of a layer's kernels; recomputing launches them again.
-    launching = cluster.calibration.layer_launch_seconds * (2 + passes) / 3
-    hidden = matmul + attention + memory if cluster.calibration.launch_beside_work else 0.0
-    # Backward's products are by the weights and by the inputs: each as much work as forward's.
-    weight_gradients = layer.forward_matmul
-    return MicroBatchSeconds(
-        matmul=matmul,
-        attention=attention,
-        memory_bound=memory + max(0.0, launching - hidden),
-        tensor_parallel=_tensor_seconds(spec, cluster, layer_collectives(spec), weight_gradients),
+    tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
+    products = matmuls * layer.forward_matmul + layer.input_gradients
+    hides = layer.weight_gradients
+    if cluster.execution.overlap_tensor:
+        hides += products
+        tensor_calls = [replace(call, hideable=True) for call in tensor_calls]
+    found = MicroBatchSeconds(
+        matmul=products + layer.weight_gradients,
+        attention=layer.forward_attention * attentions + layer.backward_attention,
+        memory_bound=layer.forward_memory * passes + layer.backward_memory,
+        tensor_parallel=_tensor_seconds(spec, cluster, tensor_calls, hides),
         context_parallel=_context_seconds(spec, cluster, layer),
-        expert_parallel=_seconds(spec, cluster, expert_collectives(spec)),
+        expert_parallel=_seconds(spec, cluster, expert_calls),
     )
+    calls = sum(call.calls for call in (*tensor_calls, *expert_calls) if call.ranks > 1)
+    waiting = _launching(cluster, passes, calls)
+    if cluster.calibration.launch_beside_work:
+        waiting = max(0.0, waiting - found.total)
+    return replace(found, memory_bound=found.memory_bound + waiting)
+
+
+def _launching(cluster: Cluster, passes: int, calls: int) -> float:
+    """The host's time for a layer: forward is about a third of its kernels, recomputing launches them
+    again. CUDA graphs take it away."""
+    if cluster.execution.graphs:
+        return 0.0
+    constants = cluster.constants
+    kernels = constants.layer_launch_seconds * (2 + passes) / 3
+    return kernels + calls * constants.call_launch_seconds
 
 
 def _tensor_seconds(
@@ -234,7 +257,7 @@ def _tensor_seconds(
     calls = list(calls)
     hideable = _seconds(spec, cluster, (call for call in calls if call.hideable))
     visible = _seconds(spec, cluster, (call for call in calls if not call.hideable))
-    return visible + after_hiding(hideable, beside, cluster.calibration.contention)
+    return visible + after_hiding(hideable, beside, cluster.constants.contention)
 
 
 def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
@@ -246,7 +269,7 @@ def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> fl
     context = spec.parallelism.context
     attention = layer.forward_attention + layer.backward_attention
     beside = attention * (context - 1) / context
-    return after_hiding(seconds, beside, cluster.calibration.contention)
+    return after_hiding(seconds, beside, cluster.constants.contention)
 
 
 def _message_seconds(spec: RunSpec, cluster: Cluster) -> float:
@@ -254,32 +277,70 @@ def _message_seconds(spec: RunSpec, cluster: Cluster) -> float:
     calls = (c for c in pipeline_collectives(spec, 0) if c.group is Group.PIPELINE)
     seconds = _seconds(spec, cluster, calls)
     virtual = spec.parallelism.virtual_stages
-    return seconds * (cluster.calibration.contention if virtual > 1 else 1)
+    return seconds * (cluster.constants.contention if virtual > 1 else 1)
 
 
-def _synchronisation_seconds(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
-    """Gradient synchronisation and optimizer of the rank where they take longest."""
+def _synchronisation_seconds(
+    spec: RunSpec, cluster: Cluster, micro_batch: float
+) -> tuple[float, float]:
+    """Gradient synchronisation and optimizer of the rank where they take longest.
+
+    `micro_batch` is one's time on the slowest stage. Overlapped, gradients move beside the last
+    backward and weights beside the first forward, all but one bucket of each.
+    """
+    if cluster.execution.frozen:
+        return 0.0, 0.0
     parallelism = replace(spec.parallelism, virtual_stages=1)
     overlapped = parallelism.sharding in _OVERLAPPED
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
-    return _slowest_update(replace(spec, parallelism=parallelism, batch=Batch(1, samples)), cluster)
+    plain = replace(spec, parallelism=parallelism, batch=Batch(1, samples))
+    reduced, gathered, rest, update = _slowest_update(plain, cluster)
+    execution = cluster.execution
+    exposed, contention = _bucket_share(plain), cluster.constants.contention
+    if execution.overlap_gradients:
+        behind = micro_batch * _BACKWARD_SHARE
+        alone = exposed * reduced
+        reduced = alone + after_hiding(reduced - alone, behind, contention)
+    if execution.overlap_parameters:
+        alone = exposed * gathered
+        behind = micro_batch * (1 - _BACKWARD_SHARE)
+        gathered = alone + after_hiding(gathered - alone, behind, contention)
+    return reduced + rest, gathered + update
+
+
+_BACKWARD_SHARE = 2 / 3
+_BUCKET_ELEMENTS = 40_000_000
+"""Megatron's `--ddp-bucket-size` by default, or a million for each data-parallel rank if that is more."""
 
 
 @lru_cache(maxsize=65536)
-def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float]:
+def _bucket_share(spec: RunSpec) -> float:
+    """Of a rank's gradients, the bucket that is ready last."""
+    bucket = max(_BUCKET_ELEMENTS, 1_000_000 * spec.parallelism.data)
+    return min(1.0, bucket / max(1, rank_parameters(spec).total))
+
+
+@lru_cache(maxsize=65536)
+def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float, float]:
     ends = {0, spec.parallelism.pipeline - 1} | second_of_unequal(spec)
     return max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
 
 
-def _after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> tuple[float, float]:
-    """Gradient synchronisation that follows backward, and the optimizer with its reductions."""
+def _after_backward(
+    spec: RunSpec, cluster: Cluster, rank: int
+) -> tuple[float, float, float, float]:
+    """Gradients over the data-parallel ranks, updated weights over them, what else is reduced after
+    backward, and the optimizer with its reductions."""
     sync = [c for c in pipeline_collectives(spec, rank) if c.group is Group.EMBEDDING]
     sync += partial_gradients(spec, rank)
+    moved: list[CollectiveCall] = []
     if spec.parallelism.sharding not in _OVERLAPPED:
-        sync += gradient_collectives(spec, rank)
+        moved = list(gradient_collectives(spec, rank))
+    reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
+    gathered = _seconds(spec, cluster, (c for c in moved if c.phase is Phase.OPTIMIZER))
     reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
     update = optimizer_seconds(spec, rates(cluster, spec.dtype), rank)
-    return _seconds(spec, cluster, sync), reductions + update
+    return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
 
 
 def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) -> float:
@@ -296,7 +357,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     rate = rates(cluster, spec.dtype).bytes_per_second
     visible = _seconds(spec, cluster, waited) + _UNFUSED_PASSES * gradients / rate
     hidden = _seconds(spec, cluster, beside)
-    return visible + after_hiding(hidden, compute, cluster.calibration.contention)
+    return visible + after_hiding(hidden, compute, cluster.constants.contention)
 
 
 def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
@@ -310,4 +371,16 @@ def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -
 
 
 def _alone(call: CollectiveCall, way: Route) -> float:
-    return call.wire_bytes / way.bytes_per_second + call.calls * way.latency_seconds
+    rate, rings = way.bytes_per_second, 1
+    if call.operation is Operation.ALL_TO_ALL:
+        return call.wire_bytes / way.pairwise_bytes_per_second + call.calls * way.tree_seconds
+    if call.operation is Operation.SEND:
+        return call.wire_bytes / rate + call.calls * way.ring_seconds / max(1, call.ranks - 1)
+    if call.operation is Operation.ALL_REDUCE:
+        rings = 2
+    latency = rings * min(way.ring_seconds, way.tree_seconds) + _KERNEL_SECONDS
+    return call.wire_bytes / rate + call.calls * latency
+
+
+_KERNEL_SECONDS = 5e-6
+"""Start and end of a collective's kernel, and of the event that others wait for (an estimate)."""

@@ -1,0 +1,79 @@
+"""What kernels, links and hosts reach of their datasheets: a few constants for each generation of devices.
+
+`constants.yaml` holds them, as `python -m tools.plan validate --fit` wrote them, with their bounds and the
+readings that made them. None belongs to a source, a model or a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from tools.spec.files import read_yaml
+
+CONSTANTS = Path(__file__).with_name("constants.yaml")
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "matmul": (0.5, 1.0),
+    "matmul_fp8": (0.4, 1.0),
+    "product_fill": (0.0, 1500.0),
+    "attention": (0.15, 0.8),
+    "memory": (0.4, 1.0),
+    "layer_launch_seconds": (100e-6, 4e-3),
+    "call_launch_seconds": (0.0, 200e-6),
+    "link": (0.3, 1.0),
+    "hop_seconds": (0.5e-6, 30e-6),
+    "network_hop_seconds": (2e-6, 100e-6),
+    "contention": (0.0, 1.0),
+    "jitter": (0.0, 0.05),
+}
+"""What is physically possible: shares of a datasheet's rate, times between the fastest and the slowest
+measured in public."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """One set, for every configuration on devices of one generation."""
+
+    matmul: float
+    """Of the dense peak, by a very large matrix product whose operands cost nothing to read."""
+    matmul_fp8: float
+    """The same of the peak in eight or four bits."""
+    product_fill: float
+    """Inner dimension that takes as long as what a tile of a product does before and after it: filling
+    the pipeline and writing the result. The rate falls by 1 + fill/inner."""
+    attention: float
+    """Of the dense peak, by fused attention on heads 128 wide, forward and backward together."""
+    memory: float
+    """Of the memory bandwidth, by elementwise kernels and by operands of matrix products."""
+    layer_launch_seconds: float
+    """Least time of one layer, forward and backward: the host launches about a hundred kernels."""
+    call_launch_seconds: float
+    """What each collective call adds to that."""
+    link: float
+    """Of the link rate, by large collectives and messages."""
+    hop_seconds: float
+    """Of one step of a collective inside a node."""
+    network_hop_seconds: float
+    """Of one step between nodes."""
+    contention: float
+    """Of the time of communication hidden behind arithmetic, lost because it takes SMs and memory
+    bandwidth from it."""
+    jitter: float
+    """Standard deviation of a device's time, as a share: all wait for the slowest of n, which lies about
+    sqrt(2 ln n) deviations out."""
+
+
+NAMES = tuple(field.name for field in fields(Constants))
+
+
+@cache
+def constants_of(generation: str) -> Constants:
+    """The constants of a generation; one that was never fitted borrows those it names."""
+    data = read_yaml(CONSTANTS)["generations"]
+    entry = data[generation]
+    while "borrows" in entry:
+        entry = {**data[entry["borrows"]], **{k: v for k, v in entry.items() if k != "borrows"}}
+    return Constants(**{name: float(entry[name]) for name in NAMES})
