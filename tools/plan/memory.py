@@ -163,7 +163,7 @@ def _expert_bytes(spec: RunSpec) -> int:
     own = spec.tokens // spec.sequence_shards
     routed = own * split * shape.experts_per_token
     wide = shape.expert_ffn_hidden * (3 if shape.gated else 2) // split
-    ends = 2 * shape.hidden // split
+    ends = 4 * shape.hidden // split
     router = 2 * _FP32_BYTES * spec.tokens * shape.experts // spec.sequence_shards
     return spec.element_bytes * routed * (wide + ends) + router
 
@@ -176,6 +176,26 @@ LOGIT_SLACK_BYTES = 2
 """Fitted once, over the same readings, a logit on the rank: a block of the half-precision logits'
 size that the caching allocator cannot reuse once Adam's state sits among the activations' blocks
 (inferred)."""
+
+_WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
+_OLDER_WORKSPACE_BYTES, _OLDER_FUSED_BYTES = 8_519_680, 4 * MIB
+_FIXED_WORKSPACE_BYTES = 32 * MIB
+_HANDLES, _GROUPED_STREAMS = 2, 4
+
+
+def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
+    """What matrix products hold in the allocator between iterations.
+
+    cuBLAS has a workspace for each thread that launches products, forward's and backward's
+    (`aten/src/ATen/cuda/CublasHandlePool.cpp`: 32 MiB from Hopper on, 8.1 MiB before;
+    `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which determinism wants, 32 MiB). Transformer Engine has its own
+    (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), four more for grouped ones.
+    """
+    usual = _WORKSPACE_BYTES.get(generation, _OLDER_WORKSPACE_BYTES)
+    handle = _FIXED_WORKSPACE_BYTES if deterministic else usual
+    fused = _WORKSPACE_BYTES.get(generation, _OLDER_FUSED_BYTES)
+    return _HANDLES * handle + (1 + (_GROUPED_STREAMS if grouped else 0)) * fused
+
 
 CPU_PROCESS_BYTES = 900 * MIB
 """Resident size of a CPU rank before it builds a model: Python, torch, Megatron."""

@@ -44,6 +44,8 @@ class Device:
     memory_bytes_per_second: float
     processors: int
     """Streaming multiprocessors, or what else computes a tile of a matrix product on its own."""
+    power_watts: float
+    """The module's limit: under tensor load the clock is as high as it allows."""
     generation: str
     """Of the architecture: devices of one share what kernels reach of their datasheets."""
     domain: int
@@ -148,6 +150,7 @@ def _device(key: str, entry: Mapping[str, Any]) -> Device:
         memory_bytes=entry["memory_mib"] * _MIB,
         memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
         processors=entry["processors"],
+        power_watts=entry["power_watts"],
         generation=entry["architecture"].split()[0].lower(),
         domain=entry.get("domain", 8),
         link=entry["link"],

@@ -88,6 +88,7 @@
 ##   SVG              write a picture to this file [plan schedules]
 ##   JSON             1 prints JSON [also plan schedules validate audit]
 ##   TABLE            a CSV or Markdown table of figures [audit]
+##   LEAVE_OUT        the source that constants are fitted without (each reading's own) [validate]
 ##   READINGS         a file of readings of your own [validate]
 ## Variables: reports [report]
 ##   LOGS             Megatron logs, wherever they were made

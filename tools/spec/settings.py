@@ -359,6 +359,14 @@ JSON = Setting(
     "--json",
 )
 TABLE = Setting("TABLE", str, "a file", "a CSV or Markdown table of figures", ("audit",), "*")
+LEAVE_OUT = Setting(
+    "LEAVE_OUT",
+    str,
+    _TEXT,
+    "the source that constants are fitted without (each reading's own)",
+    ("validate",),
+    "--leave-out",
+)
 READINGS = Setting(
     "READINGS", Path, "a file", "a file of readings of your own", ("validate",), "--readings"
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
 
+from tools.plan.readings.page import write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
     Group,
@@ -15,14 +17,17 @@ from tools.plan.readings.summary import (
     by_gpu,
     by_source,
     cause,
+    choices,
+    error_cells,
     reasons,
     worst,
 )
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
 from tools.plan.request import RequestParser
+from tools.spec.files import from_root
 from tools.spec.settings import add_options
 from tools.text.table import Column, Table, rich_table
-from tools.text.units import DASH, percent
+from tools.text.units import DASH
 
 _WORST = 15
 _NAMED_LINES = 6
@@ -35,28 +40,57 @@ def main(words: list[str]) -> int:
         description="Predict every published reading and print by how much each is missed.",
     )
     add_options(parser, "validate")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew, minutes")
     try:
         options = parser.parse_args(words)
-        found = _residuals(options.readings or READINGS)
+        if options.fit:
+            from tools.plan.readings.fit import refit
+
+            refit()
+            return 0
+        found = _residuals(options.readings or READINGS, options.leave_out)
     except (ReadingsError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(as_data(found), indent=1))
     else:
-        _print(found, Console(width=None if sys.stdout.isatty() else 140))
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        _print(found, console)
+        if options.readings is None and options.leave_out is None:
+            page, picture = write_page(found)
+            console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
     return 0
 
 
-def _residuals(path: Path) -> Residuals:
+def _residuals(path: Path, without: str | None) -> Residuals:
     readings, unreadable = read_readings(path)
-    return residuals(readings, unreadable)
+    if without is not None:
+        without = _source(without, {reading.source for reading in readings})
+    return residuals(readings, unreadable, without)
+
+
+def _source(name: str, known: set[str]) -> str:
+    """The source of a name, or of the only one that holds it."""
+    found = [source for source in sorted(known) if name.lower() in source.lower()]
+    if name in known or len(found) == 1:
+        return name if name in known else found[0]
+    near = ", ".join(found or sorted(known))
+    raise ReadingsError(f"There is no one source '{name}' to leave out; name one of {near}.")
 
 
 def _print(found: Residuals, console: Console) -> None:
     console.print(rich_table(_table("By source", by_source(found))))
     console.print(rich_table(_table("By GPU", by_gpu(found))))
     console.print(rich_table(Table(_WORST_COLUMNS, tuple(worst(found, _WORST)), "Worst")))
+    regrets = [choice.regret for choice in choices(found)]
+    if regrets:
+        console.print(
+            f"Of {len(regrets)} groups of readings that differ in layout alone, the fastest predicted "
+            f"loses {sum(regrets) / len(regrets):.1%} in the mean and {max(regrets):.1%} at worst "
+            "over the fastest measured one.",
+            soft_wrap=True,
+        )
     total = len(found.predicted) + len(found.refused)
     console.print(f"{len(found.predicted)} of {total} readings are predicted. Not predicted:")
     for source, reason, lines in reasons(found.refused):
@@ -66,19 +100,13 @@ def _print(found: Residuals, console: Console) -> None:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(title: str, groups: list[Group]) -> Table[Group]:
-    columns = (
-        Column[Group](title, lambda group: group.name, right=False),
-        Column[Group]("readings", lambda group: group.readings),
-        Column[Group]("predicted", lambda group: len(group.errors)),
-        Column[Group]("median |error|", lambda group: group.median_abs_error, percent),
-        Column[Group]("mean |error|", lambda group: group.mean_abs_error, percent),
-        Column[Group]("median error", lambda group: group.median_error, _signed),
-        Column[Group]("p90 |error|", lambda group: group.p90_abs_error, percent),
-        Column[Group]("within 10%", lambda group: group.within(0.10), percent),
-        Column[Group]("within 15%", lambda group: group.within(0.15), percent),
+def _table(title: str, groups: list[Group]) -> Table[list[str]]:
+    header, *rows = error_cells(groups)
+    columns = tuple(
+        Column[list[str]](title if index == 0 else name, itemgetter(index), right=index > 0)
+        for index, name in enumerate(header)
     )
-    return Table(columns, tuple(groups))
+    return Table(columns, tuple(rows))
 
 
 def _signed(share: float | None) -> str:

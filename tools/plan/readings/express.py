@@ -12,7 +12,7 @@ from typing import Any
 
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import Execution, Quantised, Trainer
+from tools.plan.time.execution import Execution, Quantised
 from tools.spec.files import read_yaml
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
@@ -280,16 +280,25 @@ def _quantised(dtype: str) -> Quantised:
 
 
 def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
-    sharded = _sharding(reading, source) is Sharding.ZERO3
+    eager = bool(source["eager"])
     return Execution(
-        trainer=Trainer.FSDP if sharded else Trainer(source["trainer"]),
         overlap_gradients=bool(source["overlap"]),
         overlap_parameters=bool(source["overlap"]),
-        overlap_tensor=bool(source.get("overlap_tensor")),
-        graphs=bool(source.get("graphs")),
+        overlap_tensor=bool(source["overlap_tensor"]),
+        graphs=_release(reading) >= source["graphs_since"],
         quantised=_quantised(reading.dtype),
-        frozen="lora" in reading.notes.lower() or "peft" in reading.where,
+        frozen="lora" in reading.notes.lower() or "/peft" in reading.where,
+        portable_attention=eager,
+        unfused=eager and "compile" not in reading.notes,
+        scatter_gather=bool(source["scatter_gather"]),
+        deduplicated=bool(source["deduplicated"]) and not reading.notes.startswith("A2A"),
     )
+
+
+def _release(reading: Reading) -> float:
+    """Of NVIDIA's container, as its notes say (26.06); 0 where they do not."""
+    found = re.search(r"release (\d+\.\d+)", reading.notes)
+    return float(found[1]) if found else 0.0
 
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:
@@ -358,5 +367,7 @@ def _golden_execution(case: str) -> Execution:
         overlap_tensor=flags.has("--tp-comm-overlap"),
         graphs=flags.has("--cuda-graph-impl") or flags.has("--enable-cuda-graph"),
         quantised=quantised,
+        deduplicated=flags.has("--moe-flex-dispatcher-backend"),
+        grouped_experts=flags.has("--moe-grouped-gemm"),
         deterministic=flags.has("--deterministic-mode"),
     )

@@ -1,8 +1,8 @@
 """The constants of each generation, fitted to readings; and the errors of readings left out of the fit.
 
-`Constants` (`tools/plan/time/constants.py`) has a dozen for a generation, each within its physical bounds.
-All readings of a generation are fitted together, a source's weight growing with the root of its readings,
-by damped Gauss-Newton steps on the logarithms of predicted over published times, large errors counted
+`Constants` (`tools/plan/time/constants.py`) has a dozen a generation, each within physical bounds. All
+readings of a generation are fitted together, a source's weight growing with the root of its readings, by
+damped Gauss-Newton steps on the logarithms of predicted over published times, large errors counted
 less (Huber). What is reported for a source is predicted with constants fitted without it.
 """
 
@@ -10,31 +10,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import log
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from tools.plan.readings.express import Expressed, RefusedError, express
-from tools.plan.readings.residual import residual
-from tools.plan.readings.table import Reading
+from tools.plan.readings.residual import residual, with_constants
+from tools.plan.readings.table import Reading, read_readings
+from tools.plan.residuals import h200_figures, h200_spec, paper_specs, usual_cluster
 from tools.plan.tensors import UnevenSplitError
-from tools.plan.time.cluster import Calibration, Cluster
+from tools.plan.time.cluster import Cluster
 from tools.plan.time.compute import NoPeakError
-from tools.plan.time.constants import BOUNDS, NAMES, Constants, constants_of
+from tools.plan.time.constants import BOUNDS, CONSTANTS, NAMES, Constants, start_of
+from tools.records.io import write_whole
+from tools.spec.files import read_yaml
+from tools.spec.published import load_paper
 
 FITTED = ("ampere", "hopper", "blackwell")
 """Generations with readings enough; the others borrow."""
 
 _METRICS = ("step_time_s", "tokens_per_s_per_gpu", "mfu_percent", "matmul_tflops")
-_EVERY = 5
+_EVERY = 9
 """Of a source with many readings of a few small models only every so many are fitted: a frozen split."""
 _MANY = 200
-_STEPS = 8
+_OWN_WEIGHT = 3
+_STEPS, _STEPS_FROM_NEAR = 6, 2
 _HUBER = 0.15
-_PRIOR = 0.15
-"""How strongly a constant is held at its start: a share of one reading's weight a unit of its logarithm."""
+_PRIOR = 0.5
+"""How strongly a constant is held at its start, in errors a unit of its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,38 @@ class Fit:
     constants: Constants
     sources: Mapping[str, int]
     """Readings of each source that made it."""
+
+
+def all_fitted() -> list[Expressed]:
+    """The named part of the readings, and the published runs that the kit reproduces."""
+    readings, _ = read_readings()
+    return [*fitted_readings(readings), *_published()]
+
+
+def _published() -> list[Expressed]:
+    """The six gpt2-large runs, and the eight of arXiv:2205.05198, as readings."""
+    found = []
+    for figure in h200_figures():
+        assert figure.mean_iteration_ms is not None
+        cluster = usual_cluster("h200", figure.devices)
+        spec, seconds = h200_spec(figure.strategy), figure.mean_iteration_ms / 1e3
+        found.append(Expressed(_step(_KIT, seconds), spec, cluster))
+    paper = load_paper()
+    for case in paper.cases:
+        cluster = usual_cluster(paper.device, case.tensor * case.pipeline)
+        measured = (case.full_seconds, case.selective_seconds)
+        for spec, seconds in zip(paper_specs(paper, case), measured, strict=True):
+            found.append(Expressed(_step(paper.source, seconds), spec, cluster))
+    return found
+
+
+_KIT = "examples/gpt3/published.yaml"
+
+
+def _step(source: str, seconds: float) -> Reading:
+    unknown: Any = dict.fromkeys(field.name for field in fields(Reading))
+    stated: Any = {"line": 0, "source": source, "metric": "step_time_s", "value": seconds}
+    return Reading(**(unknown | stated))
 
 
 def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
@@ -60,7 +100,11 @@ def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
         if reading.metric not in _METRICS or "golden" in reading.source:
             continue
         seen[reading.source] += 1
-        if counts[reading.source] > _MANY and "vTrain" in reading.source and seen[reading.source] % _EVERY:
+        if (
+            counts[reading.source] > _MANY
+            and "vTrain" in reading.source
+            and seen[reading.source] % _EVERY
+        ):
             continue
         try:
             expressed = express(reading)
@@ -72,7 +116,10 @@ def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
 
 
 def fit(
-    readings: Sequence[Expressed], generation: str, without: str | None = None
+    readings: Sequence[Expressed],
+    generation: str,
+    without: str | None = None,
+    first: Constants | None = None,
 ) -> Fit | None:
     """Constants of a generation; None where no reading is left.
 
@@ -80,6 +127,7 @@ def fit(
         readings: Of all generations.
         generation: The one to fit.
         without: A source that is left out.
+        first: Where the search begins; it ends where it would from anywhere else, sooner.
     """
     own = [
         item
@@ -89,29 +137,27 @@ def fit(
     if not own:
         return None
     sources = Counter(item.reading.source for item in own)
-    weights = np.array([sources[item.reading.source] ** -0.5 for item in own])
-    start = constants_of(generation)
+    weights = np.array([_weight(item.reading.source, sources) for item in own])
+    start = start_of(generation)
     free = tuple(name for name in NAMES if getattr(start, name) > 0)
-    values = _minimised(lambda c: _errors(own, c), weights, start, free)
+    values = _minimised(lambda c: _errors(own, c), weights, start, free, first)
     return Fit(generation, values, dict(sources))
 
 
-def with_constants(constants: Constants) -> Callable[[Cluster], Cluster]:
-    """A cluster with these constants in place of its generation's."""
-    calibration = Calibration(**asdict(constants))
-    made: dict[int, Cluster] = {}
-
-    def adjusted(cluster: Cluster) -> Cluster:
-        if id(cluster) not in made:
-            made[id(cluster)] = replace(cluster, calibration=calibration)
-        return made[id(cluster)]
-
-    return adjusted
+def _weight(source: str, sources: Mapping[str, int]) -> float:
+    """Of a reading; the runs that the kit itself reproduces count more."""
+    return (_OWN_WEIGHT if source == _KIT else 1) * float(sources[source] ** -0.5)
 
 
 def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.float64]:
     """Logarithms of predicted over published times; 0 for what cannot be predicted."""
-    adjust = with_constants(constants)
+    made: dict[int, Cluster] = {}
+
+    def adjust(cluster: Cluster) -> Cluster:
+        if id(cluster) not in made:
+            made[id(cluster)] = with_constants(cluster, constants)
+        return made[id(cluster)]
+
     found = []
     for item in readings:
         try:
@@ -126,6 +172,7 @@ def _minimised(
     weights: NDArray[np.float64],
     start: Constants,
     free: Sequence[str],
+    first: Constants | None,
 ) -> Constants:
     """Damped Gauss-Newton on logarithms of the constants, clipped to their bounds."""
     low, high = (np.log([max(BOUNDS[name][end], 1e-9) for name in free]) for end in (0, 1))
@@ -141,15 +188,14 @@ def _minimised(
         return float(weights @ huber + _PRIOR**2 * np.sum((logs - origin) ** 2) / 2)
 
     logs, damping = origin, 1e-3
+    if first is not None:
+        logs = np.clip(np.log([getattr(first, name) for name in free]), low, high)
     found = errors(constants(logs))
     best = loss(found, logs)
-    for _ in range(_STEPS):
+    for _ in range(_STEPS if first is None else _STEPS_FROM_NEAR):
         step = 0.02
         slopes = np.stack(
-            [
-                (errors(constants(logs + step * unit)) - found) / step
-                for unit in np.eye(len(free))
-            ],
+            [(errors(constants(logs + step * unit)) - found) / step for unit in np.eye(len(free))],
             axis=1,
         )
         robust = weights * np.minimum(1, _HUBER / np.maximum(np.abs(found), 1e-9))
@@ -168,3 +214,37 @@ def _minimised(
         if before - best < 1e-4 * before:
             break
     return constants(logs)
+
+
+def refit(path: Path = CONSTANTS) -> None:
+    """Fit every generation, with all sources and with each left out, and write `constants.yaml`."""
+    readings = all_fitted()
+    data = dict(read_yaml(path))
+    data["bounds"] = {name: [low, high] for name, (low, high) in BOUNDS.items()}
+    data["readings"], data["left_out"] = {}, {}
+    for generation in FITTED:
+        found = fit(readings, generation)
+        assert found is not None
+        data["generations"][generation] = _rounded(found.constants)
+        data["readings"][generation] = dict(sorted(found.sources.items()))
+        others: dict[str, Any] = {}
+        for source in found.sources:
+            other = fit(readings, generation, source, found.constants)
+            if other is not None:
+                others[source] = _rounded(other.constants)
+        data["left_out"][generation] = others
+        ordered = {name: data[name] for name in _PARTS}
+        text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
+        write_whole(path, _HEAD + text)
+
+
+_PARTS = ("bounds", "start", "generations", "readings", "left_out")
+_HEAD = """# Written by `python -m tools.plan validate --fit`; constants.py says what each constant is.
+# bounds: what is physically possible. start: what is published of such kernels and links, where fits
+# start and what holds a constant that no reading decides. generations: fitted, or borrowed. readings:
+# how many of each source made them. left_out: without one source, for that source's own errors.
+"""
+
+
+def _rounded(constants: Constants) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in asdict(constants).items()}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from tools.plan.memory import PredictedMemory, fullest_rank, memory_of_rank
+from tools.plan.memory import PredictedMemory, fullest_rank, memory_of_rank, workspace_bytes
 from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.table import Reading, Unreadable
 from tools.plan.tensors import UnevenSplitError
-from tools.plan.time.cluster import Cluster
+from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import NoPeakError, rates
+from tools.plan.time.constants import Constants, constants_of
 from tools.plan.time.flops import model_flops
 from tools.plan.time.iteration import iteration_seconds
 from tools.spec.run import RunSpec
@@ -27,6 +28,8 @@ class Residual:
     error: float
     """A ratio less 1. Of time, also where the figure is a rate: positive is predicted too slow. Of
     memory: positive is predicted too much."""
+    seconds: float | None = None
+    """Predicted, of an iteration; None of memory."""
 
     @property
     def reading(self) -> Reading:
@@ -58,19 +61,45 @@ Adjust = Callable[[Cluster], Cluster]
 def residuals(
     readings: Iterable[Reading],
     unreadable: Iterable[Unreadable] = (),
-    adjust: Adjust = lambda cluster: cluster,
+    without: str | None = None,
 ) -> Residuals:
-    """Predict every reading that can be expressed; `adjust` replaces the constants."""
+    """Predict every reading that can be expressed.
+
+    Args:
+        readings: Of a file.
+        unreadable: Its rows that are none.
+        without: The source that is left out of the fit of the constants; None leaves each reading's own
+            out.
+    """
     readings = tuple(readings)
     flops = _stated_flops(readings)
     found: list[Residual] = []
     refused = [Refusal(row.line, row.source, row.reason) for row in unreadable]
     for reading in readings:
         try:
-            found.append(residual(express(reading), flops.get(_run(reading)), adjust))
+            expressed = left_out(express(reading), reading.source if without is None else without)
+            found.append(residual(expressed, flops.get(_run(reading))))
         except (RefusedError, UnevenSplitError, NoPeakError) as error:
             refused.append(Refusal(reading.line, reading.source, str(error)))
     return Residuals(tuple(found), tuple(sorted(refused, key=lambda item: item.line)))
+
+
+def left_out(expressed: Expressed, source: str) -> Expressed:
+    """The same on a cluster whose constants were fitted without a source."""
+    return replace(expressed, cluster=_without(expressed.cluster, source))
+
+
+@lru_cache(maxsize=4096)
+def _without(cluster: Cluster, source: str) -> Cluster:
+    constants = constants_of(cluster.device.generation, source)
+    if constants == constants_of(cluster.device.generation):
+        return cluster
+    return with_constants(cluster, constants)
+
+
+def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
+    """The cluster with these constants in place of its generation's."""
+    return replace(cluster, calibration=Calibration(**asdict(constants)))
 
 
 def residual(
@@ -92,16 +121,16 @@ def residual(
     reading, spec, cluster = expressed.reading, expressed.spec, adjust(expressed.cluster)
     metric, value = reading.metric, reading.value
     if "memory" in metric:
-        predicted = _memory(spec, metric)
+        predicted = _memory(spec, cluster, metric)
         return Residual(expressed, predicted, predicted / value - 1)
     if metric == "matmul_tflops":
         predicted = rates(cluster, spec.dtype).flops / 1e12
         return Residual(expressed, predicted, value / predicted - 1)
     seconds = _seconds(spec, cluster)
     if metric == "step_time_s":
-        return Residual(expressed, seconds, seconds / value - 1)
+        return Residual(expressed, seconds, seconds / value - 1, seconds)
     predicted = _rate(expressed, cluster, seconds, flops_a_token)
-    return Residual(expressed, predicted, value / predicted - 1)
+    return Residual(expressed, predicted, value / predicted - 1, seconds)
 
 
 def _rate(
@@ -122,15 +151,22 @@ def _rate(
     return tokens * flops_a_token / 1e12
 
 
-def _memory(spec: RunSpec, metric: str) -> float:
+def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
     last = spec.parallelism.pipeline - 1
+    execution = cluster.execution
+    grouped = bool(spec.shape.experts) and execution.grouped_experts
+    generation = cluster.device.generation
+    workspaces = workspace_bytes(generation, execution.deterministic, grouped)
     if metric == "memory_allocated_bytes":
-        return _bytes(spec, last).state
+        held = _bytes(spec, last)
+        # The last messages between stages are still there when the iteration is logged.
+        messages = held.communication if spec.parallelism.pipeline > 1 else 0
+        return held.state + messages + workspaces
     if metric == "peak_memory_allocated_bytes":
-        return _bytes(spec, last).live
+        return _bytes(spec, last).live + workspaces
     fullest = fullest_rank(spec)[1]
     if metric == "peak_memory_gib":
-        return fullest.live / GIB
+        return (fullest.live + workspaces) / GIB
     return fullest.total / 1e9
 
 

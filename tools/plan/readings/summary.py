@@ -10,9 +10,9 @@ from typing import Any
 
 from tools.plan.readings.residual import Refusal, Residual, Residuals
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
+from tools.text.units import DASH
 
 MEMORY, TIME = "memory", "time"
-_WITHIN = (0.10, 0.15)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,76 @@ def cause(residual: Residual) -> str:
     parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Readings that differ in layout alone, and the one that the planner would take."""
+
+    readings: int
+    chosen: Residual
+    regret: float
+    """Time lost by it over the fastest that was measured, as a share."""
+
+
+def choices(residuals: Residuals) -> list[Choice]:
+    """Every group of two or more layouts of one model, batch, device and source."""
+    groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
+    for item in residuals.predicted:
+        reading, spec = item.reading, item.expressed.spec
+        if item.seconds is None or reading.metric in _DERIVED:
+            continue
+        batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.recompute)
+        execution = item.expressed.cluster.execution.quantised
+        what = (reading.source, reading.model, reading.gpu, reading.gpus, _origin(item))
+        groups[*what, *batch, execution].append(item)
+    found = []
+    for items in groups.values():
+        if len({item.expressed.spec for item in items}) < 2:
+            continue
+        chosen = min(items, key=lambda item: item.seconds or 0.0)
+        fastest = min(_measured(item) for item in items)
+        found.append(Choice(len(items), chosen, _measured(chosen) / fastest - 1))
+    return found
+
+
+_DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
+
+
+def _origin(item: Residual) -> str:
+    """Release and variant: readings of other software differ in more than layout."""
+    return item.reading.notes.partition(";")[0]
+
+
+def _measured(item: Residual) -> float:
+    """Published seconds an iteration."""
+    return (item.seconds or 0.0) / (1 + item.error)
+
+
+def error_cells(groups: list[Group]) -> list[list[str]]:
+    """Header and rows of the table of errors, as text."""
+    header = ["source", "readings", "predicted", "median |error|", "mean |error|", "median error"]
+    header += ["p90 |error|", "within 10%", "within 15%"]
+    rows = [
+        [
+            group.name,
+            str(group.readings),
+            str(len(group.errors)),
+            *(
+                DASH if value is None else f"{value:{form}}"
+                for value, form in (
+                    (group.median_abs_error, ".1%"),
+                    (group.mean_abs_error, ".1%"),
+                    (group.median_error, "+.1%"),
+                    (group.p90_abs_error, ".1%"),
+                    (group.within(0.10), ".0%"),
+                    (group.within(0.15), ".0%"),
+                )
+            ),
+        ]
+        for group in groups
+    ]
+    return [header, *rows]
 
 
 def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:

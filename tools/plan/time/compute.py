@@ -13,6 +13,7 @@ from functools import lru_cache
 from tools.plan.memory import PRECISIONS, held_parameters, logit_elements
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import Quantised
+from tools.spec.hardware import Device
 from tools.spec.model import LatentAttention
 from tools.spec.run import Recompute, RunSpec
 
@@ -50,12 +51,20 @@ class DeviceRates:
     quantised_flops: float
     """Of products in fewer bits; those of the dtype where there are none."""
     attention_flops: float
+    narrow_heads: bool
+    """Whether attention is slower on heads narrower than 128."""
     bytes_per_second: float
     fill: float
     """Inner dimension that a tile's start and end are worth (`Constants.product_fill`)."""
     processors: int
     """Tiles that are computed at once."""
     quantised: Quantised
+    elementwise: float
+    """Times that elementwise kernels move what fused ones move."""
+
+
+_UNFUSED_KERNELS = 2.0
+"""A norm, an activation or a residual is read and written once fused, about twice in eager PyTorch."""
 
 
 def rates(cluster: Cluster, dtype: str) -> DeviceRates:
@@ -68,22 +77,46 @@ def rates(cluster: Cluster, dtype: str) -> DeviceRates:
     peak = device.peak_flops(dtype)
     if peak is None:
         raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
+    peak *= _power_share(device)
     fewer = peak * constants.matmul
     if quantised:
         name = "nvfp4" if quantised is Quantised.NVFP4 else "fp8"
         found = device.peak_flops(name)
         if found is None:
             raise NoPeakError(f"{device.name} has no {name} rate; use another --dtype.")
-        fewer = found * constants.matmul_fp8
+        fewer = found * _power_share(device) * constants.matmul_fp8
     return DeviceRates(
         flops=peak * constants.matmul,
         quantised_flops=fewer,
-        attention_flops=peak * constants.attention,
+        attention_flops=peak * constants.attention * _kernel_share(cluster),
+        narrow_heads=not cluster.execution.portable_attention,
         bytes_per_second=device.memory_bytes_per_second * constants.memory,
         fill=constants.product_fill,
         processors=device.processors,
         quantised=quantised,
+        elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
     )
+
+
+_USUAL_WATTS = {"volta": 300, "ampere": 400, "hopper": 700, "blackwell": 1000}
+
+
+def _power_share(device: Device) -> float:
+    """Rate of a device's tensor cores relative to its generation's usual one: under their load the power
+    limit sets the clock, and power grows with its square to cube, so the rate with the root of power."""
+    usual = _USUAL_WATTS.get(device.generation)
+    return 1.0 if usual is None else (device.power_watts / usual) ** 0.5
+
+
+_PORTABLE_SHARE = {"volta": 0.8, "ampere": 0.8, "hopper": 0.45, "blackwell": 0.35}
+
+
+def _kernel_share(cluster: Cluster) -> float:
+    """Attention written for Ampere against the generation's own: FlashAttention 2 reaches 35% of an
+    H100 where FlashAttention 3 reaches 75% (arXiv:2407.08608), Triton less of an A100 than CUDA."""
+    if not cluster.execution.portable_attention:
+        return 1.0
+    return _PORTABLE_SHARE.get(cluster.device.generation, 1.0)
 
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
@@ -95,8 +128,8 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     products = tuple(_products(spec))
     cast_forward, cast_backward = _cast_bytes(products, rate.quantised)
     attention, attention_backward = _attention_seconds(spec, rate)
-    forward += context_forward + routed_forward + cast_forward
-    backward += context_backward + routed_backward + cast_backward
+    forward = int(forward * rate.elementwise) + context_forward + routed_forward + cast_forward
+    backward = int(backward * rate.elementwise) + context_backward + routed_backward + cast_backward
     element = spec.element_bytes
     return LayerSeconds(
         forward_matmul=sum(
@@ -172,7 +205,7 @@ class _Product:
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of the result that one processor computes at once, and what of the best tile's rate:
-smaller ones read their operands more often (NVIDIA's matrix multiplication guide, "tile quantization")."""
+smaller ones read their operands more often (NVIDIA's guide to matrix products, "tile quantization")."""
 
 
 @lru_cache(maxsize=65536)
@@ -274,6 +307,8 @@ def _cast_bytes(products: Sequence[_Product], quantised: Quantised) -> tuple[int
 
 _WIDE_HEAD = 128
 _SHORT_SEQUENCE = 512
+_DROPOUT_ATTENTION = 1.25
+"""Each score's random number is drawn inside the kernel, again in backward (an estimate)."""
 _BACKWARD_ATTENTION = 2.5
 """Five products in backward for two in forward: the scores are computed again (arXiv:2205.14135)."""
 
@@ -293,9 +328,10 @@ def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     if spec.fused_attention:
         flops = spec.tokens * length * heads * (width + value)
         padded = -(-width // 32) * 32 / width if width > _WIDE_HEAD else 1.0
-        narrow = min(1.0, width / _WIDE_HEAD) ** 0.5
+        narrow = min(1.0, width / _WIDE_HEAD) ** 0.5 if rate.narrow_heads else 1.0
         short = length / (length + _SHORT_SEQUENCE)
-        forward = flops * padded / (rate.attention_flops * narrow * short)
+        drawn = _DROPOUT_ATTENTION if spec.dropout else 1.0
+        forward = flops * padded * drawn / (rate.attention_flops * narrow * short)
         return forward, _BACKWARD_ATTENTION * forward
     copies, element = heads * spec.batch.micro_batch_size, spec.element_bytes
     own = length // spec.parallelism.context
@@ -312,7 +348,7 @@ def _routed_bytes(spec: RunSpec) -> tuple[int, int]:
     own = spec.tokens // spec.sequence_shards
     moved = own * shape.experts_per_token * shape.hidden * spec.element_bytes
     scores = 6 * 4 * own * shape.experts
-    return 6 * moved + scores, 6 * moved + scores
+    return 4 * moved + scores, 4 * moved + scores
 
 
 def _scores_bytes(spec: RunSpec) -> tuple[int, int]:

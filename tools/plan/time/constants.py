@@ -1,7 +1,7 @@
-"""What kernels, links and hosts reach of their datasheets: a few constants for each generation of devices.
+"""What kernels, links and hosts reach of their datasheets: a dozen constants a generation of devices.
 
-`constants.yaml` holds them, as `python -m tools.plan validate --fit` wrote them, with their bounds and the
-readings that made them. None belongs to a source, a model or a layout.
+`constants.yaml` holds them, as `python -m tools.plan validate --fit` wrote them, with their bounds and
+the readings that made them. None belongs to a source, a model or a layout.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tools.spec.files import read_yaml
 
 CONSTANTS = Path(__file__).with_name("constants.yaml")
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
-    "matmul": (0.5, 1.0),
-    "matmul_fp8": (0.4, 1.0),
+    "matmul": (0.5, 0.95),
+    "matmul_fp8": (0.4, 0.95),
     "product_fill": (0.0, 1500.0),
     "attention": (0.15, 0.8),
-    "memory": (0.4, 1.0),
+    "memory": (0.4, 0.95),
     "layer_launch_seconds": (100e-6, 4e-3),
     "call_launch_seconds": (0.0, 200e-6),
-    "link": (0.3, 1.0),
+    "link": (0.3, 0.7),
     "hop_seconds": (0.5e-6, 30e-6),
     "network_hop_seconds": (2e-6, 100e-6),
     "contention": (0.0, 1.0),
@@ -70,10 +71,29 @@ NAMES = tuple(field.name for field in fields(Constants))
 
 
 @cache
-def constants_of(generation: str) -> Constants:
-    """The constants of a generation; one that was never fitted borrows those it names."""
-    data = read_yaml(CONSTANTS)["generations"]
-    entry = data[generation]
+def constants_of(generation: str, without: str = "") -> Constants:
+    """The constants of a generation; one that was never fitted borrows those it names.
+
+    Args:
+        generation: As in `Device.generation`.
+        without: A source of readings: the constants are those fitted with it left out.
+    """
+    data = _file()
+    entry = data["generations"][generation]
     while "borrows" in entry:
-        entry = {**data[entry["borrows"]], **{k: v for k, v in entry.items() if k != "borrows"}}
+        generation = entry["borrows"]
+        entry = data["generations"][generation]
+    left_out = data.get("left_out", {}).get(generation, {})
+    entry = left_out.get(without, entry)
     return Constants(**{name: float(entry[name]) for name in NAMES})
+
+
+def start_of(generation: str) -> Constants:
+    """What is published of a generation's kernels and links: where a fit starts."""
+    entry = _file()["start"][generation]
+    return Constants(**{name: float(entry[name]) for name in NAMES})
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return dict(read_yaml(CONSTANTS))

@@ -6,14 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Trainer(StrEnum):
-    """The program that trains: what it fuses and how fast its host part is."""
-
-    MEGATRON = "megatron"
-    FSDP = "fsdp"
-    """torch's fully sharded data parallelism under another trainer, blocks compiled or fused."""
-
-
 class Quantised(StrEnum):
     """Products of linear layers in fewer bits (`--fp8-recipe`, `--fp4-format`); attention, norms, the
     output layer and the optimizer stay as they are."""
@@ -30,7 +22,6 @@ class Quantised(StrEnum):
 class Execution:
     """The defaults are Megatron's without further flags, as the published six ran."""
 
-    trainer: Trainer = Trainer.MEGATRON
     overlap_gradients: bool = False
     """`--overlap-grad-reduce`: gradients are reduced beside backward."""
     overlap_parameters: bool = False
@@ -42,5 +33,16 @@ class Execution:
     quantised: Quantised = Quantised.NONE
     frozen: bool = False
     """The weights are not trained (LoRA): backward computes no weight gradients, nothing is reduced."""
+    portable_attention: bool = False
+    """FlashAttention 2 or Triton in place of cuDNN or FlashAttention 3: written for Ampere."""
+    unfused: bool = False
+    """Norms, activations and residuals are kernels of their own, as in eager PyTorch."""
+    scatter_gather: bool = False
+    """Each TP rank sends its share of a pipeline message, which is gathered inside the node (Megatron
+    before sequence parallelism, arXiv:2104.04473 §4.1)."""
+    deduplicated: bool = False
+    """A token travels once to each rank that holds any of its experts (DeepEP, HybridEP)."""
+    grouped_experts: bool = True
+    """`--moe-grouped-gemm`: one kernel computes all experts of a rank."""
     deterministic: bool = False
     """`--deterministic-mode`."""

@@ -231,13 +231,33 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
         memory_bound=layer.forward_memory * passes + layer.backward_memory,
         tensor_parallel=_tensor_seconds(spec, cluster, tensor_calls, hides),
         context_parallel=_context_seconds(spec, cluster, layer),
-        expert_parallel=_seconds(spec, cluster, expert_calls),
+        expert_parallel=_expert_seconds(spec, cluster, expert_calls),
     )
     calls = sum(call.calls for call in (*tensor_calls, *expert_calls) if call.ranks > 1)
     waiting = _launching(cluster, passes, calls)
-    if cluster.calibration.launch_beside_work:
+    if spec.shape.experts:
+        # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
+        waiting *= _EXPERT_KERNELS
+    elif cluster.calibration.launch_beside_work:
         waiting = max(0.0, waiting - found.total)
     return replace(found, memory_bound=found.memory_bound + waiting)
+
+
+_EXPERT_KERNELS = 1.5
+"""Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
+
+
+def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
+    """Tokens to their experts and back; deduplicated, each goes once to a rank, or once over the network
+    to a node, that has any of its experts."""
+    seconds = _seconds(spec, cluster, calls)
+    if not (calls and cluster.execution.deduplicated):
+        return seconds
+    ranks, chosen = spec.parallelism.expert, spec.shape.experts_per_token
+    nodes = -(-ranks // cluster.per_node)
+    places = nodes if nodes > 1 else ranks
+    reached = places * (1 - (1 - 1 / places) ** chosen)
+    return seconds * min(1.0, reached / chosen)
 
 
 def _launching(cluster: Cluster, passes: int, calls: int) -> float:
@@ -277,6 +297,8 @@ def _message_seconds(spec: RunSpec, cluster: Cluster) -> float:
     calls = (c for c in pipeline_collectives(spec, 0) if c.group is Group.PIPELINE)
     seconds = _seconds(spec, cluster, calls)
     virtual = spec.parallelism.virtual_stages
+    if cluster.execution.scatter_gather:
+        seconds /= spec.parallelism.tensor // spec.sequence_shards
     return seconds * (cluster.constants.contention if virtual > 1 else 1)
 
 
@@ -305,12 +327,12 @@ def _synchronisation_seconds(
         alone = exposed * gathered
         behind = micro_batch * (1 - _BACKWARD_SHARE)
         gathered = alone + after_hiding(gathered - alone, behind, contention)
-    return reduced + rest, gathered + update
+    return reduced + gathered + rest, update
 
 
 _BACKWARD_SHARE = 2 / 3
 _BUCKET_ELEMENTS = 40_000_000
-"""Megatron's `--ddp-bucket-size` by default, or a million for each data-parallel rank if that is more."""
+"""Megatron's `--ddp-bucket-size` by default, or a million a data-parallel rank if that is more."""
 
 
 @lru_cache(maxsize=65536)
