@@ -64,7 +64,7 @@ def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:
     assert (on_cpu.contention, on_cpu.launch_beside_work) == (1.0, False)
     h200 = device_by_key("h200")
     on_gpu = from_figures(FIGURES, DeviceKind.GPU, h200, link_by_key(h200.link))
-    assert (on_gpu.contention, on_gpu.launch_beside_work) == (0.5, True)
+    assert (on_gpu.contention, on_gpu.launch_beside_work) == (Calibration().contention, True)
 
 
 def test_one_rank_has_no_link_to_measure() -> None:

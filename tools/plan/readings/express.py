@@ -309,7 +309,6 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
         ("--experimental-attention-variant", "an experimental attention"),
         ("--linear-attention-freq", "linear attention layers"),
         ("--encoder-num-layers", "an encoder"),
-        ("--mtp-num-layers", "multi-token prediction"),
         ("--use-checkpoint-args", "a shape that only its checkpoint states"),
     ):
         if flags.has(flag):
@@ -330,8 +329,8 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
-    laid_by_hand = bool(spec.stages.problem(spec.shape.layers, pipeline, virtual)) or flags.has(
-        "--pipeline-model-parallel-layout"
+    laid_by_hand = bool(spec.stages.problem(spec.shape.layers, pipeline, virtual)) or any(
+        flags.has(flag) for flag in ("--pipeline-model-parallel-layout", "--mtp-num-layers")
     )
     return replace(
         spec,
@@ -352,7 +351,9 @@ def _golden_shape(shape: ModelShape, flags: Flags) -> ModelShape:
             flags.integer("--v-head-dim", 128),
         )
     shared = flags.integer("--moe-shared-expert-intermediate-size", 0)
-    return replace(shape, latent=latent, shared_expert_ffn=shared)
+    # Each depth of multi-token prediction is one more layer; its second head is not counted.
+    layers = shape.layers + flags.integer("--mtp-num-layers", 0)
+    return replace(shape, layers=layers, latent=latent, shared_expert_ffn=shared)
 
 
 def _golden_execution(case: str) -> Execution:

@@ -122,7 +122,12 @@ def _draw(residuals: Residuals, path: Path) -> None:
                 ]
                 if points:
                     axes.scatter(
-                        *zip(*points, strict=True), s=5, alpha=0.5, c=colour, label=generation
+                        *zip(*points, strict=True),
+                        s=5,
+                        alpha=0.5,
+                        c=colour,
+                        label=generation,
+                        rasterized=True,
                     )
             axes.set_xscale("log")
             axes.set_yscale("log")
@@ -132,4 +137,4 @@ def _draw(residuals: Residuals, path: Path) -> None:
             axes.set_xlabel("published")
             axes.set_ylabel("predicted")
         figure.axes[0].legend(frameon=False, markerscale=2)
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None}, dpi=160)

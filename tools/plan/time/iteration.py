@@ -121,6 +121,9 @@ ASSUMPTIONS = (
 )
 
 _UNFUSED_PASSES = 5
+_COPIED_OUT = 2
+"""Gathered weights are read from the flat buffer and written to where layers read them
+(`torch.distributed.fsdp: all_gather_copy_out`)."""
 _OVERLAPPED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
 
@@ -376,10 +379,14 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     beside = [call for call in calls if call.phase is not Phase.OPTIMIZER]
     waited = [call for call in calls if call.phase is Phase.OPTIMIZER]
     gradients = sum(call.total_payload_bytes for call in beside if call.phase is Phase.BACKWARD)
-    rate = rates(cluster, spec.dtype).bytes_per_second
-    visible = _seconds(spec, cluster, waited) + _UNFUSED_PASSES * gradients / rate
-    hidden = _seconds(spec, cluster, beside)
-    return visible + after_hiding(hidden, compute, cluster.constants.contention)
+    weights = sum(call.total_payload_bytes for call in beside if call.phase is Phase.FORWARD)
+    copied = _UNFUSED_PASSES * gradients + _COPIED_OUT * weights
+    copying = copied / rates(cluster, spec.dtype).bytes_per_second
+    moving = _seconds(spec, cluster, beside)
+    # The first unit that is gathered and the last that is reduced have nothing beside them.
+    alone = moving / max(1, spec.shape.layers)
+    hidden = after_hiding(moving - alone, compute, cluster.constants.contention)
+    return _seconds(spec, cluster, waited) + copying + alone + hidden
 
 
 def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:

@@ -1,0 +1,33 @@
+import json
+import re
+from pathlib import Path
+
+from tools.plan.readings.page import write_page
+from tools.plan.readings.residual import residuals
+from tools.plan.readings.summary import choices
+from tools.plan.readings.table import read_readings
+
+
+def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
+    readings, unreadable = read_readings()
+    found = residuals(readings[::40], unreadable)
+    page, picture = write_page(found, tmp_path)
+    text = page.read_text()
+    packed = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert packed is not None
+    data = json.loads(packed[1])
+    lines = {row[0] for row in data["rows"]}
+    drawn = {
+        item.reading.line for item in found.predicted if item.reading.metric != "matmul_tflops"
+    }
+    assert lines == drawn
+    assert not re.search(r'(?:src|href)\s*=\s*"?https?:|@import|fetch\(', text)
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_a_choice_is_judged_by_what_its_layout_took() -> None:
+    readings, _ = read_readings()
+    small = [item for item in readings if "vTrain single" in item.source and item.gpus == 2]
+    found = choices(residuals(small))
+    assert found
+    assert all(choice.regret >= 0 for choice in found)

@@ -1,0 +1,120 @@
+"""Each named term of an iteration's time does what its source says."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from tools.plan.residuals import usual_cluster
+from tools.plan.time.cluster import Cluster, route
+from tools.plan.time.compute import product_seconds, rates
+from tools.plan.time.constants import BOUNDS, constants_of, start_of
+from tools.plan.time.execution import Execution, Quantised
+from tools.plan.time.iteration import IterationSeconds, iteration_seconds
+from tools.spec.groups import Group
+from tools.spec.hardware import load_hardware
+from tools.spec.model import load_model
+from tools.spec.run import RunSpec
+from tools.spec.strategy import Batch, Parallelism, Sharding
+
+SHAPE = load_model("gpt3-13b").shape
+FITTED = ("ampere", "hopper", "blackwell")
+
+
+def on(devices: int = 8, **execution: object) -> Cluster:
+    return replace(usual_cluster("h100", devices), execution=Execution(**execution))  # type: ignore[arg-type]
+
+
+def seconds(split: Parallelism, cluster: Cluster, batch: Batch | None = None) -> IterationSeconds:
+    batch = batch or Batch(1, 8 * split.data)
+    return iteration_seconds(RunSpec(SHAPE, split, batch, dropout=0.0), cluster)
+
+
+def test_a_last_wave_of_tiles_takes_as_long_as_a_whole_one() -> None:
+    rate = replace(rates(on(), "bf16"), bytes_per_second=1e30, fill=0.0)
+    # 256 x 128 is the best tile and 132 processors compute one each.
+    whole, one_more = (product_seconds(256 * 132, 4096, 128 * n, 2, rate) for n in (1, 2))
+    assert one_more == pytest.approx(2 * whole)
+    assert product_seconds(256 * 133, 4096, 128, 2, rate) > 1.2 * whole
+
+
+def test_a_products_rate_falls_with_its_inner_dimension() -> None:
+    rate = replace(rates(on(), "bf16"), bytes_per_second=1e30)
+    short, long = (product_seconds(256 * 132, k, 128, 2, rate) / k for k in (512, 8192))
+    assert short / long == pytest.approx((1 + rate.fill / 512) / (1 + rate.fill / 8192))
+
+
+def test_one_kernel_of_many_small_products_fills_the_device() -> None:
+    rate = rates(on(), "bf16")
+    apart = 66 * product_seconds(256, 4096, 128, 2, rate)
+    assert product_seconds(256, 4096, 128, 2, rate, copies=66) < apart / 5
+
+
+def test_fewer_bits_need_less_time_for_products_and_casts_are_not_free() -> None:
+    plain, fewer = (
+        seconds(Parallelism(), on(1, quantised=kind))
+        for kind in (Quantised.NONE, Quantised.TENSORWISE)
+    )
+    assert fewer.matmul < 0.75 * plain.matmul
+    assert fewer.memory_bound > plain.memory_bound
+    assert fewer.attention == plain.attention
+
+
+def test_cuda_graphs_take_the_hosts_time_away() -> None:
+    tiny = RunSpec(load_model("gpt2-tiny").shape, Parallelism(), Batch(1, 8), "bf16")
+    eager, graphs = (iteration_seconds(tiny, on(1, graphs=on_)) for on_ in (False, True))
+    assert eager.memory_bound > 5 * graphs.memory_bound
+
+
+def test_overlapped_gradients_and_weights_leave_one_bucket_and_their_contention() -> None:
+    split = Parallelism(data=64, sharding=Sharding.ZERO1)
+    after = seconds(split, on(64))
+    beside = seconds(split, on(64, overlap_gradients=True, overlap_parameters=True))
+    assert 0 < beside.gradient_sync < 0.7 * after.gradient_sync
+
+
+def test_user_buffers_hide_tensor_parallel_calls() -> None:
+    split = Parallelism(tensor=8, sequence_parallel=True)
+    waited, hidden = (seconds(split, on(8, overlap_tensor=way)) for way in (False, True))
+    assert hidden.tensor_parallel < 0.7 * waited.tensor_parallel
+
+
+def test_shares_of_pipeline_messages_travel_in_place_of_all() -> None:
+    split = Parallelism(tensor=8, pipeline=2)
+    whole, shares = (seconds(split, on(16, scatter_gather=way)) for way in (False, True))
+    assert shares.pipeline_messages == pytest.approx(whole.pipeline_messages / 8)
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    trained, frozen = (seconds(Parallelism(data=8), on(8, frozen=way)) for way in (False, True))
+    assert frozen.matmul < 0.7 * trained.matmul
+    assert frozen.gradient_sync == frozen.optimizer == 0
+
+
+def test_more_devices_wait_longer_for_their_slowest() -> None:
+    few, many = (seconds(Parallelism(data=n), on(n)).stragglers for n in (8, 1024))
+    assert 0 < few < many
+
+
+def test_calls_of_more_ranks_have_more_steps_and_trees_bound_them() -> None:
+    two, eight, far = (
+        route(on(64), Parallelism(data=64 // n, tensor=n), Group.TENSOR) for n in (2, 8, 32)
+    )
+    assert two.ring_seconds < eight.ring_seconds
+    assert far.tree_seconds < far.ring_seconds
+
+
+@pytest.mark.parametrize("generation", FITTED)
+def test_every_constant_lies_within_its_physical_bounds(generation: str) -> None:
+    for constants in (constants_of(generation), start_of(generation)):
+        for name, value in asdict(constants).items():
+            low, high = BOUNDS[name]
+            assert low <= value <= max(high, 0.95), name
+
+
+def test_every_device_has_constants() -> None:
+    assert all(constants_of(device.generation) for device in load_hardware().devices.values())
+
+
+def test_leaving_a_source_out_changes_the_constants_and_an_unknown_one_does_not() -> None:
+    assert constants_of("ampere", "VIA-Research/vTrain multi-node") != constants_of("ampere")
+    assert constants_of("ampere", "nobody") == constants_of("ampere")
