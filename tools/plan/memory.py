@@ -158,7 +158,8 @@ def _mlp_bytes(spec: RunSpec) -> int:
 
 
 def _expert_bytes(spec: RunSpec) -> int:
-    """Routed tokens: permuted input, both wide tensors and the output, and the router's scores."""
+    """Routed tokens: as dispatched and as permuted, both wide tensors, the output as computed and as put
+    back in order, and the router's scores."""
     shape, split = spec.shape, spec.parallelism.tensor_of_experts
     own = spec.tokens // spec.sequence_shards
     routed = own * split * shape.experts_per_token
