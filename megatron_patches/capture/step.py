@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,25 @@ from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap, optimizer_part
 from megatron_patches.capture.perturb import Snapshot, perturb
 from megatron_patches.capture.probes import LOSS, MODEL, Probes, described_modules, global_names
+from megatron_patches.capture.routing import watched_routing
 from megatron_patches.registry import Patch, Replacement
-from tools.capture.sinks import Recording, Responding, StoredTensors, forced_tensors
+from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, forced_tensors
 from tools.records.capture import (
     BUFFER,
     COUNTED,
+    EARLIER,
     FOLDER_VARIABLE,
     FORCED_VARIABLE,
     ITERATION_VARIABLE,
     RESPONSES_FILE,
     SEEDS_VARIABLE,
+    UPDATE,
     CapturedRank,
     CaptureWriter,
     Site,
     Stage,
 )
 
-Sink = Recording | Responding
 SCHEDULE = "schedule"
 """Name of the learning rate's schedule among the modules."""
 
@@ -61,17 +63,44 @@ class _Batches:
 
 def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
     wanted = int(os.environ.get(ITERATION_VARIABLE, "1"))
+    watch: list[_Watch] = []
 
     @functools.wraps(original)
     def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        if get_args().curr_iteration + 1 != wanted:
+        iteration = get_args().curr_iteration + 1
+        if iteration > wanted:
             return original(forward_step, data, model, *args, **kwargs)
+        if not watch:
+            watch.append(_Watch(model))
+        if iteration < wanted:
+            # What a router chose otherwise is in the optimizer's state.
+            with watch[0].routing(watch[0].recording, f"{EARLIER}{iteration} "):
+                return original(forward_step, data, model, *args, **kwargs)
         call = functools.partial(_call, original, forward_step, data, model, args, kwargs)
-        return _capture(call, data, model, args[0], args[1])
+        return _capture(watch[0], call, data, args[0], args[1])
 
     return train_step
+
+
+class _Watch:
+    """A rank's model and the folder that takes its tensors."""
+
+    def __init__(self, model: Any) -> None:
+        from megatron.core.utils import unwrap_model
+
+        self.folder = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{torch.distributed.get_rank()}"
+        self.chunks = unwrap_model(list(model))
+        self.names = _names(self.chunks)
+        self.writer = CaptureWriter(self.folder)
+        forced = os.environ.get(FORCED_VARIABLE)
+        given = forced_tensors(Path(forced) / self.folder.name) if forced else None
+        self.recording = Recording(self.writer, given)
+
+    def routing(self, sink: Sink, earlier: str = "") -> AbstractContextManager[None]:
+        """Hand what routers choose in one iteration to the sink."""
+        return watched_routing(self.chunks, self.names, sink, earlier)
 
 
 def _call(
@@ -86,49 +115,37 @@ def _call(
     return original(wrapped(forward_step), data, model, *args, **kwargs)
 
 
-def _capture(call: Any, data: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
+def _capture(watch: _Watch, call: Any, data: Any, optimizer: Any, scheduler: Any) -> Any:
     """Run the iteration, writing its tensors; then again with changed weights, if that is asked for."""
-    from megatron.core.utils import unwrap_model
-
-    folder = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{torch.distributed.get_rank()}"
-    chunks = unwrap_model(list(model))
     seeds = int(os.environ.get(SEEDS_VARIABLE, "0"))
-    forced = os.environ.get(FORCED_VARIABLE)
-    names = _names(chunks)
-    parameters = ParameterMap(chunks, names)
-    snapshot = Snapshot(chunks, optimizer, scheduler) if seeds else None
-    writer = CaptureWriter(folder)
-    recording = Recording(writer, forced_tensors(Path(forced) / folder.name) if forced else None)
-    _write_schedule(recording, optimizer, scheduler)
+    parameters = ParameterMap(watch.chunks, watch.names)
+    snapshot = Snapshot(watch.chunks, optimizer, scheduler) if seeds else None
+    _write_schedule(watch.recording, optimizer, scheduler)
     with _replayed(data) as batches:
-        answer, groups = _run(call, recording, chunks, names, parameters, optimizer)
-        writer.flush()
+        answer, groups = _run(watch, call, watch.recording, parameters, optimizer)
+        watch.writer.flush()
         if snapshot is not None:
-            responding = Responding(StoredTensors(folder, writer.records))
+            responding = Responding(StoredTensors(watch.folder, watch.writer.records))
             for seed in range(seeds):
                 snapshot.restore()
                 perturb(parameters, seed)
                 for one in batches:
                     one.rewind()
-                _run(call, responding, chunks, names, parameters, optimizer)
-            (folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-    writer.close(_rank(chunks, names, parameters, groups))
+                _run(watch, call, responding, parameters, optimizer)
+            (watch.folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
+    watch.writer.close(_rank(watch.chunks, watch.names, parameters, groups))
     return answer
 
 
 def _run(
-    call: Any,
-    sink: Sink,
-    chunks: list[torch.nn.Module],
-    names: list[dict[str, str]],
-    parameters: ParameterMap,
-    optimizer: Any,
+    watch: _Watch, call: Any, sink: Sink, parameters: ParameterMap, optimizer: Any
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """What the iteration returns, and the groups of ranks over which norms were summed."""
-    probes = Probes(chunks, names, sink)
+    probes = Probes(watch.chunks, watch.names, sink)
     norms: list[Any] = []
     membership = NormMembership(parameters, optimizer)
     step = optimizer.step
+    before = _before_update(parameters, optimizer)
 
     def stepping(*args: Any, **kwargs: Any) -> Any:
         _write_gradients(sink, parameters, optimizer)
@@ -146,12 +163,12 @@ def _run(
 
     optimizer.step = stepping
     try:
-        with _reporting(sink, parameters, norms, membership):
-            answer = call(functools.partial(_watched, sink, probes, chunks))
+        with _reporting(sink, parameters, norms, membership), watch.routing(sink):
+            answer = call(functools.partial(_watched, sink, probes, watch.chunks))
     finally:
         optimizer.step = step
         probes.remove()
-    _write_states(sink, parameters, optimizer)
+    _write_states(sink, parameters, optimizer, before)
     return answer, membership.groups
 
 
@@ -250,7 +267,9 @@ def _write_gradients(sink: Sink, parameters: ParameterMap, optimizer: Any) -> No
             _write(sink, parameters, Stage.REDUCED_GRADIENTS, parameter, "gradient", values, start)
 
 
-def _write_states(sink: Sink, parameters: ParameterMap, optimizer: Any) -> None:
+def _write_states(
+    sink: Sink, parameters: ParameterMap, optimizer: Any, before: dict[tuple[int, str], Any]
+) -> None:
     for parameter in parameters.parameters:
         part = optimizer_part(optimizer, parameter)
         for name, values in (part.states if part else {}).items():
@@ -260,8 +279,14 @@ def _write_states(sink: Sink, parameters: ParameterMap, optimizer: Any) -> None:
             else:  # The number of steps.
                 site = Site(Stage.OPTIMIZER_STATE, parameters.name(parameter), name)
                 sink.write(site, values.detach().reshape(1).double())
+            old = before.get((id(parameter), name))
+            if old is not None:
+                slot, moved = f"{name} {UPDATE}", values.detach().float() - old.float()
+                _write(sink, parameters, Stage.OPTIMIZER_STATE, parameter, slot, moved, start)
     for parameter in parameters.parameters:
         _write(sink, parameters, Stage.WEIGHTS, parameter, "weight", parameter.data)
+        moved = parameter.detach().float() - before[id(parameter), "weight"].float()
+        _write(sink, parameters, Stage.WEIGHTS, parameter, UPDATE, moved)
     for buffer in parameters.buffers:
         _write(sink, parameters, Stage.WEIGHTS, buffer, BUFFER, buffer)
 
@@ -275,6 +300,18 @@ def _write_schedule(sink: Recording, optimizer: Any, scheduler: Any) -> None:
     }
     for slot, value in values.items():
         sink.write(Site(Stage.OPTIMIZER_STATE, SCHEDULE, slot), value)
+
+
+def _before_update(parameters: ParameterMap, optimizer: Any) -> dict[tuple[int, str], torch.Tensor]:
+    """Copies of what an update changes: weights and master copies of them."""
+    copies = {}
+    for parameter in parameters.parameters:
+        copies[id(parameter), "weight"] = parameter.detach().clone()
+        part = optimizer_part(optimizer, parameter)
+        master = part.states.get("param") if part else None
+        if master is not None:
+            copies[id(parameter), "param"] = master.detach().clone()
+    return copies
 
 
 def _noting_norms(original: Callable[..., Any], norms: list[Any]) -> Callable[..., Any]:

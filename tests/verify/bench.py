@@ -53,8 +53,12 @@ class Bench:
         seed: int = 1234,
         iteration: int | None = 2,
         difference: Difference | None = None,
+        both: bool = False,
     ) -> Judgement:
-        """Verify a layout; a plant is in the layout alone, as `check.py` shows that it may be."""
+        """Verify a layout; a plant is in the layout alone, as `check.py` shows that it may be.
+
+        With `both` it is in the reference as well.
+        """
         options = Options(
             runs=self.folder,
             data=self.data,
@@ -77,9 +81,11 @@ class Bench:
                 *flags,
             )
         )
+        words += f"_{plant.stem}" if plant and both else ""
         kept = self.folder / "references" / words.replace("/", "_").replace(" ", "_")
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-            return judged(verification, Path(scratch), _Training(self.ranks, kept, Path(scratch)))
+            training = _Training(self.ranks, kept, Path(scratch), both)
+            return judged(verification, Path(scratch), training)
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,14 @@ class _Training:
     ranks: ForkedRanks
     kept: Path
     scratch: Path
+    planted: bool = False
+    """Whether the reference keeps the plant."""
 
     def __call__(self, part: str, launch: Launch) -> str:
         logs = self.kept.with_name(f"{self.kept.name}.{part}.logs")
         if part == "reference":
             if not self.kept.is_dir():
-                codes = self.ranks.run(_without_plant(launch), logs)
+                codes = self.ranks.run(launch if self.planted else _without_plant(launch), logs)
                 if any(codes):
                     return f"ended with {codes}, see {logs}"
                 shutil.move(self.scratch / part, self.kept)
@@ -159,6 +167,8 @@ def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
             plant.flags,
             plant.path,
             iteration=plant.step,
+            difference=Difference(reference=plant.reference, flags=plant.own_flags),
+            both=plant.both,
         )
         yield Row(plant, judgement, time.monotonic() - began)
 
@@ -197,7 +207,13 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                 began = time.monotonic()
                 flags = group.get("flags", "").split()
                 devices = group.get("devices", 2)
-                judgement = bench.verify(strategy, group["model"], devices, flags, seed=seed)
+                difference = Difference(
+                    reference=group.get("reference", ""),
+                    flags=tuple(group.get("extra_b", "").split()),
+                )
+                judgement = bench.verify(
+                    strategy, group["model"], devices, flags, seed=seed, difference=difference
+                )
                 verdict = judgement.verdict
                 said = verdict.verdict if verdict.reason is None else verdict.reason
                 if verdict.verdict is Outcome.DIFFERS:

@@ -172,3 +172,57 @@ def test_what_only_the_layout_recomputes_comes_behind_what_it_computed_before(tm
     theirs = [(output("b"), WHOLE), (late, WHOLE), (early, WHOLE)]
     ours = [(rank(), [(late, WHOLE), (again, WHOLE + 1), (early, WHOLE + 1)])]
     assert [one.key[1] for one in found(tmp_path, ours, theirs).wrong()] == ["b", "early"]
+
+
+ROUTER = "decoder.layers.0.mlp.router"
+
+
+def routed(*best, scores=((1.0, 1 - 1e-7), (1.0, 0.5))):
+    """Scores of two experts for two tokens, and which of the two is chosen for each."""
+    chosen = np.eye(2, dtype=bool)[list(best)]
+    return [
+        (output(ROUTER, slot="scores"), np.array(scores, np.float32)),
+        (output(ROUTER, slot="choice"), chosen),
+    ]
+
+
+def test_a_routing_choice_within_rounding_is_counted_and_any_other_differs(tmp_path):
+    near = found(tmp_path, [(rank(), routed(1, 0))], routed(0, 0))
+    assert (near.wrong(), near.routing_flips) == ([], 1)
+    far = found(tmp_path / "f", [(rank(), routed(1, 1))], routed(0, 0))
+    (wrong,) = far.wrong()
+    assert (wrong.key, wrong.error, far.routing_flips) == (
+        (Stage.OUTPUTS, ROUTER, "choice"),
+        0.5,
+        1,
+    )
+
+
+def test_choices_of_an_earlier_iteration_are_counted_and_not_compared(tmp_path):
+    def earlier(*best):
+        return [
+            (Site(site.stage, site.name, f"iteration 1 {site.slot}", 0), values)
+            for site, values in routed(*best)
+        ]
+
+    result = found(tmp_path, [(rank(), earlier(1, 1))], earlier(0, 0))
+    assert (result.wrong(), result.routing_flips, result.seen) == ([], 1, 0)
+
+
+def updated(moved, average=WHOLE):
+    """A weight that moved, and the square of its gradient."""
+    at = place((0, 0, 0))
+    return [
+        (Site(Stage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"), average**2, at),
+        (weights(), 1000 * WHOLE, at),
+        (weights(slot="update"), moved, at),
+    ]
+
+
+def test_an_update_that_one_weight_misses_is_wrong_though_the_weight_hardly_differs(tmp_path):
+    moved = np.full_like(WHOLE, 0.01)
+    missing = moved * (np.arange(12).reshape(4, 3) != 7)
+    assert not found(tmp_path, [(rank(), updated(moved))], updated(moved)).wrong()
+    (wrong,) = found(tmp_path / "m", [(rank(), updated(missing))], updated(moved)).wrong()
+    assert wrong.key == (Stage.WEIGHTS, WEIGHT, "update")
+    assert wrong.ratio > 1000

@@ -3,7 +3,7 @@ import pytest
 
 from tests.verify.captures import random, rank
 from tools.records.capture import Stage
-from tools.verify.compare import Comparison, Pair, relative_error
+from tools.verify.comparison import Comparison, Pair, relative_error
 from tools.verify.kinds import kind_of
 
 WHOLE = random(8, 4)

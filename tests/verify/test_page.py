@@ -13,7 +13,7 @@ import pytest
 from tests.chromium import chromium, needs_chromium
 from tests.verify.captures import rank, write
 from tools.records.capture import CapturedModule, Placement, Site, Stage
-from tools.verify.compare import Compared, Comparison, Pair
+from tools.verify.comparison import Compared, Comparison, Pair
 from tools.verify.map import COLUMNS, rows_of
 from tools.verify.page import render_page, write_page
 from tools.verify.picture import Picture

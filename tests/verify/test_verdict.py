@@ -9,6 +9,7 @@ from tools.verify.captured import VerifyError, read_capture
 from tools.verify.verdict import (
     confirm,
     judge,
+    may_flip,
     may_have_spread,
     refused,
     write_forced,
@@ -162,3 +163,19 @@ def test_a_model_of_which_no_module_could_be_aligned_is_not_called_right(tmp_pat
         VerifyError, match=r"None of the modules.*other\.module output: the reference"
     ):
         judge(*pair(tmp_path, ours, [(output(), WHOLE), (output(stage=Stage.LOSS), WHOLE)]))
+
+
+def test_of_routing_alone_the_choices_are_forced_and_nothing_else(tmp_path):
+    router = "decoder.layers.0.mlp.router"
+    sites = [output(router, slot=slot) for slot in ("input.x", "scores", "choice")]
+
+    def tensors(best):
+        return list(zip(sites, (WHOLE, np.ones((1, 2), np.float32), best), strict=True))
+
+    first, second = np.array([[True, False]]), np.array([[False, True]])
+    reference, layout = pair(tmp_path, [(rank(), tensors(second))], tensors(first))
+    assert may_flip(judge(reference, layout))
+    write_forced(reference, layout, tmp_path / "given", choices_alone=True)
+    (given,) = read_capture(tmp_path / "given").ranks
+    assert [record.site for record in given.records] == sites[2:]
+    assert np.array_equal(given.values(given.records[0]), first)

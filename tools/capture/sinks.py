@@ -13,6 +13,7 @@ import torch
 from tools.records.capture import (
     INDEX_FILE,
     TENSORS_FILE,
+    UPDATE,
     CaptureWriter,
     Placement,
     Site,
@@ -131,6 +132,11 @@ class Recording:
             return None
         return stored.to(device=like.device, dtype=like.dtype)
 
+    def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Write which experts a router would choose; return which it shall, if that is forced."""
+        self.write(site, chosen)
+        return self._forced.get(site) if self._forced is not None else None
+
 
 class Responding:
     """Compares every tensor with the one written, and keeps how far it moved."""
@@ -166,6 +172,37 @@ class Responding:
     def write_piece(self, site: Site, piece: Piece) -> None:
         """Compare a part of a parameter."""
         self.write(site, piece.values)
+        if site.slot == "exp_avg":
+            self._note_rows(site, piece.values)
+
+    def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
+        """Let a router choose as it did: a tensor's response is that of rounding alone."""
+        return self._stored.get(site)
+
+    def _note_rows(self, site: Site, average: torch.Tensor) -> None:
+        """How far a row of the average gradient moves, which an update follows, as a part of itself."""
+        before = self._stored.get(site)
+        if before is None:
+            return
+        held = _rows(before)
+        moved, size = (one.norm(dim=1) for one in (_rows(average) - held, held))
+        if (size > 0).any():
+            most = float((moved / size)[size > 0].max())
+            for key in (f"{Stage.WEIGHTS}|{site.name}|{UPDATE}", _master_update(site)):
+                self.responses[key] = max(self.responses[key], most)
+
+
+def _master_update(site: Site) -> str:
+    return f"{Stage.OPTIMIZER_STATE}|{site.name}|param {UPDATE}"
+
+
+def _rows(values: torch.Tensor) -> torch.Tensor:
+    """Rows of a matrix, or a vector as one; NaN, where another rank holds the element, as 0."""
+    flat = values.detach().cpu().double().nan_to_num()
+    return flat.reshape(-1, flat.shape[-1]) if flat.ndim > 1 else flat.reshape(1, -1)
+
+
+Sink = Recording | Responding
 
 
 def forced_tensors(folder: Path) -> StoredTensors | None:

@@ -44,6 +44,7 @@ from tools.verify.verdict import (
     Judgement,
     confirm,
     judge,
+    may_flip,
     may_have_spread,
     refused,
     write_forced,
@@ -134,6 +135,14 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         captured = read_capture(scratch / "reference")
         ours = read_capture(scratch / "layout")
         judgement = judge(captured, ours)
+        if may_flip(judgement):
+            write_forced(captured, ours, scratch / "choices", choices_alone=True)
+            layout = _capturing(layout, scratch / "routed", iteration, 0, scratch / "choices")
+            failure = train("routed", layout)
+            if failure:
+                return refused(f"The layout with the reference's routing {failure}")
+            ours = read_capture(scratch / "routed")
+            judgement = judge(captured, ours)
         if not may_have_spread(judgement):
             return judgement
         write_forced(captured, ours, scratch / "given")
@@ -218,6 +227,8 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
     elif verdict.verdict is Outcome.HELD:
         ratio = verdict.worst_ratio or 0.0
         say(f"held: no error is above {ratio:.2f} of its tolerance", "green")
+        if verdict.routing_flips:
+            say(f"  {verdict.routing_flips} routing choices within rounding differ")
     else:
         say(f"differs at: {verdict.stage}, {verdict.module} ({verdict.tensor})", "red")
         say(f"  kind       {verdict.kind}")

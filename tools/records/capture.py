@@ -31,6 +31,12 @@ COUNTED = "counted over ranks "
 """Begins a slot of the norm's stage; the group's ranks follow. 1 for an element that a rank counts."""
 BUFFER = "buffer"
 """Slot of what a module keeps and saves beside its parameters."""
+SCORES, CHOICE = "scores", "choice"
+"""Slots of a router: what it chooses the experts by, and which it would choose, [tokens, experts]."""
+EARLIER = "iteration "
+"""Begins these slots in an iteration before the captured one; its number and a blank follow."""
+UPDATE = "update"
+"""Ends the slot of how far a weight, or a master copy (`param`), moved."""
 
 
 class Stage(StrEnum):

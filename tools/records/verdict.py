@@ -49,6 +49,8 @@ class Verdict:
     compared: int = 0
     seen: int = 0
     """Tensors that the layout's ranks had; `compared` of them were compared."""
+    routing_flips: int = 0
+    """Tokens for which a router chose other experts within rounding; the reference's were used."""
     not_aligned: tuple[str, ...] = ()
     reason: str | None = None
     """Why nothing could be compared."""
@@ -68,7 +70,9 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in a few words."""
         if self.verdict is Outcome.HELD:
-            return f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
+            within = f", {self.routing_flips} routing choices within rounding differ"
+            ratio = f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
+            return ratio + (within if self.routing_flips else "")
         if self.verdict is Outcome.NOT_COMPARABLE:
             return f"tensors not comparable: {self.reason}"
         return f"first wrong tensor: {self.stage}, {self.module} {self.tensor} ({self.kind})"

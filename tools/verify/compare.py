@@ -9,16 +9,27 @@ tolerance: copies of a parameter, integers, truth values.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from tools.records.capture import CapturedRank, Site, Stage, TensorRecord
+from tools.records.capture import (
+    CHOICE,
+    EARLIER,
+    SCORES,
+    UPDATE,
+    CapturedRank,
+    Site,
+    Stage,
+    TensorRecord,
+)
 from tools.verify.align import ActivationAligner, of_experts
 from tools.verify.captured import Array, Capture, RankCapture, whole_name
+from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
 from tools.verify.norm import memberships
-from tools.verify.parameters import Part, assembled, units
+from tools.verify.parameters import Part, Unit, assembled, units
+from tools.verify.rounding import flips_within, spacing, update_error
 
 RESPONSES = 6.0
 """Times its response that a tensor may be off. Healthy layouts stay below 2 (README, bench-verify)."""
@@ -34,8 +45,6 @@ _PARAMETERS = (
     Stage.WEIGHTS,
 )
 
-Key = tuple[Stage, str, str]
-"""Stage, name and slot of a tensor, over all micro batches and ranks."""
 NORM = (Stage.NORM, "grad_norm", "returned")
 _WHOLE_ON_EVERY_RANK = frozenset(
     {
@@ -46,109 +55,6 @@ _WHOLE_ON_EVERY_RANK = frozenset(
 """Modules whose output tensor-parallel ranks have alike, but for sequence parallelism."""
 _RESIDUAL = ("embedding_dropout", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
 """And modules inside them, whose class says nothing of it."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A tensor of one rank, and the same part of the reference's."""
-
-    rank: int
-    micro_batch: int | None
-    ours: Array
-    reference: Array
-
-
-@dataclass
-class Comparison:
-    """One tensor over all ranks and micro batches."""
-
-    key: Key
-    tolerance: float
-    order: float
-    """Its place among all, in the order in which the reference computed them."""
-    error: float = 0.0
-    """The largest, relative; infinite where the reference is zero and this is not."""
-    compared: int = 0
-    wrong_ranks: set[int] = field(default_factory=set)
-    right_ranks: set[int] = field(default_factory=set)
-    replicas_differ: tuple[int, ...] = ()
-    """Ranks whose copies differ, where they must be equal bit for bit."""
-    uncovered: int = 0
-    """Elements of a parameter that no rank holds."""
-    worst: Pair | None = None
-    copies: list[Pair] = field(default_factory=list)
-    """Of a parameter that is wrong, every rank's part: what they are together says what is wrong."""
-    miscounted: str = ""
-    """How a parameter is not counted once in the norm."""
-
-    @property
-    def differs(self) -> bool:
-        """Whether it is wrong."""
-        return self.error > self.tolerance or bool(self.replicas_differ) or self.uncovered > 0
-
-    def add_copies(self, one: Pair, other: Pair) -> None:
-        """Note that two ranks' tensors, which should be equal bit for bit, are not."""
-        self.replicas_differ = tuple(sorted({*self.replicas_differ, one.rank, other.rank}))
-        if self.worst is None:
-            self.worst = Pair(other.rank, other.micro_batch, other.ours, one.ours)
-            self.error = max(self.error, relative_error(other.ours, one.ours))
-
-    @property
-    def ratio(self) -> float:
-        """Error over tolerance: what the picture shows."""
-        if self.replicas_differ or self.uncovered:
-            return max(np.inf if self.tolerance == 0 else self.error / self.tolerance, 1.0)
-        if self.tolerance == 0:
-            return 0.0 if self.error == 0 else np.inf
-        return self.error / self.tolerance
-
-    def add(self, pair: Pair) -> None:
-        """Take one rank's tensor in."""
-        error = relative_error(pair.ours, pair.reference)
-        self.compared += 1
-        wrong = error > self.tolerance
-        (self.wrong_ranks if wrong else self.right_ranks).add(pair.rank)
-        if wrong and (self.worst is None or error > self.error):
-            self.worst = pair
-        self.error = max(self.error, error)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """All tensors of two captures."""
-
-    comparisons: tuple[Comparison, ...]
-    """In the order in which the reference computed them."""
-    not_aligned: tuple[str, ...]
-    """What could not be compared, and why."""
-    seen: int
-    """Tensors of the layout's ranks."""
-    compared: int
-    """How many of them were compared."""
-
-    def wrong(self, *stages: Stage) -> list[Comparison]:
-        """Those that differ, the earliest first; of some stages or of all."""
-        return [
-            one for one in self.comparisons if one.differs and (not stages or one.key[0] in stages)
-        ]
-
-
-def relative_error(ours: Array, reference: Array) -> float:
-    """Norm of the difference over the reference's norm; of integers the share that differs.
-
-    A result that is not finite where the reference is gives infinity.
-    """
-    if ours.size == 0:
-        return 0.0
-    if not np.issubdtype(ours.dtype, np.floating):
-        return float(np.mean(ours != reference))
-    difference = float(np.linalg.norm(np.subtract(ours, reference, dtype=np.float64).ravel()))
-    size = float(np.linalg.norm(reference.astype(np.float64, copy=False).ravel()))
-    if not np.isfinite(difference):
-        return 0.0 if np.array_equal(ours, reference, equal_nan=True) else np.inf
-    if size == 0:
-        return 0.0 if difference == 0 else np.inf
-    return difference / size
 
 
 def compare(reference: Capture, layout: Capture) -> Compared:
@@ -187,7 +93,7 @@ class _Comparer:
         self._responses = reference.responses()
         self._found: dict[Key, Comparison] = {}
         self._not_aligned: defaultdict[str, list[str]] = defaultdict(list)
-        self._seen = self._skipped = 0
+        self._seen = self._skipped = self._flips = 0
         self._order = _orders(reference, layout)
 
     def result(self) -> Compared:
@@ -200,7 +106,8 @@ class _Comparer:
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
         ]
         notes = (*self._layout.notes(), *obstacles)
-        return Compared(tuple(ordered), notes, self._seen, self._seen - self._skipped)
+        compared = self._seen - self._skipped
+        return Compared(tuple(ordered), notes, self._seen, compared, self._flips)
 
     def activations(self) -> None:
         split: dict[object, list[tuple[TensorRecord, Pair]]] = {}
@@ -208,6 +115,11 @@ class _Comparer:
             for record in one.records:
                 site = record.site
                 if record.placement is not None or site.micro_batch is None:
+                    continue
+                if site.slot.endswith(CHOICE):
+                    self._choice(one, record)
+                    continue
+                if site.slot.startswith(EARLIER):
                     continue
                 self._seen += 1
                 aligned = self._aligner.align(one, record)
@@ -231,6 +143,28 @@ class _Comparer:
                 for pair in pairs:
                     found.add(pair)
 
+    def _choice(self, one: RankCapture, record: TensorRecord) -> None:
+        """What a router chose, exactly, but for experts whose scores are equal within rounding."""
+        site = record.site
+        scored = Site(
+            site.stage, site.name, site.slot.replace(CHOICE, SCORES), site.micro_batch, site.call
+        )
+        by = one.by_site[scored]
+        choice, scores = (self._aligner.align(one, each) for each in (record, by))
+        earlier = site.slot.startswith(EARLIER)
+        self._seen += not earlier
+        if choice.ours is None or choice.reference is None or scores.reference is None:
+            if not earlier:
+                self._skip(choice.obstacle, f"{site.name} {site.slot}")
+            return
+        tolerance = self._tolerance((site.stage, site.name, SCORES), by)
+        within = flips_within(choice.ours, choice.reference, scores.reference, tolerance)
+        self._flips += int(within.sum())
+        if not earlier:
+            ours = np.where(within[:, None], choice.reference, choice.ours)
+            pair = Pair(one.rank.rank, site.micro_batch, ours, choice.reference)
+            self._comparison(_key(site), record).add(pair)
+
     def parameters(self) -> None:
         for stage in _PARAMETERS:
             theirs = units(self._reference, stage)
@@ -246,6 +180,8 @@ class _Comparer:
                 found = self._comparison(key, theirs[unit][0].record)
                 if stage is Stage.LOCAL_GRADIENTS:
                     self._local(found, pieces, whole)
+                elif unit[2].endswith(UPDATE):
+                    self._update(found, unit, pieces, theirs)
                 else:
                     self._copies(found, pieces, whole)
 
@@ -259,6 +195,31 @@ class _Comparer:
                 pairs = [Pair(first.rank, first.micro_batch, total, first.reference)]
         for pair in pairs:
             found.add(pair)
+
+    @cached_property
+    def _second_moments(self) -> dict[Unit, list[Part]]:
+        return units(self._reference, Stage.OPTIMIZER_STATE, "exp_avg_sq")
+
+    def _update(
+        self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
+    ) -> None:
+        """How far a weight moved, where rounding of the weight and of its gradient lets it be seen."""
+        of_weight = (*unit[:2], unit[2].removesuffix(UPDATE).strip() or "weight")
+        squares = self._second_moments.get((*unit[:2], "exp_avg_sq"))
+        if squares is None:
+            name = pieces[0].record.site.name
+            self._skip("its optimizer keeps no square of the gradient", name, len(pieces))
+            return
+        weights = theirs[of_weight]
+        scale = np.sqrt(assembled(squares, self._reference))
+        least = spacing(assembled(weights, self._reference), EPSILON[weights[0].record.dtype])
+        moved = assembled(theirs[unit], self._reference)
+        for piece in pieces:
+            values, region = piece.values(), piece.region()
+            there = piece.held(values)
+            ours, reference = (np.where(there, one, 0) for one in (values, moved[region]))
+            error = update_error(ours, reference, scale[region], least[region])
+            found.add(Pair(piece.one.rank.rank, None, ours, reference), error)
 
     def copies(self) -> None:
         """Outputs that tensor-parallel ranks have alike, bit for bit, whatever the reference has."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tools.records.capture import Stage
-from tools.verify.compare import STAGES, Compared, Comparison, Key
+from tools.verify.compare import STAGES
+from tools.verify.comparison import Compared, Comparison, Key
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0, 100.0, 1e4)
 """Error over tolerance at which a cell's colour changes."""

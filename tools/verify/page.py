@@ -12,7 +12,7 @@ from tools.records.io import write_whole
 from tools.records.verdict import Outcome, Verdict
 from tools.text.html import environment
 from tools.text.units import DASH, count
-from tools.verify.compare import Compared, Comparison
+from tools.verify.comparison import Compared, Comparison
 from tools.verify.map import BOUNDS, COLUMNS, WRONG, Cell, Column, Row, level_of, rows_of
 from tools.verify.picture import Picture, range_of
 from tools.verify.verdict import Judgement

@@ -17,7 +17,7 @@ import numpy as np
 
 from tools.text.units import DASH, count
 from tools.verify.captured import Array
-from tools.verify.compare import Pair
+from tools.verify.comparison import Pair
 
 MOST_POINTS = 512
 """Of the picture's sides; more rows or columns are drawn as the largest of a block."""

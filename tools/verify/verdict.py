@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.records.capture import CapturedRank, CaptureWriter, Stage, TensorRecord
+from tools.records.capture import CHOICE, CapturedRank, CaptureWriter, Stage, TensorRecord
 from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError
-from tools.verify.compare import Compared, Comparison, compare, pairs_of
+from tools.verify.compare import compare, pairs_of
+from tools.verify.comparison import Compared, Comparison
 from tools.verify.kinds import Kind, kind_of
 
 TENSOR_FILE = "first.npz"
@@ -110,6 +111,7 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
         worst_ratio=worst,
         compared=compared.compared,
         seen=compared.seen,
+        routing_flips=compared.routing_flips,
         not_aligned=compared.not_aligned,
     )
     if not wrong:
@@ -140,16 +142,32 @@ def may_have_spread(judgement: Judgement) -> bool:
     return judgement.first is not None and judgement.first.key[0] in spreading
 
 
-def write_forced(reference: Capture, layout: Capture, folder: Path) -> None:
+def may_flip(judgement: Judgement) -> bool:
+    """Whether a router chose otherwise within rounding, after which nothing can be compared."""
+    return judgement.verdict.routing_flips > 0
+
+
+def write_forced(
+    reference: Capture, layout: Capture, folder: Path, choices_alone: bool = False
+) -> None:
     """Write what the layout's ranks shall use in the place of their own tensors.
 
     That is the reference's input of every module in the forward pass, and its gradient of every output
-    in the backward pass, each the part that the rank would hold.
+    in the backward pass, each the part that the rank would hold; and which experts its routers choose.
+
+    Args:
+        reference: Whose tensors are used.
+        layout: Whose ranks shall use them.
+        folder: Takes them.
+        choices_alone: Write the routers' choices, and no other tensor.
     """
     aligner = ActivationAligner(reference, layout)
     for one in layout.ranks:
         with CaptureWriter(folder / one.folder.name) as writer:
-            for record in filter(_is_forced, one.by_site.values()):
+            for record in one.by_site.values():
+                choice = record.site.slot.endswith(CHOICE)
+                if not choice and (choices_alone or not _is_forced(record)):
+                    continue
                 aligned = aligner.align(one, record)
                 if aligned.reference is not None:
                     values = memoryview(_as_stored(aligned.reference, record).view(np.uint8))

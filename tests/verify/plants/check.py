@@ -46,6 +46,11 @@ class Plant:
     devices: int = 2
     dtype: str = "fp32"
     extra: str = ""
+    reference: str = ""
+    """A strategy; empty is one rank."""
+    extra_b: str = ""
+    both: bool = False
+    """Whether the reference is planted as well."""
     trace: str | None = None
     step: int = 2
     """The traced iteration: the first one's learning rate is 0."""
@@ -54,6 +59,11 @@ class Plant:
     def path(self) -> Path:
         """Of the file."""
         return FOLDER / self.file
+
+    @property
+    def own_flags(self) -> tuple[str, ...]:
+        """Further flags of the layout alone."""
+        return tuple(shlex.split(self.extra_b))
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -95,7 +105,8 @@ class Checker:
         return "", stage, module
 
     def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
-        asked = (plant.strategy, plant.model, plant.devices, plant.flags, plant.step)
+        flags = (*plant.flags, *plant.own_flags)
+        asked = (plant.strategy, plant.model, plant.devices, flags, plant.step)
         if planted:
             return self._train(*asked, plant.path)
         return self._unplanted(*asked)

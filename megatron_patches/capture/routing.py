@@ -1,0 +1,90 @@
+"""Which experts each router chooses, of which scores; another run's choice can take its place.
+
+It stands where Megatron keeps its own replay of routing (`TopKRouter.router_replay`), so that what is
+chosen from and what is chosen are seen between the two. Routers that choose otherwise (sinkhorn,
+quantiles) and Megatrons without a replay are left alone: their maps are compared as any output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tools.capture.sinks import Sink
+from tools.records.capture import CHOICE, SCORES, Site, Stage
+
+
+@contextmanager
+def watched_routing(
+    chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: Sink, earlier: str = ""
+) -> Iterator[None]:
+    """Hand every choice of one iteration to the sink.
+
+    Args:
+        chunks: Of the model.
+        names: Each module's global name by its own, chunk by chunk.
+        sink: What becomes of the choices.
+        earlier: Begins the slots of an iteration before the one that is captured.
+    """
+    routers = [
+        (module, names_of_chunk[own])
+        for chunk, names_of_chunk in zip(chunks, names, strict=True)
+        for own, module in chunk.named_modules()
+        if "router_replay" in vars(module) and module.router_replay is None
+    ]
+    for router, name in routers:
+        router.router_replay = _Choices(name, sink, earlier)
+    try:
+        yield
+    finally:
+        for router, _ in routers:
+            router.router_replay = None
+
+
+class _Choices:
+    """One router's, with the method of Megatron's `RouterReplay` that a router calls."""
+
+    def __init__(self, name: str, sink: Sink, earlier: str) -> None:
+        self._name, self._sink, self._earlier = name, sink, earlier
+        self._given: list[torch.Tensor | None] = []
+        """What takes the place of each micro batch's choice."""
+        self._recomputed = 0
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose as the router does; scores [tokens, experts] to scores and numbers [tokens, topk]."""
+        assert default_compute_topk is not None
+        values, chosen = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        # -1 outside of a backward pass, where forward passes are recomputed.
+        if torch._C._current_graph_task_id() == -1:
+            self._given.append(self._seen(scores.detach(), chosen))
+            given = self._given[-1]
+        else:
+            given = self._given[self._recomputed]
+            self._recomputed += 1
+        if given is None:
+            return values, chosen
+        return scores.gather(1, given), given
+
+    def _seen(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
+        micro_batch = len(self._given)
+        sites = (
+            Site(Stage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
+            for slot in (SCORES, CHOICE)
+        )
+        self._sink.write(next(sites), scores)
+        which = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        given = self._sink.choose(next(sites), which)
+        if given is None or given.shape != which.shape:
+            return None
+        return given.nonzero()[:, 1].view(chosen.shape).to(chosen.device)

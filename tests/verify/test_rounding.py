@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from tools.verify.rounding import flips_within, spacing, update_error
+
+SCORES = np.array([[1.0, 0.999, 0.2], [1.0, 0.5, 0.2]], np.float32)
+BEST = np.array([[True, False, False], [True, False, False]])
+SECOND = np.array([[False, True, False], [False, True, False]])
+
+
+def test_another_choice_is_within_rounding_only_if_its_scores_are_equal_within_it():
+    assert flips_within(SECOND, BEST, SCORES, 1e-3).tolist() == [True, False]
+    assert flips_within(BEST, BEST, SCORES, 1e-3).tolist() == [False, False]
+    assert flips_within(SECOND, BEST, SCORES, 1e-5).tolist() == [False, False]
+
+
+def test_of_several_experts_chosen_otherwise_the_worst_decides():
+    ours, reference = np.array([[False, True, True]]), np.array([[True, True, False]])
+    assert not flips_within(ours, reference, SCORES[:1], 1e-3).any()
+
+
+@pytest.mark.parametrize(("epsilon", "expected"), [(2.0**-23, 2.0**-23), (2.0**-7, 2.0**-7)])
+def test_the_distance_to_the_next_number_is_that_of_the_weights_type(epsilon, expected):
+    assert spacing(np.array([1.5, -0.25, 0.0]), epsilon).tolist() == [expected, expected / 4, 0]
+
+
+def test_an_updates_error_is_the_largest_of_a_row_in_terms_of_the_gradient():
+    reference = np.array([[1.0, 1.0], [1.0, 0.0]])
+    nothing = np.zeros((2, 2))
+    ours = np.array([[1.0, 1.0], [1.5, 0.0]])
+    assert update_error(ours, reference, np.ones((2, 2)), nothing) == 0.5
+    # An element whose gradient is all rounding moves either way, and weighs as little as its gradient.
+    either, scale = np.array([[1.0, -1.0], [1.0, 0.0]]), np.array([[1.0, 1e-8], [1.0, 1.0]])
+    assert update_error(either, reference, scale, nothing) == pytest.approx(2e-8)
+    # A weight that is off by the rounding of the weight itself is right.
+    assert update_error(ours, reference, np.ones((2, 2)), np.full((2, 2), 0.5)) == 0
+
+
+def test_a_weight_that_moved_where_none_should_is_infinitely_wrong():
+    still, moved = np.zeros(3), np.array([0.0, 1.0, 0.0])
+    assert update_error(moved, still, np.ones(3), still) == np.inf
+    assert update_error(still, still, np.ones(3), still) == 0

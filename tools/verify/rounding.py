@@ -1,0 +1,55 @@
+"""Where a rounding error is large: a choice between equals, a step that is divided by its own size.
+
+A router takes the best experts, and two of them may be equal within rounding. Adam divides a gradient by
+its size, so that an element whose gradient is all rounding moves as far as any other, either way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tools.verify.captured import Array
+
+
+def flips_within(ours: Array, reference: Array, scores: Array, tolerance: float) -> Array:
+    """Tokens for which other experts were chosen, all of them as good within rounding.
+
+    Args:
+        ours: Which experts are chosen, [tokens, experts].
+        reference: The same of the reference.
+        scores: What the reference chose by, [tokens, experts].
+        tolerance: Of the scores, relative.
+
+    Returns:
+        Truth values, [tokens].
+    """
+    left = np.where(reference & ~ours, scores, -np.inf).max(1)
+    taken = np.where(ours & ~reference, scores, np.inf).min(1)
+    size = float(np.sqrt(np.mean(np.square(scores, dtype=np.float64))))
+    # Either of the two may be off by the tolerance.
+    with np.errstate(invalid="ignore"):
+        return np.asarray((ours != reference).any(1) & (left - taken <= 2 * tolerance * size))
+
+
+def spacing(weights: Array, epsilon: float) -> Array:
+    """From each weight to the next that its type can hold."""
+    with np.errstate(divide="ignore"):
+        exponents = np.floor(np.log2(np.abs(weights.astype(np.float64))))
+    return np.asarray(np.exp2(exponents) * epsilon)
+
+
+def update_error(ours: Array, reference: Array, scale: Array, least: Array) -> float:
+    """The largest error of a row's update, in terms of the gradient's average that it follows.
+
+    Args:
+        ours: How far each weight moved.
+        reference: The same of the reference.
+        scale: What the optimizer divided the average by.
+        least: How far a weight may be off because it was rounded.
+    """
+    off = np.maximum(np.abs(ours - reference) - least, 0) * scale
+    rows = (-1, ours.shape[-1]) if ours.ndim > 1 else (1, -1)
+    wrong, size = (np.linalg.norm(one.reshape(rows), axis=1) for one in (off, reference * scale))
+    if not np.isfinite(wrong).all() or (wrong[size == 0] > 0).any():
+        return np.inf
+    return float((wrong[size > 0] / size[size > 0]).max(initial=0.0))
