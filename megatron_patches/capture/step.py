@@ -284,9 +284,9 @@ def _write_states(
                 slot, moved = f"{name} {UPDATE}", values.detach().float() - old.float()
                 _write(sink, parameters, Stage.OPTIMIZER_STATE, parameter, slot, moved, start)
     for parameter in parameters.parameters:
-        _write(sink, parameters, Stage.WEIGHTS, parameter, "weight", parameter.data)
         moved = parameter.detach().float() - before[id(parameter), "weight"].float()
         _write(sink, parameters, Stage.WEIGHTS, parameter, UPDATE, moved)
+        _write(sink, parameters, Stage.WEIGHTS, parameter, "weight", parameter.data)
     for buffer in parameters.buffers:
         _write(sink, parameters, Stage.WEIGHTS, buffer, BUFFER, buffer)
 
