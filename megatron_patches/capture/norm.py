@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, optimizer_part
+from megatron_patches.capture.parameters import (
+    OptimizerPart,
+    ParameterMap,
+    local,
+    optimizer_part,
+)
 from tools.capture.sinks import Piece
 
 
@@ -35,9 +40,8 @@ class NormMembership:
 
         @functools.wraps(original)
         def norm(gradients: Any, *args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("grad_stats_parallel_group")
-            ranks = tuple(torch.distributed.get_process_group_ranks(group))
             given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+            ranks = _summed_over(kwargs.get("grad_stats_parallel_group"), given)
             times = Counter(id(one) for one in given)
             # The most of all calls, not their sum: a norm may be computed twice to be used once.
             self._counted[ranks] = self._counted.get(ranks, Counter()) | Counter(
@@ -59,9 +63,9 @@ class NormMembership:
                 if not counted[number]:
                     continue
                 parameter = self._parameters.parameters[number]
-                times = torch.zeros(parameter.numel(), dtype=torch.uint8)
+                times = torch.zeros(local(parameter).numel(), dtype=torch.uint8)
                 start = part.start or 0
-                times[start : start + part.main.numel()] = counted[number]
+                times[start : start + local(part.main).numel()] = counted[number]
                 for piece in self._parameters.pieces(parameter, times):
                     yield ranks, piece
 
@@ -70,6 +74,17 @@ class NormMembership:
             part = optimizer_part(self._optimizer, parameter)
             if part is not None:
                 yield number, part
+
+
+def _summed_over(group: Any, gradients: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Ranks whose gradients are in the norm: a group's and, under FSDP, those of their shards."""
+    ranks: list[int] = torch.distributed.get_process_group_ranks(group)
+    mesh = next((one.device_mesh for one in gradients if hasattr(one, "device_mesh")), None)
+    if mesh is None:
+        return tuple(ranks)
+    shards = torch.distributed.get_process_group_ranks(mesh.get_group())
+    here = torch.distributed.get_rank()
+    return tuple(sorted({rank + shard - here for rank in ranks for shard in shards}))
 
 
 def _gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:

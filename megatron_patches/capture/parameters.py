@@ -36,7 +36,7 @@ class ParameterMap:
             for name, held in (*chunk.named_parameters(), *_saved_buffers(chunk)):
                 module, _, own = name.rpartition(".")
                 self._names.setdefault(id(held), f"{names_of_chunk[module]}.{own}")
-                entry = entries.get(id(held)) or _by_memory(entries.values(), held)
+                entry = entries.get(id(held)) or _by_memory(entries.values(), local(held))
                 if entry is None:
                     self.unplaced.append(name)
                 elif id(held) not in self._entries:
@@ -58,12 +58,12 @@ class ParameterMap:
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> Iterator[Piece]:
         """Bring `values`, of the parameter's shape or its flat range from `start` on, to places."""
-        partial = start is not None
+        partial, values = start is not None, local(values)
         if start is not None:
             whole = torch.full((parameter.numel(),), torch.nan, dtype=values.dtype)
             whole[start : start + values.numel()] = values.detach().cpu().view(-1)
             values = whole
-        values = values.detach().view(parameter.shape)
+        values = values.detach().view(local(parameter).shape)
         entry, name = self._entries[id(parameter)], self._names[id(parameter)]
         if not hasattr(entry, "build_fn"):
             yield Piece(name, _place(entry, partial), values)
@@ -140,6 +140,12 @@ def _entries(state: Any) -> Iterator[Any]:
             yield from _entries(value)
     elif hasattr(state, "replica_id") and isinstance(state.data, torch.Tensor):
         yield state
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that torch FSDP2 has split; any other as it is."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def _saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

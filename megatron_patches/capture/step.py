@@ -423,8 +423,16 @@ def _rank(
         loss_scale=1.0,
         modules=dict(described_modules(chunks, names)),
         norm_groups=norm_groups,
-        notes=tuple(f"{name} has no place in sharded_state_dict" for name in parameters.unplaced),
+        notes=tuple(_notes(parameters)),
     )
+
+
+def _notes(parameters: ParameterMap) -> Iterator[str]:
+    """What is not captured, and why."""
+    for name in parameters.unplaced:
+        yield f"{name} has no place in sharded_state_dict"
+    if any(hasattr(one, "is_torch_fsdp2_param") for one in parameters.parameters):
+        yield "local gradients: torch FSDP2 reduces them within the backward pass"
 
 
 PATCH = Patch(

@@ -73,19 +73,6 @@ def compare(reference: Capture, layout: Capture) -> Compared:
     return comparer.result()
 
 
-def pairs_of(reference: Capture, layout: Capture, key: Key, micro_batch: int | None) -> list[Pair]:
-    """Every rank's tensor of an activation and one micro batch, each with the reference's part."""
-    aligner = ActivationAligner(reference, layout)
-    pairs = []
-    for one in layout.ranks:
-        for record in one.records:
-            if _key(record.site) == key and record.site.micro_batch == micro_batch:
-                aligned = aligner.align(one, record)
-                if aligned.ours is not None and aligned.reference is not None:
-                    pairs.append(Pair(one.rank.rank, micro_batch, aligned.ours, aligned.reference))
-    return pairs
-
-
 class _Comparer:
     def __init__(self, reference: Capture, layout: Capture) -> None:
         self._reference, self._layout = reference, layout
@@ -107,7 +94,17 @@ class _Comparer:
         ]
         notes = (*self._layout.notes(), *obstacles)
         compared = self._seen - self._skipped
-        return Compared(tuple(ordered), notes, self._seen, compared, self._flips)
+        return Compared(tuple(ordered), notes, self._seen, compared, self._flips, self._pairs_of)
+
+    def _pairs_of(self, key: Key, micro_batch: int) -> list[Pair]:
+        pairs = []
+        for one in self._layout.ranks:
+            for record in one.records:
+                if _key(record.site) == key and record.site.micro_batch == micro_batch:
+                    found = self._aligner.align(one, record)
+                    if found.ours is not None and found.reference is not None:
+                        pairs.append(Pair(one.rank.rank, micro_batch, found.ours, found.reference))
+        return pairs
 
     def activations(self) -> None:
         split: dict[object, list[tuple[TensorRecord, Pair]]] = {}

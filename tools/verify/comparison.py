@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,6 +94,8 @@ class Compared:
     """How many of them were compared."""
     routing_flips: int = 0
     """Tokens for which a router chose other experts, within the rounding of what it chose by."""
+    pairs_of: Callable[[Key, int], list[Pair]] = lambda *_: []
+    """Every rank's tensor of an activation and one micro batch, each with the reference's part."""
 
     def wrong(self, *stages: Stage) -> list[Comparison]:
         """Those that differ, the earliest first; of some stages or of all."""

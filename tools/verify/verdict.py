@@ -13,7 +13,7 @@ from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError
-from tools.verify.compare import compare, pairs_of
+from tools.verify.compare import compare
 from tools.verify.comparison import Compared, Comparison
 from tools.verify.kinds import Kind, kind_of
 
@@ -117,7 +117,7 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
     if not wrong:
         return Judgement(base, compared)
     first = wrong[0]
-    return Judgement(_located(base, first, compared, reference, layout), compared, first)
+    return Judgement(_located(base, first, compared, layout), compared, first)
 
 
 def _check_aligned(compared: Compared, layout: Capture) -> None:
@@ -188,7 +188,7 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
     if not own:
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
     first = own[0]
-    located = _located(judgement.verdict, first, compared, reference, forced)
+    located = _located(judgement.verdict, first, compared, forced)
     return Judgement(replace(located, confirmed=True), judgement.compared, first)
 
 
@@ -202,12 +202,10 @@ def write_verdict(folder: Path, judgement: Judgement) -> None:
     write_record(folder / VERDICT_FILE, judgement.verdict)
 
 
-def _located(
-    base: Verdict, first: Comparison, compared: Compared, reference: Capture, layout: Capture
-) -> Verdict:
+def _located(base: Verdict, first: Comparison, compared: Compared, layout: Capture) -> Verdict:
     stage, _, slot = first.key
     module = _module(first, compared)
-    kind = _kind(first, reference, layout)
+    kind = _kind(first, compared, layout)
     ranks = set(first.wrong_ranks) | set(first.replicas_differ)
     return replace(
         base,
@@ -248,10 +246,10 @@ def _module(first: Comparison, compared: Compared) -> str:
     return name
 
 
-def _kind(first: Comparison, reference: Capture, layout: Capture) -> Kind:
+def _kind(first: Comparison, compared: Compared, layout: Capture) -> Kind:
     pairs = first.copies or ([first.worst] if first.worst else [])
     if first.worst is not None and first.worst.micro_batch is not None:
-        pairs = pairs_of(reference, layout, first.key, first.worst.micro_batch)
+        pairs = compared.pairs_of(first.key, first.worst.micro_batch)
     return kind_of(first, pairs, layout.first)
 
 
