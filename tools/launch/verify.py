@@ -138,9 +138,8 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         if may_flip(judgement):
             write_forced(captured, ours, scratch / "choices", choices_alone=True)
             layout = _capturing(layout, scratch / "routed", iteration, 0, scratch / "choices")
-            failure = train("routed", layout)
-            if failure:
-                return refused(f"The layout with the reference's routing {failure}")
+            if failure := train("routed", layout):
+                raise VerifyError(f"The layout with the reference's routing {failure}")
             ours = read_capture(scratch / "routed")
             judgement = judge(captured, ours)
         if not may_have_spread(judgement):
