@@ -108,11 +108,14 @@ def shares_gpu(spec: RunSpec | None) -> bool:
 
 def adam_state(run: Run) -> str | None:
     """Whether Adam's moments existed: fp16 skips its first steps, and allocates them after."""
-    counts = [i.skipped_iterations for i in run.log.iterations if i.skipped_iterations is not None]
-    if not counts:
+    lines = run.log.iterations
+    if not lines.known("skipped_iterations").any():
         return None
-    updates = sum(count == 0 for count in counts)
-    return "existed" if updates else "never existed (every step was skipped)"
+    return (
+        "existed"
+        if (lines.values("skipped_iterations") == 0).any()
+        else "never existed (every step was skipped)"
+    )
 
 
 def _text(value: object) -> str:

@@ -12,9 +12,12 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tools.records.measurements import choices, first_other_choice
 from tools.report.analyse.configurations import Configuration, is_planted
 from tools.report.analyse.must_agree import obstacle
+from tools.report.read.iterations import IterationTable
 from tools.report.read.runs import Run
 
 REFERENCE = "reference"
@@ -104,14 +107,13 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
 
 def loss_curve(run: Run) -> Curve:
     """Loss by iteration; averaged lines and losses that are not numbers are left out."""
-    return {
-        found.iteration: found.lm_loss
-        for found in (*run.before, *run.log.iterations)
-        if found.lm_loss is not None
-        and math.isfinite(found.lm_loss)
-        and not found.averaged
-        and not found.skipped_iterations
-    }
+    curve: Curve = {}
+    for lines in (IterationTable.of(run.before), run.log.iterations):
+        losses = lines.values("lm_loss")
+        left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
+        kept = np.isfinite(losses) & ~left_out
+        curve |= dict(zip(lines.numbers[kept].tolist(), losses[kept].tolist(), strict=True))
+    return curve
 
 
 def last_digit(value: float) -> float:
