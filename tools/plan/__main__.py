@@ -39,13 +39,40 @@ def main(arguments: list[str] | None = None) -> int:
         print(residual_tables(), end="")
         return 0
     try:
-        return _plan(command_line().parse_args(words))
+        options = command_line().parse_args(words)
+        return _layout(options) if options.layout else _plan(options)
     except (RequestError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
+def _layout(options: argparse.Namespace) -> int:
+    from tools.plan.layout import (
+        changed_options,
+        draw_layout,
+        layout_as_data,
+        print_layout,
+        time_layout,
+    )
+
+    timed = time_layout(options)
+    other = time_layout(changed_options(options, options.what_if)) if options.what_if else None
+    if options.json:
+        print(json.dumps(layout_as_data(timed, other), indent=2))
+    else:
+        from rich.console import Console
+
+        print_layout(timed, other, Console(width=None if sys.stdout.isatty() else 140))
+    if options.svg:
+        draw_layout([timed, *([other] if other else [])], options.svg)
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> int:
+    for name in ("micro_batch", "recompute", "what_if"):
+        if getattr(options, name) is not None:
+            variable = name.upper()
+            raise RequestError(f"{variable}= is of one layout; name it: LAYOUT=tp8pp16dp8.")
     request = request_from_options(options)
     plan = search(request, slack=_PICTURE_SLACK if options.svg else 1.0)
     if plan.winner is None:

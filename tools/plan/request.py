@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from tools.plan.memory import PRECISIONS
 from tools.plan.search import Request
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import load_model
+from tools.spec.model import changed_model, model_of
 from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
@@ -44,7 +45,7 @@ def request_from_options(options: Namespace) -> Request:
         UnknownModelError: No such model.
         UnknownHardwareError: No such device or link.
     """
-    model = load_model(options.model)
+    model = changed_model(model_of(options.model), shlex.split(options.extra or ""))
     devices, per_node = _devices_and_node(options)
     device = device_by_key(options.gpu)
     dtype = options.dtype or model.dtype

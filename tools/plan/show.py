@@ -19,7 +19,7 @@ from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_can
 from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.spec.model import GPT2_VOCABULARY, Model
+from tools.spec.model import GPT2_VOCABULARY, Model, model_names
 from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
@@ -119,7 +119,7 @@ def print_plan(
     for ranking in rankings:
         console.print(rich_table(ranking.fitting(console.width)))
     console.print(rich_table(_details(plan.winner)))
-    command = make_command(plan.request.model, plan.winner.spec)
+    command = plan_command(plan.request.model, plan.winner.spec)
     if difference := trained_vocabulary_sentence(plan.winner.spec):
         console.print(difference, style="bold yellow", highlight=False)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
@@ -194,6 +194,14 @@ def _extra_flags(spec: RunSpec) -> tuple[str, ...]:
 def trained_vocabulary_sentence(spec: RunSpec) -> str:
     """How the model that the command trains, on the kit's own data, differs from the planned one."""
     return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
+
+
+def plan_command(model: Model, spec: RunSpec) -> str:
+    """The command; for a model of a file elsewhere, with where its flags have to be first."""
+    command = make_command(model, spec)
+    if model.name in model_names():
+        return command
+    return f"With its flags in examples/{model.family}/models/{model.name}.args: {command}"
 
 
 def make_command(model: Model, spec: RunSpec) -> str:

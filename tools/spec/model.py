@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import Flags, merge_flags, pick_flags
+from tools.spec.huggingface import flags_of_config
 from tools.spec.strategy import Batch
 
 FAMILIES = ("gpt3", "moe")
@@ -17,7 +18,7 @@ ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
 GPT2_VOCABULARY = 50257
 
 _HALVES = frozenset({"--fp16", "--bf16"})
-_BUILDS = _HALVES | {
+SHAPE_FLAGS = _HALVES | {
     "--num-layers",
     "--hidden-size",
     "--num-attention-heads",
@@ -153,6 +154,32 @@ def load_model(name: str) -> Model:
     raise UnknownModelError(f"There is no model '{name}'; did you mean {hint}?")
 
 
+def model_of(text: str) -> Model:
+    """A model by name, or by the path of any `.args` file or of a Hugging Face `config.json`.
+
+    Raises:
+        UnknownModelError: There is no such model or file.
+        ValueError: The file does not define a shape, or is of an architecture that is not known.
+    """
+    path = Path(text).expanduser()
+    if path.suffix not in (".args", ".json") and "/" not in text:
+        return load_model(text)
+    if not path.is_file():
+        raise UnknownModelError(
+            f"There is no file {text}; give an .args file, a config.json or a model of 'make list'."
+        )
+    if path.suffix == ".json":
+        words = flags_of_config(path)
+        name = path.resolve().parent.name if path.stem == "config" else path.stem
+    else:
+        words, name = read_args_file(path), path.stem
+    family = "moe" if Flags(words).has("--num-experts") else "gpt3"
+    try:
+        return model_from_flags(name, family, words)
+    except ZeroDivisionError:
+        raise ValueError(f"{text} has a head or layer count of 0; use 1 or more.") from None
+
+
 def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
     """Build a model from Megatron flags, wherever they come from (a file, a run's argv).
 
@@ -193,7 +220,7 @@ def changed_model(model: Model, words: Sequence[str]) -> Model:
 
     Flags that change neither are left out. Raises as `model_from_flags` does.
     """
-    changes = pick_flags(words, _BUILDS)
+    changes = pick_flags(words, SHAPE_FLAGS)
     if not changes:
         return model
     other_half = any(half in changes for half in _HALVES)

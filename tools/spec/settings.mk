@@ -1,7 +1,7 @@
 # Made by `python -m tools.spec.settings > tools/spec/settings.mk`; a test compares.
 ## Variables: what is trained [every training target]
 ##   ITERS            iterations (100; 25 for a tiny model)
-##   MICRO_BATCH      samples in a rank's forward pass [also dryrun]
+##   MICRO_BATCH      samples in a rank's forward pass [also dryrun plan]
 ##   GLOBAL_BATCH     samples in an iteration [also plan dryrun]
 ##   SEED             seed of weights, dropout and sample order (1234)
 ##   DROPOUT          attention and hidden dropout
@@ -62,7 +62,7 @@
 ##   BUDGET           seconds for all settings (510) [bench-gpu]
 ##   TARGET           the training target to use [loss-curve bench-ledger]
 ## Variables: planning [plan]
-##   MODEL            a model of make list [also dryrun compare-*]
+##   MODEL            a model of make list; planning also takes an .args file or a config.json [also dryrun compare-*]
 ##   GPUS             number of devices
 ##   GPU              h200, a100-80g, … (h200)
 ##   GPUS_PER_NODE    devices per machine (8)
@@ -82,11 +82,14 @@
 ##   VPP              virtual stages per rank [also schedules]
 ##   SP               1 adds sequence parallelism
 ##   ZERO1            1 shards optimizer states
-##   RECOMPUTE        none, selective or full
+##   RECOMPUTE        none, selective or full [also plan]
 ##   RANKS            first,middle,last or numbers
 ##   MICROBATCHES     microbatches in an iteration [schedules]
 ##   SVG              write a picture to this file [plan schedules]
 ##   JSON             1 prints JSON [also plan schedules validate audit]
+##   LAYOUT           times this layout alone, tp8pp16dp8-zero1 [plan]
+##   WHAT_IF          another beside LAYOUT=, "GPU=b200 MICRO_BATCH=2" [plan]
+##   EXTRA            Megatron flags of the planned model and layout [plan]
 ##   TABLE            a CSV or Markdown table of figures [audit]
 ##   LEAVE_OUT        the source that constants are fitted without (each reading's own) [validate]
 ##   READINGS         a file of readings of your own [validate]

@@ -51,7 +51,7 @@ MICRO_BATCH = Setting(
     positive,
     _NUMBER,
     "samples in a rank's forward pass",
-    (*_TRAIN, "dryrun"),
+    (*_TRAIN, "dryrun", "plan"),
     "--micro-batch",
 )
 GLOBAL_BATCH = Setting(
@@ -288,7 +288,12 @@ TARGET = Setting("TARGET", str, _TEXT, "the training target to use", ("loss-curv
 
 # Before a run: planner, dry run, schedules.
 MODEL = Setting(
-    "MODEL", str, _TEXT, "a model of make list", ("plan", "dryrun", *_COMPARE), "--model"
+    "MODEL",
+    str,
+    _TEXT,
+    "a model of make list; planning also takes an .args file or a config.json",
+    ("plan", "dryrun", *_COMPARE),
+    "--model",
 )
 GPUS = Setting("GPUS", int, "a whole number", "number of devices", ("plan",), "--gpus")
 GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", ("plan",), "--gpu")
@@ -335,7 +340,7 @@ RECOMPUTE = Setting(
     one_of(*Recompute),
     "none, selective or full",
     "none, selective or full",
-    ("dryrun",),
+    ("dryrun", "plan"),
     "--recompute",
 )
 RANKS = Setting("RANKS", str, _TEXT, "first,middle,last or numbers", ("dryrun",), "--ranks")
@@ -357,6 +362,20 @@ JSON = Setting(
     "1 prints JSON",
     ("plan", "dryrun", "schedules", "validate", "audit"),
     "--json",
+)
+LAYOUT = Setting(
+    "LAYOUT", str, _TEXT, "times this layout alone, tp8pp16dp8-zero1", ("plan",), "--layout"
+)
+WHAT_IF = Setting(
+    "WHAT_IF",
+    str,
+    _TEXT,
+    'another beside LAYOUT=, "GPU=b200 MICRO_BATCH=2"',
+    ("plan",),
+    "--what-if",
+)
+PLANNED_EXTRA = Setting(
+    "EXTRA", str, _TEXT, "Megatron flags of the planned model and layout", ("plan",), "--extra"
 )
 TABLE = Setting("TABLE", str, "a file", "a CSV or Markdown table of figures", ("audit",), "*")
 LEAVE_OUT = Setting(
@@ -453,7 +472,8 @@ def options_of(target: str, environment: Mapping[str, str]) -> list[str]:
         elif isinstance(value, bool):
             options += [setting.option] if value else []
         else:
-            options += [setting.option, str(value)]
+            joined = str(value).startswith("-")  # argparse takes such a word for an option.
+            options += [f"{setting.option}={value}"] if joined else [setting.option, str(value)]
     return [*options, *positional]
 
 

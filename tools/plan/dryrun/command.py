@@ -11,7 +11,7 @@ from tools.plan.dryrun.comparison import CheckedRank, dry_run
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import RequestParser, with_sequence
-from tools.spec.model import Model, load_model
+from tools.spec.model import Model, model_of
 from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.settings import add_options, program
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; 1 if a rank differs from its closed form, 2 for what cannot be."""
     try:
         options = command_line().parse_args(arguments)
-        model = load_model(options.model)
+        model = model_of(options.model)
         spec = spec_from(options, model)
         ranks = ranks_named(options.ranks, spec)
         check(spec)

@@ -1,0 +1,140 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tools.plan.__main__ import main
+from tools.plan.search import Request, evaluate
+from tools.plan.tensors import parameters_total
+from tools.spec.model import load_model, model_of
+from tools.spec.run import Recompute, spec_of_model
+from tools.spec.settings import options_of
+from tools.spec.strategy import Batch, Parallelism
+
+LAYOUT = ["--model", "gpt2-large", "--gpu", "h200", "--layout", "tp2", "--micro-batch", "2"]
+SMALL = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64\n"
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main([*words, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_one_layout_is_timed_as_the_search_would_time_it(
+    capsys: pytest.CaptureFixture[str], make_request: Callable[..., Request]
+) -> None:
+    found = answer(capsys, *LAYOUT, "--global-batch", "64", "--recompute", "full")
+    request = make_request("gpt2-large", 2, "h200", 64)
+    spec = spec_of_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
+    spec = replace(spec, recompute=Recompute.FULL)
+    layout = found["layout"]
+    assert isinstance(layout, dict)
+    assert layout["iteration_seconds"] == pytest.approx(evaluate(request, spec).seconds.total)
+    assert layout["recompute"] == "full"
+    assert found["what_if"] is None
+
+
+def test_what_if_stands_beside_it_in_text_data_and_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*LAYOUT, "--global-batch", "64", "--what-if", "GPU=b200 MICRO_BATCH=4"]
+    picture = tmp_path / "layout.svg"
+    assert main([*words, "--svg", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "gpt2-large as tp2 on 2 H200" in text
+    assert "times as fast" in text
+    assert "pipeline bubble" not in text
+    drawn = "".join(ElementTree.parse(picture).getroot().itertext())
+    assert "exposed TP" in drawn
+    assert "B200" in drawn
+    other = answer(capsys, *words)["what_if"]
+    assert isinstance(other, dict)
+    assert (other["gpu"], other["layout"]["micro_batch_size"]) == ("b200", 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--layout tp8pp16dp8 --gpus 512", "multiplies to 1,024 devices, not 512"),
+        ("--layout tp3 --global-batch 3", "which TP 3 does not divide"),
+        ("--layout xx2", "Unknown strategy 'xx2'"),
+        ("--layout dp2 --what-if GPUU=b200", "did you mean GPU=?"),
+        ("--layout dp2 --what-if MICRO_BATCH=0", "MICRO_BATCH=0 is not a whole number above 0"),
+        ("--gpus 2 --micro-batch 2", "MICRO_BATCH= is of one layout; name it: LAYOUT="),
+    ],
+)
+def test_layouts_that_cannot_be_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(["--model", "gpt2-large", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_any_args_file_is_a_model_and_extra_flags_change_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.args"
+    file.write_text(SMALL)
+    words = ["--model", str(file), "--layout", "pp4", "--gpu", "h100", "--global-batch", "4"]
+    assert main(words) == 2
+    assert "6 layers, which PP 4 does not divide" in capsys.readouterr().err
+    counted = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    found = answer(capsys, *words, f"--extra={counted} --no-mmap-bin-files")
+    assert found["model"] == "mine"
+    assert found["ignored_flags"] == ["--no-mmap-bin-files"]
+    deeper = answer(capsys, *words, "--extra=--num-layers 8")
+    assert deeper["ignored_flags"] == []
+    assert options_of("plan", {"EXTRA": "--num-layers 8"}) == ["--extra=--num-layers 8"]
+
+
+def config(tmp_path: Path, **fields: object) -> str:
+    folder = tmp_path / "some-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder / "config.json")
+
+
+def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: Path) -> None:
+    model = model_of(config(tmp_path, **LLAMA))
+    assert (model.name, model.dtype, model.dropout) == ("some-model", "bf16", 0)
+    assert model.shape == load_model("llama3-8b").shape
+    gpt2 = {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024}
+    found = model_of(config(tmp_path, **gpt2, vocab_size=50257))
+    assert (found.shape.positions, found.shape.tied_embeddings, found.dropout) == (1024, True, 0.1)
+    assert round(parameters_total(found.shape) / 1e6) == 774
+    qwen = model_of(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
+    assert qwen.shape.qkv_bias
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    mixtral = model_of(config(tmp_path, **{**LLAMA, **experts, "vocab_size": 32000}))
+    assert round(parameters_total(mixtral.shape) / 1e9, 1) == 46.7
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba', which has no mapping"),
+        ({"model_type": "llama", "hidden_size": 8}, "lacks the field"),
+        ({**LLAMA, "sliding_window": 4096}, "sliding_window of 4096"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_other_configs_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_of(config(tmp_path, **fields))

@@ -1,0 +1,216 @@
+"""One layout of one's own, timed: its breakdown as a table, data or picture, another one beside it."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from argparse import Namespace
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tools.plan.constraints import violations
+from tools.plan.request import RequestError, request_from_options
+from tools.plan.search import Candidate, Request, evaluate
+from tools.plan.show import candidate_as_data, plan_command
+from tools.plan.time.iteration import TIME_COMPONENTS
+from tools.spec.flags import Flags, drop_flags
+from tools.spec.model import SHAPE_FLAGS
+from tools.spec.run import Recompute, recompute_of
+from tools.spec.setting import SettingError
+from tools.spec.settings import SETTINGS
+from tools.spec.stages import stages_of
+from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
+from tools.text.table import Column, Table, rich_table
+from tools.text.units import GIB, duration, percent
+
+_COLOURS = ("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73")
+_MORE_COLOURS = ("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9")
+
+
+@dataclass(frozen=True)
+class TimedLayout:
+    """A layout as asked for, and what is predicted of it."""
+
+    request: Request
+    candidate: Candidate
+    ignored: tuple[str, ...]
+    """Flags of EXTRA that the prediction knows nothing of."""
+
+    @property
+    def label(self) -> str:
+        """Layout, devices and their kind."""
+        cluster = self.request.cluster
+        return f"{self.candidate.strategy} on {cluster.devices:,} {cluster.device.name}"
+
+
+def time_layout(options: Namespace) -> TimedLayout:
+    """Predict the layout that the options name.
+
+    Raises:
+        RequestError: It does not multiply to the devices, or Megatron refuses it.
+        ValueError: As `request_from_options`.
+    """
+    options = copy(options)
+    named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or 8))
+    try:
+        devices = devices_of(options.layout, named or 1)
+        if named and devices != named:
+            raise RequestError(
+                f"The layout {options.layout} multiplies to {devices:,} devices, not {named:,}; leave "
+                "GPUS= out, or give it another DP."
+            )
+        options.gpus = devices
+        split = parse_strategy(options.layout, devices)
+    except StrategyError as error:
+        raise RequestError(str(error)) from None
+    request = request_from_options(options)
+    flags = Flags(extra := shlex.split(options.extra or ""))
+    micro = options.micro_batch or request.model.batch.micro_batch_size
+    layout = ("--pipeline-model-parallel-size", str(split.pipeline), *extra)
+    recompute = Recompute(options.recompute) if options.recompute else request.template.recompute
+    spec = replace(
+        request.template,
+        parallelism=split,
+        batch=Batch(micro, request.global_batch),
+        recompute=recompute_of(flags) if flags.has("--recompute-granularity") else recompute,
+        stages=stages_of(Flags(layout)),
+        cp_comm_type=flags.text("--cp-comm-type", "p2p"),
+    )
+    if problems := violations(spec):
+        raise RequestError(" ".join(problems))
+    return TimedLayout(request, evaluate(request, spec), _ignored(extra))
+
+
+def changed_options(options: Namespace, text: str) -> Namespace:
+    """The options with the variables of `WHAT_IF="GPU=b200 MICRO_BATCH=2"` instead of their own.
+
+    Raises:
+        RequestError: A word that sets no variable of `make plan`, with the near name.
+    """
+    known = {s.name: s for s in SETTINGS if s.used_by("plan") and s.option.startswith("--")}
+    changed = copy(options)
+    if "LAYOUT=" in text or "GPUS=" in text:
+        changed.gpus = None
+    for word in shlex.split(text):
+        name, joined, value = word.partition("=")
+        if not joined or name not in known or name == "WHAT_IF":
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'
+            raise RequestError(f"WHAT_IF has {word}, which sets no variable of make plan; {hint}")
+        setting = known[name]
+        try:
+            read = setting.value({name: value})
+        except SettingError as error:
+            raise RequestError(f"WHAT_IF: {error}") from None
+        setattr(changed, setting.option[2:].replace("-", "_"), read)
+    return changed
+
+
+def layout_as_data(timed: TimedLayout, other: TimedLayout | None) -> dict[str, Any]:
+    """Both as data; bytes and seconds."""
+    return {
+        "model": timed.request.model.name,
+        "gpu": timed.request.cluster.device.key,
+        "gpus": timed.request.cluster.devices,
+        "layout": candidate_as_data(timed.request, timed.candidate),
+        "ignored_flags": list(timed.ignored),
+        "what_if": layout_as_data(other, None) if other else None,
+    }
+
+
+def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console) -> None:
+    """Sentences, the breakdown, and the command that trains it."""
+    every = [timed, *([other] if other else [])]
+    for each in every:
+        console.print(_sentence(each), highlight=False)
+    if other:
+        ratio = timed.candidate.tokens_per_second / other.candidate.tokens_per_second
+        console.print(f"The second trains {1 / ratio:.2f} times as fast.", highlight=False)
+    if timed.ignored:
+        words = " ".join(timed.ignored)
+        console.print(f"Not part of the prediction: {words}.", style="bold yellow")
+    console.print(rich_table(_breakdown(every)))
+    command = plan_command(timed.request.model, timed.candidate.spec)
+    console.print(command, highlight=False, soft_wrap=True)
+
+
+def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
+    """The breakdown as one SVG: a bar a layout, a colour a component."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 9}):
+        figure = Figure(figsize=(10, 1.8 + 0.8 * len(every)), layout="constrained")
+        axes = figure.subplots()
+        starts = [0.0] * len(every)
+        colours = iter((*_COLOURS, *_MORE_COLOURS) * 2)
+        for name in TIME_COMPONENTS:
+            widths = [getattr(each.candidate.seconds, name) for each in every]
+            colour = next(colours)
+            if any(widths):
+                axes.barh(range(len(every)), widths, 0.6, starts, color=colour, label=_called(name))
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        for place, total in enumerate(starts):
+            axes.text(total, place, f" {duration(total)}", va="center")
+        axes.set_yticks(range(len(every)), [each.label for each in every])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12 * max(starts))
+        axes.set_xlabel("seconds an iteration; communication is what arithmetic does not hide")
+        axes.set_title(f"{every[0].request.model.name}: where an iteration goes", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))
+        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+
+
+def _ignored(extra: Sequence[str]) -> tuple[str, ...]:
+    known = SHAPE_FLAGS | {
+        *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+        *("--cp-comm-type", "--vocab-size"),
+    }
+    return tuple(word for word in drop_flags(extra, known) if word.startswith("--"))
+
+
+def _sentence(timed: TimedLayout) -> str:
+    found, request = timed.candidate, timed.request
+    memory = found.memory.total / GIB
+    fits = "fits" if found.fits else "does not fit"
+    return (
+        f"{request.model.name} as {timed.label}, micro batch {found.spec.batch.micro_batch_size}, "
+        f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
+        f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; {memory:.1f} GiB on its "
+        f"fullest rank, which {fits}."
+    )
+
+
+def _breakdown(every: Sequence[TimedLayout]) -> Table[str]:
+    def cell(place: int, name: str) -> str:
+        seconds = every[place].candidate.seconds
+        value = seconds.total if name == "total" else getattr(seconds, name)
+        return f"{1e3 * value:,.1f} ms ({value / seconds.total:.0%})"
+
+    columns = [Column[str]("where", _called, right=False)]
+    for place, each in enumerate(every):
+        columns.append(Column[str](each.label, lambda name, place=place: cell(place, name)))  # type: ignore[misc]
+    shown = [n for n in TIME_COMPONENTS if any(getattr(e.candidate.seconds, n) for e in every)]
+    return Table(tuple(columns), (*shown, "total"), "Where an iteration goes")
+
+
+def _called(name: str) -> str:
+    words = {
+        "matmul": "matrix products",
+        "memory_bound": "memory-bound kernels and launches",
+        "tensor_parallel": "exposed TP",
+        "context_parallel": "exposed CP",
+        "expert_parallel": "exposed EP",
+        "pipeline_messages": "exposed PP",
+        "bubble": "pipeline bubble",
+        "gradient_sync": "exposed DP",
+    }
+    return words.get(name, name.replace("_", " "))
