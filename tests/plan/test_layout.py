@@ -102,6 +102,17 @@ def test_any_args_file_is_a_model_and_extra_flags_change_it(
     assert options_of("plan", {"EXTRA": "--num-layers 8"}) == ["--extra=--num-layers 8"]
 
 
+def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "gpt3-13b", "--layout", "sp4dp64-zero1", "--global-batch", "256"]
+    plain = answer(capsys, *words)["layout"]
+    overlapped = answer(capsys, *words, "--extra=--overlap-grad-reduce --overlap-param-gather")
+    beside = overlapped["layout"]
+    assert isinstance(plain, dict)
+    assert isinstance(beside, dict)
+    assert beside["time"]["gradient_sync"] < plain["time"]["gradient_sync"]
+    assert overlapped["ignored_flags"] == []
+
+
 def config(tmp_path: Path, **fields: object) -> str:
     folder = tmp_path / "some-model"
     folder.mkdir(exist_ok=True)

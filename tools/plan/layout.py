@@ -83,6 +83,8 @@ def time_layout(options: Namespace) -> TimedLayout:
     )
     if problems := violations(spec):
         raise RequestError(" ".join(problems))
+    run_so = replace(request.cluster.execution, **_overlaps(flags))
+    request = replace(request, cluster=replace(request.cluster, execution=run_so))
     return TimedLayout(request, evaluate(request, spec), _ignored(extra))
 
 
@@ -167,12 +169,25 @@ def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
 
 
+_OVERLAPS = {
+    "--overlap-grad-reduce": "overlap_gradients",
+    "--overlap-param-gather": "overlap_parameters",
+    "--tp-comm-overlap": "overlap_tensor",
+    "--deterministic-mode": "deterministic",
+}
+"""Flags of `Execution`, by its fields."""
+
+
+def _overlaps(flags: Flags) -> dict[str, Any]:
+    return {field: True for flag, field in _OVERLAPS.items() if flags.has(flag)}
+
+
 def _ignored(extra: Sequence[str]) -> tuple[str, ...]:
     known = SHAPE_FLAGS | {
         *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
         *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
         *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
-        *("--cp-comm-type", "--vocab-size"),
+        *("--cp-comm-type", "--vocab-size", *_OVERLAPS),
     }
     return tuple(word for word in drop_flags(extra, known) if word.startswith("--"))
 
