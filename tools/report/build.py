@@ -19,9 +19,11 @@ from tools.report.analyse.report import (
     read_baseline,
 )
 from tools.report.canvas import can_draw
-from tools.report.read.runs import find_run_folders, load_runs
+from tools.report.read.device_name import device_named
+from tools.report.read.runs import Run, find_run_folders, load_runs
 from tools.report.render.files import write_report
 from tools.report.render.text import print_report
+from tools.spec.hardware import Device
 from tools.spec.published import load_published
 
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
@@ -39,6 +41,8 @@ class BuildOptions:
     baseline: Path | None = None
     strict: bool = False
     all_conditions: bool = False
+    device: Device | None = None
+    """Of foreign logs, which rarely name it."""
 
 
 def build(options: BuildOptions, console: Console) -> int:
@@ -77,9 +81,9 @@ def build(options: BuildOptions, console: Console) -> int:
 def _report(name: str, options: BuildOptions) -> Report:
     paths = options.paths or tuple(find_run_folders(options.runs_root))
     runs, problems = load_runs(paths)
+    runs = [_on_its_device(run, options.device) for run in runs]
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
-    runs.sort(key=lambda run: run.record.created_utc if run.record else "")
     bench = None
     try:
         # Runs that were named are the report's only subject.
@@ -88,6 +92,13 @@ def _report(name: str, options: BuildOptions) -> Report:
         problems.append(f"The results of bench-gpu cannot be read ({error}); they are left out.")
     report = build_report(name, runs, load_published(), problems, all_conditions)
     return replace(report, gpu_bench=bench)
+
+
+def _on_its_device(run: Run, given: Device | None) -> Run:
+    """A foreign log with the device that was given for it, else the one that it names."""
+    if not run.is_foreign or not run.path.is_file():
+        return run
+    return replace(run, device=given.nvml_names[0] if given else device_named(run.path))
 
 
 def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path | None) -> Report:

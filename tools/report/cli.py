@@ -93,7 +93,13 @@ def _build(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tools.report.build import BuildOptions, build
+    from tools.spec.hardware import UnknownHardwareError, device_by_key
 
+    try:
+        device = device_by_key(arguments.device) if arguments.device else None
+    except UnknownHardwareError as error:
+        print(f"DEVICE={arguments.device}: {error}", file=sys.stderr)
+        return 2
     options = BuildOptions(
         name=arguments.name,
         paths=tuple(arguments.paths) + tuple(arguments.logs or ()),
@@ -102,6 +108,7 @@ def _build(arguments: argparse.Namespace) -> int:
         baseline=arguments.baseline and Path(arguments.baseline),
         strict=arguments.strict,
         all_conditions=arguments.all,
+        device=device,
     )
     return build(options, Console(highlight=False))
 

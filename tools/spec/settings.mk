@@ -97,6 +97,7 @@
 ##   LOGS             Megatron logs, wherever they were made
 ##   NAME             name of the report or sweep [also sweep]
 ##   BASELINE         an earlier report to compare with
+##   DEVICE           GPU that the logs were made on, such as h100
 ##   STRICT           1 exits with an error on a finding
 ## Variables: data [prepare-ds]
 ##   NAME             name of the data set

@@ -396,6 +396,9 @@ NAME = Setting("NAME", str, _TEXT, "name of the report or sweep", ("report", "sw
 BASELINE = Setting(
     "BASELINE", str, _TEXT, "an earlier report to compare with", ("report",), "--baseline"
 )
+LOGS_DEVICE = Setting(
+    "DEVICE", str, _TEXT, "GPU that the logs were made on, such as h100", ("report",), "--device"
+)
 STRICT = Setting(
     "STRICT", switch, _SWITCH, "1 exits with an error on a finding", ("report",), "--strict"
 )

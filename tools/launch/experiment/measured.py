@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tools.records.measurements import Counts, Phase, RankTime, choices
 from tools.records.run import RunRecord, Status
+from tools.report.analyse.configurations import scatter_of
 from tools.report.analyse.entry import Entry, final_loss, peak_memory
 from tools.report.analyse.parity import loss_curve
 from tools.report.analyse.report import build_report
@@ -53,6 +54,8 @@ class Measured:
     optimizer: str = "AdamW"
     """As people call it: Megatron's Muon decays matrices and updates norms at Muon's rate."""
     seed: int = 0
+    device: str = ""
+    """As the report has it: `cpu`, or the GPU's name."""
     samples_ms: tuple[tuple[float, ...], ...] = ()
     """Times of the iterations that count, by run; none of a run that ended badly."""
     wall_seconds: float | None = None
@@ -108,7 +111,8 @@ class Measured:
 
 def pooled(cells: Sequence[Measured]) -> Estimate | None:
     """The iteration time of cells together, in milliseconds; None where none has a time."""
-    return estimate([samples for cell in cells for samples in cell.samples_ms])
+    scatter = scatter_of(next((cell.device for cell in cells), ""))
+    return estimate([samples for cell in cells for samples in cell.samples_ms], scatter=scatter)
 
 
 def measure(cells: Sequence[Sequence[Path]]) -> list[Measured | None]:
@@ -137,6 +141,7 @@ def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
         parity=entry.parity.verdict if entry else "",
         optimizer=_optimizer(record) if record else "",
         seed=record.spec.seed if record else 0,
+        device=run.device,
         samples_ms=tuple(each.window.samples_ms for each in runs if each.counts),
         wall_seconds=run.status.wall_seconds,
         global_batch_size=run.global_batch_size or 0,

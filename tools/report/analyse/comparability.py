@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.report.analyse.configurations import Configuration, fused_patches, link_rate, plant_name
+from tools.report.analyse.configurations import (
+    Configuration,
+    essential,
+    fused_patches,
+    link_rate,
+    plant_name,
+)
 from tools.report.analyse.statistics import Comparison, compare
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec
@@ -31,44 +37,91 @@ class SpeedComparison:
     per_iteration: Comparison | None
     """None where the iterations hold different work: then a speedup per iteration is refused."""
     per_token: Comparison | None
-    """Time a token, over all devices."""
+    """Time a token, over all devices; a sample where a log does not print its sequence length."""
     per_device: float | None
     """Tokens/s/device over the reference's: 1 is perfect scaling."""
     differences: tuple[Difference, ...]
+    caution: str = ""
+    """What the comparison takes for granted, or why there is none."""
 
 
 def compare_speed(reference: Configuration, other: Configuration) -> SpeedComparison:
     """Compare the times of two configurations, per iteration only if both do the same work."""
-    one, two = reference.newest.spec, other.newest.spec
+    one, two = reference.newest, other.newest
     per_iteration = per_token = None
     per_device = None
-    shared = shares_gpu(one) or shares_gpu(two)
-    if reference.estimate and other.estimate and one and two and not shared:
-        ours, theirs = one.tokens_per_iteration, two.tokens_per_iteration
-        per_token = compare(reference.estimate, other.estimate, ours / theirs)
-        per_iteration = per_token if ours == theirs else None
-        scale = one.parallelism.world_size / two.parallelism.world_size
-        per_device = scale / per_token.ratio
+    work, caution = _work(one, two)
+    if reference.estimate and other.estimate and work:
+        per_token = compare(reference.estimate, other.estimate, work[0] / work[1])
+        per_iteration = per_token if work[0] == work[1] else None
+        if one.spec and two.spec:
+            scale = one.spec.parallelism.world_size / two.spec.parallelism.world_size
+            per_device = scale / per_token.ratio
     return SpeedComparison(
-        reference=reference.newest.name,
-        other=other.newest.name,
+        reference=one.name,
+        other=two.name,
         per_iteration=per_iteration,
         per_token=per_token,
         per_device=per_device,
-        differences=tuple(differences(reference.newest, other.newest)),
+        differences=tuple(differences(one, two)),
+        caution=caution,
     )
+
+
+def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
+    """Tokens, else samples, of an iteration of each; None, with the reason, where that is not known."""
+    one, two = reference.spec, other.spec
+    if shares_gpu(one) or shares_gpu(two):
+        return None, SHARED
+    if one and two:
+        return (one.tokens_per_iteration, two.tokens_per_iteration), ""
+    ours, theirs = reference.global_batch_size, other.global_batch_size
+    silent = [run.name for run in (reference, other) if run.spec is None]
+    who = f"{' and '.join(silent)} print{'s' * (len(silent) == 1)}"
+    if not ours or not theirs:
+        return None, f"{who} neither arguments nor a global batch size"
+    return (ours, theirs), f"{who} no arguments, so equal sequences are assumed"
 
 
 def differences(reference: Run, other: Run) -> list[Difference]:
     """Everything the runs should share for their times to be comparable, and do not."""
     ours, theirs = _conditions(reference), _conditions(other)
-    return [
+    found = [
         Difference(what, _text(ours[what]), _text(theirs[what]), what in _OF_STRATEGY)
         for what in ours
         if ours[what] != theirs[what]
     ]
+    return found + _arguments(reference, other)
 
 
+def _arguments(reference: Run, other: Run) -> list[Difference]:
+    """Printed arguments that differ, where one of the two is a foreign log."""
+    one, two = essential(reference.arguments), essential(other.arguments)
+    if not one or not two or not (reference.is_foreign or other.is_foreign):
+        return []
+    return [
+        Difference(
+            f"--{name.replace('_', '-')}",
+            one.get(name, "not given"),
+            two.get(name, "not given"),
+            name in _OF_LAYOUT,
+        )
+        for name in sorted({*one, *two} - _SAID)
+        if one.get(name) != two.get(name)
+    ]
+
+
+_SAID = frozenset({"optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"})
+"""Arguments that a condition of its own stands for."""
+_OF_LAYOUT = frozenset(
+    {
+        *("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel"),
+        *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+        *("transformer_pipeline_model_parallel_size", "context_parallel_size"),
+        *("expert_model_parallel_size", "expert_tensor_parallel_size", "padded_vocab_size"),
+        *("num_layers_per_virtual_pipeline_stage", "make_vocab_size_divisible_by"),
+    }
+)
 _OF_STRATEGY = ("devices", "padded vocabulary")
 
 

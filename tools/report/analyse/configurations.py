@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tools.report.analyse.statistics import Estimate, estimate
+from tools.records.run import RunRecord
+from tools.report.analyse.statistics import ON_CPU_RANKS, ON_GPUS, Estimate, Scatter, estimate
 from tools.report.read.runs import Run, given_arguments
 from tools.spec.run import RunSpec
 from tools.spec.strategy import EXAMPLES
@@ -55,32 +56,57 @@ class Identity:
     """Without its seed: repeats may differ in it."""
     device: str
     """`cpu`, or the name of the GPU; empty where a log does not say."""
+    data: str | None = None
+    """The data set's prefix."""
+    arguments: tuple[tuple[str, str], ...] = ()
+    """All others that were given, or printed, but for those that `essential` leaves out."""
     otherwise: str = ""
     """The run itself, where it is not known what was trained."""
 
 
-def identity(spec: RunSpec | None, device: str, run: str) -> Identity:
-    """The identity of a run, also of one that an earlier report describes."""
+def identity(
+    run: str,
+    device: str,
+    spec: RunSpec | None,
+    record: RunRecord | None,
+    printed: Mapping[str, str],
+) -> Identity:
+    """The identity of a run, also of one that an earlier report describes.
+
+    Args:
+        run: Its name.
+        device: As in `results.csv`.
+        spec: What was trained, where that is known.
+        record: Its `run.json`; None of a foreign log.
+        printed: Arguments that a foreign log prints.
+    """
     if spec is None:
-        return Identity(None, device, run)
-    return Identity(replace(spec, seed=0), device)
+        return Identity(None, device, otherwise=run)
+    given = given_arguments(record.argv) if record else printed
+    data = record.dataset.prefix if record and record.dataset else None
+    arguments = tuple(sorted(essential(given).items()))
+    return Identity(replace(spec, seed=0), device, data, arguments)
 
 
 def identity_of(run: Run) -> Identity:
     """The identity of a run that was read."""
-    return identity(run.spec, run.device, run.name)
+    return identity(run.name, run.device, run.spec, run.record, run.arguments)
 
 
 def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Configuration]:
-    """Group runs into rows, ordered by model, device, ranks and strategy.
+    """Group runs into rows: repeats that the kit made are one, every foreign log is its own.
+
+    Rows are ordered by model, device, ranks and strategy; with a foreign log among them as the runs
+    were named.
 
     Args:
-        runs: In order of age, oldest first.
+        runs: In the order in which they were named.
         all_conditions: Whether older versions and other machines get rows of their own; else only
             the newest conditions of a configuration are shown and the others are counted.
     """
+    named = list(runs)
     groups: dict[tuple[object, ...], list[Run]] = {}
-    for run in runs:
+    for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
         groups.setdefault(_pooled_by(run), []).append(run)
     rows: list[Configuration] = []
     for runs_of_one in groups.values():
@@ -96,13 +122,35 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
             if group is newest:
                 found[0] = replace(found[0], running=running)
             rows += found
+    if any(run.is_foreign for run in named):
+        places = {id(run): place for place, run in enumerate(named)}
+        return sorted(rows, key=lambda row: min(places[id(run)] for run in row.runs))
     return sorted(rows, key=_order)
+
+
+def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
+    """Logs of one file name get as much of their folders as tells them apart, else a number."""
+    names: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        names[run.name].append(run)
+    given: dict[int, str] = {}
+    for name, same in names.items():
+        for number, run in enumerate(same if len(same) > 1 else (), start=1):
+            folder = run.path.parent if run.is_foreign else run.path.parent.parent
+            alike = sum(other.path.parent == run.path.parent for other in same) > 1
+            given[id(run)] = f"{name} ({number})" if alike else f"{folder.name}/{name}"
+    return [replace(run, name=given.get(id(run), run.name)) for run in runs]
 
 
 def essential(arguments: Mapping[str, str]) -> dict[str, str]:
     """Arguments without those that only say where output goes or how long to run."""
     plain = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
     return {name: value for name, value in plain.items() if name not in _VOLATILE}
+
+
+def scatter_of(device: str) -> Scatter:
+    """How runs are known to scatter on a device; of a log that does not name it, as on GPUs."""
+    return ON_CPU_RANKS if device == "cpu" else ON_GPUS
 
 
 def _ended(runs: Sequence[Run]) -> tuple[Sequence[Run], tuple[Run, ...]]:
@@ -120,7 +168,9 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
     if counting:
         newest = group.index(counting[-1])
         before = [run for run in failed if group.index(run) < newest]
-        pooled = estimate([run.window.samples_ms for run in counting])
+        pooled = estimate(
+            [run.window.samples_ms for run in counting], scatter=scatter_of(group[-1].device)
+        )
         rows.append(Configuration(tuple(counting), pooled, tuple(before), (), *superseded))
         failed = [run for run in failed if group.index(run) > newest]
     if failed:
@@ -130,10 +180,8 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
 
 
 def _pooled_by(run: Run) -> tuple[object, ...]:
-    """What repeats share: what was trained, on what data, with which other arguments."""
-    given = given_arguments(run.record.argv) if run.record else run.arguments
-    prefix = run.dataset.prefix if run.dataset else None
-    return identity_of(run), prefix, tuple(sorted(essential(given).items()))
+    """What repeats share. Nobody says of two foreign logs that they are repeats."""
+    return (identity_of(run), run.name if run.is_foreign else "")
 
 
 def _conditions(run: Run) -> tuple[object, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from tools.plan.tensors import parameters_total
@@ -14,11 +15,13 @@ from tools.report.analyse.parity import REFERENCE, Parity
 from tools.report.analyse.published import Match
 from tools.report.analyse.rates import Rates
 from tools.report.analyse.statistics import Estimate
+from tools.report.analyse.within_run import Shift
 from tools.report.read.runs import Run
 from tools.spec.published import Figure
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.table import Column
+from tools.text.units import number
 
 _MIB = 2**20
 _ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP2: 3}
@@ -37,6 +40,8 @@ class Entry:
     """Against the cohort's reference; None for the reference itself."""
     figure: Figure | None = None
     matches: tuple[Match, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+    """What changes in the newest run's iteration times while it is on."""
     published_ratio: float | None = None
     """The figure's time a sample over its own baseline's; beside `speed.per_token`."""
 
@@ -95,6 +100,9 @@ def notes_of(entry: Entry) -> list[str]:
     notes = [run.status.reason] if run.status.reason else []
     if len(configuration.runs) > 1:
         notes.append(f"{len(configuration.runs)} runs pooled")
+    if entry.estimate and entry.estimate.disagree:
+        notes.append(f"repeats disagree: {disagreement(entry)}")
+    notes += [shift.text for shift in entry.shifts]
     notes += other_attempts(configuration)
     notes += _older(configuration)
     notes += _parity_notes(parity, run)
@@ -104,6 +112,18 @@ def notes_of(entry: Entry) -> list[str]:
     patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
     planted = [f"changed by PLANT={plant_name(run.spec)}"] if is_planted(run.spec) else []
     return [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
+
+
+def disagreement(entry: Entry) -> str:
+    """How far a row's repeats are apart."""
+    found = entry.estimate
+    medians = [median(run.window.samples_ms) for run in entry.configuration.runs]
+    if found is None or found.between is None:
+        return ""
+    return (
+        f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
+        f"{found.between:.1%} where {found.scatter.assumed:.1%} is known of others"
+    )
 
 
 def other_attempts(configuration: Configuration) -> list[str]:

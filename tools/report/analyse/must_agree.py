@@ -12,18 +12,24 @@ _SCHEDULE = (
 """Arguments that change losses, and no strategy changes; `train_iters` decides the samples' order."""
 
 
+NO_START = "no shared starting checkpoint"
+DROPOUT = "dropout is on, and its random numbers differ by layout"
+UNPROVEN = (NO_START, DROPOUT)
+"""Obstacles that are none where the losses of two logs agree all the same."""
+
+
 def obstacle(reference: Run, other: Run) -> str:
     """Why two runs need not print the same losses; empty if they must."""
     ours, theirs = _of_losses(reference), _of_losses(other)
     # With another seed the start is another too, which then says less.
     if ours["seed"] == theirs["seed"] and not _share_start(reference, other):
-        return "no shared starting checkpoint"
+        return NO_START
     differing = [name for name in ours if ours[name] != theirs[name]]
     differing += _other_schedule(reference, other)
     if differing:
         return f"different {', '.join(differing)}"
     if not all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
-        return "dropout is on, and its random numbers differ by layout"
+        return "" if _are_logs_of_one_layout(reference, other) else DROPOUT
     return ""
 
 
@@ -33,7 +39,17 @@ def _share_start(reference: Run, other: Run) -> bool:
     if ours and theirs:
         return ours == theirs
     one, two = reference.start_checkpoint, other.start_checkpoint
-    return one is not None and one == two
+    if one is None and two is None:
+        return _are_logs_of_one_layout(reference, other)
+    return one == two
+
+
+def _are_logs_of_one_layout(reference: Run, other: Run) -> bool:
+    """Whether two logs are of one layout: then equal seeds draw equal weights and dropout masks."""
+    one, two = reference.spec, other.spec
+    if not (reference.is_foreign and other.is_foreign and one and two):
+        return False
+    return one.parallelism == two.parallelism and one.batch == two.batch
 
 
 def _weights(run: Run) -> str | None:

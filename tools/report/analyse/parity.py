@@ -16,7 +16,8 @@ import numpy as np
 
 from tools.records.measurements import choices, first_other_choice
 from tools.report.analyse.configurations import Configuration, is_planted
-from tools.report.analyse.must_agree import obstacle
+from tools.report.analyse.must_agree import UNPROVEN
+from tools.report.analyse.must_agree import obstacle as _stated_obstacle
 from tools.report.read.iterations import IterationTable
 from tools.report.read.runs import Run
 
@@ -37,6 +38,13 @@ iterations); in fp16 6.3e-7 (tp2, sp2, cp2, pp2, 50 iterations). An sp2 whose no
 reduced differs by 7e-6 to 3e-5 in all three and is broken at iteration 3 or 4; a tp2 whose input
 gradient is 1% too large by 2e-6 to 8e-6 in bf16, which is near the limit of what its losses show.
 """
+LOGS_AGREE = 2e-4
+"""By how much of themselves losses of two foreign logs may differ in any iteration.
+
+Public logs of one seed and data order agree to 1.6e-4; nothing is known of their devices' repeats.
+"""
+_FEWEST_OF_LOGS = 5
+"""Iterations that two logs must share before their agreement stands for a common start."""
 HALF_ITERATIONS = 50
 """In bf16 and fp16 losses are compared up to here.
 
@@ -123,6 +131,19 @@ def last_digit(value: float) -> float:
     return float(10.0 ** (math.floor(math.log10(abs(value))) + 1 - _PRINTED_DIGITS))
 
 
+def _obstacle(reference: Run, other: Run) -> str:
+    """Why two runs need not print the same losses; of two logs that do, nothing."""
+    reason = _stated_obstacle(reference, other)
+    if reason not in UNPROVEN or not (reference.is_foreign and other.is_foreign):
+        return reason
+    ours, theirs = loss_curve(reference), loss_curve(other)
+    common = ours.keys() & theirs.keys()
+    if len(common) < _FEWEST_OF_LOGS:
+        return reason
+    worst = max(abs(ours[n] - theirs[n]) / max(abs(ours[n]), abs(theirs[n]), 1e-30) for n in common)
+    return "" if worst <= LOGS_AGREE else f"{reason}, and the losses differ by up to {worst:.2g}"
+
+
 def _verdicts_of(rows: Sequence[Configuration]) -> list[Parity]:
     """Of the rows of one model."""
     against_others = [_compared(row, rows) for row in rows]
@@ -146,7 +167,7 @@ def _without_other(
     main = min(rows, key=_rank)
     if row is main:
         return Parity()
-    reason = obstacle(main.newest, row.newest) or "nothing to compare"
+    reason = _obstacle(main.newest, row.newest) or "nothing to compare"
     return Parity(NOT_COMPARABLE, reason, main.newest.name)
 
 
@@ -174,7 +195,7 @@ def _reference_of(run: Run, rows: Sequence[Configuration]) -> tuple[Configuratio
         (row, other)
         for row in rows
         for other in reversed(row.runs)
-        if loss_curve(other) and not obstacle(other, run)
+        if loss_curve(other) and not _obstacle(other, run)
     ]
     return min(candidates, key=lambda found: _rank(found[0]), default=None)
 
@@ -189,9 +210,9 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
         for other in rows
         if other.newest.is_baseline and other.newest.device == row.newest.device
     ]
-    if run.is_baseline or not baselines:
+    if run.is_baseline or not baselines or run.is_foreign:
         return ""
-    reasons = [obstacle(baseline, run) for baseline in baselines]
+    reasons = [_obstacle(baseline, run) for baseline in baselines]
     return min(reasons, key=len) or f"it is {baselines[0].status.status}"
 
 
@@ -209,6 +230,7 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
         reason = f"no iteration in common{where}"
         return Parity(NOT_COMPARABLE, reason, reference.name, judged=other.name)
     rate = ROUNDING_AN_ITERATION.get(_dtype(other), 0.0)
+    between_logs = LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0
     repeated, broken = 0.0, None
     worst, worst_units = 0.0, 0.0
     for number in common:
@@ -217,7 +239,7 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
         unit = last_digit(largest)
         difference = abs(ours[number] - theirs[number])
         worst, worst_units = max(worst, difference), max(worst_units, difference / unit)
-        allowed = repeated + unit + rate * number * largest
+        allowed = repeated + unit + max(rate * number, between_logs) * largest
         if broken is None and difference > allowed * _SLACK:
             broken = number
     verdict = HELD if broken is None else f"broken@{broken}"
@@ -248,7 +270,7 @@ def _difference_of_repeats(row: Configuration) -> float | None:
     worst = 0.0
     for place, one in enumerate(row.runs):
         for two in row.runs[place + 1 :]:
-            if not _repeats_exactly(one) or obstacle(one, two):
+            if not _repeats_exactly(one) or _obstacle(one, two):
                 continue
             # A run that was resumed in another layout may be off by one until then.
             allowed = 1.5 if one.restarts or two.restarts else 0.5
@@ -268,7 +290,7 @@ def _spread(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
     spread: Curve = {}
     pairs = 0
     for row in rows:
-        repeats = [run for run in row.runs if _is_repeat(run) and not obstacle(reference, run)]
+        repeats = [run for run in row.runs if _is_repeat(run) and not _obstacle(reference, run)]
         for other in repeats[1:]:
             pairs += 1
             ours, theirs = loss_curve(repeats[0]), loss_curve(other)
@@ -284,6 +306,10 @@ def _is_repeat(run: Run) -> bool:
 
 
 def _rank(row: Configuration) -> tuple[int, int, int]:
-    """Baseline first, of all rows those that ended well, and Megatron as it is before a changed one."""
+    """Baseline first, of all rows those that ended well, and Megatron as it is before a changed one.
+
+    Of logs the first that was named.
+    """
     run = row.newest
-    return (0 if run.counts else 1, 1 if is_planted(run.spec) else 0, 0 if run.is_baseline else 1)
+    first = 0 if run.is_baseline or run.is_foreign else 1
+    return (0 if run.counts else 1, 1 if is_planted(run.spec) else 0, first)

@@ -30,16 +30,20 @@ class Rates:
     hfu: float | None = None
     peak_tflops: float | None = None
     peak_source: str = ""
+    printed_tflops_per_device: float | None = None
+    """Megatron's own, the median of its lines."""
+    printed_over_counted: float | None = None
+    """FLOPs of an iteration by Megatron's count over ours; None where its one decimal hides it."""
     formulas: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     """Rates of a run whose median iteration takes `iteration_ms`."""
-    spec = run.spec
+    spec, printed = run.spec, _printed_tflops(run)
     # Tokens of 0 are a batch that the log does not name.
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
-        return Rates()
+        return Rates(printed_tflops_per_device=printed)
     seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
     per_second = spec.tokens_per_iteration / seconds
@@ -54,7 +58,10 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     peak, source, note = _peak(run.device, spec.dtype)
     if peak:
         formulas.append(f"MFU = {per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
+    theirs = _printed_flops(run, devices)
     return Rates(
+        printed_tflops_per_device=printed,
+        printed_over_counted=theirs / flops if theirs else None,
         tokens_per_second=per_second,
         tokens_per_second_per_device=per_second / devices,
         model_flops_per_iteration=flops,
@@ -65,13 +72,13 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
         peak_tflops=peak,
         peak_source=source,
         formulas=tuple(formulas),
-        notes=tuple(filter(None, (note, _against_megatron(run, devices, flops)))),
+        notes=tuple(filter(None, (note, _against_megatron(theirs, flops)))),
     )
 
 
 def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
     if not device:
-        return None, "", "no MFU: the log does not name the device"
+        return None, "", "no MFU: the log does not name the device (DEVICE=h100 names it)"
     if device == "cpu":
         return None, "", ""
     known = find_device(device)
@@ -99,20 +106,26 @@ def _recomputed(run: Run, spec: RunSpec) -> float:
     return layers * (forward.total - forward.logits) * spec.tokens_per_iteration
 
 
-def _against_megatron(run: Run, devices: int, flops: int) -> str:
+def _printed_tflops(run: Run) -> float | None:
+    rates = run.log.iterations.values("throughput_tflops_per_gpu")
+    known = rates[(rates > 0) & ~run.log.iterations.known("averaged")]
+    return float(np.median(known)) if len(known) else None
+
+
+def _printed_flops(run: Run, devices: int) -> float | None:
+    """FLOPs of an iteration as Megatron's own throughput has them."""
+    rates = run.log.iterations.values("throughput_tflops_per_gpu")
+    times = run.log.iterations.values("elapsed_ms")
+    usable = (rates >= _MIN_THROUGHPUT) & (times > 0) & ~run.log.iterations.known("averaged")
+    counted = rates[usable] * times[usable] * 1e9
+    return float(np.median(counted)) * devices if len(counted) else None
+
+
+def _against_megatron(theirs: float | None, flops: int) -> str:
     """What Megatron's own throughput says of the FLOPs of an iteration, if it differs."""
-    counted = [
-        found.throughput_tflops_per_gpu * found.elapsed_ms * 1e9
-        for found in run.log.iterations
-        if found.throughput_tflops_per_gpu
-        and found.throughput_tflops_per_gpu >= _MIN_THROUGHPUT
-        and found.elapsed_ms
-        and not found.averaged
-    ]
-    if not counted:
+    if theirs is None or abs(flops / theirs - 1) <= DISAGREEMENT:
         return ""
-    theirs = float(np.median(counted)) * devices
-    off = flops / theirs - 1
-    if abs(off) <= DISAGREEMENT:
-        return ""
-    return f"FLOPs differ from Megatron's own count by {off:+.1%} ({flops:.4g} here, {theirs:.4g})"
+    return (
+        f"FLOPs differ from Megatron's own count by {flops / theirs - 1:+.1%} ({flops:.4g} here,"
+        f" {theirs:.4g})"
+    )

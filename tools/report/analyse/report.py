@@ -22,12 +22,15 @@ from tools.report.analyse.configurations import (
     identity_of,
     is_planted,
     labels,
+    scatter_of,
+    with_distinct_names,
 )
 from tools.report.analyse.entry import RESULTS, Entry, device_memory
 from tools.report.analyse.parity import Parity, parity_of
 from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import rates_of
 from tools.report.analyse.statistics import Verdict, compare, estimate
+from tools.report.analyse.within_run import changes_within
 from tools.report.read.printed import printed_spec
 from tools.report.read.runs import Run
 from tools.spec.published import Correction, Published
@@ -96,7 +99,7 @@ def build_report(
     all_conditions: bool = False,
 ) -> Report:
     """Turn runs into a report."""
-    rows = configurations(runs, all_conditions)
+    rows = configurations(with_distinct_names(runs), all_conditions)
     parities = parity_of(rows)
     entries = [
         _entry(label, row, parity, published)
@@ -137,19 +140,42 @@ def compare_with_baseline(
     old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
 ) -> list[Change]:
     """Compare a report's entries with the rows of an earlier one (`read_baseline`)."""
-    before = {_identity(row): row for row in old}
+    before = list(old)
     changes: list[Change] = []
-    for entry in entries:
+    for entry, earlier in zip(entries, _counterparts(before, entries), strict=True):
         name = entry.run.strategy or entry.run.name
-        earlier = before.pop(identity_of(entry.run), None)
+        if entry.run.is_foreign:
+            name = entry.run.name
         if earlier is None:
             changes.append(Change(name, "new", "not in the earlier report"))
             continue
         changes += [*_status_changes(name, earlier, entry), *_time_changes(name, earlier, entry)]
-    for earlier in before.values():
+    for earlier in before:
         name = str(earlier.get("strategy") or earlier.get("run"))
         changes.append(Change(name, "missing", "in the earlier report, but not in this one"))
     return changes
+
+
+def _counterparts(
+    before: list[Mapping[str, Any]], entries: Sequence[Entry]
+) -> list[Mapping[str, Any] | None]:
+    """The earlier row of each entry, taken out of `before`: of its identity, first those of its run.
+
+    Rows may share an identity: by other code, or a failure beside what ended well.
+    """
+    identities = {id(row): _identity(row) for row in before}
+    found: list[Mapping[str, Any] | None] = [None] * len(entries)
+    for same_run in (True, False):
+        for place, entry in enumerate(entries):
+            wanted, run = identity_of(entry.run), entry.run.name
+            if found[place] is not None:
+                continue
+            for row in before:
+                if identities[id(row)] == wanted and (not same_run or row.get("run") == run):
+                    found[place] = row
+                    break
+            before[:] = [row for row in before if row is not found[place]]
+    return found
 
 
 def _entry(label: str, row: Configuration, parity: Parity, published: Published) -> Entry:
@@ -160,6 +186,7 @@ def _entry(label: str, row: Configuration, parity: Parity, published: Published)
         configuration=row,
         rates=rates_of(run, time),
         parity=parity,
+        shifts=changes_within(run),
         figure=figure,
         matches=tuple(match_figure(run, figure, time, device_memory(run)) if figure else ()),
         published_ratio=relative_to_baseline(figure, published) if figure else None,
@@ -167,19 +194,32 @@ def _entry(label: str, row: Configuration, parity: Parity, published: Published)
 
 
 def _with_speeds(entries: list[Entry]) -> list[Entry]:
-    references: dict[tuple[str, str], Entry] = {}
-    for entry in sorted(entries, key=_as_reference):
-        if entry.estimate and entry.run.model:
-            references.setdefault(_cohort(entry), entry)
     result = []
     for entry in entries:
-        reference = references.get(_cohort(entry))
-        if reference is None or reference is entry or not entry.estimate:
+        reference = _reference(entry, entries) if entry.estimate else None
+        if reference is None or reference is entry:
             result.append(entry)
             continue
         speed = compare_speed(reference.configuration, entry.configuration)
         result.append(replace(entry, speed=speed))
     return result
+
+
+def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
+    """What an entry's speed is compared with: baseline; of logs the first that was named.
+
+    Only one of the same model and device, or where one side does not say.
+    """
+    timed = [other for other in entries if other.estimate]
+    if any(other.run.is_foreign for other in entries):
+        return next(other for other in timed if _may_be_alike(other.run, entry.run))
+    cohort = [other for other in timed if _cohort(other) == _cohort(entry)]
+    return min(cohort, key=_as_reference) if entry.run.model else None
+
+
+def _may_be_alike(one: Run, two: Run) -> bool:
+    pairs = ((one.model, two.model), (one.device, two.device))
+    return all(ours == theirs or not ours or not theirs for ours, theirs in pairs)
 
 
 def _as_reference(entry: Entry) -> tuple[bool, bool]:
@@ -206,7 +246,8 @@ def _argument_differences(entries: Sequence[Entry]) -> list[ArgumentDifference]:
 
 
 def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
-    then, now = estimate(_samples(old)), entry.estimate
+    now = entry.estimate
+    then = estimate(_samples(old), scatter=scatter_of(entry.run.device))
     if then is None or now is None:
         return []
     found = compare(then, now)
@@ -248,8 +289,10 @@ def _identity(row: Mapping[str, Any]) -> Identity:
     device, run = row.get("device") or "", str(row.get("run"))
     try:
         if row.get("provenance"):
-            return identity(decode_run(row["provenance"]).spec, device, run)
+            record = decode_run(row["provenance"])
+            return identity(run, device, record.spec, record, {})
         arguments = msgspec.convert(row.get("arguments") or {}, dict[str, str])
-        return identity(printed_spec(arguments, row.get("global_batch_size")), device, run)
+        spec = printed_spec(arguments, row.get("global_batch_size"))
+        return identity(run, device, spec, None, arguments)
     except msgspec.ValidationError:
-        return identity(None, device, run)
+        return identity(run, device, None, None, {})

@@ -1,8 +1,9 @@
-"""Median iteration time with an interval, and the verdict on two of them.
+"""The one definition of "within noise": iteration time with an interval, and the verdict on two of them.
 
-From 20 samples on the interval is a block bootstrap's, whose block length follows from the
-samples' own autocorrelation (Politis & White 2004); from 6 on it is the order statistics'; below
-there is none.
+Two kinds of scatter are in an interval. Within a run: a block bootstrap's, whose block length follows
+from the samples' autocorrelation (Politis & White 2004); order statistics' from 6 samples on; below
+there is none. Between runs: Student's t over the runs' centres from three runs on; fewer cannot show
+it, so then a scatter is assumed that is known of other repeats (`Scatter`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ CONFIDENCE = 0.95
 MIN_FOR_BOOTSTRAP = 20
 MIN_FOR_INTERVAL = 6
 REPEATS_FOR_TRUST = 3
-"""Runs of each side from which on their own scatter stands for the noise between runs."""
+"""Runs of a side from which on their own scatter stands for the noise between runs."""
 
 _SEED = 20250901
 _MAX_DRAWS, _MIN_DRAWS, _CELLS = 2000, 200, 20_000_000
+_NORMAL = 1.959964
+_STUDENT = (
+    *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
+    *(2.20099, 2.17881, 2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596),
+)
+"""Two-sided 95% quantiles of Student's t for 1 to 20 degrees of freedom."""
 
 Floats = NDArray[np.float64]
 Centre = Callable[[Floats], Floats]
@@ -44,19 +51,40 @@ def fastest_half(values: Floats) -> Floats:
     return lower
 
 
+@dataclass(frozen=True)
+class Scatter:
+    """Relative standard deviation of iteration times between runs of one configuration."""
+
+    assumed: float
+    """Where fewer than three runs cannot show it: at least what was seen of others."""
+    typical: float
+    source: str
+
+
+ON_GPUS = Scatter(
+    0.02, 0.006, "57 published repeats on GPUs scatter by 0.04 to 1.7%, half of them by under 0.6%"
+)
+ON_CPU_RANKS = Scatter(
+    0.055, 0.055, "the kit's own repeats on CPU ranks that shared two cores scatter by up to 5.5%"
+)
+"""pp2 of gpt2-tiny, 349 and 323 ms (`tests/golden/runs` and its repeat)."""
+
+
 class Method(StrEnum):
     """Where an interval comes from."""
 
     NONE = "no interval (fewer than 6 samples)"
-    ORDER = "order statistics"
-    BOOTSTRAP = "block bootstrap"
+    ORDER = "order statistics, and the assumed scatter between runs"
+    BOOTSTRAP = "block bootstrap, and the assumed scatter between runs"
+    RUNS = "Student's t over the runs"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median with its interval, over one run or several repeats."""
+    """A centre with its interval, over one run or several repeats."""
 
     median: float
+    """Of one run; the mean of the runs' medians over several."""
     low: float | None
     high: float | None
     count: int
@@ -64,8 +92,18 @@ class Estimate:
     spread: float
     """Robust standard deviation of one sample, relative to the median."""
     method: Method
-    draws: tuple[float, ...] = ()
-    """Medians of the bootstrap's resamples."""
+    error: float | None = None
+    """Relative standard error of the median as that of the configuration, not of its run alone."""
+    freedom: int | None = None
+    """Degrees of freedom of `error`; None where the scatter between runs is assumed."""
+    between: float | None = None
+    """Relative standard deviation of the runs' medians; None of one run."""
+    scatter: Scatter = ON_GPUS
+
+    @property
+    def disagree(self) -> bool:
+        """Whether its runs scatter by more than twice what repeats are known to."""
+        return self.between is not None and self.between > 2 * self.scatter.assumed
 
 
 class Verdict(StrEnum):
@@ -85,50 +123,85 @@ class Comparison:
     low: float | None
     high: float | None
     verdict: Verdict
-    noise: float
-    """Relative difference below which there is no verdict: the spread between iterations, where
-    repeats do not show the spread between runs."""
+    smallest: float | None = None
+    """Relative difference below which nothing can be seen with these runs."""
 
 
-def estimate(runs: Sequence[Sequence[float]], centre: Centre = median) -> Estimate | None:
-    """Median, or another centre, and interval of the samples of one run, or of several repeats pooled.
+def estimate(
+    runs: Sequence[Sequence[float]], centre: Centre = median, scatter: Scatter = ON_GPUS
+) -> Estimate | None:
+    """Median, or another centre, and interval of the samples of one run, or of several repeats.
 
-    Several runs are resampled first as wholes, then in blocks, so that the scatter between runs
-    counts. None without samples.
+    Runs with fewer than 6 samples count only where all are that short; they are then taken as one.
+    None without samples.
     """
     arrays = [np.asarray(run, dtype=float) for run in runs if len(run)]
     if not arrays:
         return None
     pooled = np.concatenate(arrays)
-    middle = float(centre(pooled))
-    low: float | None = None
-    high: float | None = None
-    draws: tuple[float, ...] = ()
-    method = Method.NONE
-    if len(pooled) >= MIN_FOR_BOOTSTRAP:
-        method = Method.BOOTSTRAP
-        medians = _bootstrap(arrays, centre)
-        low, high = _quantiles(medians)
-        draws = tuple(medians.tolist())
-    elif len(pooled) >= MIN_FOR_INTERVAL:
-        method = Method.ORDER
-        low, high = order_interval(pooled)
+    whole = [array for array in arrays if len(array) >= MIN_FOR_INTERVAL] or [pooled]
+    centres = np.array([float(centre(array)) for array in whole])
+    middle = float(centres.mean())
     spread = robust_spread(pooled) / middle if middle else 0.0
-    return Estimate(middle, low, high, len(pooled), len(arrays), spread, method, draws)
+    between = float(centres.std(ddof=1)) / middle if len(whole) > 1 and middle else None
+    counts = (len(pooled), len(arrays), spread)
+    if min(map(len, whole)) < MIN_FOR_INTERVAL or middle <= 0:
+        return Estimate(middle, None, None, *counts, Method.NONE, scatter=scatter)
+    within = [_within(array, centre) for array in whole]
+    own = math.sqrt(
+        sum(((high - low) / 2 / _NORMAL / middle) ** 2 for low, high in within) / len(within)
+    )
+    if len(whole) >= REPEATS_FOR_TRUST:
+        assert between is not None
+        error, freedom = max(between, own) / math.sqrt(len(whole)), len(whole) - 1
+        half = student(freedom) * error * middle
+        low, high, method = middle - half, middle + half, Method.RUNS
+    else:
+        method = Method.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else Method.ORDER
+        assumed = max(scatter.assumed, between or 0.0)
+        error, freedom = math.hypot(assumed, own) / math.sqrt(len(whole)), None
+        low, high = _assumed(middle, within, error, assumed)
+    return Estimate(middle, max(0.0, low), high, *counts, method, error, freedom, between, scatter)
 
 
 def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> Comparison:
     """Compare times; `weight` scales the other's (tokens of the reference over its own).
 
-    A difference is called only if the ratio's interval leaves out 1 and, unless both sides have
-    repeats enough, the difference exceeds the spread between iterations: one run each says nothing
-    of the noise between runs, and the spread within them is the best stand-in there is.
+    A difference is called if the ratio's 95% interval, which holds the scatter between runs, leaves
+    out 1.
     """
     ratio = weight * other.median / reference.median
-    low, high = _ratio_interval(reference, other, weight)
-    trusted = min(reference.runs, other.runs) >= REPEATS_FOR_TRUST
-    noise = 0.0 if trusted else max(reference.spread, other.spread)
-    return Comparison(ratio, low, high, _verdict(ratio, low, high, noise), noise)
+    if reference.error is None or other.error is None:
+        return Comparison(ratio, None, None, Verdict.UNKNOWN)
+    half = _half_width(reference, other)
+    low, high = ratio * math.exp(-half), ratio * math.exp(half)
+    return Comparison(ratio, low, high, _verdict(ratio, low, high), math.expm1(half))
+
+
+def compare_within_runs(
+    reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]], centre: Centre = median
+) -> Comparison:
+    """Compare two kinds of iterations of the same runs, whose differences between runs cancel out."""
+    one, two = ([np.asarray(run, dtype=float) for run in runs] for runs in (reference, other))
+    # One side is reversed: both use one seed, and equal samples must not cancel out.
+    draws, theirs = _bootstrap(one, centre), _bootstrap(two, centre)[::-1]
+    size = min(len(draws), len(theirs))
+    low, high = _quantiles(theirs[:size] / draws[:size])
+    ratio = float(np.mean([centre(run) for run in two]) / np.mean([centre(run) for run in one]))
+    return Comparison(ratio, low, high, _verdict(ratio, low, high), high / low - 1)
+
+
+def smallest_difference(runs: int, scatter: float) -> float:
+    """The relative difference that as many runs a side just see, where runs scatter by that much."""
+    factor = student(2 * runs - 2) if runs >= REPEATS_FOR_TRUST else _NORMAL
+    return math.expm1(factor * scatter * math.sqrt(2 / runs))
+
+
+def student(freedom: float) -> float:
+    """Two-sided 95% quantile of Student's t."""
+    if freedom <= len(_STUDENT):
+        return _STUDENT[max(1, int(freedom)) - 1]
+    return _NORMAL + 2.4 / freedom + 3 / freedom**2
 
 
 def order_interval(values: Floats) -> tuple[float, float]:
@@ -204,25 +277,46 @@ def _resample(values: Floats, length: int, draws: int, generator: np.random.Gene
     return resampled
 
 
-def _ratio_interval(
-    reference: Estimate, other: Estimate, weight: float
-) -> tuple[float | None, float | None]:
-    if reference.draws and other.draws:
-        size = min(len(reference.draws), len(other.draws))
-        # One side is reversed: both use one seed, and equal samples must not cancel out.
-        ratios = weight * np.array(other.draws[:size]) / np.array(reference.draws[:size][::-1])
-        return _quantiles(ratios)
-    if reference.low is None or reference.high is None:
-        return None, None
-    if other.low is None or other.high is None:
-        return None, None
-    return weight * other.low / reference.high, weight * other.high / reference.low
+def _within(values: Floats, centre: Centre) -> tuple[float, float]:
+    """Interval of a run's centre by its own samples alone."""
+    if len(values) < MIN_FOR_BOOTSTRAP:
+        return order_interval(values)
+    return _quantiles(_bootstrap([values], centre))
 
 
-def _verdict(ratio: float, low: float | None, high: float | None, noise: float) -> Verdict:
-    if low is None or high is None:
-        return Verdict.UNKNOWN
-    if low <= 1 <= high or abs(ratio - 1) <= noise:
+def _assumed(
+    middle: float, within: Sequence[tuple[float, float]], error: float, assumed: float
+) -> tuple[float, float]:
+    """Interval of one run or a pair; a run's leans to the side on which its own samples do."""
+    if len(within) > 1:
+        return middle * (1 - _NORMAL * error), middle * (1 + _NORMAL * error)
+    add = _NORMAL * assumed * middle
+    low, high = within[0]
+    return middle - math.hypot(middle - low, add), middle + math.hypot(high - middle, add)
+
+
+def _half_width(reference: Estimate, other: Estimate) -> float:
+    """Of the ratio's interval, in logarithms."""
+    assert reference.error is not None
+    assert other.error is not None
+    error = math.hypot(reference.error, other.error)
+    ours, theirs = reference.freedom, other.freedom
+    if ours is not None and theirs is not None:
+        # Repeats of one house scatter alike, so both sides' show it together.
+        one, two = (
+            side.error**2 * (side.freedom + 1) * side.freedom
+            for side in (reference, other)
+            if side.error is not None and side.freedom is not None
+        )
+        pooled = (one + two) / (ours + theirs)
+        return student(ours + theirs) * math.sqrt(pooled * (1 / (ours + 1) + 1 / (theirs + 1)))
+    shown = [e**4 / f for e, f in ((reference.error, ours), (other.error, theirs)) if f is not None]
+    freedom = error**4 / sum(shown) if sum(shown) else math.inf
+    return error * student(freedom)
+
+
+def _verdict(ratio: float, low: float, high: float) -> Verdict:
+    if low <= 1 <= high:
         return Verdict.NOISE
     return Verdict.SLOWER if ratio > 1 else Verdict.FASTER
 

@@ -87,9 +87,9 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     if found is None or found.verdict is Verdict.UNKNOWN:
         return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
     if found.verdict is Verdict.NOISE:
-        return f"{text}, which is within noise{_scatter(found.noise)}, so no cost can be named."
+        return f"{text}, which is within noise{_seen(found.smallest)}, so no cost can be named."
     costs = costs_above(reference, times, share)
-    named = _named_causes(costs, whole - fair, found.noise * fair)
+    named = _named_causes(costs, whole - fair, (found.smallest or 0.0) * fair)
     return f"{text}: {named}{_arithmetic(subject, baseline, costs, share)}"
 
 
@@ -102,12 +102,12 @@ def _difference(subject: Subject, whole: float, fair: float) -> str:
     )
 
 
-def _scatter(noise: float) -> str:
-    return f" (iterations themselves scatter by {noise:.1%})" if noise else ""
+def _seen(smallest: float | None) -> str:
+    return f" (below {smallest:.1%} nothing can be seen with these runs)" if smallest else ""
 
 
 def _named_causes(costs: Sequence[ExtraTime], difference: float, noise: float) -> str:
-    """The large parts, and the sum of the others; `noise` is how far iterations scatter."""
+    """The large parts, and the sum of the others; `noise` is what cannot be seen."""
     shown = [c for c in costs if abs(c.seconds) >= _SMALLEST_SHARE * abs(difference)]
     parts = [f"{signed(milliseconds(cost.seconds))} {cost.part}" for cost in shown]
     rest = difference - sum(cost.seconds for cost in shown)

@@ -80,6 +80,11 @@ class Run:
         return self.spec is not None and self.spec.parallelism == Parallelism()
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether this kit did not make it, or its `run.json` is lost: a log that was named."""
+        return self.record is None
+
+    @property
     def global_batch_size(self) -> int | None:
         """Samples an iteration; the lines of a log name them even where its arguments do not."""
         known = self.spec.batch.global_batch_size if self.spec else None

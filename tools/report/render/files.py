@@ -92,6 +92,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
             [i.iteration, i.lm_loss] for i in thin(run.log.iterations) if i.lm_loss is not None
         ],
         "rates": entry.rates,
+        "changes_within": entry.shifts,
         "parity_detail": entry.parity,
         "speed": entry.speed,
         "published_time_a_sample_over_baseline": entry.published_ratio,

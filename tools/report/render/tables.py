@@ -60,6 +60,14 @@ def _published(entry: Entry) -> tuple[float, str] | None:
     return figure.mean_iteration_ms, f"{number(figure.mean_iteration_ms)}{other}"
 
 
+def _printed(entry: Entry) -> tuple[float, str] | None:
+    """Megatron's own throughput, with its FLOPs over the kit's count."""
+    rate, factor = entry.rates.printed_tflops_per_device, entry.rates.printed_over_counted
+    if rate is None:
+        return None
+    return rate, number(rate) + (f" (×{factor:.3g})" if factor else "")
+
+
 def _said(value: tuple[float, str] | None) -> str:
     return value[1] if value else DASH
 
@@ -117,6 +125,7 @@ _OF_PAGE = (
     _SENT,
     Column[Entry]("Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number),
     Column[Entry]("TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number),
+    Column[Entry]("Printed TFLOP/s", _printed, _said),
     _MFU,
     Column[Entry]("HFU", lambda e: e.rates.hfu, percent),
     _PUBLISHED,

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from tools.records.run import Status
-from tools.report.analyse.entry import Entry
+from tools.report.analyse.comparability import SHARED, SpeedComparison
+from tools.report.analyse.entry import Entry, disagreement
 from tools.report.analyse.report import Report
-from tools.report.analyse.statistics import Verdict
+from tools.report.analyse.statistics import Verdict, smallest_difference
 from tools.report.canvas import Chart
 from tools.report.read.runs import Run
 from tools.report.render import tables
@@ -21,6 +22,7 @@ from tools.spec.strategy import BATCH_RULE, Parallelism, batch_for
 from tools.text.table import markdown_table, markdown_text, rich_table
 from tools.text.units import number
 
+_MAX_FLAWS = 8
 _NOTHING_PUBLISHED = "Nothing was published of these configurations."
 
 
@@ -75,6 +77,9 @@ def sentences(report: Report) -> list[str]:
         )
     result += _window_sentences(report)
     result += [text for entry in report.entries if (text := speed_sentence(entry, report))]
+    result += [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
+    result += _power_sentences(report)
+    result += _disagreements(report)
     result += _parity_sentences(report)
     result += _published_sentences(report)
     findings = [change for change in report.changes if change.is_finding]
@@ -90,10 +95,16 @@ def sentences(report: Report) -> list[str]:
 def speed_sentence(entry: Entry, report: Report) -> str:
     """The verdict on an entry's speed; empty where nothing is compared."""
     comparison = entry.speed
-    if comparison is None or comparison.per_token is None:
+    if comparison is None:
         return ""
     reference = next(e for e in report.entries if e.run.name == comparison.reference)
     found = comparison.per_token
+    if found is None:
+        return (
+            f"{entry.label} against {reference.label}: no verdict on speed, {comparison.caution}."
+            if comparison.caution != SHARED
+            else ""
+        )
     unit = "an iteration" if comparison.per_iteration else "a token"
     span = f", 95% {found.low:.3f} to {found.high:.3f}" if found.low and found.high else ""
     joint = "of" if found.verdict is Verdict.NOISE else "than"
@@ -103,17 +114,24 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     )
     if found.verdict is Verdict.UNKNOWN:
         text = f"{entry.label} against {reference.label}: too few samples for a verdict"
-    elif found.verdict is Verdict.NOISE and found.noise:
-        text += f"; iterations themselves scatter by {found.noise:.1%}"
-    flaws = [d for d in comparison.differences if not d.part_of_strategy]
+    elif found.verdict is Verdict.NOISE and found.smallest:
+        text += f"; a difference below {found.smallest:.1%} cannot be seen with these runs"
+    if comparison.caution:
+        text += f"; {comparison.caution}"
     if comparison.per_iteration is None:
         text += "; a speedup per iteration is refused, their iterations hold different work"
         text += _different_batches(reference.run.spec, entry.run.spec)
-    if flaws:
-        text += "; not the same: " + ", ".join(
-            f"{d.what} ({d.reference} | {d.other})" for d in flaws
-        )
-    return text + "."
+    return f"{text}{_flaws(comparison)}."
+
+
+def _flaws(comparison: SpeedComparison) -> str:
+    """What differs and is no part of the strategy, the first few by name and value."""
+    flaws = [d for d in comparison.differences if not d.part_of_strategy]
+    if not flaws:
+        return ""
+    named = ", ".join(f"{d.what} ({d.reference} | {d.other})" for d in flaws[:_MAX_FLAWS])
+    more = len(flaws) - _MAX_FLAWS
+    return f"; not the same: {named}{f' and {more} more' if more > 0 else ''}"
 
 
 def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
@@ -176,6 +194,27 @@ def _window_sentences(report: Report) -> list[str]:
     return [
         f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
         " 'How it was measured' in report.html and report.md."
+    ]
+
+
+def _disagreements(report: Report) -> list[str]:
+    return [
+        f"Repeats of {entry.label} disagree: {disagreement(entry)}."
+        for entry in report.entries
+        if entry.estimate and entry.estimate.disagree
+    ]
+
+
+def _power_sentences(report: Report) -> list[str]:
+    """What the intervals assume of runs that were not repeated, and what repeats would show."""
+    found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
+    assumed = dict.fromkeys(each.scatter for each in found if each.freedom is None)
+    return [
+        f"Rows of fewer than three runs cannot show how runs scatter; {scatter.assumed:.1%} is assumed"
+        f" ({scatter.source}). A difference below {smallest_difference(1, scatter.assumed):.1%} cannot"
+        f" be seen with one run each; three runs each see {smallest_difference(3, scatter.typical):.1%}"
+        f" where they scatter by {scatter.typical:.1%}."
+        for scatter in assumed
     ]
 
 

@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.launch.errors import LaunchError
-from tools.report.analyse.statistics import Comparison, Estimate, compare, estimate, fastest_half
+from tools.report.analyse.statistics import (
+    Comparison,
+    Estimate,
+    compare_within_runs,
+    estimate,
+    fastest_half,
+)
 from tools.report.read.runs import Run
 from tools.spec.files import ROOT
 
@@ -69,7 +75,7 @@ def cost_of(runs: Sequence[Mapping[int, float]]) -> LedgerCost:
     left, right = estimate(off, fastest_half), estimate(on, fastest_half)
     assert left is not None
     assert right is not None
-    return LedgerCost(left, right, compare(left, right))
+    return LedgerCost(left, right, compare_within_runs(off, on, fastest_half))
 
 
 def kinds(iteration_ms: Mapping[int, float]) -> tuple[list[float], list[float]]:

@@ -1,0 +1,89 @@
+"""What changes while a run is on is found, dated by its iteration and named."""
+
+import numpy as np
+import pytest
+
+from tests.report.factory import iteration_line
+from tools.report.analyse.within_run import Kind, changes_within
+from tools.report.read.runs import load_log
+
+
+def shifts(tmp_path, times, batches=None, more=()):
+    """Of a log with these times; the first line of a start never counts."""
+    batches = batches or [8] * len(times)
+    lines = [
+        iteration_line(n, ms, global_batch=batch)
+        for n, (ms, batch) in enumerate(zip(times, batches, strict=True), start=1)
+    ]
+    for after, text in more:
+        lines[after - 1] += f"\n{text}"
+    path = tmp_path / "a.log"
+    path.write_text("\n".join([*lines, ""]))
+    return changes_within(load_log(path)[0])
+
+
+def noisy(level, count, seed=0):
+    return list(level * (1 + 0.005 * np.random.default_rng(seed).standard_normal(count)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_quiet_run_has_nothing(tmp_path, seed):
+    assert shifts(tmp_path, noisy(100, 200, seed)) == ()
+
+
+def test_a_single_hiccup_is_no_change(tmp_path):
+    assert shifts(tmp_path, [*noisy(100, 30), 900.0, *noisy(100, 30, 1)]) == ()
+
+
+def test_a_slowdown_after_iteration_20_is_dated(tmp_path):
+    (found,) = shifts(tmp_path, [*noisy(100, 20), *noisy(110, 60, 1)])
+    assert (found.kind, found.iteration) == (Kind.STEP, 21)
+    assert "from iteration 21 on iterations take 1" in found.text
+    assert found.share == pytest.approx(0.09, abs=0.01)
+
+
+def test_two_steps_are_two_changes(tmp_path):
+    times = [*noisy(100, 40), *noisy(120, 40, 1), *noisy(90, 40, 2)]
+    assert [(f.kind, f.iteration) for f in shifts(tmp_path, times)] == [
+        (Kind.STEP, 41),
+        (Kind.STEP, 81),
+    ]
+
+
+def test_iterations_that_begin_to_alternate_are_named_as_that(tmp_path):
+    later = [
+        level for pair in zip(noisy(195, 50), noisy(223, 50, 1), strict=True) for level in pair
+    ]
+    (found,) = shifts(tmp_path, [*noisy(214, 50, 2), *later])
+    assert (found.kind, found.iteration) == (Kind.ALTERNATING, 51)
+    assert "alternate between 19" in found.text
+    assert "before they took 21" in found.text
+
+
+def test_a_run_that_alternates_all_along_says_so_once(tmp_path):
+    (found,) = shifts(tmp_path, [100.0, 130.0] * 40)
+    assert found.text == "all along iterations alternate between 100.0 and 130.0 ms"
+
+
+def test_slow_iterations_have_their_period_and_share(tmp_path):
+    times = [100.0 if n % 10 else 200.0 for n in range(1, 101)]
+    (found,) = shifts(tmp_path, times)
+    assert (found.kind, found.iteration) == (Kind.PERIODIC, 10)
+    assert "every 10 iterations, from 10 on, one takes 200.0 ms instead of 100.0" in found.text
+    assert found.share == pytest.approx(1000 / 10900, abs=1e-3)
+    assert "does not say why" in found.text
+
+
+def test_slow_iterations_after_checkpoints_are_named(tmp_path):
+    times = [100.0 if n % 10 != 1 else 200.0 for n in range(1, 101)]
+    saved = "  successfully saved checkpoint from iteration {:7d} to ckpt"
+    more = [(n, saved.format(n)) for n in range(10, 100, 10)]
+    (found,) = shifts(tmp_path, times, more=more)
+    assert "they follow a checkpoint" in found.text
+
+
+def test_the_end_of_a_batch_ramp_is_no_slowdown(tmp_path):
+    times = [*noisy(50, 20), *noisy(100, 60)]
+    (found,) = shifts(tmp_path, times, [16] * 20 + [32] * 60)
+    assert (found.kind, found.iteration) == (Kind.RAMP, 21)
+    assert "the global batch grows from 16 to 32 until iteration 21" in found.text

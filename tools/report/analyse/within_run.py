@@ -1,0 +1,235 @@
+"""What changes while a run is on: its iteration time's steps, alternation and periodic slow iterations.
+
+A step is where the median of the iterations before and after differ by more than they scatter, found
+by binary segmentation with cumulative sums; the same on the differences of neighbours finds where
+iterations begin to alternate. Slow iterations are periodic where most distances between them are equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.report.read.runs import Run
+from tools.report.read.window import robust_spread
+from tools.text.units import number
+
+MIN_SEGMENT = 8
+"""Iterations on either side of a step, and in a stretch that alternates."""
+_LEAST = 0.02
+"""Relative change of the time below which nothing is reported."""
+_LEAST_SLOW = 0.1
+"""A slow iteration takes so much longer than the median."""
+_APART = 2.0
+"""Spreads of single iterations by which a step must exceed them."""
+_AROUND = 10
+"""Iterations on either side that a slow one is compared with."""
+_MAX_STEPS = 6
+_MAX_POINTS = 20_000
+"""Longer runs are looked at in blocks' medians, which keep the place to within a block."""
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+class Kind(StrEnum):
+    """What a change is."""
+
+    STEP = "step"
+    ALTERNATING = "alternating"
+    PERIODIC = "periodic"
+    RAMP = "batch ramp-up"
+
+
+@dataclass(frozen=True)
+class Shift:
+    """One change within a run."""
+
+    kind: Kind
+    iteration: int
+    """The first iteration after it; the first slow one of periodic ones."""
+    text: str
+    """A sentence's end: `from iteration 21 on …`."""
+    share: float = 0.0
+    """Of the run's time that it costs: of a step, of the time after it; negative where it gains."""
+
+
+def changes_within(run: Run) -> tuple[Shift, ...]:
+    """Everything that changes in a run's iteration times, in the order of the iterations."""
+    table = run.log.iterations
+    times = table.values("elapsed_ms")
+    usable = (times > 0) & np.isfinite(times)
+    usable &= ~(table.known("first_of_start") | table.known("averaged"))
+    times, numbers = times[usable], table.numbers[usable]
+    ramp, start = _ramp(times, numbers, table.values("global_batch_size")[usable])
+    times, numbers = times[start:], numbers[start:]
+    if len(times) < 2 * MIN_SEGMENT:
+        return ramp
+    slow = _slow(times)
+    found = [*ramp, *_stretches(run, times, numbers, slow), *_periodic(run, times, numbers, slow)]
+    return tuple(sorted(found, key=lambda shift: shift.iteration))
+
+
+def _ramp(times: Floats, numbers: Numbers, batches: Floats) -> tuple[tuple[Shift, ...], int]:
+    """Where the global batch grows, its end; and where the lines of the last batch begin."""
+    others = np.flatnonzero(batches != batches[-1]) if len(batches) else ()
+    if not len(others) or not np.isfinite(batches).all():
+        return (), 0
+    start = int(others[-1]) + 1
+    before, after = (
+        number(float(np.median(part)))
+        for part in (times[max(0, start - 8) : start], times[start:][:8])
+    )
+    text = (
+        f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
+        f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
+    )
+    return (Shift(Kind.RAMP, int(numbers[start]), text),), start
+
+
+def _stretches(
+    run: Run, times: Floats, numbers: Numbers, slow: NDArray[np.bool_]
+) -> Iterator[Shift]:
+    """Steps of the level, and stretches that alternate."""
+    kept = np.flatnonzero(~slow)
+    usual, at = times[kept], numbers[kept]
+    # A difference belongs to the later of its two iterations.
+    edges = [0]
+    for bound in sorted({*_steps(usual), *(1 + cut for cut in _steps(np.abs(np.diff(usual))))}):
+        if edges[-1] + MIN_SEGMENT <= bound <= len(usual) - MIN_SEGMENT:
+            edges.append(bound)
+    parts = [usual[a:b] for a, b in zip(edges, [*edges[1:], len(usual)], strict=True)]
+    pairs = [_alternates(part) for part in parts]
+    for place, part in enumerate(parts):
+        first, before = int(at[edges[place]]), parts[place - 1]
+        if (pair := pairs[place]) and not (place and pairs[place - 1]):
+            where = f"from iteration {first} on" if place else "all along"
+            text = (
+                f"{where} iterations alternate between {number(pair[0])} and {number(pair[1])} ms"
+            )
+            was = f", before they took {number(float(np.median(before)))} ms" if place else ""
+            yield Shift(Kind.ALTERNATING, first, text + was + _cause(run, first))
+        elif place and _is_step(before, part):
+            yield _step(run, first, float(np.median(before)), float(np.median(part)))
+
+
+def _step(run: Run, first: int, before: float, after: float) -> Shift:
+    share = 1 - before / after
+    word = "longer" if after > before else "less"
+    text = (
+        f"from iteration {first} on iterations take {number(after)} ms instead of {number(before)},"
+        f" {abs(after / before - 1):.1%} {word}{_cause(run, first)}"
+    )
+    return Shift(Kind.STEP, first, text, share)
+
+
+def _cause(run: Run, first: int) -> str:
+    """What the log has near that iteration; empty where it has nothing."""
+    if first in run.restarts:
+        return " (the run was resumed there)"
+    near = range(first - 2, first + 1)
+    for event in run.log.checkpoints:
+        if event.iteration in near:
+            return f" (a checkpoint was {event.action.replace('saving', 'saved')} there)"
+    if any(event.iteration in near for event in run.log.validation):
+        return " (an evaluation was there)"
+    return ""
+
+
+def _steps(values: Floats, depth: int = 0) -> list[int]:
+    """Places at which the level of values changes for good, by binary segmentation."""
+    count = len(values)
+    if count < 2 * MIN_SEGMENT or depth >= _MAX_STEPS:
+        return []
+    block = max(1, count // _MAX_POINTS)
+    coarse = np.median(values[: count // block * block].reshape(-1, block), axis=1)
+    low, high = np.quantile(coarse, [0.02, 0.98])
+    clipped = np.clip(coarse, low, high)
+    sums = np.cumsum(clipped - clipped.mean())[:-1]
+    places = np.arange(1, len(coarse))
+    weight = np.sqrt(places * (len(coarse) - places) / len(coarse))
+    usable = slice(MIN_SEGMENT - 1, len(coarse) - MIN_SEGMENT)
+    found = np.abs(sums / weight)[usable]
+    if not len(found):
+        return []
+    cut = (int(np.argmax(found)) + MIN_SEGMENT) * block
+    if not _is_step(values[:cut], values[cut:]):
+        return []
+    before, after = _steps(values[:cut], depth + 1), _steps(values[cut:], depth + 1)
+    return [*before, cut, *(cut + place for place in after)]
+
+
+def _is_step(before: Floats, after: Floats) -> bool:
+    one, two = float(np.median(before)), float(np.median(after))
+    scatter = max(robust_spread(before), robust_spread(after))
+    difference = abs(two - one)
+    # Alternating iterations scatter by half their distance, and are looked at apart.
+    return difference > max(_LEAST * min(one, two), _APART * scatter)
+
+
+def _alternates(values: Floats) -> tuple[float, float] | None:
+    """The two levels of neighbours that alternate, the lower first."""
+    even, odd = values[::2], values[1::2]
+    one, two = float(np.median(even)), float(np.median(odd))
+    scatter = max(robust_spread(even), robust_spread(odd))
+    if len(values) < MIN_SEGMENT or abs(one - two) <= max(_LEAST * min(one, two), _APART * scatter):
+        return None
+    return min(one, two), max(one, two)
+
+
+def _slow(times: Floats) -> NDArray[np.bool_]:
+    """Iterations that stand out from those around them."""
+    slow = np.zeros(len(times), dtype=bool)
+    padded = np.pad(times, _AROUND, mode="reflect")
+    for start in range(0, len(times), _MAX_POINTS):
+        piece = padded[start : start + _MAX_POINTS + 2 * _AROUND]
+        around = np.lib.stride_tricks.sliding_window_view(piece, 2 * _AROUND + 1)
+        middle = np.median(around, axis=1)
+        scatter = 1.4826 * np.median(np.abs(around - middle[:, None]), axis=1)
+        limit = middle + np.maximum(5 * scatter, _LEAST_SLOW * middle)
+        slow[start : start + len(limit)] = times[start : start + len(limit)] > limit
+    return slow
+
+
+def _periodic(
+    run: Run, times: Floats, numbers: Numbers, slow: NDArray[np.bool_]
+) -> Iterator[Shift]:
+    places = np.flatnonzero(slow)
+    if len(places) < 3:
+        return
+    distances = np.diff(places)
+    # A slow one that is missed, or one more between them, must not hide the period.
+    period, count = Counter(distances.tolist()).most_common(1)[0]
+    if period < 3 or count < 0.7 * len(distances):
+        return
+    slow_ones = numbers[places].tolist()
+    usual = float(np.median(times[~slow]))
+    extra = float(np.sum(times[places] - usual))
+    share = extra / float(np.sum(times))
+    every, long = int(np.median(np.diff(slow_ones))), float(np.median(times[places]))
+    text = (
+        f"every {every} iterations, from {slow_ones[0]} on, one takes {number(long)} ms instead of "
+        f"{number(usual)} ({len(places)} of them, {share:.1%} of the time)"
+        f"{_name_of_period(run, slow_ones, every)}"
+    )
+    yield Shift(Kind.PERIODIC, slow_ones[0], text, share)
+
+
+def _name_of_period(run: Run, slow: Sequence[int], every: int) -> str:
+    """What the slow ones follow, else which argument has their period."""
+    saved = {event.iteration for event in run.log.checkpoints}
+    scored = {event.iteration for event in run.log.validation}
+    for name, iterations in (("a checkpoint", saved), ("an evaluation", scored)):
+        near = sum(n in iterations or n - 1 in iterations for n in slow)
+        if near > len(slow) / 2:
+            return f": they follow {name}"
+    for name in ("save_interval", "eval_interval", "manual_gc_interval", "log_interval"):
+        given = run.arguments.get(name) or run.arguments.get(f"--{name.replace('_', '-')}")
+        if given == str(every):
+            return f": as often as --{name.replace('_', '-')}"
+    return "; the log does not say why (data loading or garbage collection look like this)"
