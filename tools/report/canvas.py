@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import io
 from collections.abc import Callable, Sequence
@@ -60,6 +61,8 @@ def draw(name: str, title: str, text: str, painter: Callable[[Figure], None]) ->
     inline = inline.replace(INK, "currentColor").replace(f"fill: {PAPER}", "fill: none")
     inline = inline.replace('id="', f'id="{name}-').replace('"#', f'"#{name}-')
     inline = inline.replace("url(#", f"url(#{name}-")
+    spoken = html.escape(f"{title}. {text}", quote=True)
+    inline = inline.replace("<svg", f'<svg role="img" aria-label="{spoken}"', 1)
     return Chart(name, title, text, alone, inline)
 
 

@@ -1,10 +1,13 @@
-"""The page in a real browser: nothing on the console, charts drawn, sorting works, dark and light."""
+"""The page in a real browser: nothing on the console, curves that answer, any width and colours."""
 
+import html
+import json
 import re
 
 import pytest
 
 from tests.chromium import chromium, needs_chromium
+from tests.report.factory import iteration_line, run_record, write_run
 from tests.report.render.test_build import demo, made
 
 pytestmark = needs_chromium
@@ -12,16 +15,70 @@ pytestmark = needs_chromium
 CHECK = """
 <script>
 addEventListener("load", () => {
+  const result = {};
   const table = document.querySelector("#results-table");
   const column = [...table.tHead.rows[0].cells].findIndex((c) => c.textContent === "ms/iteration");
   const read = () => [...table.tBodies[0].rows].map((row) => row.cells[column].textContent).join(" ");
   const head = table.tHead.rows[0].cells[column];
-  const result = { before: read() };
+  result.before = read();
   head.querySelector("button").click(); result.up = read(); result.upSort = head.ariaSort;
   head.querySelector("button").click(); result.down = read(); result.downSort = head.ariaSort;
-  result.charts = [...document.querySelectorAll("figure svg")].map(
-    (svg) => [svg.getBoundingClientRect().width > 300, svg.querySelectorAll("path").length > 5]);
+
+  const boxes = (nodes) => [...nodes].map((node) => node.getBoundingClientRect());
+  const meet = (one, two) => one.left < two.right - 1 && two.left < one.right - 1
+    && one.top < two.bottom - 1 && two.top < one.bottom - 1;
+  const overlaps = (nodes) => {
+    const found = boxes(nodes);
+    return found.filter((box, k) => found.slice(k + 1).some((other) => meet(box, other))).length;
+  };
+  const plots = [...document.querySelectorAll("figure[data-plot]")];
+  result.plots = plots.map((plot) => plot.dataset.plot);
+  result.spoken = [...document.querySelectorAll("figure svg")].every(
+    (svg) => svg.getAttribute("role") === "img" && svg.getAttribute("aria-label").length > 20);
+  result.overlaps = plots.map((plot) => overlaps(plot.querySelectorAll("svg > text"))
+    + overlaps(plot.querySelectorAll(".label circle")));
+  result.marks = plots[0].querySelectorAll(".marks li").length;
+  result.labels = plots[0].querySelectorAll(".label").length;
+
+  const svg = plots[0].querySelector("svg"), tip = plots[0].querySelector(".tip");
+  const box = svg.getBoundingClientRect();
+  const middle = { clientX: box.left + box.width / 2, clientY: box.top + 60 };
+  svg.dispatchEvent(new PointerEvent("pointermove", middle));
+  result.tip = tip.hidden ? "" : tip.textContent;
+  const press = (key) => svg.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  svg.dispatchEvent(new Event("blur"));
+  press("ArrowRight"); press("ArrowRight");
+  result.byKeyboard = tip.textContent.slice(0, 11);
+  const lines = () => plots[0].querySelectorAll("path.line").length;
+  const key = plots[0].querySelector(".legend .key");
+  result.lines = [lines()];
+  key.click(); result.lines.push(lines(), key.getAttribute("aria-pressed"));
+  key.click(); result.lines.push(lines(), key.getAttribute("aria-pressed"));
+  const axis = () => [...svg.querySelectorAll("text")].map((text) => text.textContent).join(" ");
+  const whole = axis();
+  press("+"); result.zoomed = axis() !== whole && !plots[0].querySelector(".reset").hidden;
+  press("0"); result.whole = axis() === whole;
+
+  const light = (colour) => {
+    const parts = colour.match(/\\d+/g).slice(0, 3).map((c) => c / 255)
+      .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  };
+  const paper = light(getComputedStyle(document.body).backgroundColor);
+  const contrast = (colour) => {
+    const [low, high] = [light(colour), paper].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  result.curveContrast = Math.min(...[...document.querySelectorAll("path.line")].map(
+    (line) => contrast(getComputedStyle(line).stroke)));
+  const texts = document.querySelectorAll("figure[data-plot] svg text, p, li, td");
+  result.textContrast = Math.min(...[...texts].map(
+    (node) => contrast(getComputedStyle(node)[node.closest("svg") ? "fill" : "color"])));
+  const scroll = document.querySelector("#results .scroll");
+  result.sideways = scroll.scrollWidth > scroll.clientWidth;
   result.wide = document.documentElement.scrollWidth > innerWidth;
+  result.cards = getComputedStyle(table.tBodies[0].rows[0]).display === "block";
+  result.order = [...document.querySelectorAll("section")].map((section) => section.id).slice(0, 4);
   result.ink = getComputedStyle(document.body).color;
   const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
   result.repeated = ids.filter((id, place) => ids.indexOf(id) !== place);
@@ -33,8 +90,15 @@ addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
+    """The demo, with a run that slows down and has gradient norms that change."""
     folder = tmp_path_factory.mktemp("page")
     demo(folder / "runs")
+    lines = [
+        iteration_line(n, 101.0 if n < 31 else 131.0, 9 - n / 99, micro=True, global_batch=8)
+        for n in range(1, 61)
+    ]
+    lines = [line.replace("1.095", f"{2 - n / 60:.3f}") for n, line in enumerate(lines)]
+    write_run(folder / "runs", run_record("run-slow", seed=5, dropout=0.1), "\n".join(lines))
     made(folder)
     path = folder / "reports" / "r" / "report.html"
     checked = path.with_name("checked.html")
@@ -42,28 +106,52 @@ def page(tmp_path_factory):
     return path, checked
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1300, False), (1300, True), (420, False)])
-def test_page_opens_without_errors_and_everything_is_there(page, width, dark):
-    import html
-    import json
-
-    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    dumped, console = chromium(
-        *scheme, f"--window-size={width},900", "--dump-dom", page[1].as_uri()
-    )
+def opened(path, width, *more):
+    dumped, console = chromium(*more, f"--window-size={width},900", "--dump-dom", path.as_uri())
     assert console == []
     title = re.search(r"<title>CHECKED (.*?)</title>", dumped, re.DOTALL)
     assert title, "the check did not run"
-    result = json.loads(html.unescape(title[1]))
+    return json.loads(html.unescape(title[1]))
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (1400, True), (400, False)])
+def test_page_opens_without_errors_and_everything_answers(page, width, dark):
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    result = opened(page[1], width, *scheme)
     before = result["before"].split()
-    assert before == ["91.00", "96.00", "101.0", "106.0", "111.0", "116.0"]
-    assert (result["up"].split(), result["down"].split()) == (before, before[::-1])
+    assert sorted(before) == sorted(
+        [*before[:0], "91.00", "96.00", "101.0", "106.0", "111.0", "116.0", "116.0"]
+    )
+    assert result["up"].split() == result["down"].split()[::-1]
     assert (result["upSort"], result["downSort"]) == ("ascending", "descending")
-    assert len(result["charts"]) == 2
-    assert all(wide and drawn for wide, drawn in result["charts"])
+    assert result["order"] == ["answer", "results", "curves", "summary"]
+    assert result["plots"] == ["times", "losses", "differences", "grad-norm"]
+    assert result["spoken"], "every picture has a text that stands for it"
+    assert (result["marks"], result["labels"]) == (1, 1)
+    assert result["overlaps"] == [0] * 4, "no label of a picture lies on another"
+    assert re.match(r"iteration \d+", result["tip"])
+    assert result["byKeyboard"].startswith("iteration 3")
+    assert result["lines"] == [7, 6, "false", 7, "true"]
+    assert (result["zoomed"], result["whole"]) == (True, True)
+    assert result["curveContrast"] >= 3
+    assert result["textContrast"] >= 4.5
     assert not result["wide"], "the page itself must not scroll sideways"
+    assert not result["sideways"], "nor must the table"
+    assert result["cards"] == (width == 400)
     assert result["repeated"] == []
     assert result["ink"] == ("rgb(230, 237, 243)" if dark else "rgb(31, 35, 40)")
+
+
+def test_on_paper_nothing_is_cut(page):
+    """A width of A4 across with the print style, and the PDF itself."""
+    paper = page[0].with_name("paper.html")
+    paper.write_text(page[1].read_text().replace("@media print", "@media all"))
+    result = opened(paper, 1030)
+    assert not result["wide"]
+    assert not result["sideways"]
+    pdf = page[0].with_name("report.pdf")
+    chromium("--no-pdf-header-footer", f"--print-to-pdf={pdf}", page[0].as_uri())
+    assert pdf.read_bytes().startswith(b"%PDF")
 
 
 def test_console_errors_would_be_seen(page):

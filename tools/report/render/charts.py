@@ -13,6 +13,7 @@ from tools.report.explain.bandwidth import draw_bandwidth, rate_curves
 from tools.report.explain.chart_routing import draw_routing
 from tools.report.explain.routing import iterations_of
 from tools.report.render.painters import (
+    MAX_RANKS,
     MAX_TIMES,
     draw_devices,
     draw_losses,
@@ -35,6 +36,9 @@ def draw_charts(report: Report) -> list[Chart]:
     measured = [entry for entry in report.entries if memory_by_rank(entry.run)]
     if measured:
         text = "Peak memory of each rank, as the allocator or the ledger counts it."
+        most = max(len(memory_by_rank(entry.run)) for entry in measured)
+        if most > MAX_RANKS:
+            text += f" Of a row with more ranks the heaviest {MAX_RANKS}, of {most} at most."
         painter = partial(draw_memory, entries=measured[:MAX_TIMES])
         charts.append(
             draw("memory", "Memory by rank", _limited(text, measured, MAX_TIMES), painter)

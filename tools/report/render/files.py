@@ -17,9 +17,11 @@ from tools.report.analyse.report import Report
 from tools.report.canvas import can_draw
 from tools.report.explain.explanation import Explanation, explain, explanation_markdown
 from tools.report.explain.timelines import timeline_charts
+from tools.report.read.runs import Run
 from tools.report.render.charts import draw_charts
 from tools.report.render.page import render_page
 from tools.report.render.text import render_markdown, sentences
+from tools.report.render.thinning import evenly, extremes
 from tools.text.table import Table, csv_table
 
 MAX_SAMPLES = 2000
@@ -88,9 +90,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "estimate": _estimate_json(entry),
         "iteration_ms_samples": [thin(one.window.samples_ms) for one in configuration.runs],
         "sample_iterations": [thin(one.window.iterations) for one in configuration.runs],
-        "loss_curve": [
-            [i.iteration, i.lm_loss] for i in thin(run.log.iterations) if i.lm_loss is not None
-        ],
+        "loss_curve": _loss_curve(run),
         "rates": entry.rates,
         "changes_within": entry.shifts,
         "parity_detail": entry.parity,
@@ -121,8 +121,16 @@ _OF_FIGURE = (
 
 
 def thin(values: Sequence[Any]) -> list[Any]:
-    """At most `MAX_SAMPLES` values, evenly spaced."""
-    return list(values[:: max(1, -(-len(values) // MAX_SAMPLES))])
+    """At most `MAX_SAMPLES` values, evenly spread."""
+    return [values[place] for place in evenly(len(values), MAX_SAMPLES)]
+
+
+def _loss_curve(run: Run) -> list[list[float]]:
+    """Iteration and loss of at most `MAX_SAMPLES` lines, the extremes among them."""
+    table = run.log.iterations
+    known = table.known("lm_loss")
+    numbers, losses = table.numbers[known].tolist(), table.values("lm_loss")[known].tolist()
+    return [[numbers[place], losses[place]] for place in extremes(losses, MAX_SAMPLES)]
 
 
 def _estimate_json(entry: Entry) -> dict[str, Any] | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from markupsafe import Markup
 
 from tools.report.analyse.entry import Entry, memory_by_rank
 from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
 from tools.report.render import tables
-from tools.report.render.text import sentences
+from tools.report.render.plots import as_script, plots_of
+from tools.report.render.text import answer, sentences
 from tools.text import units
 from tools.text.html import environment
 from tools.text.table import Column, Table
@@ -20,6 +24,8 @@ from tools.text.units import DASH
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ARGUMENTS = 120
+_INTERACTIVE = ("iteration-time", "loss", "memory")
+"""Pictures that the page has as curves, or in a place of its own."""
 _WIDE = 40
 """Characters from which on a column of text may be broken."""
 
@@ -38,11 +44,15 @@ def render_page(
     report: Report, charts: Sequence[Chart], explanation: Explanation | None = None
 ) -> str:
     """The whole report as one HTML file."""
-    results = tables.page_results(report)
+    results, plots = tables.page_results(report), plots_of(report)
     template = environment(_TEMPLATES).get_template("page.html.j2")
     return template.render(
         report=report,
-        charts=charts,
+        answer=answer(report),
+        plots=plots,
+        plot_data=as_script(plots),
+        memory=[chart for chart in charts if chart.name == "memory"],
+        charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
         explanation=explanation or Explanation(),
         sentences=sentences(report),
         tables=tables,
@@ -52,6 +62,7 @@ def render_page(
         memory_by_rank=memory_by_rank,
         provenance=provenance,
         cells_of=cells_of,
+        broken=_broken,
         units=units,
     )
 
@@ -64,6 +75,12 @@ def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
         [replace(cell, kind="wide") if broad and not cell.kind else cell for cell, broad in pairs]
         for pairs in (zip(line, wide, strict=True) for line in lines)
     ]
+
+
+def _broken(heading: str) -> Markup:
+    """A heading that may be broken after a slash."""
+    parts = re.split(r"/(?=\w\w)", heading)
+    return Markup("/<wbr>").join(parts)
 
 
 def _cell[R](column: Column[R], row: R) -> PageCell:

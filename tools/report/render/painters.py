@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tools.records.measurements import MemoryCategory
 from tools.report.analyse.entry import Entry, memory_by_rank
 from tools.report.canvas import INK, WIDTH_INCHES, colour, grid, names
+from tools.report.render.thinning import evenly, extremes
 from tools.text.units import number, size
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ from tools.report.read.sources import DeviceSeries
 
 MAX_TIMES = 40
 _MAX_DOTS = 300
-_MAX_RANKS = 8
+MAX_RANKS = 8
 _MAX_POINTS = 1000
 
 
@@ -94,7 +95,7 @@ def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
     grid_of_axes = figure.subplots(len(entries), 2, squeeze=False, sharey="col")
     for row, (entry, label) in enumerate(zip(entries, names(entries), strict=True)):
         left, right = grid_of_axes[row]
-        for series in entry.run.samples.series[:_MAX_RANKS]:
+        for series in entry.run.samples.series[:MAX_RANKS]:
             _draw_series(left, series, series.utilisation_percent, 1)
             _draw_series(right, series, series.memory_bytes, 2**30)
         left.set_ylabel(label, rotation=0, ha="right", va="center")
@@ -113,7 +114,7 @@ def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
 
 def _samples(entry: Entry) -> list[float]:
     samples = [ms for run in entry.configuration.runs for ms in run.window.samples_ms]
-    return samples[:: max(1, -(-len(samples) // _MAX_DOTS))]
+    return [samples[place] for place in evenly(len(samples), _MAX_DOTS)]
 
 
 def _reach(entry: Entry) -> float:
@@ -154,7 +155,7 @@ def _draw_row(axes: Axes, place: int, entry: Entry, edge: float) -> None:
 
 def _heaviest(entry: Entry) -> list[int]:
     peaks = memory_by_rank(entry.run)
-    return sorted(sorted(peaks, key=lambda rank: -peaks[rank])[:_MAX_RANKS])
+    return sorted(sorted(peaks, key=lambda rank: -peaks[rank])[:MAX_RANKS])
 
 
 def _draw_bar(
@@ -186,7 +187,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 def _draw_curves(axes: Axes, entries: Sequence[Entry], labels: Sequence[str]) -> None:
     for place, entry in enumerate(entries):
         curve = loss_curve(entry.run)
-        steps = _thinned(sorted(curve))
+        steps = _thinned(curve)
         # Equal curves lie on one another: later ones are thinner and dashed, so that all show.
         axes.plot(
             steps,
@@ -219,7 +220,7 @@ def _mark_restarts(axes: Axes, restarts: Sequence[int], hue: str) -> None:
 def _draw_differences(axes: Axes, compared: Sequence[tuple[int, Curve, Curve]]) -> None:
     """A row's place, the curve that was judged, and its reference's."""
     for lane, (place, curve, reference) in enumerate(compared):
-        steps = _thinned(sorted(curve.keys() & reference.keys()))
+        steps = _thinned({s: curve[s] - reference[s] for s in curve.keys() & reference.keys()})
         units = [(curve[s] - reference[s]) / last_digit(reference[s]) for s in steps]
         # A hair's breadth apart, because most differences are exactly 0.
         shift = 0.12 * (lane - (len(compared) - 1) / 2)
@@ -239,8 +240,11 @@ def _draw_differences(axes: Axes, compared: Sequence[tuple[int, Curve, Curve]]) 
     grid(axes)
 
 
-def _thinned(steps: list[int]) -> list[int]:
-    return steps[:: max(1, -(-len(steps) // _MAX_POINTS))]
+def _thinned(curve: Curve) -> list[int]:
+    """The iterations that are drawn: a long curve's extremes stay."""
+    steps = sorted(curve)
+    kept = extremes([curve[step] for step in steps], _MAX_POINTS)
+    return [steps[place] for place in kept]
 
 
 def _draw_series(

@@ -23,6 +23,9 @@ from tools.text.table import markdown_table, markdown_text, rich_table
 from tools.text.units import number
 
 _MAX_FLAWS = 8
+_MAX_NAMED = 8
+_MAX_SENTENCES = 12
+"""Of one kind; more rows are summed up."""
 _NOTHING_PUBLISHED = "Nothing was published of these configurations."
 
 
@@ -76,8 +79,9 @@ def sentences(report: Report) -> list[str]:
             "compute and communication is in them; losses, parameters and bytes are exact."
         )
     result += _window_sentences(report)
-    result += [text for entry in report.entries if (text := speed_sentence(entry, report))]
-    result += [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
+    result += _speed_sentences(report)
+    within = [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
+    result += _first(within, "changes within runs")
     result += _power_sentences(report)
     result += _disagreements(report)
     result += _parity_sentences(report)
@@ -90,6 +94,104 @@ def sentences(report: Report) -> list[str]:
             + "."
         )
     return result
+
+
+def answer(report: Report) -> str:
+    """The report in one sentence: what changed, else what is fastest, else what the one run did."""
+    findings = [change for change in report.changes if change.is_finding]
+    if report.baseline:
+        rows = list(dict.fromkeys(change.row for change in findings))
+        if not rows:
+            return f"Nothing changed against {report.baseline}."
+        return f"Against {report.baseline}, {len(rows)} row(s) changed: {_some(rows)}."
+    timed = [entry for entry in report.entries if entry.estimate]
+    if not timed:
+        return sentences(report)[0]
+    compared = [e for e in timed if e.speed and e.speed.per_token]
+    if not compared:
+        one = timed[0]
+        rate = one.rates.tokens_per_second
+        each = f", {number(rate)} tokens/s" if rate else ""
+        more = f"; {len(timed) - 1} more row(s) compare with nothing" if len(timed) > 1 else ""
+        return f"{one.label} takes {number(_ms(one))} ms an iteration{each}{more}."
+    return _fastest(report, compared)
+
+
+def _fastest(report: Report, compared: Sequence[Entry]) -> str:
+    """The fastest row of the largest group that shares a reference."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in compared:
+        assert entry.speed is not None
+        groups.setdefault(entry.speed.reference, []).append(entry)
+    name, members = max(groups.items(), key=lambda found: len(found[1]))
+    reference = next(entry for entry in report.entries if entry.run.name == name)
+    best = min(members, key=_token_ratio)
+    faster = [e for e in members if e.speed and e.speed.per_token and _is_faster(e)]
+    slower = sum(
+        e.speed.per_token.verdict is Verdict.SLOWER
+        for e in members
+        if e.speed and e.speed.per_token
+    )
+    count = len(members) + 1
+    if not faster:
+        rest = "all within noise"
+        if slower:
+            rest = f"{slower} slower" + (", the others within noise" if slower < count - 1 else "")
+        of = f"{reference.label} ({number(_ms(reference))} ms an iteration)"
+        return f"Of {count} rows none is faster than {of}: {rest}."
+    return (
+        f"{best.label} is the fastest of {count} rows: {number(_ms(best))} ms an iteration,"
+        f" ×{_token_ratio(best):.3f} the time a token of {reference.label}."
+    )
+
+
+def _ms(entry: Entry) -> float | None:
+    return entry.estimate.median if entry.estimate else None
+
+
+def _token_ratio(entry: Entry) -> float:
+    found = entry.speed.per_token if entry.speed else None
+    return found.ratio if found else 1.0
+
+
+def _is_faster(entry: Entry) -> bool:
+    found = entry.speed.per_token if entry.speed else None
+    return found is not None and found.verdict is Verdict.FASTER
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _first(texts: Sequence[str], what: str) -> list[str]:
+    more = len(texts) - _MAX_SENTENCES
+    if more <= 0:
+        return list(texts)
+    return [*texts[:_MAX_SENTENCES], f"{more} more {what} are in the notes of their rows."]
+
+
+def _speed_sentences(report: Report) -> list[str]:
+    """The verdict on every row; of many rows one sentence a verdict."""
+    texts = [text for entry in report.entries if (text := speed_sentence(entry, report))]
+    if len(texts) <= _MAX_SENTENCES:
+        return texts
+    groups: dict[tuple[str, Verdict], list[Entry]] = {}
+    for entry in report.entries:
+        if entry.speed and entry.speed.per_token:
+            key = entry.speed.reference, entry.speed.per_token.verdict
+            groups.setdefault(key, []).append(entry)
+    result = []
+    for (name, verdict), members in groups.items():
+        reference = next(entry for entry in report.entries if entry.run.name == name)
+        ratios = sorted(map(_token_ratio, members))
+        span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
+        joint = "of" if verdict is Verdict.NOISE else "than"
+        result.append(
+            f"{len(members)} rows: {verdict} {joint} {reference.label}, {span} the time a token"
+            f" ({_some([entry.label for entry in members])})."
+        )
+    return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
 
 
 def speed_sentence(entry: Entry, report: Report) -> str:
@@ -162,6 +264,8 @@ def _status_sentence(report: Report) -> str:
     runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
     text = f"{runs} run{'s' * (runs != 1)} in {len(rows)} configuration{'s' * (len(rows) != 1)}"
     found = [said for entry in report.entries for said in _endings(entry)]
+    if len(found) > _MAX_SENTENCES:
+        found = [*found[:_MAX_SENTENCES], f"{len(found) - _MAX_SENTENCES} more did not end well"]
     return f"{text}; {'; '.join(found)}." if found else f"{text}, all ended well."
 
 
@@ -230,7 +334,7 @@ def _parity_sentences(report: Report) -> list[str]:
             else "the rounding alone"
         )
         result.append(
-            f"Loss parity held for {', '.join(e.label for e in held)}: over {fewest} iterations"
+            f"Loss parity held for {_some([e.label for e in held])}: over {fewest} iterations"
             f" no loss is more than {worst:.0f} unit(s) of the last printed digit off"
             f" (tolerance: {basis})."
         )
@@ -247,7 +351,7 @@ def _parity_sentences(report: Report) -> list[str]:
     ]
     lost = [e for e in report.entries if e.parity.without_baseline]
     result += [
-        f"Loss parity of {', '.join(e.label for e in lost if e.parity.without_baseline == why)} is not"
+        f"Loss parity of {_some([e.label for e in lost if e.parity.without_baseline == why])} is not"
         f" against baseline: {why}."
         for why in dict.fromkeys(e.parity.without_baseline for e in lost)
     ]

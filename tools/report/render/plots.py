@@ -1,0 +1,197 @@
+"""What the page's curves show: iteration times, losses and what else iteration lines hold, as data.
+
+`templates/plots.js` draws them in the browser as SVG: no library that a package index holds is small
+enough (plotly's is 4.5 MB, Bokeh's 1 MB), and a canvas neither prints nor follows the page's colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.parity import last_digit, loss_curve
+from tools.report.analyse.report import Report
+from tools.report.read.iterations import OTHER
+from tools.report.read.runs import Run
+from tools.report.render.thinning import extremes
+
+MAX_SERIES = 12
+"""Rows that one picture draws; more cannot be told apart."""
+MAX_POINTS = 500
+"""Of one curve: more than the page has pixels for a stretch's least and largest."""
+MAX_MARKS = 9
+_MAX_OTHERS = 6
+
+Curve = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve."""
+
+    label: str
+    colour: int
+    """Place of its row in the report."""
+    x: list[int]
+    y: list[float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something dated on the axis of iterations."""
+
+    x: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture."""
+
+    name: str
+    title: str
+    text: str
+    """What is drawn, and of how many rows; the picture's alternative text too."""
+    unit: str
+    series: tuple[Series, ...]
+    marks: tuple[Mark, ...] = ()
+    clip: bool = False
+    """Whether values far beyond the others stand as arrows at the edge."""
+    overlap: bool = False
+    """Whether curves are expected to lie on one another: later ones are thinner and dashed."""
+    dots: bool = False
+    """Whether points are joined by nothing."""
+
+
+def plots_of(report: Report) -> list[Plot]:
+    """Every picture that at least two points of a row are known for, in the page's order."""
+    entries = report.entries
+    found = [
+        _plot("times", "Iteration time", "ms", entries, _times, clip=True),
+        _plot("losses", "Loss", "lm loss", entries, _losses),
+        _differences(entries),
+        _plot("grad-norm", "Gradient norm", "grad norm", entries, _column("grad_norm"), clip=True),
+        _plot("learning-rate", "Learning rate", "", entries, _column("learning_rate")),
+        _plot("loss-scale", "Loss scale", "", entries, _column("loss_scale")),
+    ]
+    names = dict.fromkeys(name for e in entries for name in e.run.log.iterations.other_names)
+    for place, name in enumerate(list(names)[:_MAX_OTHERS], start=1):
+        found.append(_plot(f"other-{place}", name, name, entries, _column(OTHER + name)))
+    return [plot for plot in found if plot is not None]
+
+
+def as_script(plots: Sequence[Plot]) -> str:
+    """The plots' data for a script element: nothing in it can end the element."""
+    text = msgspec.json.encode({plot.name: plot for plot in plots}).decode()
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _plot(
+    name: str,
+    title: str,
+    unit: str,
+    entries: Sequence[Entry],
+    curve: Callable[[Run], Curve],
+    *,
+    clip: bool = False,
+) -> Plot | None:
+    curves = [(place, curve(entry.run)) for place, entry in enumerate(entries)]
+    curves = [(place, (x, y)) for place, (x, y) in curves if len(x) > 1]
+    # What never changes needs no picture.
+    if not any(value != y[0] for _, (_, y) in curves for value in y) and name not in _ALWAYS:
+        return None
+    if not curves:
+        return None
+    labels = _labels(entries)
+    drawn = curves[:MAX_SERIES]
+    series = tuple(_series(labels[place], place, x, y) for place, (x, y) in drawn)
+    marks = _marks([entries[place] for place, _ in drawn], labels) if name == "times" else ()
+    picked = f" The first {len(drawn)} of {len(curves)} rows." if len(curves) > len(drawn) else ""
+    text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"
+    return Plot(name, title, text, unit, series, marks, clip, overlap=name in _ALIKE)
+
+
+_ALWAYS = ("times", "losses")
+_ALIKE = ("losses", "learning-rate", "loss-scale")
+_TEXTS = {
+    "times": "Time of each iteration of the newest run of each row; without the first after a start.",
+    "losses": "Training loss by iteration, of the newest run of each row.",
+}
+
+
+def _series(label: str, place: int, x: Sequence[int], y: Sequence[float]) -> Series:
+    kept = extremes(y, MAX_POINTS)
+    return Series(label, place, [x[k] for k in kept], [float(f"{y[k]:.7g}") for k in kept])
+
+
+def _labels(entries: Sequence[Entry]) -> list[str]:
+    models = len({entry.run.model for entry in entries}) > 1
+    return [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
+
+
+def _marks(entries: Sequence[Entry], labels: Sequence[str]) -> tuple[Mark, ...]:
+    several = len(labels) > 1
+    found = [
+        Mark(shift.iteration, f"{entry.label}: {shift.text}" if several else shift.text)
+        for entry in entries
+        for shift in entry.shifts
+    ]
+    resumed = [
+        Mark(first, f"{entry.label} was resumed at iteration {first}")
+        for entry in entries
+        for first in entry.run.restarts
+    ]
+    return tuple(sorted([*found, *resumed][:MAX_MARKS], key=lambda mark: mark.x))
+
+
+def _times(run: Run) -> Curve:
+    table = run.log.iterations
+    times = table.values("elapsed_ms")
+    return _known(run, times, (times > 0) & ~table.known("first_of_start"))
+
+
+def _losses(run: Run) -> Curve:
+    curve = loss_curve(run)
+    return list(curve), list(curve.values())
+
+
+def _column(name: str) -> Callable[[Run], Curve]:
+    return lambda run: _known(run, run.log.iterations.values(name))
+
+
+def _known(run: Run, values: NDArray[np.float64], usable: NDArray[np.bool_] | None = None) -> Curve:
+    keep = np.isfinite(values) if usable is None else usable & np.isfinite(values)
+    return run.log.iterations.numbers[keep].tolist(), values[keep].tolist()
+
+
+def _differences(entries: Sequence[Entry]) -> Plot | None:
+    """Loss less its reference's, where parity was judged."""
+    runs = {run.name: run for entry in entries for run in entry.configuration.runs}
+    labels, series = _labels(entries), []
+    for place, entry in enumerate(entries):
+        if not entry.parity.compared or entry.parity.reference not in runs:
+            continue
+        ours = loss_curve(runs[entry.parity.judged])
+        reference = loss_curve(runs[entry.parity.reference])
+        steps = sorted(ours.keys() & reference.keys())
+        units = [(ours[s] - reference[s]) / last_digit(reference[s]) for s in steps]
+        series.append(_series(labels[place], place, steps, units))
+    if not series:
+        return None
+    text = "Loss less its reference's, in units of the last digit that Megatron prints."
+    if len(series) > MAX_SERIES:
+        text += f" The first {MAX_SERIES} of {len(series)} rows."
+    unit = "units of the last digit"
+    return Plot(
+        "differences",
+        "Loss against the reference",
+        text,
+        unit,
+        tuple(series[:MAX_SERIES]),
+        dots=True,
+    )

@@ -1,0 +1,289 @@
+"use strict";
+// Curves as SVG: hover and arrow keys show values, dragging or + and - zoom, the legend hides rows.
+(() => {
+  const NS = "http://www.w3.org/2000/svg";
+  const PAD = { left: 74, right: 14, top: 28, bottom: 40 }, HEIGHT = 300, DOTS = 90;
+  const holder = document.getElementById("plot-data");
+  const plots = holder ? JSON.parse(holder.textContent) : {};
+
+  const add = (parent, name, attributes = {}, text = "") => {
+    const node = document.createElementNS(NS, name);
+    for (const key in attributes) node.setAttribute(key, attributes[key]);
+    node.textContent = text;
+    parent.append(node);
+    return node;
+  };
+  const html = (parent, name, kind, text = "") => {
+    const node = document.createElement(name);
+    node.className = kind;
+    node.textContent = text;
+    parent.append(node);
+    return node;
+  };
+  const written = (value, digits = 5) => {
+    const size = Math.abs(value);
+    if (value !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(Math.min(3, digits));
+    return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 8 });
+  };
+  const ticks = (low, high, count) => {
+    const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((k) => k * power).find((each) => each >= rough);
+    const found = [];
+    for (let k = Math.ceil(low / step); k * step <= high + step * 1e-9; k++) found.push(k * step);
+    return found;
+  };
+  const nearest = (xs, wanted) => {
+    let low = 0, high = xs.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] < wanted) low = middle; else high = middle;
+    }
+    return Math.abs(xs[low] - wanted) <= Math.abs(xs[high] - wanted) ? low : high;
+  };
+
+  class Curves {
+    constructor(figure, plot) {
+      Object.assign(this, { figure, plot, hidden: new Set(), cursor: null });
+      const ends = plot.series.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]);
+      this.whole = [Math.min(...ends), Math.max(...ends)];
+      this.range = [...this.whole];
+      this.place = figure.querySelector(".plot");
+      this.controls();
+      this.svg = add(this.place, "svg", {
+        role: "img", tabindex: "0", "aria-label": `${plot.title}. ${plot.text}`,
+      });
+      this.tip = html(this.place, "div", "tip");
+      this.tip.setAttribute("role", "status");
+      this.events();
+      new ResizeObserver(() => this.draw()).observe(this.place);
+      this.draw();
+    }
+
+    controls() {
+      const bar = html(this.place, "div", "legend");
+      if (this.plot.series.length > 1) this.plot.series.forEach((series, place) => {
+        const button = html(bar, "button", this.named(series), series.label);
+        button.type = "button";
+        button.setAttribute("aria-pressed", "true");
+        button.addEventListener("click", () => {
+          if (!this.hidden.delete(place)) this.hidden.add(place);
+          button.setAttribute("aria-pressed", String(!this.hidden.has(place)));
+          this.draw();
+        });
+      });
+      this.reset = html(bar, "button", "reset", "whole run");
+      this.reset.type = "button";
+      this.reset.addEventListener("click", () => this.zoom(this.whole));
+    }
+
+    named(series) {
+      return `key c${series.colour % 8}${series.colour >= 8 ? " dashed" : ""}`;
+    }
+
+    events() {
+      const at = (event) => {
+        const box = this.svg.getBoundingClientRect();
+        return this.value((event.clientX - box.left) * (this.width / box.width));
+      };
+      let start = null;
+      this.svg.addEventListener("pointerdown", (event) => {
+        start = at(event);
+        this.svg.setPointerCapture(event.pointerId);
+      });
+      this.svg.addEventListener("pointermove", (event) => {
+        this.show(at(event));
+        if (start !== null) this.select(start, at(event));
+      });
+      this.svg.addEventListener("pointerup", (event) => {
+        const end = at(event), from = start;
+        start = null;
+        if (from !== null && Math.abs(this.at(end) - this.at(from)) > 8)
+          this.zoom([Math.min(from, end), Math.max(from, end)]);
+        else this.select(0, 0);
+      });
+      this.svg.addEventListener("pointerleave", () => this.show(null));
+      this.svg.addEventListener("blur", () => this.show(null));
+      this.svg.addEventListener("dblclick", () => this.zoom(this.whole));
+      this.svg.addEventListener("keydown", (event) => this.key(event));
+    }
+
+    key(event) {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+      const series = this.plot.series.find((_, place) => !this.hidden.has(place));
+      if (step && series) {
+        const from = this.cursor === null ? this.range[step > 0 ? 0 : 1] : this.cursor;
+        const place = nearest(series.x, from) + (this.cursor === null ? 0 : step);
+        this.show(series.x[Math.max(0, Math.min(series.x.length - 1, place))]);
+      } else if (factor) {
+        const middle = this.cursor ?? (this.range[0] + this.range[1]) / 2;
+        this.zoom(this.range.map((end) => middle + (end - middle) * factor));
+      } else if (event.key === "0" || event.key === "Escape") {
+        this.zoom(this.whole);
+      } else return;
+      event.preventDefault();
+    }
+
+    zoom([low, high]) {
+      this.range = [Math.max(low, this.whole[0]), Math.min(high, this.whole[1])];
+      if (this.range[1] - this.range[0] < 2) this.range = [...this.whole];
+      this.draw();
+    }
+
+    at(x) {
+      const [low, high] = this.range, span = this.width - PAD.left - PAD.right;
+      return PAD.left + ((x - low) / (high - low || 1)) * span;
+    }
+
+    value(pixel) {
+      const [low, high] = this.range, span = this.width - PAD.left - PAD.right;
+      return low + ((pixel - PAD.left) / span) * (high - low);
+    }
+
+    high(y) {
+      const [low, high] = this.levels;
+      return HEIGHT - PAD.bottom - ((y - low) / (high - low)) * (HEIGHT - PAD.top - PAD.bottom);
+    }
+
+    visible() {
+      const [low, high] = this.range;
+      return this.plot.series.map((series, place) => {
+        const from = series.x.findIndex((x) => x >= low);
+        let to = series.x.findLastIndex((x) => x <= high);
+        // One point beyond either edge, so that the line goes on.
+        const kept = [Math.max(0, from - 1), Math.min(series.x.length - 1, to + 1)];
+        const hidden = this.hidden.has(place) || from < 0 || to < from;
+        return hidden ? null : { series, place, from, to, kept };
+      }).filter(Boolean);
+    }
+
+    scale(parts) {
+      const values = parts.flatMap(({ series, from, to }) => series.y.slice(from, to + 1)).sort((a, b) => a - b);
+      if (!values.length) return [0, 1];
+      let low = values[0], high = values[values.length - 1];
+      if (this.plot.clip) {
+        const most = values[Math.floor(0.97 * (values.length - 1))];
+        if (high > low + 2.5 * (most - low) && most > low) high = most + 0.35 * (most - low);
+      }
+      const margin = 0.07 * (high - low) || Math.abs(high) * 0.02 || 1;
+      return [low - margin, high + margin];
+    }
+
+    draw() {
+      this.width = Math.max(280, Math.round(this.place.clientWidth || 860));
+      this.svg.replaceChildren();
+      this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
+      this.reset.hidden = this.range[0] === this.whole[0] && this.range[1] === this.whole[1];
+      const parts = this.visible();
+      this.levels = this.scale(parts);
+      this.axes();
+      const id = `clip-${this.plot.name}`, clip = add(add(this.svg, "defs"), "clipPath", { id });
+      add(clip, "rect", {
+        x: PAD.left, y: PAD.top - 4, width: this.width - PAD.left - PAD.right,
+        height: HEIGHT - PAD.top - PAD.bottom + 8,
+      });
+      const lines = add(this.svg, "g", { "clip-path": `url(#${id})` });
+      parts.forEach((part) => this.curve(lines, part));
+      this.marks();
+      this.hover = add(this.svg, "g", { class: "hover" });
+      this.show(null);
+    }
+
+    axes() {
+      const { svg, plot } = this, bottom = HEIGHT - PAD.bottom;
+      for (const y of ticks(...this.levels, 5)) {
+        const place = this.high(y);
+        add(svg, "line", { class: "grid", x1: PAD.left, x2: this.width - PAD.right, y1: place, y2: place });
+        add(svg, "text", { x: PAD.left - 7, y: place + 4, "text-anchor": "end" }, written(y));
+      }
+      for (const x of ticks(...this.range, Math.max(2, Math.floor(this.width / 110)))) {
+        if (!Number.isInteger(x)) continue;
+        add(svg, "text", { x: this.at(x), y: bottom + 17, "text-anchor": "middle" }, x.toLocaleString("en"));
+      }
+      add(svg, "line", { class: "axis", x1: PAD.left, x2: this.width - PAD.right, y1: bottom, y2: bottom });
+      add(svg, "text", { x: this.width - PAD.right, y: HEIGHT - 6, "text-anchor": "end" }, "iteration");
+      add(svg, "text", { x: 4, y: 12 }, plot.unit);
+    }
+
+    curve(parent, { series, place, kept }) {
+      const [from, to] = kept, kind = `c${series.colour % 8}`, count = to - from + 1;
+      const points = [];
+      for (let k = from; k <= to; k++) points.push([this.at(series.x[k]), this.high(series.y[k]), series.y[k]]);
+      if (!this.plot.dots) {
+        const path = points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L");
+        add(parent, "path", { class: `line ${kind}`, d: `M${path}`, ...this.stroke(series, place) });
+      }
+      const top = this.levels[1];
+      for (const [x, y, value] of points) {
+        if (value > top) {
+          const tip = `M${x - 5},${PAD.top + 6}L${x},${PAD.top - 2}L${x + 5},${PAD.top + 6}Z`;
+          add(parent, "path", { class: `dot beyond ${kind}`, d: tip });
+        } else if (count <= DOTS || this.plot.dots) {
+          add(parent, "circle", { class: `dot ${kind}`, cx: x.toFixed(1), cy: y.toFixed(1), r: 2.6 });
+        }
+      }
+    }
+
+    stroke(series, place) {
+      const many = this.plot.series.length;
+      if (!this.plot.overlap || many < 2) return series.colour >= 8 ? { "stroke-dasharray": "5 3" } : {};
+      const width = `stroke-width: ${(3.6 - (2.2 * place) / (many - 1)).toFixed(2)}`;
+      return place ? { style: width, "stroke-dasharray": `5 ${3 + 2 * place}` } : { style: width };
+    }
+
+    marks() {
+      let last = -99, level = 0;
+      const shown = this.plot.marks.map((mark, place) => ({ ...mark, number: place + 1 }))
+        .filter((mark) => mark.x >= this.range[0] && mark.x <= this.range[1])
+        .sort((one, two) => one.x - two.x);
+      for (const mark of shown) {
+        const x = this.at(mark.x);
+        level = x - last < 20 ? level + 1 : 0;
+        last = x;
+        add(this.svg, "line", { class: "mark", x1: x, x2: x, y1: PAD.top, y2: HEIGHT - PAD.bottom });
+        const group = add(this.svg, "g", { class: "label" });
+        add(group, "circle", { cx: x, cy: PAD.top + 8 + 19 * level, r: 8.5 });
+        add(group, "text", { x, y: PAD.top + 12 + 19 * level, "text-anchor": "middle" }, String(mark.number));
+        add(group, "title", {}, mark.text);
+      }
+    }
+
+    select(from, to) {
+      this.band?.remove();
+      if (from === to) return;
+      const [x, end] = [this.at(Math.min(from, to)), this.at(Math.max(from, to))];
+      this.band = add(this.svg, "rect", {
+        class: "band", x, y: PAD.top, width: end - x, height: HEIGHT - PAD.top - PAD.bottom,
+      });
+    }
+
+    show(x) {
+      this.hover.replaceChildren();
+      this.cursor = x;
+      this.tip.hidden = x === null;
+      if (x === null) return;
+      const parts = this.visible().map(({ series }) => ({ series, k: nearest(series.x, x) }));
+      if (!parts.length) { this.tip.hidden = true; return; }
+      const closest = parts.map(({ series, k }) => series.x[k])
+        .reduce((best, each) => (Math.abs(each - x) < Math.abs(best - x) ? each : best));
+      this.cursor = closest;
+      const place = this.at(closest);
+      add(this.hover, "line", { class: "cursor", x1: place, x2: place, y1: PAD.top, y2: HEIGHT - PAD.bottom });
+      this.tip.replaceChildren();
+      html(this.tip, "strong", "", `iteration ${closest.toLocaleString("en")}`);
+      for (const { series, k } of parts) {
+        const away = series.x[k] === closest ? "" : ` (at ${series.x[k].toLocaleString("en")})`;
+        const value = `${written(series.y[k], 7)} ${this.plot.series.length > 1 ? series.label : this.plot.unit}`;
+        html(this.tip, "span", this.named(series), value + away);
+        const y = Math.max(PAD.top, this.high(series.y[k]));
+        add(this.hover, "circle", { class: `dot c${series.colour % 8}`, cx: this.at(series.x[k]), cy: y, r: 4 });
+      }
+      const share = place / this.width;
+      this.tip.style.left = share > 0.5 ? "auto" : `${100 * share + 2}%`;
+      this.tip.style.right = share > 0.5 ? `${100 * (1 - share) + 2}%` : "auto";
+    }
+  }
+
+  for (const figure of document.querySelectorAll("figure[data-plot]"))
+    new Curves(figure, plots[figure.dataset.plot]);
+})();
