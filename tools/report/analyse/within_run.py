@@ -77,9 +77,9 @@ def changes_within(run: Run) -> tuple[Shift, ...]:
 
 def _ramp(times: Floats, numbers: Numbers, batches: Floats) -> tuple[tuple[Shift, ...], int]:
     """Where the global batch grows, its end; and where the lines of the last batch begin."""
-    others = np.flatnonzero(batches != batches[-1]) if len(batches) else ()
-    if not len(others) or not np.isfinite(batches).all():
+    if not len(batches) or not np.isfinite(batches).all() or np.all(batches == batches[-1]):
         return (), 0
+    others = np.flatnonzero(batches != batches[-1])
     start = int(others[-1]) + 1
     before, after = (
         number(float(np.median(part)))
