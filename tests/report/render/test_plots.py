@@ -8,6 +8,7 @@ from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.report.analyse.report import build_report
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.plots import MAX_POINTS, MAX_SERIES, as_script, plots_of
+from tools.report.render.tables import arguments
 from tools.report.render.text import answer, sentences
 from tools.report.render.thinning import evenly, extremes
 from tools.spec.published import Published
@@ -69,6 +70,9 @@ def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
     assert max(len(series.x) for series in times.series) <= MAX_POINTS
     assert answer(report).startswith(f"Of {MAX_SERIES + 3} rows none is faster than")
     assert sum(" the time a token" in text for text in sentences(report)) <= 3
+    (argument,) = arguments(report, 9).cells
+    assert argument[0] == "variant"
+    assert argument[1].endswith("(1 rows) and 3 other values")
 
 
 def test_text_of_a_log_cannot_end_the_script(tmp_path):

@@ -6,6 +6,7 @@ terminal those that fit, the most important first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,6 +28,8 @@ from tools.text.table import Column, Table
 from tools.text.units import DASH, count, interval, loss, number, percent, size
 
 MatchOf = tuple[Entry, Match]
+_MAX_VALUES = 12
+"""Rows whose arguments stand side by side; those of more are counted by value."""
 _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "running": "cyan"}
 
 
@@ -322,5 +325,16 @@ def arguments(report: Report, limit: int) -> Table[ArgumentDifference]:
         return Column(label, lambda found: found.values[place] or None, right=False)
 
     name = Column[ArgumentDifference]("Argument", lambda found: found.name, right=False)
+    if len(report.entries) > _MAX_VALUES:
+        grouped = Column[ArgumentDifference]("Values", _grouped, right=False)
+        return Table((name, grouped), report.arguments[:limit])
     columns = (name, *(value_of(place) for place in range(len(report.entries))))
     return Table(columns, report.arguments[:limit])
+
+
+def _grouped(found: ArgumentDifference) -> str:
+    """The commonest values, each with its number of rows."""
+    counts = Counter(value or "not given" for value in found.values).most_common()
+    texts = [f"{value} ({rows} rows)" for value, rows in counts[:_MAX_VALUES]]
+    more = len(counts) - _MAX_VALUES
+    return ", ".join(texts) + (f" and {more} other values" if more > 0 else "")

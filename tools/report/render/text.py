@@ -11,6 +11,7 @@ from rich.text import Text
 from tools.records.run import Status
 from tools.report.analyse.comparability import SHARED, SpeedComparison
 from tools.report.analyse.entry import Entry, disagreement
+from tools.report.analyse.parity import LOGS_AGREE
 from tools.report.analyse.report import Report
 from tools.report.analyse.statistics import Verdict, smallest_difference
 from tools.report.canvas import Chart
@@ -328,8 +329,11 @@ def _parity_sentences(report: Report) -> list[str]:
     if held:
         worst = max(e.parity.max_units or 0 for e in held)
         fewest = min(e.parity.compared for e in held)
+        logs = all(e.run.is_foreign for e in held)
         basis = (
-            "the spread of repeats and the rounding"
+            f"{LOGS_AGREE:g} of a loss between logs"
+            if logs
+            else "the spread of repeats and the rounding"
             if any(e.parity.repeats for e in held)
             else "the rounding alone"
         )
