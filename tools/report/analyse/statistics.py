@@ -161,7 +161,9 @@ def estimate(
         assumed = max(scatter.assumed, between or 0.0)
         error, freedom = math.hypot(assumed, own) / math.sqrt(len(whole)), None
         low, high = _assumed(middle, within, error, assumed)
-    return Estimate(middle, max(0.0, low), high, *counts, method, error, freedom, between, scatter)
+    # More digits than samples have would only differ between builds of numpy.
+    ends = (float(f"{max(0.0, end):.7g}") for end in (low, high))
+    return Estimate(middle, *ends, *counts, method, error, freedom, between, scatter)
 
 
 def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> Comparison:
