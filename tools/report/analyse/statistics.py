@@ -162,8 +162,8 @@ def estimate(
         error, freedom = math.hypot(assumed, own) / math.sqrt(len(whole)), None
         low, high = _assumed(middle, within, error, assumed)
     # More digits than samples have would only differ between builds of numpy.
-    ends = (float(f"{max(0.0, end):.7g}") for end in (low, high))
-    return Estimate(middle, *ends, *counts, method, error, freedom, between, scatter)
+    low, high = float(f"{max(0.0, low):.7g}"), float(f"{high:.7g}")
+    return Estimate(middle, low, high, *counts, method, error, freedom, between, scatter)
 
 
 def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> Comparison:
