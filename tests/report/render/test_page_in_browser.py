@@ -82,7 +82,7 @@ addEventListener("load", () => {
   result.ink = getComputedStyle(document.body).color;
   const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
   result.repeated = ids.filter((id, place) => ids.indexOf(id) !== place);
-  document.title = "CHECKED " + JSON.stringify(result);
+  parent.document.title = "CHECKED " + JSON.stringify(result);
 });
 </script>
 """
@@ -107,6 +107,12 @@ def page(tmp_path_factory):
 
 
 def opened(path, width, *more):
+    """What the check found; a frame, because a window of Chromium is at least 500 pixels wide."""
+    framed = path.with_name(f"framed-{width}.html")
+    inside = html.escape(path.read_text(), quote=True)
+    frame = f'<iframe width="{width}" height="900" style="border: 0" srcdoc="{inside}"></iframe>'
+    framed.write_text(f"<!doctype html><title></title>{frame}")
+    path, width = framed, width + 100
     dumped, console = chromium(*more, f"--window-size={width},900", "--dump-dom", path.as_uri())
     assert console == []
     title = re.search(r"<title>CHECKED (.*?)</title>", dumped, re.DOTALL)
