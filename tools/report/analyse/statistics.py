@@ -175,9 +175,10 @@ def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> Compar
     ratio = weight * other.median / reference.median
     if reference.error is None or other.error is None:
         return Comparison(ratio, None, None, Verdict.UNKNOWN)
-    half = _half_width(reference, other)
-    low, high = ratio * math.exp(-half), ratio * math.exp(half)
-    return Comparison(ratio, low, high, _verdict(ratio, low, high), math.expm1(half))
+    below, above = _distances(reference, other)
+    low, high = ratio * math.exp(-below), ratio * math.exp(above)
+    smallest = math.expm1(max(below, above))
+    return Comparison(ratio, low, high, _verdict(ratio, low, high), smallest)
 
 
 def compare_within_runs(
@@ -297,24 +298,28 @@ def _assumed(
     return middle - math.hypot(middle - low, add), middle + math.hypot(high - middle, add)
 
 
-def _half_width(reference: Estimate, other: Estimate) -> float:
-    """Of the ratio's interval, in logarithms."""
-    assert reference.error is not None
-    assert other.error is not None
-    error = math.hypot(reference.error, other.error)
-    ours, theirs = reference.freedom, other.freedom
-    if ours is not None and theirs is not None:
-        # Repeats of one house scatter alike, so both sides' show it together.
-        one, two = (
-            side.error**2 * (side.freedom + 1) * side.freedom
-            for side in (reference, other)
-            if side.error is not None and side.freedom is not None
+def _distances(reference: Estimate, other: Estimate) -> tuple[float, float]:
+    """From the ratio to its interval's ends, in logarithms."""
+    if reference.freedom is None or other.freedom is None:
+        # The distances of both intervals' ends add up as squares (Zou & Donner 2008), each on its side.
+        return (
+            math.hypot(_distance(other, other.low), _distance(reference, reference.high)),
+            math.hypot(_distance(other, other.high), _distance(reference, reference.low)),
         )
-        pooled = (one + two) / (ours + theirs)
-        return student(ours + theirs) * math.sqrt(pooled * (1 / (ours + 1) + 1 / (theirs + 1)))
-    shown = [e**4 / f for e, f in ((reference.error, ours), (other.error, theirs)) if f is not None]
-    freedom = error**4 / sum(shown) if sum(shown) else math.inf
-    return error * student(freedom)
+    # Repeats of one house scatter alike, so both sides' show it together.
+    freedom = reference.freedom + other.freedom
+    squares = sum(
+        side.error**2 * (side.freedom + 1) * side.freedom
+        for side in (reference, other)
+        if side.error is not None and side.freedom is not None
+    )
+    shares = 1 / (reference.freedom + 1) + 1 / (other.freedom + 1)
+    half = student(freedom) * math.sqrt(squares / freedom * shares)
+    return half, half
+
+
+def _distance(found: Estimate, end: float | None) -> float:
+    return abs(math.log(max(end or 0.0, 1e-9 * found.median) / found.median))
 
 
 def _verdict(ratio: float, low: float, high: float) -> Verdict:
