@@ -130,6 +130,7 @@ def test_printed_tflops_stand_beside_the_kits_own_count(tmp_path):
     assert "Printed TFLOP/s" in (folder / "report.html").read_text()
 
 
+PIPELINE = given(tensor_model_parallel_size="1", pipeline_model_parallel_size="2")
 LOSSES = [10.0 - n / 10 for n in range(30)]
 
 
@@ -149,13 +150,13 @@ def test_logs_of_one_seed_that_agree_hold_parity(tmp_path):
 
 
 def test_logs_of_another_layout_that_agree_hold_it_too(tmp_path):
-    verdicts, _ = parities(tmp_path, LOSSES, given(tensor_model_parallel_size="1"))
+    verdicts, _ = parities(tmp_path, LOSSES, PIPELINE)
     assert verdicts == ["reference", "held"]
 
 
 def test_logs_of_another_layout_that_do_not_agree_are_not_comparable(tmp_path):
     other = [loss * 1.01 for loss in LOSSES]
-    verdicts, detail = parities(tmp_path, other, given(tensor_model_parallel_size="1"))
+    verdicts, detail = parities(tmp_path, other, PIPELINE)
     assert verdicts[1] == "not comparable"
     assert detail["reason"].endswith("and the losses differ by up to 0.0099")
 
