@@ -149,3 +149,15 @@ def test_other_configs_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         model_of(config(tmp_path, **fields))
+
+
+def test_a_time_says_how_far_readings_like_it_were_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "gpt3-175b", "--layout", "tp8pp16dp8", "--micro-batch", "1"]
+    assert main([*words, "--gpu", "a100", "--global-batch", "1536"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Held-out error of 8 readings like this: " in text
+    assert "A100" in text.split("measured: ")[1]
+    assert main(["--model", "gpt2-large", "--layout", "dp2", "--gpu", "rtx4090"]) == 0
+    assert "Nothing like this was ever measured" in " ".join(capsys.readouterr().out.split())
