@@ -89,6 +89,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace, plan: Plan) -> None:
     from tools.plan.dryrun.comparison import verify
     from tools.plan.dryrun.show import print_verified, verified_as_data
+    from tools.plan.readings.near import uncertainty, uncertainty_as_data
     from tools.plan.search import scaling, training_days
 
     days = training_days(plan, options.tokens) if options.tokens else None
@@ -98,6 +99,8 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
         from tools.plan.show import plan_as_data
 
         data = plan_as_data(plan, days, scaled)
+        if plan.winner:
+            data["uncertainty"] = uncertainty_as_data(plan.request, plan.winner)
         print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
         return
     from rich.console import Console
@@ -105,7 +108,8 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
     from tools.plan.show import print_plan
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    print_plan(plan, console, days, scaled)
+    error = uncertainty(plan.request, plan.winner) if plan.winner else ""
+    print_plan(plan, console, days, scaled, error)
     if verified:
         print_verified(verified, console)
 

@@ -100,15 +100,21 @@ _GB = 1e9
 
 
 def print_plan(
-    plan: Plan, console: Console, days: float | None = None, scaled: Scaling | None = None
+    plan: Plan,
+    console: Console,
+    days: float | None = None,
+    scaled: Scaling | None = None,
+    error: str = "",
 ) -> None:
-    """Print a plan."""
+    """Print a plan; `error` says how far predictions like the winner's were missed."""
     for sentence in advice(plan):
         console.print(sentence, highlight=False)
     if scaled and plan.winner:
         console.print(_scaling_sentence(plan, scaled), highlight=False)
     if days is not None:
         console.print(f"Training takes {days:,.1f} days.", highlight=False)
+    if error:
+        console.print(error, highlight=False)
     if not plan.winner:
         return
     rankings = [_ranking(plan.ranked, f"The best of {plan.legal:,} legal configurations")]

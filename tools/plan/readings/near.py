@@ -43,7 +43,7 @@ def uncertainty(request: Request, candidate: Candidate) -> str:
     found = near_residuals(request, candidate)
     device = request.cluster.device.name
     if not found:
-        return f"Nothing like this was ever measured on {device}: the time is the model's alone."
+        return f"No public reading on {device} is near this, so its time has no interval."
     nearest = joined([_measured(item.reading) for _, item in found[:2]])
     if len(found) < _ENOUGH:
         return f"Too few readings are like this for an interval; measured on {device}: {nearest}."
