@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import CodeType
 
-from megatron_patches.context import find_context, is_known
+from megatron_patches.context import RuntimeContext, find_context, is_known
 from megatron_patches.plant import execute_plant
 from megatron_patches.registry import PatchError, apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
@@ -37,6 +39,14 @@ def main(arguments: list[str]) -> None:
         applied = apply_patches(PATCHES, context)
     except (PatchError, LookupError, ValueError) as error:
         sys.exit(str(error))
+    announce(context, applied)
+    # Not runpy: it would make the entry sys.modules["__main__"], and every process that Megatron
+    # spawns to write a checkpoint would import the entry, torch and Megatron again, unpatched.
+    enter(compile(entry.read_bytes(), str(entry), "exec"), str(entry))
+
+
+def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
+    """Execute the plant, if there is one, and print what of Megatron is changed, once a run."""
     planted = execute_plant(os.environ)
     if int(os.environ.get("RANK", "0")) == 0:
         tried = "" if is_known(context.megatron) else " (not tried)"
@@ -45,10 +55,11 @@ def main(arguments: list[str]) -> None:
             + (f", planted: {planted}" if planted else ""),
             flush=True,
         )
-    # Not runpy: it would make the entry sys.modules["__main__"], and every process that Megatron
-    # spawns to write a checkpoint would import the entry, torch and Megatron again, unpatched.
-    code = compile(entry.read_bytes(), str(entry), "exec")
-    exec(code, {"__name__": "__main__", "__file__": str(entry)})  # noqa: S102 - as asked
+
+
+def enter(code: CodeType, entry: str) -> None:
+    """Run an entry's code as if it had been started itself."""
+    exec(code, {"__name__": "__main__", "__file__": entry})  # noqa: S102 - as asked
 
 
 if __name__ == "__main__":

@@ -8,14 +8,21 @@ calls are made. `train_step` is one iteration.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.registry import Patch, Replacement
-from tools.ledger.recorder import Recorder
+from tools.ledger.recorder import FOLDER_VARIABLE, Recorder
 from tools.ledger.timeline import Timeline
 
-_recorder = Recorder.from_environment()
+
+@functools.cache
+def _recorder() -> Recorder:
+    """Made when it is first needed: a rank that is forked gets its environment after this import."""
+    recorder = Recorder.from_environment()
+    assert recorder is not None
+    return recorder
 
 
 class WatchedTimer:
@@ -41,8 +48,7 @@ class WatchedTimer:
 
 
 def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
-    assert _recorder is not None
-    timeline = _recorder.timeline
+    timeline = _recorder().timeline
 
     @functools.wraps(original)
     def call(timers: Any, name: str, *args: Any, **kwargs: Any) -> WatchedTimer:
@@ -52,8 +58,7 @@ def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    recorder = _recorder
-    assert recorder is not None
+    recorder = _recorder()
     recorder.install()
 
     @functools.wraps(original)
@@ -77,7 +82,7 @@ def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="ledger",
     reason="Megatron does not report what it sends, holds and waits for",
-    needed=lambda context: _recorder is not None,
+    needed=lambda context: FOLDER_VARIABLE in os.environ,
     replacements=(
         Replacement("megatron.core.timers:Timers.__call__", _watch_timers),
         Replacement("megatron.training.training:train_step", _watch_steps),

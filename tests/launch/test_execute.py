@@ -26,6 +26,7 @@ def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path
         runtime=SimpleNamespace(container=False),
         hang_timeout_seconds=60,
         time_limit_seconds=None,
+        warm=None,
         spec=SimpleNamespace(device=DeviceKind.CPU),
     )
     progress = RunProgress(Console(file=io.StringIO()), "run", 1)

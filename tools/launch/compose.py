@@ -30,6 +30,7 @@ from tools.launch.network import LinkRate
 from tools.launch.network import command as shaped
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Options
 from tools.launch.runtime import ON_HOST, Runtime
+from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import MegatronEntry
 from tools.spec.files import ROOT, from_root
 from tools.spec.flags import Flags, merge_flags
@@ -97,6 +98,8 @@ class Launch:
     """After which the run is ended; what it has logged by then is there."""
     saving: Saving | None = None
     resume_point: ResumePoint | None = None
+    warm: WarmMegatron | None = None
+    """The process that its ranks are forked from instead of started by torchrun."""
 
     @property
     def devices(self) -> int:
@@ -135,6 +138,18 @@ class Launch:
         if container is None:
             return ranks
         return container.wrap(ranks, self.environment, docker.container_name(run_folder))
+
+    def warm_command(self, run_folder: str) -> tuple[str, ...]:
+        """What asks `warm` for the ranks of `command`."""
+        assert self.warm is not None
+        return self.warm.command(self.devices, (self.entry.path, *self.arguments(run_folder)))
+
+    @property
+    def can_be_forked(self) -> bool:
+        """Whether ranks of Megatron on this machine's CPU may come from a warm process."""
+        plain = self.network is None and self.nodes is None and self.runtime.container is None
+        megatron = self.spec.backend == Backend.MEGATRON
+        return plain and megatron and self.spec.device is DeviceKind.CPU
 
     def _program(self) -> tuple[str, ...]:
         if self.spec.backend == Backend.MEGATRON:

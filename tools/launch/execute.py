@@ -112,10 +112,11 @@ def _run_share(
     container = container_name(where) if launch.runtime.container else None
     logged_before = log.stat().st_size if log.exists() else 0
     stacks = folder / records.STACKS_FOLDER
+    command = launch.warm_command(where) if launch.warm else launch.command(where)
     environment = {**launch.environment, **also, "KIT_STACKS": from_root(stacks)}
     with (
         kept_if_filled(stacks, clear_up=folder == log.parent),
-        RankProcesses(launch.command(where), environment, log, container) as ranks,
+        RankProcesses(command, environment, log, container, launch.warm) as ranks,
         Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
         follower = LogFollower(log, logged_before)

@@ -127,6 +127,7 @@ def _own_partial(path: Path) -> Path:
         if number.isdigit() and not psutil.pid_exists(int(number)):
             shutil.rmtree(left, ignore_errors=True)
     partial = path.with_name(f"{mine}{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)  # Of this process, whose first attempt failed.
     partial.mkdir(parents=True)
     return partial
 
@@ -183,4 +184,4 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
     )
     composed = compose("baseline", (), launch.model, 1, launch.spec.device, single, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
-    return composed
+    return replace(composed, warm=launch.warm)

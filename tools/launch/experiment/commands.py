@@ -131,6 +131,7 @@ def run_experiment(experiment: Experiment, options: Options, console: Console) -
         say(console, output.announce([launch for _, launch in planned.launches], options))
     runner = Runner(planned.launches, options, console, experiment.takes_finished)
     runner.budget_seconds = experiment.budget_seconds
+    runner.warm = experiment.warm
     runner.train()
     return output.finish(Ended(experiment, options, runner.results(), console))
 

@@ -88,6 +88,8 @@ class Experiment:
     """Whether a cell that cannot work is left out; else it refuses the whole experiment."""
     instead: str = ""
     """What to run where this one is refused."""
+    warm: bool = False
+    """Whether ranks are forked from one process that has imported Megatron, where they can be."""
     budget_seconds: float | None = None
     """For all runs together; one that is not done by then is ended. None is no limit."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_models: dict[str, dict[str, VariableValue]] = {}
     fixed: dict[str, VariableValue] = {}
     environment: dict[str, str] = {}
+    warm: bool = False
     budget_seconds: float | None = None
     evaluation_batches: int | None = None
     repeats: int = 1
@@ -191,6 +194,7 @@ def load_experiment(
         evaluation_batches=file.evaluation_batches,
         takes_finished=file.takes_finished,
         instead=file.instead,
+        warm=file.warm,
         budget_seconds=file.budget_seconds,
         environment=file.environment,
         left_out=tuple(file.packages[package] for package in sorted(lacking)),

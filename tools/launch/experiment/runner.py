@@ -17,6 +17,7 @@ from tools.launch.experiment.definition import Cell
 from tools.launch.experiment.finished import finished_runs
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import outcome
 from tools.records.run import Status
 from tools.spec.run import Backend
@@ -71,6 +72,9 @@ class Runner:
     """What becomes of each run as soon as it has ended; None takes those that ended well."""
     budget_seconds: float | None = None
     """For all runs from `train` on; what is not expected to be done in it is left out."""
+    warm: bool = False
+    """Whether ranks are forked from a process that has imported Megatron, where they can be."""
+    _warm: WarmMegatron | None = None
     _longest_seconds: dict[int, float] = field(default_factory=dict)
     """Of the runs so far, by their number of iterations."""
     _began: float = field(default_factory=time.monotonic)
@@ -83,6 +87,13 @@ class Runner:
         Raises:
             Interrupted: A request to stop came; the run that was on its way is complete on disk.
         """
+        try:
+            self._train_all()
+        finally:
+            if self._warm is not None:
+                self._warm.close()
+
+    def _train_all(self) -> None:
         launches, self._began = dict(self.cells), time.monotonic()
         steps = in_turn(list(launches), self.options.repeats)
         for done, (repeat, cell) in enumerate(steps, start=1):
@@ -138,6 +149,7 @@ class Runner:
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:
         own, began, folder = cell_options(cell, self.options), time.monotonic(), None
         try:
+            launch = replace(launch, warm=self._warm_for(launch))
             ensure_start_checkpoint(launch, own, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
             folder, status = execute(limited, own.runs, self.console, title)
@@ -157,6 +169,18 @@ class Runner:
         elif folder:
             self._made.setdefault(cell, []).append(folder)
         return said
+
+    def _warm_for(self, launch: Launch) -> WarmMegatron | None:
+        """The process that this launch's ranks may be forked from, started for the first of its kind."""
+        if not (self.warm and launch.can_be_forked):
+            return None
+        wanted = launch.entry.path, launch.environment
+        if self._warm is not None and not self._warm.serves(*wanted):
+            self._warm.close()
+            self._warm = None
+        if self._warm is None:
+            self._warm = WarmMegatron(*wanted)
+        return self._warm
 
     def _title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
         which = f" repeat {repeat}" if self._wanted(cell) > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import psutil
 
 from tools.launch.container.docker import remove_container
 from tools.launch.supervise import supervisor
+from tools.launch.supervise.warm import WarmMegatron
 from tools.records.io import lock
 from tools.spec.files import ROOT
 
@@ -23,6 +25,7 @@ GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
 
 _MARK = "KIT_RUN_MARK"
+_RANK = re.compile(r"rank(\d+)")
 _SUPERVISOR = (sys.executable, "-m", "tools.launch.supervise.supervisor")
 
 
@@ -35,8 +38,10 @@ class RankProcesses:
         environment: Mapping[str, str],
         log: Path,
         container: str | None = None,
+        warm: WarmMegatron | None = None,
     ) -> None:
         self._container = container
+        self._warm = warm
         self._log: BinaryIO = log.open("ab")
         # Every process of the run inherits this lock with its output, and the last one gives it back.
         _lock(self._log)
@@ -81,6 +86,10 @@ class RankProcesses:
     def by_rank(self) -> dict[int, psutil.Process]:
         """The rank processes that live now, by rank."""
         found: dict[int, psutil.Process] = {}
+        for process in self._forked():
+            # Its environment is that of the process it was forked from; its name says what it is.
+            if named := _RANK.fullmatch(_name(process)):
+                found.setdefault(int(named[1]), process)
         for process in self._descendants():
             rank = _environment(process).get("RANK")
             if rank is not None:
@@ -109,7 +118,24 @@ class RankProcesses:
 
     def _family(self) -> list[psutil.Process]:
         """Every process that was started for this run, orphans too, by what they all inherit."""
-        return [p for p in psutil.process_iter() if _environment(p).get(_MARK) == self._mark]
+        marked = (p for p in psutil.process_iter() if _environment(p).get(_MARK) == self._mark)
+        return [*marked, *self._forked()]
+
+    def _forked(self) -> list[psutil.Process]:
+        """Ranks of a warm process, and their leader, which ends them when the supervisor has ended."""
+        if self._warm is None:
+            return []
+        try:
+            return psutil.Process(self._warm.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
 
 
 def alive(process: psutil.Process) -> bool:

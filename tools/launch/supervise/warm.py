@@ -1,0 +1,104 @@
+"""Ranks of several runs forked from one process that has imported Megatron (`megatron_patches.warm`).
+
+`WarmMegatron` holds that process for an experiment. In place of torchrun, the supervisor of a run starts
+`python -m tools.launch.supervise.warm SOCKET RANKS -- ENTRY FLAGS…`, which asks for the run's ranks and
+waits for them; when it is ended, they are. `command.sh` shows torchrun, which prints the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tools.spec.files import ROOT
+
+FAILED = 1
+
+
+class WarmMegatron:
+    """The process that forks; it ends with this one, or with `close`."""
+
+    def __init__(self, entry: str, environment: Mapping[str, str]) -> None:
+        self.entry = entry
+        self.environment = dict(environment)
+        self._folder = Path(tempfile.mkdtemp(prefix="kit-warm-"))
+        self._socket = self._folder / "socket"
+        # Bound here, so that a request may come while Megatron is still being imported.
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self._socket))
+        listener.listen()
+        self._log = (self._folder / "log.txt").open("wb")
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "megatron_patches.warm", str(listener.fileno()), entry),
+            pass_fds=(listener.fileno(),),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment},
+            stdin=subprocess.PIPE,  # Its end is this process's.
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        listener.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process whose descendants are the ranks."""
+        return self._process.pid
+
+    def serves(self, entry: str, environment: Mapping[str, str]) -> bool:
+        """Whether such a run may be forked: what was imported depends on entry and environment."""
+        return entry == self.entry and dict(environment) == self.environment
+
+    def command(self, ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
+        """What takes torchrun's place; `arguments` are the entry and its flags."""
+        client = (sys.executable, "-m", "tools.launch.supervise.warm")
+        return (*client, str(self._socket), str(ranks), "--", *arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process; its ranks have ended before, with their runs."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+        shutil.rmtree(self._folder)
+
+
+def ask(address: str, ranks: int, arguments: Sequence[str]) -> int:
+    """Have ranks forked that print where this process prints; their exit status when they have ended."""
+    request = {"ranks": ranks, "arguments": list(arguments), "environment": dict(os.environ)}
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect(address)
+            socket.send_fds(server, [json.dumps(request).encode()], [1])
+            answer = server.recv(1)
+        except OSError as error:
+            answer = b""
+            print(f"{address}: {error.strerror}", file=sys.stderr)
+    if not answer:
+        print("The process that forks the ranks has ended; train once more.", file=sys.stderr)
+    return answer[0] if answer else FAILED
+
+
+if __name__ == "__main__":
+    place, count, _, *argv = sys.argv[1:]
+    sys.exit(ask(place, int(count), argv))
