@@ -84,6 +84,7 @@ def share(
         runtime=SimpleNamespace(container=False),
         hang_timeout_seconds=hang_timeout,
         time_limit_seconds=None,
+        warm=None,
         spec=SimpleNamespace(device=DeviceKind.CPU),
     )
     progress = RunProgress(Console(file=io.StringIO()), "share", 1)

@@ -226,3 +226,11 @@ def test_weight_compares_times_a_token():
     assert one is not None
     assert two is not None
     assert compare(one, two, weight=0.5).ratio == 1.0
+
+
+def test_an_interval_without_scatter_still_holds_its_median() -> None:
+    found = estimate([[100 / 3] * 8] * 3)
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= found.median <= found.high

@@ -162,7 +162,7 @@ def estimate(
         error, freedom = math.hypot(assumed, own) / math.sqrt(len(whole)), None
         low, high = _assumed(middle, within, error, assumed)
     # More digits than samples have would only differ between builds of numpy.
-    low, high = float(f"{max(0.0, low):.7g}"), float(f"{high:.7g}")
+    low, high = min(middle, float(f"{max(0.0, low):.7g}")), max(middle, float(f"{high:.7g}"))
     return Estimate(middle, low, high, *counts, method, error, freedom, between, scatter)
 
 
