@@ -67,7 +67,8 @@ def test_unequal_stages_equal_the_closed_form(
         assert found.agrees, found.differences
         assert found.in_flight == found.report.in_flight
         measured, closed = found.memory["activations"]
-        assert measured == pytest.approx(closed, rel=0.04)
+        # Ids, masks and norms' statistics, which the closed form leaves out, weigh most beside one layer.
+        assert 0 <= measured - closed < 0.05 * closed
 
 
 def test_under_cp_neither_column_keeps_scores(dry_runner: DryRunner) -> None:
