@@ -67,7 +67,7 @@ def test_unequal_stages_equal_the_closed_form(
         assert found.agrees, found.differences
         assert found.in_flight == found.report.in_flight
         measured, closed = found.memory["activations"]
-        # Ids, masks and norms' statistics, which the closed form leaves out, weigh most beside one layer.
+        # Ids, masks and norms' statistics, left out of the closed form, weigh most beside one layer.
         assert 0 <= measured - closed < 0.05 * closed
 
 
