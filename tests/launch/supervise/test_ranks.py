@@ -45,6 +45,17 @@ def test_processes_that_ignore_sigterm_are_ended_by_stop(
     assert not alive(rank)
 
 
+def test_a_supervisor_whose_environment_cannot_be_seen_yet_is_ended_by_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks_module, "_environment", lambda process: {})
+    began = time.monotonic()
+    with RankProcesses(("sleep", "60"), {}, tmp_path / "log.txt") as ranks:
+        assert ranks.exit_code() is None
+    assert time.monotonic() - began < 30
+
+
 def test_a_rank_orphaned_by_torchruns_death_is_ended_before_the_end_is_reported(
     tmp_path: Path,
 ) -> None:

@@ -118,8 +118,13 @@ class RankProcesses:
 
     def _family(self) -> list[psutil.Process]:
         """Every process that was started for this run, orphans too, by what they all inherit."""
-        marked = (p for p in psutil.process_iter() if _environment(p).get(_MARK) == self._mark)
-        return [*marked, *self._forked()]
+        # The supervisor by its number: while the kernel starts a program, its environment is empty.
+        supervisor = self._supervisor.pid if self._supervisor.poll() is None else None
+        started = (p for p in psutil.process_iter() if p.pid == supervisor or self._is_marked(p))
+        return [*started, *self._forked()]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        return _environment(process).get(_MARK) == self._mark
 
     def _forked(self) -> list[psutil.Process]:
         """Ranks of a warm process, and their leader, which ends them when the supervisor has ended."""
