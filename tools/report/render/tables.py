@@ -55,12 +55,11 @@ def _speed(entry: Entry) -> tuple[float, str] | None:
 
 
 def _published(entry: Entry) -> tuple[float, str] | None:
-    """The published time of the strategy, marked if it is another model's."""
+    """The published time of the strategy and the same model."""
     figure = entry.figure
-    if figure is None or figure.mean_iteration_ms is None:
+    if figure is None or figure.mean_iteration_ms is None or figure.model != entry.run.model:
         return None
-    other = "" if figure.model == entry.run.model else "*"
-    return figure.mean_iteration_ms, f"{number(figure.mean_iteration_ms)}{other}"
+    return figure.mean_iteration_ms, number(figure.mean_iteration_ms)
 
 
 def _printed(entry: Entry) -> tuple[float, str] | None:
@@ -173,7 +172,12 @@ def terminal_results(title: str, entries: Sequence[Entry], width: int) -> Table[
     """Results of one model on one device, as many columns as fit."""
     # Failed attempts are shown however narrow it is.
     others = any(other_attempts(entry.configuration) for entry in entries)
-    columns = (replace(c, rank=1) if others and c.name == "status" else c for c in _OF_TERMINAL)
+    published = any(map(_published, entries))
+    columns = (
+        replace(c, rank=1) if others and c.name == "status" else c
+        for c in _OF_TERMINAL
+        if published or c.name != "published"
+    )
     return Table(tuple(columns), tuple(entries), title).fitting(width)
 
 

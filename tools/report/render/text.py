@@ -32,20 +32,11 @@ _NOTHING_PUBLISHED = "Nothing was published of these configurations."
 
 def print_report(report: Report, console: Console) -> None:
     """Print tables, one for each model and device, and the verdicts."""
-    starred = False
     for kind, members in groupby(report.entries, key=_kind):
         table = terminal_results(
             " · ".join(filter(None, kind)) or "logs", [*members], console.width
         )
         console.print(rich_table(table))
-        if "published" in table.header:
-            place = table.header.index("published")
-            starred |= any("*" in line[place] for line in table.cells)
-    if starred:
-        console.print(
-            "published: ms/iteration (examples/gpt3/published.yaml); * of another model.",
-            style="dim",
-        )
     for text in (*sentences(report), *report.problems):
         console.print(Text(f"• {text}"))
 
