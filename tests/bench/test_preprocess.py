@@ -52,8 +52,18 @@ def test_it_is_twenty_times_as_fast_as_megatrons_script_with_the_same_bytes(caps
     assert main(["--mb", "128", "--megatron-lm", checkout, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["same_bytes"]
-    rates = sorted(rate["megabytes_per_second"] for rate in found["ours"])
-    assert rates[1] > 20 * found["megatron"]["megabytes_per_second"]
+    # Processor time: on a busy machine the clock counts others' work as well.
+    ours = sorted(rate["processor_seconds"] for rate in found["ours"])
+    assert found["megatron"]["processor_seconds"] > 20 * ours[1]
+
+
+def test_a_checkout_whose_tokenizer_cannot_be_loaded_is_refused_before_anything_runs(
+    tmp_path, capsys
+):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/preprocess_data.py").touch()
+    assert main(["--mb", "1", "--megatron-lm", str(tmp_path)]) == 1
+    assert "reads GPT-2's tokenizer with the package transformers" in capsys.readouterr().err
 
 
 def test_english_is_the_same_for_the_same_seed_and_of_the_size_asked_for():

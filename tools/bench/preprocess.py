@@ -7,6 +7,7 @@ again, the hardest there is for an encoder that remembers words.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import resource
 import statistics
@@ -32,6 +33,8 @@ from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
 Say = Callable[[str], None]
 
 _SCRIPT = Path("tools/preprocess_data.py")
+_OWN_TOKENIZER = Path("megatron/training/tokenizer/gpt2_tokenization.py")
+"""Megatron's own GPT-2 tokenizer, up to 0.16."""
 _CEILING_BYTES = 128 << 20
 """Text held in memory to see how fast the encoder is with nothing around it."""
 
@@ -108,6 +111,8 @@ def compare(
     """
     if megatron is not None and not (megatron / _SCRIPT).is_file():
         raise PreprocessError(f"MEGATRON_LM={megatron} holds no {_SCRIPT}.")
+    if megatron is not None and not (megatron / _OWN_TOKENIZER).is_file():
+        _require_transformers(megatron)
     ours: list[Rate] = []
 
     def measure_ours() -> None:
@@ -135,6 +140,15 @@ def compare(
         megatron=theirs,
         same_bytes=same,
     )
+
+
+def _require_transformers(megatron: Path) -> None:
+    # Without it the script's workers end, and its pool starts new ones for ever.
+    if importlib.util.find_spec("transformers") is None:
+        raise PreprocessError(
+            f"MEGATRON_LM={megatron} reads GPT-2's tokenizer with the package transformers, which is "
+            "not installed; install it, or name a checkout of 0.16 or before, which needs none."
+        )
 
 
 def describe(found: ToolComparison) -> Iterator[str]:
