@@ -123,7 +123,7 @@ def test_every_number_of_a_results_row_is_recomputed(demo_page, strategy):
     # One run on CPU ranks: 5.5% of scatter between runs is in its interval, and little more.
     assert 0.85 * median < low <= median * (1 - 1.96 * 0.055)
     assert median * (1 + 1.96 * 0.055) <= high < 1.15 * median
-    for skipped in ("Model", "Device", "Published ms"):
+    for skipped in ("Model", "Device"):
         row.pop(skipped)
     assert {name: numbers(text.removeprefix(strategy)) for name, text in row.items()} == expected
     assert f">{digits(median)}<" in chart
