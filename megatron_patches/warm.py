@@ -91,7 +91,7 @@ def _lead(caller: socket.socket) -> Rank:
         request = json.loads(words)
         os.dup2(files[0], 1)
         os.dup2(files[0], 2)
-        port, children = _free_port(), {}
+        port, children = free_port(), {}
         for number in range(request["ranks"]):
             child = os.fork()
             if child == 0:
@@ -158,7 +158,8 @@ def _report(rank: int, pid: int, code: int) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -94,7 +94,9 @@ def _import_the_kit() -> None:
 
 
 def _run(name: str, tool: Tool, words: list[str]) -> int:
-    os.environ["KIT_COMMAND"] = f"parakit {name}"
+    from tools.spec.settings import COMMAND_VARIABLE
+
+    os.environ[COMMAND_VARIABLE] = f"parakit {name}"
     try:
         for package in tool.needs:
             if importlib.util.find_spec(package) is None:

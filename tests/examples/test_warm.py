@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def launch(options: Options) -> Iterator[Launch]:
     target = parse_target("train-tp2-gpt2-tiny-2cpu")
     plain = compose_target(target, flags_of_grammar(target), options)
     assert plain.can_be_forked
-    with WarmMegatron(plain.entry.path, plain.environment) as warm:
+    with closing(WarmMegatron(plain.entry.path, plain.environment)) as warm:
         launch = replace(plain, warm=warm)
         ensure_start_checkpoint(launch, options, Console(quiet=True))
         yield launch

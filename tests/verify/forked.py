@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_patches.plant import execute_plant
+from megatron_patches.warm import free_port
 from tools.launch.compose import Launch
 from tools.spec.files import ROOT
 
@@ -63,7 +63,7 @@ class ForkedRanks:
             timeout_seconds: After it all are killed.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port = free_port()
         children: dict[int, int] = {}
         for rank in range(launch.devices):
             place = {
@@ -142,9 +142,3 @@ def _ended(children: Mapping[int, int], timeout_seconds: float) -> list[int]:
         else:
             time.sleep(POLL_SECONDS)
     return [codes[rank] for rank in sorted(codes)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,8 +16,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tools.spec.files import ROOT
 
@@ -62,17 +60,6 @@ class WarmMegatron:
         """What takes torchrun's place; `arguments` are the entry and its flags."""
         client = (sys.executable, "-m", "tools.launch.supervise.warm")
         return (*client, str(self._socket), str(ranks), "--", *arguments)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process; its ranks have ended before, with their runs."""
