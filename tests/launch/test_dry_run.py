@@ -35,7 +35,11 @@ def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
     ("target", "changes", "sentence"),
     [
         ("train-dp2-gpt2-tiny-2cpu", {"global_batch_size": 7}, "7"),
-        ("train-dp2-gpt2-tiny-2cpu", {"data": "owt-ds/none"}, "owt-ds/none.* does not exist"),
+        (
+            "train-dp2-gpt2-tiny-2cpu",
+            {"data": "owt-ds/none"},
+            "owt-ds/none.*; run 'make prepare-ds .* NAME=none'",
+        ),
         ("train-dp64-gpt2-tiny-64gpu", {}, r"64 GPU\(s\) are wanted"),
     ],
 )
@@ -51,6 +55,19 @@ def test_a_dry_run_shows_the_command_and_refuses_what_the_run_would(
         dry_run(target, **changes)
     assert "-m megatron_patches" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_says_that_the_data_make_another_model(
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchError):
+        dry_run("train-dp2-llama3-8b-2gpu", data=None)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert [": 7,391," in line for line in said] == [True]
+
+
+def test_interleaved_stages_run_at_the_models_own_batch(dry_run: DryRun) -> None:
+    assert dry_run("train-vpp2-gpt2-tiny-2cpu") == 0
 
 
 @pytest.fixture

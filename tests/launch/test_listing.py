@@ -29,6 +29,10 @@ def test_models_show_their_true_sizes(listed: str) -> None:
     assert figures(listed, "llama3-8b ")[1] == "8,030,261,248"
 
 
+def test_models_of_another_vocabulary_show_what_the_kits_data_make_of_them(listed: str) -> None:
+    assert "llama3-8b 7,391,678,464" in " ".join(listed.split())
+
+
 @pytest.mark.parametrize(
     ("beginning", "counts"),
     [

@@ -1,11 +1,18 @@
+import fcntl
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tools.spec.files import ROOT
+
+SHELLS_TOOLS = (
+    *("bash", "env", "dirname", "sha256sum", "cat", "cp", "rm", "mkdir", "touch", "tee", "grep"),
+    *("find", "wc", "tail", "sed", "awk", "uname", "flock"),
+)
 
 
 @pytest.fixture
@@ -16,7 +23,7 @@ def bare_kit(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "requirements.txt", tmp_path / "kit")
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name in ("bash", "dirname", "sha256sum", "cat", "rm"):
+    for name in SHELLS_TOOLS:
         (tools / name).symlink_to(shutil.which(name) or "")
     return tmp_path
 
@@ -31,9 +38,6 @@ def set_up(kit: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": str(kit / "bin"), "HOME": str(kit / "home")}
     bash = shutil.which("bash") or ""
     command = (bash, str(kit / "kit/tools/setup.sh"))
-    # `env bash` in the stand-ins needs env itself.
-    if not (kit / "bin/env").exists():
-        (kit / "bin/env").symlink_to(shutil.which("env") or "")
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -61,18 +65,133 @@ def test_a_shim_that_answers_not_found_is_passed_over_for_pyenvs_own(
     assert log.read_text().startswith("-m venv --clear .venv")
 
 
-def test_nothing_is_done_when_the_requirements_are_installed(bare_kit: Path) -> None:
-    digest = subprocess.run(
-        ("sha256sum", "requirements.txt"),
-        cwd=bare_kit / "kit",
+MACHINE_HAS_GPU = Path("/proc/driver/nvidia/version").exists()
+
+PYTHON_WITH_VENV = """
+log() {{ echo "$*" >> {log}; }}
+case "$1 $2 $3" in
+  "-c "*) exit 0 ;;
+  "--version "*) echo Python 3.12.1 ;;
+  "-m venv --clear")
+    log venv
+    rm -rf "$4"; mkdir -p "$4/bin" "$4/lib/python3.12/site-packages"
+    touch "$4/pyvenv.cfg"; cp "$0" "$4/bin/python" ;;
+  "-m pip install")
+    case "$*" in *+cpu) {cpu} ;; esac
+    log "pip ${{*: -1}}"
+    echo "WARNING: Location 'file:///x' is ignored"
+    {pip} ;;
+esac"""
+
+
+def installs(kit: Path, pip: str = "exit 0", cpu: str = "exit 1") -> None:
+    """A Python on PATH that stands for CPython 3.12: what its pip does is given."""
+    body = PYTHON_WITH_VENV.format(log=kit / "called", pip=pip, cpu=cpu)
+    fake_python(kit / "bin/python3.12", body)
+
+
+def called(kit: Path) -> list[str]:
+    lines = (kit / "called").read_text().splitlines()
+    (kit / "called").unlink()
+    return lines
+
+
+def test_what_is_set_up_is_not_set_up_again(bare_kit: Path) -> None:
+    installs(bare_kit)
+    first = set_up(bare_kit)
+    assert (first.returncode, called(bare_kit)) == (0, ["venv", "pip requirements.txt"])
+    assert first.stderr.startswith(
+        "Setting up .venv with Python 3.12.1, once: 130 packages, 2.8 GB"
+    )
+    assert "WARNING" not in first.stderr
+    second = set_up(bare_kit)
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert not (bare_kit / "called").exists()
+
+
+@pytest.mark.parametrize("end", ["echo 'ERROR: no route'; exit 1", "kill -9 $(cat {pid})"])
+def test_nothing_of_an_unfinished_set_up_is_trusted(bare_kit: Path, end: str) -> None:
+    installs(bare_kit)
+    set_up(bare_kit)
+    called(bare_kit)
+    (bare_kit / "kit/requirements.txt").write_text("six==1.17.0\n")
+    pip = "touch {venv}/half; " + end
+    setup = "echo $$ > {pid}; exec bash {kit}/tools/setup.sh"
+    names = {"kit": bare_kit / "kit", "venv": bare_kit / "kit/.venv", "pid": bare_kit / "pid"}
+    # The old requirements' environment is brought to the new ones, and that ends half-way.
+    (bare_kit / "kit/.venv/bin/python").write_text(
+        "#!/usr/bin/env bash"
+        + PYTHON_WITH_VENV.format(log=bare_kit / "called", pip=pip.format(**names), cpu="exit 1")
+    )
+    cut = subprocess.run(
+        (shutil.which("bash") or "", "-c", setup.format(**names)),
+        env={"PATH": str(bare_kit / "bin"), "HOME": str(bare_kit)},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    (bare_kit / "kit/.venv").mkdir()
-    (bare_kit / "kit/.venv/.requirements.sha256").write_text(digest.stdout)
+    assert cut.returncode != 0
+    assert (bare_kit / "kit/.venv/half").exists()
+    called(bare_kit)
+    shutil.copy(ROOT / "requirements.txt", bare_kit / "kit")  # What was installed whole before.
+    assert (set_up(bare_kit).returncode, called(bare_kit)) == (0, ["venv", "pip requirements.txt"])
+    assert not (bare_kit / "kit/.venv/half").exists()
+
+
+def test_a_failed_download_is_a_sentence_after_pips_own_words(bare_kit: Path) -> None:
+    installs(bare_kit, pip="echo 'ERROR: no route'; exit 1")
     answer = set_up(bare_kit)
-    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+    assert answer.returncode == 1
+    assert answer.stderr.splitlines()[-2] == "ERROR: no route"
+    assert answer.stderr.splitlines()[-1].startswith("Packages of requirements.txt could not be")
+    assert not (bare_kit / "kit/.venv/.requirements.sha256").exists()
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(bare_kit: Path) -> None:
+    installs(bare_kit)
+    set_up(bare_kit)
+    called(bare_kit)
+    (bare_kit / "kit/.venv/bin/python").unlink()
+    (bare_kit / "kit/.venv/bin/python").symlink_to("/removed/python3.12")
+    answer = set_up(bare_kit)
+    assert (answer.returncode, called(bare_kit)[0]) == (0, "venv")
+    assert "is gone: .venv is made anew" in answer.stderr
+
+
+def test_a_folder_that_is_no_environment_is_not_cleared(bare_kit: Path) -> None:
+    installs(bare_kit)
+    (bare_kit / "kit/.venv").mkdir()
+    (bare_kit / "kit/.venv/mine").touch()
+    answer = set_up(bare_kit)
+    assert (answer.returncode, answer.stderr.count("\n")) == (1, 1)
+    assert answer.stderr.startswith(".venv is there and is no virtual environment; move it away")
+    assert (bare_kit / "kit/.venv/mine").exists()
+
+
+def test_a_second_make_waits_for_the_first(bare_kit: Path) -> None:
+    installs(bare_kit)
+    folder = os.open(bare_kit / "kit", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(set_up, bare_kit)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.5)
+        assert not (bare_kit / "called").exists()
+        os.close(folder)
+        assert second.result().stderr.startswith("Another make is setting up .venv; waiting")
+
+
+@pytest.mark.skipif(MACHINE_HAS_GPU, reason="a machine with a GPU gets torch for CUDA")
+def test_without_a_gpu_torch_for_cpus_is_taken_where_an_index_has_it(bare_kit: Path) -> None:
+    installs(bare_kit, cpu="exit 0")
+    answer = set_up(bare_kit)
+    assert answer.returncode == 0
+    assert "torch for CPUs; about 0.4 GB" in answer.stderr
+    assert called(bare_kit) == ["venv", "pip .venv/requirements.txt"]
+    left = (bare_kit / "kit/.venv/requirements.txt").read_text()
+    names = {line.split("==")[0] for line in left.splitlines() if line[:1].isalnum()}
+    assert {"megatron-core", "nvidia-ml-py", "numpy"} < names
+    assert not {"torch", "triton", "nvidia-cublas", "nvidia-nccl-cu13", "cuda-toolkit"} & names
 
 
 def test_in_the_kits_image_nothing_is_set_up(

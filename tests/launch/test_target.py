@@ -20,6 +20,20 @@ def test_the_published_alias_is_the_baseline_of_the_345m_model() -> None:
     assert target == Target("baseline", "gpt3-345m", 1, DeviceKind.GPU)
 
 
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        (
+            "train-gpt3-857m-2gpu-x-model-parallelism",
+            Target("dp2", "gpt3-857m", 2, DeviceKind.GPU),
+        ),
+        ("train-tp2-sq-gpt2-large-2gpu", Target("sp2", "gpt2-large", 2, DeviceKind.GPU)),
+    ],
+)
+def test_target_names_of_the_authors_makefile_are_aliases(name: str, target: Target) -> None:
+    assert parse_target(name) == target
+
+
 @pytest.mark.parametrize("strategy", ["dp2", "dp2-zero1"])
 def test_the_label_of_the_write_up_means_the_model_of_its_true_size(strategy: str) -> None:
     target = parse_target(f"train-{strategy}-gpt3-512m-2gpu")

@@ -33,7 +33,7 @@ def test_without_a_manifest_the_tokenizer_is_unknown(prefix):
 def test_a_missing_file_is_named(prefix, suffix):
     path = prefix.with_name(prefix.name + suffix)
     path.unlink()
-    with pytest.raises(DatasetError, match=f"{path} does not exist; make the data set again"):
+    with pytest.raises(DatasetError, match=f"{path} does not exist; run 'make prepare-ds"):
         open_dataset(prefix)
 
 

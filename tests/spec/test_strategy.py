@@ -86,6 +86,8 @@ def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
         ("cp2", 2, Batch(64, 64)),
         ("pp2", 2, Batch(64, 64)),
         ("tp2dp2", 4, Batch(64, 128)),
+        ("vpp2", 2, Batch(32, 64)),
+        ("tp2vpp2", 4, Batch(64, 128)),
     ],
 )
 def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:

@@ -14,7 +14,14 @@ from tools.launch.devices import Gpu, visible_gpus
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import active_parameters, parameters_total, rank_parameters
-from tools.spec.model import ALIASES, Model, load_model, model_names
+from tools.spec.model import (
+    ALIASES,
+    GPT2_VOCABULARY,
+    Model,
+    load_model,
+    model_names,
+    with_vocabulary,
+)
 from tools.spec.run import DeviceKind, spec_of_model
 from tools.spec.strategy import (
     BATCH_RULE,
@@ -60,6 +67,7 @@ def show_list(console: Console) -> None:
     )
     models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
     console.print(rich_table(_models(models, memory.available, gpus), console.width))
+    console.print(_on_the_kits_data(models), highlight=False)
     console.print(_scaling(models[0]), highlight=False)
     for label, name in ALIASES.items():
         console.print(f"{label} is another name of {name}.", highlight=False)
@@ -70,6 +78,17 @@ def show_list(console: Console) -> None:
         "  make train-tp2-gpt2-tiny-2cpu    make train-tp2-gpt2-large-2gpu    "
         "make train-ep2-moe-tiny-2cpu",
         highlight=False,
+    )
+
+
+def _on_the_kits_data(models: Sequence[Model]) -> str:
+    """What models with another vocabulary become over the tokens of the kit's data."""
+    others = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
+    trained = (with_vocabulary(model, GPT2_VOCABULARY) for model in others)
+    sizes = (f"{model.name} {count(parameters_total(model.shape))}" for model in trained)
+    return (
+        f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "
+        f"vocabulary have other sizes: {', '.join(sizes)}."
     )
 
 

@@ -14,12 +14,12 @@ from tools.launch.cluster.nodes import INTERFACES, Nodes, node_folder
 from tools.launch.cluster.rendezvous.coordinator import Coordinator
 from tools.launch.cluster.rendezvous.messages import NodeRecord
 from tools.launch.cluster.rendezvous.worker import Worker
+from tools.launch.code import code_of
 from tools.launch.compose import Launch
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute, run_ranks
-from tools.launch.megatron_entry import kit_commit
 from tools.launch.options import Options
 from tools.launch.preflight import check, data_path
 from tools.launch.progress import RunProgress
@@ -86,7 +86,7 @@ def node_record(launch: Launch, nodes: int) -> NodeRecord:
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     has = {
         "NNODES=": str(nodes),
-        "the kit's commit": kit_commit() or "unknown",
+        "the kit's code": f"{code_of(launch).kit} (a hash)",
         "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
         "torch": installed_versions().get("torch", "none"),
         "flags": f"{flags} (a hash)",

@@ -13,8 +13,12 @@ from tools.spec.model import load_model, model_names
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy
 
-ALIASES = {"train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu"}
-"""Target names of the published experiments."""
+ALIASES = {
+    "train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu",
+    "train-gpt3-857m-2gpu-x-model-parallelism": "train-dp2-gpt3-857m-2gpu",
+    "train-tp2-sq-gpt2-large-2gpu": "train-sp2-gpt2-large-2gpu",
+}
+"""Target names of the published experiments and of their author's Makefile (`x`: without)."""
 
 _TARGET = re.compile(r"train-(?P<middle>.+)-(?P<devices>\d+)(?P<device>gpu|cpu)")
 

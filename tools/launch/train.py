@@ -81,12 +81,16 @@ def train(target: Target, flags: Sequence[str], options: Options, console: Conso
 
 
 def dry_run(launch: Launch, options: Options) -> int:
-    """Print the command of a launch; 0. Nothing is written, and no data are made.
+    """Print the command of a launch, and whether it trains another model than it names; 0.
+
+    Nothing is written, and no data are made.
 
     Raises:
         LaunchError: The run would be refused, after the command was printed.
     """
     print(command_line(launch), flush=True)
+    if sentence := _other_vocabulary(launch):
+        print(f"# {sentence}", flush=True)
     check(launch, options.runs, data_is_to_come=True)
     return 0
 
@@ -161,13 +165,15 @@ def describe(launch: Launch) -> str:
 def differences(launch: Launch) -> tuple[str, ...]:
     """What the run trains otherwise than its model's file says, a sentence each."""
     spec, own = launch.spec, load_model(launch.model.name)
+    scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
+    return tuple(filter(None, (_other_vocabulary(launch), scaling)))
+
+
+def _other_vocabulary(launch: Launch) -> str:
+    spec, own = launch.spec, load_model(launch.model.name)
     shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
-    texts = (
-        vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor),
-        scaling_sentence(own.batch, spec.batch, spec.parallelism),
-    )
-    return tuple(filter(None, texts))
+    return vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor)
 
 
 def _place(launch: Launch) -> str:

@@ -252,7 +252,7 @@ def open_dataset(prefix: Path) -> Dataset:
     """
     for path in (idx_path(prefix), bin_path(prefix)):
         if not path.is_file():
-            raise DatasetError(f"{path} does not exist; {_REMAKE} (make prepare-ds-sample).")
+            raise DatasetError(f"{path} does not exist; {_how_to_make(prefix)}.")
     dtype, sequences, documents = _read_header(idx_path(prefix))
     tokens = _check_sizes(Dataset(prefix, dtype, documents, sequences, 0, None))
     manifest = read_manifest(prefix)
@@ -265,6 +265,13 @@ def open_dataset(prefix: Path) -> Dataset:
                 "belong to different data sets: remove the manifest, or make all three again."
             )
     return dataset
+
+
+def _how_to_make(prefix: Path) -> str:
+    name = prefix.name.removesuffix("_text_document")
+    if name == "sample":
+        return "run 'make prepare-ds-sample'"
+    return f"run 'make prepare-ds INPUT=file.jsonl NAME={name}', or name another data set"
 
 
 def read_manifest(prefix: Path) -> Manifest | None:

@@ -210,16 +210,22 @@ def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
     """Scale a model's own batch as the published runs did: baseline B/B, DP2 B/2B, the others 2B/2B.
 
     The global batch grows with the ranks; the micro batch with those ranks that share one replica,
-    so every device keeps the work that the baseline's has.
+    so every device keeps the work that the baseline's has. Interleaved stages keep PP out of the
+    micro batch: their schedule takes micro batches in multiples of PP.
     """
-    ranks_a_replica = parallelism.world_size // parallelism.data
+    sharing = parallelism.world_size // parallelism.data
+    if parallelism.virtual_stages > 1:
+        sharing //= parallelism.pipeline
     return Batch(
-        micro_batch_size=own.micro_batch_size * ranks_a_replica,
+        micro_batch_size=own.micro_batch_size * sharing,
         global_batch_size=own.global_batch_size * parallelism.world_size,
     )
 
 
-BATCH_RULE = "the micro batch times the ranks of a replica, the global batch times all ranks"
+BATCH_RULE = (
+    "the micro batch times the ranks of a replica (without PP's where stages interleave), the global "
+    "batch times all ranks"
+)
 """`batch_for` in words."""
 
 

@@ -101,9 +101,9 @@ def test_first_real_error_beats_lost_connections_and_the_epilogue(tmp_path):
     assert found.reason.startswith("rank 1: ValueError: heads 20 are not divisible by 3")
 
 
-def test_bare_assertion_says_where(tmp_path):
+def test_bare_assertion_says_what_and_where(tmp_path):
     found = judged(tmp_path, traceback("AssertionError"), 1)
-    assert "AssertionError: in arguments.py:431" in found.reason
+    assert "AssertionError: args.hidden_size does not hold, in arguments.py:431" in found.reason
 
 
 def test_usage_error_is_quoted(tmp_path):

@@ -75,6 +75,8 @@ class ErrorCollector:
     def __init__(self) -> None:
         self._errors: list[LoggedError] = []
         self._frames: dict[int | None, str] = {}
+        self._sources: dict[int | None, str] = {}
+        """The innermost frame's line of code, by the rank whose traceback is open."""
         self._in_epilogue = False
         self._ignored = False
         self._listed_rank: int | None = None
@@ -126,19 +128,25 @@ class ErrorCollector:
             frame = _FRAME.match(text)
             if frame:
                 self._frames[rank] = f"{frame[1].rsplit('/', 1)[-1]}:{frame[2]}"
+                self._sources[rank] = ""
+            elif not self._sources.get(rank):
+                self._sources[rank] = text.strip()
             return
         found = _EXCEPTION.match(text.rstrip())
         if found:
             self._close_traceback(rank, found[1], (found[2] or "").strip())
 
     def _close_traceback(self, rank: int | None, kind: str, message: str) -> None:
-        where = self._frames.pop(rank)
+        where, source = self._frames.pop(rank), self._sources.pop(rank, "")
         short = kind.rsplit(".", 1)[-1]
         if short == "KeyboardInterrupt":
             self._note_interruption("KeyboardInterrupt")
             return
         launcher = short in _LAUNCHER_KINDS
-        self._add(short, message or f"in {where}" if where else message, rank, launcher)
+        asserted = source.removeprefix("assert ") if source.startswith("assert ") else ""
+        if not message and where:
+            message = f"{f'{asserted} does not hold, ' if asserted else ''}in {where}"
+        self._add(short, message, rank, launcher)
 
     def _feed_validation(self, line: str) -> None:
         found = _UNEXPECTED_RESULT.search(line)
