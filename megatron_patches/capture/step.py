@@ -382,12 +382,7 @@ def _rank(
     args = get_args()
     data = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
     tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    coordinates: list[Any] = [None] * torch.distributed.get_world_size()
     context = (mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
-    torch.distributed.all_gather_object(coordinates, (data[0], context[0], tensor[0]))
-    sources = torch.distributed.get_process_group_ranks(
-        mpu.get_expert_tensor_and_model_parallel_group()
-    )
     return CapturedRank(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
@@ -408,7 +403,7 @@ def _rank(
             mpu.get_expert_tensor_parallel_rank(),
             mpu.get_expert_tensor_parallel_world_size(),
         ),
-        expert_sources=tuple(coordinates[rank] for rank in sources),
+        expert_sources=_expert_sources((data[0], context[0], tensor[0])),
         sequence_parallel=bool(args.sequence_parallel),
         gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
         sequence_length=args.seq_length,
@@ -425,6 +420,23 @@ def _rank(
         norm_groups=norm_groups,
         notes=tuple(_notes(parameters)),
     )
+
+
+def _expert_sources(here: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Places of the ranks that send tokens to this rank's experts, in the order of their rows."""
+    from megatron.core import mpu
+    from megatron.training import get_args
+
+    places: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(places, here)
+    ranks = torch.distributed.get_process_group_ranks(
+        mpu.get_expert_tensor_and_model_parallel_group()
+    )
+    size = mpu.get_expert_tensor_parallel_world_size()
+    if get_args().moe_token_dispatcher_type != "allgather":
+        # Sent over expert-parallel ranks first, what arrives is gathered over tensor-parallel ones.
+        ranks = [rank for number in range(size) for rank in ranks[number::size]]
+    return tuple(places[rank] for rank in ranks)
 
 
 def _notes(parameters: ParameterMap) -> Iterator[str]:

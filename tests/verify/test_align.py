@@ -190,6 +190,35 @@ def test_rows_of_an_expert_are_those_of_a_context_ranks_tokens(tmp_path):
     assert np.array_equal(found.reference, whole[[2, 3]])
 
 
+def test_rows_of_an_expert_are_in_the_order_of_the_ranks_that_send_parts_of_their_sequences(tmp_path):
+    layer = "decoder.layers.0.mlp"
+    site = output(f"{layer}.experts.local_experts.0.linear_fc1")
+    chosen = np.arange(SEQUENCE * BATCH) % 2 == 0  # The first of the two tokens of every position.
+    wholes = [random(SEQUENCE, HIDDEN, seed=number) for number in range(2)]
+    theirs = [
+        one
+        for number, whole in enumerate(wholes)
+        for one in (
+            (output(f"{layer}.router", number, slot="output.1"), chosen[:, None]),
+            (output(site.name, number), whole),
+        )
+    ]
+    # Of both data-parallel ranks the first half of the sequence, then of both the second.
+    sources = ((0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1))
+    ours = np.concatenate([whole[half] for half in (slice(4), slice(4, 8)) for whole in wholes])
+    here = rank(tensor=(0, 2), sequence_parallel=True, data=(0, 2), expert_sources=sources)
+    found = aligned(tmp_path, here, ours, theirs, site, micro_batches=2)
+    assert np.array_equal(found.reference, ours)
+
+
+def test_an_embedding_that_is_scattered_over_the_sequence_comes_sequence_first(tmp_path):
+    whole = random(BATCH, SEQUENCE, HIDDEN)
+    ours = whole.swapaxes(0, 1)[4:]
+    here = rank(tensor=(1, 2), sequence_parallel=True)
+    found = aligned(tmp_path, here, ours, [(output(), whole)])
+    assert np.array_equal(found.reference, ours)
+
+
 def test_of_a_reference_of_the_same_layout_the_same_rank_is_compared(tmp_path):
     site = output("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1")
     split = {"expert": (1, 2), "data": (1, 2), "world_size": 2}

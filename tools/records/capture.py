@@ -118,7 +118,8 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     expert: tuple[int, int]
     expert_tensor: tuple[int, int]
     expert_sources: tuple[tuple[int, int, int], ...]
-    """Data-, context- and tensor-parallel number of the ranks that send tokens to the same experts."""
+    """Data-, context- and tensor-parallel number of the ranks that send tokens to the same experts, in
+    the order in which an expert has their rows."""
     sequence_parallel: bool
     gated: bool
     """Whether an MLP's first layer gives gate and value, one after the other."""

@@ -63,6 +63,9 @@ class ActivationAligner:
         if whole is None:
             return Aligned(None, None, "the reference has no such tensor")
         part = _part(whole, record.shape, one.rank, self._reference.first, site)
+        if part is None and whole.ndim > 2:  # An embedding that is scattered comes sequence first.
+            swapped = whole.swapaxes(0, 1)
+            part = _part(swapped, record.shape, one.rank, self._reference.first, site)
         if part is None:
             shapes = f"{list(record.shape)} of the reference's {list(whole.shape)}"
             return Aligned(None, None, f"its shape {shapes} follows no known split")
@@ -152,11 +155,8 @@ class ActivationAligner:
     def _expert_rows(self, rank: CapturedRank, site: Site) -> tuple[Array | None, float]:
         """Rows of an expert's tokens: those of every rank that sends here, one after another."""
         assert site.micro_batch is not None
-        sources = rank.expert_sources
-        if rank.context[1] == 1:  # Ranks that share a sequence send its parts one after another.
-            sources = tuple((data, 0, 0) for data in dict.fromkeys(data for data, *_ in sources))
         parts, scale = [], 1.0
-        for data_rank, context_rank, tensor_rank in sources:
+        for data_rank, context_rank, tensor_rank in rank.expert_sources:
             number = site.micro_batch * rank.data[1] + data_rank
             found = self._holders[_plain(site), number]
             if not found:
@@ -165,7 +165,7 @@ class ActivationAligner:
             part: Array | None = holder.values(record)
             if part is None or part.ndim == 0:
                 return None, 1.0
-            if rank.context[1] > 1:
+            if rank.context[1] > 1 or rank.sequence_parallel:
                 place = (context_rank, tensor_rank if rank.sequence_parallel else 0)
                 part = self._rows_from(part, rank, site.name, number, place)
             if part is None:
