@@ -190,7 +190,9 @@ def test_rows_of_an_expert_are_those_of_a_context_ranks_tokens(tmp_path):
     assert np.array_equal(found.reference, whole[[2, 3]])
 
 
-def test_rows_of_an_expert_are_in_the_order_of_the_ranks_that_send_parts_of_their_sequences(tmp_path):
+def test_rows_of_an_expert_are_in_the_order_of_the_ranks_that_send_parts_of_their_sequences(
+    tmp_path,
+):
     layer = "decoder.layers.0.mlp"
     site = output(f"{layer}.experts.local_experts.0.linear_fc1")
     chosen = np.arange(SEQUENCE * BATCH) % 2 == 0  # The first of the two tokens of every position.

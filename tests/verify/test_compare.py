@@ -1,6 +1,7 @@
 import numpy as np
+import pytest
 
-from tests.verify.captures import WEIGHT, output, pair, place, random, rank, write
+from tests.verify.captures import KEY, WEIGHT, output, pair, place, random, rank, write
 from tools.records.capture import CapturedModule, Placement, Site, Stage
 from tools.verify.compare import RESPONSES, compare
 
@@ -93,6 +94,52 @@ def test_local_gradients_of_tensor_parallel_ranks_may_add_up(tmp_path):
         for n, part in enumerate((WHOLE - 1, np.ones_like(WHOLE)))
     ]
     assert not found(tmp_path, ours, whole(stage)).wrong()
+
+
+@pytest.mark.parametrize("per_token_loss", [False, True])
+def test_a_reference_of_several_ranks_averages_local_gradients_as_the_layout_does(
+    tmp_path, per_token_loss
+):
+    stage = Stage.LOCAL_GRADIENTS
+    changed = {"world_size": 2, "per_token_loss": per_token_loss}
+
+    def alone(number):  # A part that one of two data-parallel ranks has, as its expert's.
+        here = rank(number, data=(number, 2), expert=(number, 2), **changed)
+        return here, [(weights(stage), WHOLE, Placement(KEY, (2, 4, 3), (number, 0, 0)))]
+
+    def copied(number, tensor):  # A weight that both of two ranks have, whole or in part.
+        kind = "tensor" if tensor else "data"
+        here = rank(number, **{kind: (number, 2)}, **changed)
+        return here, [(weights(stage), WHOLE, place((0, 0, 0)))]
+
+    def one(values):
+        return [(rank(per_token_loss=per_token_loss), [(weights(stage), values, place((0, 0, 0)))])]
+
+    for name, ranks in {
+        "experts": [alone(0), alone(1)],
+        "copies": [copied(0, tensor=False), copied(1, tensor=False)],
+        "wholes": [copied(0, tensor=True), copied(1, tensor=True)],
+    }.items():
+        reference, layout = (write(tmp_path / f"{name} {part}", ranks) for part in "rl")
+        assert not compare(reference, layout).wrong()
+        if name != "experts":
+            sum_of_both = 2 if per_token_loss and name == "copies" else 1
+            single = write(tmp_path / f"{name} s", one(sum_of_both * WHOLE))
+            assert not compare(reference, single).wrong()
+
+
+def test_steps_of_a_parameter_that_the_references_first_rank_lacks_are_compared(tmp_path):
+    step = Site(Stage.OPTIMIZER_STATE, WEIGHT, "step")
+
+    def stages(count):
+        return [
+            (rank(0, pipeline=(0, 2), world_size=2), []),
+            (rank(1, pipeline=(1, 2), world_size=2), [(step, np.array([count]))]),
+        ]
+
+    reference = write(tmp_path / "r", stages(2.0))
+    (wrong,) = compare(reference, write(tmp_path / "l", stages(3.0))).wrong()
+    assert wrong.key[1:] == (WEIGHT, "step")
 
 
 def test_halves_of_a_gated_weight_are_parts_of_one(tmp_path):

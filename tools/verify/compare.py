@@ -9,6 +9,7 @@ tolerance: copies of a parameter, integers, truth values.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +29,7 @@ from tools.verify.align import ActivationAligner, of_experts
 from tools.verify.captured import Array, Capture, RankCapture, whole_name
 from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
 from tools.verify.norm import memberships
-from tools.verify.parameters import Part, Unit, assembled, units
+from tools.verify.parameters import Part, Unit, assembled, local_gradients, units
 from tools.verify.rounding import flips_within, spacing, update_error
 
 RESPONSES = 6.0
@@ -239,19 +240,18 @@ class _Comparer:
 
     def scalars(self) -> None:
         """The numbers of steps, and the norm that each rank clips by, against the reference's own."""
-        theirs = self._reference.ranks[0]
-        for one in self._layout.ranks:
-            for record in one.records:
-                site = record.site
-                if record.placement is not None or site.micro_batch is not None:
-                    continue
-                self._seen += 1
-                like = theirs.by_site.get(Site(*NORM) if site.stage is Stage.NORM else site)
-                if like is None:
-                    self._skip("the reference has no such parameter", site.name)
-                    continue
-                pair = Pair(one.rank.rank, None, one.values(record), theirs.values(like))
-                self._comparison(_key(like.site), like).add(pair)
+        theirs: dict[Site, tuple[RankCapture, TensorRecord]] = {}
+        for one, record in _scalars(self._reference):
+            theirs.setdefault(record.site, (one, record))
+        for one, record in _scalars(self._layout):
+            self._seen += 1
+            site = Site(*NORM) if record.site.stage is Stage.NORM else record.site
+            if site not in theirs:
+                self._skip("the reference has no such parameter", site.name)
+                continue
+            there, like = theirs[site]
+            pair = Pair(one.rank.rank, None, one.values(record), there.values(like))
+            self._comparison(_key(site), like).add(pair)
 
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
@@ -270,19 +270,11 @@ class _Comparer:
         over the tensor-parallel ranks, without it each rank has all. Either is right here, and what
         becomes of it is seen after the reduction.
         """
-        holders: defaultdict[tuple[int, ...], list[Part]] = defaultdict(list)
-        for piece in pieces:
-            rank = piece.one.rank
-            place = piece.placement.global_offset
-            holders[rank.tensor[0], rank.pipeline[0], rank.expert[0], *place].append(piece)
-        by_region: defaultdict[str, list[Pair]] = defaultdict(list)
-        for parts in holders.values():
-            region = parts[0].region()
-            total = _mean_of_copies(parts, self._layout)
-            pair = Pair(parts[0].one.rank.rank, None, total, whole[region])
-            by_region[str(region)].append(pair)
-        for pairs in by_region.values():
-            self._summed_or_whole(found, pairs)
+        for held in local_gradients(pieces, self._layout):
+            self._summed_or_whole(
+                found,
+                [Pair(part.one.rank.rank, None, mean, whole[part.region()]) for part, mean in held],
+            )
 
     def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
         held = np.zeros(whole.shape, bool)
@@ -333,13 +325,6 @@ class _Comparer:
         self._not_aligned[why].append(name)
 
 
-def _mean_of_copies(parts: list[Part], layout: Capture) -> Array:
-    total: Array = np.sum([part.values() for part in parts], axis=0, dtype=np.float32)
-    if not layout.first.per_token_loss:
-        total = total / (layout.first.data[1] * layout.first.context[1])
-    return total
-
-
 def _orders(reference: Capture, layout: Capture) -> dict[Key, float]:
     """When each tensor is computed: the reference says, and of what it has not, the layout."""
     orders: dict[Key, float] = {}
@@ -352,6 +337,14 @@ def _orders(reference: Capture, layout: Capture) -> dict[Key, float]:
             # Behind what comes before it, such as what is recomputed in the layout alone.
             last = orders.setdefault(_key(record.site), last + _SHORTLY)
     return orders
+
+
+def _scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]]:
+    """What is of no place in a parameter, and of no micro batch."""
+    for one in capture.ranks:
+        for record in one.records:
+            if record.placement is None and record.site.micro_batch is None:
+                yield one, record
 
 
 def _is_whole(rank: CapturedRank, site: Site) -> bool:

@@ -74,16 +74,42 @@ def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Par
 
 
 def assembled(pieces: list[Part], capture: Capture) -> Array:
-    """The whole parameter from its pieces; local gradients of copies are averaged."""
+    """The whole parameter from its pieces; of local gradients what their reduction should give."""
     shape = pieces[0].whole_shape
-    if len(pieces) == 1 and pieces[0].record.shape == shape:
+    if len(pieces) == 1 and pieces[0].record.shape == shape and not _is_local(pieces[0]):
         return pieces[0].values()
     whole = np.zeros(shape, np.float32)
+    if _is_local(pieces[0]):
+        for held in local_gradients(pieces, capture):
+            values = [mean for _, mean in held]
+            alike = all(np.array_equal(mean, values[0]) for mean in values)
+            whole[held[0][0].region()] = values[0] if alike else np.sum(values, axis=0)
+        return whole
     for piece in pieces:
         values, region = piece.values(), piece.region()
-        if piece.record.site.stage is Stage.LOCAL_GRADIENTS:
-            whole[region] += values / (capture.first.data[1] * capture.first.context[1])
-        else:
-            there = piece.held(values)
-            whole[region][there] = values[there]
+        there = piece.held(values)
+        whole[region][there] = values[there]
     return whole
+
+
+def local_gradients(pieces: list[Part], capture: Capture) -> list[list[tuple[Part, Array]]]:
+    """Of each region the means over data-parallel copies, by the other ranks that have copies of it.
+
+    Those of other ranks either add up (a norm's, under sequence parallelism) or are each the whole.
+    """
+    copies: defaultdict[tuple[int, ...], list[Part]] = defaultdict(list)
+    for piece in pieces:
+        rank, place = piece.one.rank, piece.placement.global_offset
+        copies[rank.tensor[0], rank.pipeline[0], rank.expert[0], *place].append(piece)
+    # Of a loss per token each copy's gradient is a sum over its tokens.
+    first = capture.first
+    parts = 1 if first.per_token_loss else first.data[1] * first.context[1]
+    regions: defaultdict[str, list[tuple[Part, Array]]] = defaultdict(list)
+    for held in copies.values():
+        total: Array = np.sum([part.values() for part in held], axis=0, dtype=np.float32)
+        regions[str(held[0].region())].append((held[0], total / parts))
+    return list(regions.values())
+
+
+def _is_local(piece: Part) -> bool:
+    return piece.record.site.stage is Stage.LOCAL_GRADIENTS

@@ -1,4 +1,4 @@
-"""C6 family: under tensor parallelism an expert's rows are sorted by sender, and put back as if gathered."""
+"""C6 family: an expert's rows are sorted by sender, and put back as if gathered over tensor ranks."""
 
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
