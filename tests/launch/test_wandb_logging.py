@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from tools.launch.options import Options, Wandb, options_from_environment
@@ -21,8 +23,24 @@ def test_wandb_is_off_unless_asked_for() -> None:
         ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e"}, Wandb("p", "e", "offline")),
     ],
 )
-def test_a_key_in_the_environment_means_online(variables: dict[str, str], expected: Wandb) -> None:
-    assert options_from_environment({"WANDB": "1", **variables}).wandb == expected
+def test_a_key_in_the_environment_means_online(
+    variables: dict[str, str], expected: Wandb, tmp_path: Path
+) -> None:
+    environment = {"WANDB": "1", "NETRC": str(tmp_path / "none"), **variables}
+    assert options_from_environment(environment).wandb == expected
+
+
+@pytest.mark.parametrize(
+    ("service", "mode"), [("", "online"), ("https://wandb.example.com", "offline")]
+)
+def test_a_login_to_the_service_in_netrc_means_online(
+    tmp_path: Path, service: str, mode: str
+) -> None:
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
+    environment = {"WANDB": "1", "NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": service}
+    logged = options_from_environment(environment).wandb
+    assert logged is not None
+    assert logged.mode == mode
 
 
 def test_a_logged_run_is_named_after_its_folder_and_writes_tensorboard_events() -> None:

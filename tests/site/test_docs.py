@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.plan.time.flops import model_flops
 from tools.site.hooks import pages, settings_page
 from tools.spec.files import ROOT
+from tools.spec.hardware import find_device
+from tools.spec.model import load_model
+from tools.spec.published import MAIN_SOURCE, load_published
 from tools.spec.settings import SETTINGS, check_given
 
 PAGES = [name for name in pages() if name.endswith(".md")]
@@ -40,6 +44,23 @@ def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
         target = next((word for word in words[words.index("make") + 1 :] if "=" not in word), "")
         if not any(sign in target for sign in "<…["):
             check_given(names, target)
+
+
+def test_the_readmes_rates_are_the_reports_formula_on_the_published_means() -> None:
+    readme = (ROOT / "README.md").read_text()
+    device = find_device("NVIDIA H200")
+    assert device is not None
+    peak = device.peak_flops("fp16") or 0
+    for figure in load_published().of(MAIN_SOURCE):
+        shape, seconds = load_model(figure.model).shape, (figure.mean_iteration_ms or 0) / 1000
+        flops = model_flops(shape, figure.global_batch_size or 0, shape.seq_length)
+        rate = flops / seconds / figure.devices
+        row = next(
+            line for line in readme.splitlines() if f"`train-{figure.strategy}-gpt2-l" in line
+        )
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert float(cells[3]) == pytest.approx(1000 * seconds, abs=0.051)
+        assert cells[5:] == [f"{rate / 1e12:.1f}", f"{rate / peak:.1%}"]
 
 
 def test_the_reference_has_every_variable() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from tools.launch.checkpoint.saving import KEEP, Saving
+from tools.launch.checks.network import wandb_login
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
 from tools.launch.cluster.slurm import Slurm, slurm_from_environment
 from tools.launch.errors import wrong_settings_refused
@@ -180,8 +181,9 @@ def read_plant(text: str) -> Plant:
 
 
 def wandb_from_environment(environment: Mapping[str, str]) -> Wandb:
-    """WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE; online only where a key is in the environment."""
-    mode = "online" if environment.get("WANDB_API_KEY") else "offline"
+    """WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE; online only with a key, or after `wandb login`."""
+    known = environment.get("WANDB_API_KEY") or wandb_login(environment)
+    mode = "online" if known else "offline"
     return Wandb(
         project=settings.WANDB_PROJECT.value(environment) or WANDB_PROJECT,
         entity=settings.WANDB_ENTITY.value(environment),

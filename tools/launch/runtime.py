@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tools.launch.checks.network import wandb_login
 from tools.launch.container import docker
 from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
@@ -55,10 +56,19 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
             f"MEGATRON_LM={options.megatron_lm} is a checkout of this machine, but in a container the "
             "image's own trains; unset it, or set RUNTIME=host."
         )
+    if options.wandb and options.wandb.mode == "online":
+        _hand_in_wandb_login()
     runtime = docker_runtime(find_pair(options.image))
     assert runtime.container is not None
     container = replace(runtime.container, host_network=options.host_network)
     return replace(runtime, container=container)
+
+
+def _hand_in_wandb_login() -> None:
+    """Give the container, which sees no netrc, the key of `wandb login`: docker takes it by name."""
+    key = None if os.environ.get("WANDB_API_KEY") else wandb_login(os.environ)
+    if key:
+        os.environ["WANDB_API_KEY"] = key
 
 
 def host_runtime() -> Runtime:

@@ -195,7 +195,7 @@ def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.Monkey
     ("key", "netrc_text", "found"),
     [
         ("s3cret", "", "a key in WANDB_API_KEY"),
-        ("", "machine api.wandb.ai login user password s3cret\n", "no key in the environment"),
+        ("", "machine api.wandb.ai login user password s3cret\n", "logged in ('wandb login')"),
         ("", "", "not logged in"),
     ],
 )

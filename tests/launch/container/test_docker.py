@@ -97,6 +97,21 @@ def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
     assert "s3cret" not in repr(launch)
 
 
+def test_a_container_gets_the_key_of_a_login_and_not_the_file(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    for wandb, given in (("0", False), ("1", True)):
+        asked = {**os.environ, "RUNTIME": "docker", "WANDB": wandb}
+        launch = composed(options_from_environment(asked))
+        assert (os.environ["WANDB_API_KEY"] == "s3cret") is given
+        assert "s3cret" not in command_line(launch) + repr(launch)
+    assert "WANDB_API_KEY" in values(launch.command("r"), "--env")
+    assert not any("netrc" in mount for mount in values(launch.command("r"), "--mount"))
+
+
 def test_an_argument_with_quotes_and_spaces_arrives_as_one_word(docker: FakeDocker) -> None:
     options = Options(runtime=RuntimeName.DOCKER, extra=("--wandb-exp-name", 'it\'s "a" $HOME'))
     launch = composed(options)

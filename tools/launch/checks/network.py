@@ -7,6 +7,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -64,12 +65,20 @@ def check_wandb() -> Finding:
     """Whether WANDB=1 would log online; only the key's presence is looked at."""
     if os.environ.get("WANDB_API_KEY"):
         return Finding(PASS, "W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
-    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://" + WANDB_HOST).hostname or ""
-    fix = "set WANDB_API_KEY to log online"
-    if _in_netrc(host):
-        found = "logged in, but no key in the environment: WANDB=1 logs offline"
-        return Finding(WARN, "W&B", found, fix + "; 'wandb sync' uploads a run later")
+    if wandb_login(os.environ):
+        return Finding(PASS, "W&B", "logged in ('wandb login'): WANDB=1 logs online")
+    fix = "run '.venv/bin/wandb login' or set WANDB_API_KEY; 'wandb sync' uploads a run later"
     return Finding(WARN, "W&B", "not logged in: WANDB=1 logs offline", fix)
+
+
+def wandb_login(environment: "Mapping[str, str]") -> str:
+    """The key that `wandb login` wrote for this service into netrc; empty without one."""
+    host = urlparse(environment.get("WANDB_BASE_URL") or "https://" + WANDB_HOST).hostname or ""
+    try:
+        found = netrc.netrc(environment.get("NETRC")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        return ""
+    return found[2] or "" if found else ""
 
 
 def unreachable(address: str) -> str:
@@ -82,10 +91,3 @@ def unreachable(address: str) -> str:
         return ""
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", None) or error)
-
-
-def _in_netrc(host: str) -> bool:
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
