@@ -34,7 +34,8 @@ class Probes:
         self._sink = sink
         self._micro_batches: Counter[int] = Counter()
         self._micro_batch: dict[int, int] = {}
-        self._calls: Counter[tuple[str, int, bool]] = Counter()
+        self._calls: Counter[tuple[int, str, int]] = Counter()
+        """Of a chunk's module in a micro batch; several chunks have a `decoder`."""
         self._to_recompute: dict[str, list[tuple[int, int]]] = {}
         self._handles: list[Any] = []
         for number, (chunk, names_of_chunk) in enumerate(zip(chunks, names, strict=True)):
@@ -106,7 +107,7 @@ class Probes:
         # -1 outside of a backward pass, where forward passes are recomputed.
         if torch._C._current_graph_task_id() == -1:
             micro_batch = self._micro_batch[chunk]
-            key = (name, micro_batch, False)
+            key = (chunk, name, micro_batch)
             call = (micro_batch, self._calls[key], False)
             self._calls[key] += 1
             # Not only where gradients are off: inside of a checkpoint Megatron switches them on.

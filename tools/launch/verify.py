@@ -50,6 +50,7 @@ from tools.verify.verdict import (
     write_forced,
     write_verdict,
 )
+from tools.verify.wholes import as_one_rank
 
 Train = Callable[[str, Launch], str]
 """Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
@@ -132,8 +133,9 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         if failure:
             return refused(f"The {part} {failure}")
     try:
-        captured = read_capture(scratch / "reference")
         ours = read_capture(scratch / "layout")
+        captured = read_capture(scratch / "reference")
+        captured = as_one_rank(captured, ours, scratch / "whole" / "reference")
         judgement = judge(captured, ours)
         if may_flip(judgement):
             write_forced(captured, ours, scratch / "choices", choices_alone=True)

@@ -18,7 +18,8 @@ from tools.records.capture import CapturedRank, Site, Stage, TensorRecord
 from tools.verify.captured import Array, Capture, RankCapture
 
 EXPERTS, RECOMPUTED = ".experts", "recomputed."
-_GATED = "mlp.linear_fc1"
+GATED = "mlp.linear_fc1"
+ROUTED = f"{EXPERTS}.local_experts."
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ActivationAligner:
 
     def __init__(self, reference: Capture, layout: Capture) -> None:
         self._reference, self._layout = reference, layout
-        self._alike = _as_split(reference.first) == _as_split(layout.first)
+        self._alike = as_split(reference.first) == as_split(layout.first)
         self._holders: defaultdict[tuple[Site, int], list[tuple[RankCapture, TensorRecord]]]
         self._holders = defaultdict(list)
         self._resized = layout.first.micro_batch_size != reference.first.micro_batch_size
@@ -69,8 +70,8 @@ class ActivationAligner:
         if part is None:
             shapes = f"{list(record.shape)} of the reference's {list(whole.shape)}"
             return Aligned(None, None, f"its shape {shapes} follows no known split")
-        if site.stage is Stage.ACTIVATION_GRADIENTS and not _recomputed(site):
-            part = part * np.float32(_scale(one.rank) / scale)
+        if site.stage is Stage.ACTIVATION_GRADIENTS and not recomputed(site):
+            part = part * np.float32(scale_of(one.rank) / scale)
         return Aligned(ours, part)
 
     def _same_rank(self, rank: CapturedRank, record: TensorRecord, ours: Array) -> Aligned:
@@ -91,11 +92,11 @@ class ActivationAligner:
         assert site.micro_batch is not None
         number = site.micro_batch * rank.data[1] + rank.data[0]
         if not self._resized:
-            return self._held(rank, ours, number)
+            return self._held(ours, number)
         size, theirs = rank.micro_batch_size, self._reference.first.micro_batch_size
         first = number * size
         numbers = range(first // theirs, (first + size - 1) // theirs + 1)
-        held = [self._held(rank, ours, there) for there in numbers]
+        held = [self._held(ours, there) for there in numbers]
         wholes = [whole for whole, _ in held if whole is not None]
         if len(wholes) < len(held):
             return None, 1.0
@@ -103,22 +104,16 @@ class ActivationAligner:
         rows = _Samples(self._reference.first, size).rows(wholes, ours.shape, skipped)
         return rows, held[0][1]
 
-    def _held(
-        self, rank: CapturedRank, ours: TensorRecord, number: int
-    ) -> tuple[Array | None, float]:
+    def _held(self, ours: TensorRecord, number: int) -> tuple[Array | None, float]:
         """The reference's tensor of one of its micro batches, and what its loss was multiplied by."""
         for holder, record in self._holders[_plain(ours.site), number]:
-            there = holder.rank
-            # A reference of several ranks: the whole, or the part that the same rank has there.
-            same_place = (there.tensor, there.context) == (rank.tensor, rank.context)
-            if there.tensor[1] * there.context[1] == 1 or same_place or record.shape != ours.shape:
-                return holder.values(record), _scale(there)
+            return holder.values(record), scale_of(holder.rank)
         return None, 1.0
 
     def _of_whole_batch(self, one: RankCapture, record: TensorRecord) -> Aligned:
         """A sum over the tokens of a micro batch, over all of them: other micro batches have others."""
         site, rank = record.site, one.rank
-        if site.stage is not Stage.LOSS or _recomputed(site):
+        if site.stage is not Stage.LOSS or recomputed(site):
             return Aligned(
                 None, None, "it is of a whole micro batch, and these are of another size"
             )
@@ -135,7 +130,7 @@ class ActivationAligner:
             if (other.rank.tensor, other.rank.pipeline, other.rank.context)
             == (rank.tensor, rank.pipeline, rank.context)
             for found in other.records
-            if _plain(found.site) == _plain(site) and not _recomputed(found.site)
+            if _plain(found.site) == _plain(site) and not recomputed(found.site)
         ]
         return Aligned(np.sum(ours, axis=0), np.sum(theirs, axis=0))
 
@@ -171,14 +166,14 @@ class ActivationAligner:
             if part is None:
                 return None, 1.0
             parts.append(part)
-            scale = _scale(holder.rank)
+            scale = scale_of(holder.rank)
         return np.concatenate(parts), scale
 
     def _rows_from(
         self, rows: Array, rank: CapturedRank, name: str, number: int, place: tuple[int, int]
     ) -> Array | None:
         """Those rows of an expert whose tokens a context- and tensor-parallel rank has."""
-        layer, _, expert = name.partition(EXPERTS + ".local_experts.")
+        layer, _, expert = name.partition(ROUTED)
         router = Site(Stage.OUTPUTS, f"{layer}.router", "output.1")
         found = self._holders[router, number]
         if not found or not expert:
@@ -188,29 +183,28 @@ class ActivationAligner:
         length, batch = rank.sequence_length, rank.micro_batch_size
         if len(routed) != length * batch or len(rows) != routed.sum():
             return None
-        positions = _context_part(np.arange(length), 0, (place[0], rank.context[1]))
-        if rank.sequence_parallel:
-            positions = np.split(positions, rank.tensor[1])[place[1]]
+        positions = positions_of(rank, *place)
         tokens = (positions[:, None] * batch + np.arange(batch)).ravel()
         row_of_token = np.cumsum(routed) - 1
         return np.asarray(rows[row_of_token[tokens[routed[tokens]]]])
 
 
-def _as_split(rank: CapturedRank) -> tuple[object, ...]:
+def as_split(rank: CapturedRank) -> tuple[object, ...]:
     """What two runs share in which every rank has the same part of the same micro batches."""
     return (rank.degrees, rank.micro_batch_size, rank.micro_batches)
 
 
 def _plain(site: Site) -> Site:
     """The site without its micro batch; a recomputed tensor is compared with the first pass's."""
-    if not _recomputed(site):
+    if not recomputed(site):
         return Site(site.stage, site.name, site.slot, None, site.call)
     slot = site.slot.removeprefix(RECOMPUTED)
     loss = site.name == "loss"
     return Site(Stage.LOSS if loss else Stage.OUTPUTS, site.name, slot, None, site.call)
 
 
-def _recomputed(site: Site) -> bool:
+def recomputed(site: Site) -> bool:
+    """Whether a recomputed forward pass gave it."""
     return site.slot.startswith(RECOMPUTED)
 
 
@@ -219,7 +213,7 @@ def of_experts(name: str) -> bool:
     return EXPERTS in name
 
 
-def _scale(rank: CapturedRank) -> float:
+def scale_of(rank: CapturedRank) -> float:
     """What the loss of a micro batch is multiplied by before the backward pass, but for its tokens."""
     if rank.per_token_loss:
         return 1.0
@@ -275,7 +269,7 @@ def _part(
             sequence_seen = True
             part = _sequence_part(whole, axis, size // local, rank, reference)
         elif size // local == tensor[1]:
-            part = _tensor_part(whole, axis, tensor, rank.gated and _GATED in site.name)
+            part = _tensor_part(whole, axis, tensor, rank.gated and GATED in site.name)
         elif local == 1 and size < tensor[1]:  # Query groups, fewer than ranks.
             head = tensor[0] * size // tensor[1]
             part = whole.take([head], axis)
@@ -309,6 +303,14 @@ def _sequence_part(
     elif ratio != 1:
         return None
     return whole.reshape(-1, *split[1:]) if merged else whole
+
+
+def positions_of(rank: CapturedRank, context: int, tensor: int | None = None) -> Array:
+    """Positions of the sequence that a context-parallel rank has, or its sequence-parallel one."""
+    positions = _context_part(np.arange(rank.sequence_length), 0, (context, rank.context[1]))
+    if tensor is not None and rank.sequence_parallel:
+        positions = np.split(positions, rank.tensor[1])[tensor]
+    return positions
 
 
 def _context_part(whole: Array, axis: int, context: tuple[int, int]) -> Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +18,15 @@ from tools.records.capture import (
     TENSORS_FILE,
     CapturedRank,
     Site,
+    Stage,
     TensorRecord,
     read_index,
     read_rank,
 )
 
 Array = NDArray[Any]
+_LAYER = re.compile(r"decoder\.layers\.(\d+)")
+_SHORTLY = 1e-6
 
 
 class VerifyError(ValueError):
@@ -98,6 +102,55 @@ class Capture:
 def whole_name(name: str) -> str:
     """A parameter's name without the number of a part that checkpoints hold apart, as of a gated MLP."""
     return name.partition("[")[0]
+
+
+def as_stored(values: Array, dtype: str) -> Array:
+    """A tensor's values in a type of the capture, one after another."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).ravel()
+    return np.ascontiguousarray(values, np.dtype(dtype)).ravel()
+
+
+def sites_in_order(capture: Capture) -> list[Site]:
+    """Every tensor, without its micro batches, in the order in which one rank would compute them.
+
+    Layers that follow one another on a rank are a chunk; chunks follow one another over the ranks of a
+    pipeline, backward the other way. What a rank alone has follows what comes before it there.
+    """
+    places: dict[Site, tuple[int, float, float]] = {}
+    seen: set[int] = set()
+    for one in capture.ranks:
+        sites = dict.fromkeys(
+            msgspec.structs.replace(record.site, micro_batch=None) for record in one.records
+        )
+        begins = _chunks(site.name for site in sites)
+        step = _SHORTLY if one.rank.pipeline[0] in seen else 1.0
+        seen.add(one.rank.pipeline[0])
+        for order, stage in enumerate(Stage):
+            last, of_stage = -1.0, [site for site in sites if site.stage is stage]
+            back = stage is Stage.ACTIVATION_GRADIENTS
+            numbers = [begins.get(_layer(site.name)) for site in of_stage]
+            chunk = next((-n if back else n for n in numbers if n is not None), 0) - 0.5
+            for site, number in zip(of_stage, numbers, strict=True):
+                if number is not None:
+                    chunk = -number if back else number
+                place = (order, chunk, last + step)
+                last = places.setdefault(site, place)[2]
+    return sorted(places, key=places.__getitem__)
+
+
+def _chunks(names: Iterable[str]) -> dict[int | None, int]:
+    """The first of the layers that follow one another on a rank, by each of them."""
+    first: dict[int | None, int] = {}
+    for layer in sorted({one for name in names if (one := _layer(name)) is not None}):
+        first[layer] = first.get(layer - 1, layer)
+    return first
+
+
+def _layer(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
 
 
 def read_capture(folder: Path) -> Capture:

@@ -26,10 +26,10 @@ from tools.records.capture import (
     TensorRecord,
 )
 from tools.verify.align import ActivationAligner, of_experts
-from tools.verify.captured import Array, Capture, RankCapture, whole_name
+from tools.verify.captured import Array, Capture, RankCapture, sites_in_order, whole_name
 from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
 from tools.verify.norm import memberships
-from tools.verify.parameters import Part, Unit, assembled, local_gradients, units
+from tools.verify.parameters import PARAMETERS, Part, Unit, assembled, local_gradients, units
 from tools.verify.rounding import flips_within, spacing, update_error
 
 RESPONSES = 6.0
@@ -39,13 +39,6 @@ STAGES = tuple(Stage)
 _SHORTLY = 1e-6
 _NORM_TERMS = 64
 """A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""
-_PARAMETERS = (
-    Stage.LOCAL_GRADIENTS,
-    Stage.REDUCED_GRADIENTS,
-    Stage.OPTIMIZER_STATE,
-    Stage.WEIGHTS,
-)
-
 NORM = (Stage.NORM, "grad_norm", "returned")
 _WHOLE_ON_EVERY_RANK = frozenset(
     {
@@ -93,7 +86,7 @@ class _Comparer:
         obstacles = [
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
         ]
-        notes = (*self._layout.notes(), *obstacles)
+        notes = (*self._layout.notes(), *self._reference.notes(), *obstacles)
         compared = self._seen - self._skipped
         return Compared(tuple(ordered), notes, self._seen, compared, self._flips, self._pairs_of)
 
@@ -164,7 +157,7 @@ class _Comparer:
             self._comparison(_key(site), record).add(pair)
 
     def parameters(self) -> None:
-        for stage in _PARAMETERS:
+        for stage in PARAMETERS:
             theirs = units(self._reference, stage)
             for unit, pieces in units(self._layout, stage).items():
                 self._seen += len(pieces)
@@ -314,7 +307,7 @@ class _Comparer:
             return 0.0
         first = self._reference.first
         terms = max((*like.shape, _NORM_TERMS if key[0] is Stage.NORM else 1))
-        if key[0] in _PARAMETERS:
+        if key[0] in PARAMETERS:
             terms = first.sequence_length * first.micro_batch_size * first.micro_batches
         epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
         response = self._responses.get(key, 0.0)
@@ -328,9 +321,8 @@ class _Comparer:
 def _orders(reference: Capture, layout: Capture) -> dict[Key, float]:
     """When each tensor is computed: the reference says, and of what it has not, the layout."""
     orders: dict[Key, float] = {}
-    for one in reference.ranks:
-        for record in one.records:
-            orders.setdefault(_key(record.site), float(len(orders)))
+    for site in sites_in_order(reference):
+        orders.setdefault(_key(site), float(len(orders)))
     for one in layout.ranks:
         last = -1.0
         for record in one.records:

@@ -11,6 +11,13 @@ import numpy as np
 from tools.records.capture import Placement, Stage, TensorRecord
 from tools.verify.captured import Array, Capture, RankCapture
 
+PARAMETERS = (
+    Stage.LOCAL_GRADIENTS,
+    Stage.REDUCED_GRADIENTS,
+    Stage.OPTIMIZER_STATE,
+    Stage.WEIGHTS,
+)
+"""Stages of tensors that have a parameter's shape."""
 Unit = tuple[Any, ...]
 """Key of the whole parameter, offset of a layer where layers are stacked, and slot."""
 
@@ -81,9 +88,9 @@ def assembled(pieces: list[Part], capture: Capture) -> Array:
     whole = np.zeros(shape, np.float32)
     if _is_local(pieces[0]):
         for held in local_gradients(pieces, capture):
-            values = [mean for _, mean in held]
-            alike = all(np.array_equal(mean, values[0]) for mean in values)
-            whole[held[0][0].region()] = values[0] if alike else np.sum(values, axis=0)
+            means = [mean for _, mean in held]
+            alike = all(np.array_equal(mean, means[0]) for mean in means)
+            whole[held[0][0].region()] = means[0] if alike else np.sum(means, axis=0)
         return whole
     for piece in pieces:
         values, region = piece.values(), piece.region()

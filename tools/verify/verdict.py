@@ -12,7 +12,7 @@ from tools.records.capture import CHOICE, CapturedRank, CaptureWriter, Stage, Te
 from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
-from tools.verify.captured import Array, Capture, VerifyError
+from tools.verify.captured import Capture, VerifyError, as_stored
 from tools.verify.compare import compare
 from tools.verify.comparison import Compared, Comparison
 from tools.verify.kinds import Kind, kind_of
@@ -170,7 +170,7 @@ def write_forced(
                     continue
                 aligned = aligner.align(one, record)
                 if aligned.reference is not None:
-                    values = memoryview(_as_stored(aligned.reference, record).view(np.uint8))
+                    values = memoryview(as_stored(aligned.reference, record.dtype).view(np.uint8))
                     writer.add(record.site, record.dtype, record.shape, values)
             writer.close(one.rank)
 
@@ -268,14 +268,6 @@ def _is_forced(record: TensorRecord) -> bool:
     if site.stage is Stage.OUTPUTS:
         return site.slot.startswith("input.")
     return site.stage is Stage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
-
-
-def _as_stored(values: Array, record: TensorRecord) -> Array:
-    """A tensor's values in the type of the capture."""
-    if record.dtype == "bfloat16":
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).ravel()
-    return np.ascontiguousarray(values, np.dtype(record.dtype)).ravel()
 
 
 def refused(reason: str) -> Judgement:
