@@ -6,6 +6,7 @@ import pytest
 from tools.report.analyse.statistics import (
     ON_CPU_RANKS,
     Method,
+    Scatter,
     Verdict,
     block_length,
     compare,
@@ -96,6 +97,27 @@ def test_interval_holds_the_true_median_nearly_as_often_as_promised(phi):
         assert found.high is not None
         hits += found.low <= 100 <= found.high
     assert hits >= 50
+
+
+def width(samples):
+    found = estimate([samples], scatter=Scatter(0.0, 0.0, "none"))
+    assert found is not None
+    assert found.low < found.median < found.high
+    return found.high - found.low
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.8])
+def test_a_long_run_has_the_interval_of_the_bootstrap_without_its_draws(phi):
+    samples = autocorrelated(phi, 10_001, np.random.default_rng(3))
+    assert width(samples) == pytest.approx(width(samples[:10_000]), rel=0.1)
+    assert width(np.tile(samples, 4)) == pytest.approx(width(samples) / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("samples", [[7.5] * 20_000, [195.0, 223.0] * 10_000])
+def test_a_long_run_of_one_or_two_values_has_an_interval_that_holds_its_median(samples):
+    found = estimate([samples])
+    assert found is not None
+    assert found.low <= found.median <= found.high
 
 
 def test_repeats_that_differ_widen_the_interval():

@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,22 @@ def test_a_folded_log_says_what_the_whole_one_says(tmp_path, name, width):
         pieces += [line[n : n + width] for n in range(0, len(line), width)] or [""]
     folded = tmp_path / "a.log"
     folded.write_text("\n".join([*pieces, ""]))
+    mine, whole = scrape_log(folded), scrape_log(LOGS / f"megatron-{name}.log")
+    for field in ("iterations", "parameters", "memory", "validation", "arguments", "exit_reason"):
+        assert getattr(mine, field) == getattr(whole, field), field
+
+
+@pytest.mark.parametrize("name", ["0.14", "0.18.2", "f4fa7d6b"])
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("blanks", ["kept", "dropped"])
+def test_a_log_that_is_folded_between_words_says_the_same(tmp_path, name, width, blanks):
+    text, folded = (LOGS / f"megatron-{name}.log").read_text(), tmp_path / "a.log"
+    if blanks == "kept":
+        fold = ["fold", "-s", "-w", str(width)]
+        folded.write_text(subprocess.run(fold, input=text, text=True, stdout=-1, check=True).stdout)
+    else:
+        filled = textwrap.TextWrapper(width, break_on_hyphens=False).fill
+        folded.write_text("\n".join(map(filled, text.splitlines())))
     mine, whole = scrape_log(folded), scrape_log(LOGS / f"megatron-{name}.log")
     for field in ("iterations", "parameters", "memory", "validation", "arguments", "exit_reason"):
         assert getattr(mine, field) == getattr(whole, field), field

@@ -25,7 +25,7 @@ PRIMUS = (
 
 def columns_and_lines(text: str):
     """The iterations of a block's plain lines, and what each line gives by itself."""
-    block = LayoutReader(OTHER_NEWS).block(text.encode())
+    block = LayoutReader(OTHER_NEWS).block(text.encode(), range(1, text.count("\n") + 1))
     whole = list(block.columns.rows(0, len(block.plain)))
     lines = text.split("\n")[:-1]
     return [

@@ -1,6 +1,11 @@
+import gzip
+import textwrap
+
 import pytest
 
 from tests.report.factory import iteration_line, log_text
+from tools.report.read.iterations import LOG_LINE
+from tools.report.read.lines import MAX_LINE
 from tools.report.read.scrape import scrape_log, scrape_runs
 from tools.report.read.scraped import CheckpointEvent, Dialect, MemoryReading
 
@@ -142,6 +147,34 @@ def test_tee_prefixes_and_glued_memory_lines_do_not_hide_anything(tmp_path):
         MemoryReading(1, 2, 1.5, 2.5, 3.5, 4.5),
         MemoryReading(0, 2, 1.5, 2.5, 3.5, 4.5),
     )
+
+
+def log_lines(path):
+    return [log.iterations.values(LOG_LINE).tolist() for log in scrape_runs(path)]
+
+
+def test_every_iteration_knows_its_line_as_an_editor_counts_them(tmp_path):
+    path = tmp_path / "a.log"
+    lines = [iteration_line(n, extra=f" note: {n} |") for n in range(1, 10)]
+    # A line that is rewritten, an empty one, one too long for a piece, and another run.
+    lines[2:2] = ["progress 1%\rprogress 2%", "", "x" * 3 * MAX_LINE, "\x1b[1mbold\x1b[0m"]
+    lines += [START, iteration_line(1), f"{iteration_line(2)}{iteration_line(3)}"]
+    path.write_text("\n".join(lines))
+    assert log_lines(path) == [[1, 2, 7, 8, 9, 10, 11, 12, 13], [15, 16, 16]]
+    assert [lines[6].find(f"iteration {3:8d}/") > 0, "iteration" in lines[5]] == [True, False]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert log_lines(path)[0][2] == 7
+
+
+def test_of_a_folded_line_the_first_part_counts_and_of_a_repeated_one_the_later(tmp_path):
+    path = tmp_path / "a.log"
+    lines = [iteration_line(n) for n in (1, 2, 3, 2, 3, 4)]
+    path.write_text("\n".join(lines))
+    assert log_lines(path) == [[1, 4, 5, 6]]
+    parts = [textwrap.wrap(line, 90, drop_whitespace=False) for line in lines]
+    path.write_text("\n".join(part for several in parts for part in several))
+    starts = [1 + sum(map(len, parts[:place])) for place in (0, 3, 4, 5)]
+    assert log_lines(path) == [starts]
 
 
 def test_missing_file_is_an_os_error(tmp_path):

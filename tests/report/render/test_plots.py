@@ -50,6 +50,17 @@ def test_curves_are_of_the_newest_run_and_what_never_changes_is_left_out(tmp_pat
     assert (series.x, series.y) == ([2, 3, 4], [100.0, 101.0, 102.0])
 
 
+def test_every_point_of_a_thinned_curve_names_its_line_in_the_log(tmp_path):
+    text = log_text([100.0 + n % 7 for n in range(3000)])
+    write_run(tmp_path, run_record("a"), text)
+    lines = text.split("\n")
+    for plot in plots(tmp_path).values():
+        (series,) = plot.series
+        assert len(series.x) == len(series.log_lines) <= MAX_POINTS
+        for iteration, line in zip(series.x, series.log_lines, strict=True):
+            assert f"iteration {iteration:8d}/" in lines[line - 1]
+
+
 def test_further_numbers_of_the_lines_are_curves_of_their_own(tmp_path):
     extra = " load_balancing_loss: {:.6E} | mtp_1 loss: {:.6E} |"
     lines = [iteration_line(n, extra=extra.format(1 + 1 / n, 9 - n)) for n in range(1, 6)]

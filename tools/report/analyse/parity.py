@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tools.records.measurements import choices, first_other_choice
 from tools.report.analyse.configurations import Configuration, is_planted
@@ -103,7 +104,7 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
     """
     models: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        if row.newest.model and loss_curve(row.newest):
+        if row.newest.model and len(loss_points(row.newest)[0]):
             models.setdefault(row.newest.model, []).append(place)
     result = [Parity() for _ in rows]
     for places in models.values():
@@ -113,15 +114,23 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
     return result
 
 
-def loss_curve(run: Run) -> Curve:
-    """Loss by iteration; averaged lines and losses that are not numbers are left out."""
-    curve: Curve = {}
+def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Iterations and losses; averaged lines and losses that are not numbers are left out."""
+    parts = []
     for lines in (IterationTable.of(run.before), run.log.iterations):
         losses = lines.values("lm_loss")
         left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
         kept = np.isfinite(losses) & ~left_out
-        curve |= dict(zip(lines.numbers[kept].tolist(), losses[kept].tolist(), strict=True))
-    return curve
+        parts.append((lines.numbers[kept], losses[kept]))
+    (earlier, before), (numbers, losses) = parts
+    alone = ~np.isin(earlier, numbers)
+    return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
+
+
+def loss_curve(run: Run) -> Curve:
+    """Loss by iteration, of what `loss_points` gives."""
+    numbers, losses = loss_points(run)
+    return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
 
 
 def last_digit(value: float) -> float:

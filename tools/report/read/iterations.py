@@ -58,6 +58,8 @@ class Iteration(msgspec.Struct, frozen=True, gc=False):
 
 OTHER = "other/"
 """Before the name of a number that has no field of its own."""
+LOG_LINE = "log_line"
+"""The column with each line's own number in its file, from 1 on; no part of what it says."""
 _BLOCK = 4096
 _FLAGS = ("first_of_start", "averaged", "after_pause")
 _FIELDS = tuple(name for name in Iteration.__struct_fields__ if name != "other_losses")
@@ -136,7 +138,7 @@ def dtype_of(name: str) -> type[np.generic]:
     """The type of a field's column."""
     if name in _FLAGS:
         return np.bool_
-    return np.int64 if name in _INTEGERS else np.float64
+    return np.int64 if name in _INTEGERS or name == LOG_LINE else np.float64
 
 
 class IterationTable(Sequence[Iteration]):
@@ -226,6 +228,7 @@ class TableBuilder:
     def __init__(self) -> None:
         self._chunks: list[Columns] = []
         self._recent: list[Iteration] = []
+        self._recent_places: list[int] = []
         self._count = 0
         self.first: int | None = None
         """Number of the first line."""
@@ -234,24 +237,16 @@ class TableBuilder:
     def __len__(self) -> int:
         return self._count
 
-    def append(self, line: Iteration) -> None:
-        """Add a line."""
+    def append(self, line: Iteration, log_line: int) -> None:
+        """Add the iteration that stands in a line of the file."""
         if self.first is None:
             self.first = line.iteration
         self._recent.append(line)
+        self._recent_places.append(log_line)
         self.last = line
         self._count += 1
         if len(self._recent) >= _BLOCK:
             self._flush()
-
-    def replace_last(self, line: Iteration) -> None:
-        """Put a line in the place of the one before it."""
-        if not self._recent:
-            chunk = self._chunks.pop()
-            self._recent = list(chunk.rows(chunk.count - 1, chunk.count))
-            if chunk.count > 1:
-                self._chunks.append(chunk.part(0, chunk.count - 1))
-        self._recent[-1] = self.last = line
 
     def extend(self, lines: Columns) -> None:
         """Add lines that are columns already, with rising numbers."""
@@ -280,8 +275,10 @@ class TableBuilder:
 
     def _flush(self) -> None:
         if self._recent:
-            self._chunks.append(columns_of(self._recent))
-            self._recent = []
+            columns = columns_of(self._recent)
+            columns.values[LOG_LINE] = np.array(self._recent_places, dtype_of(LOG_LINE))
+            self._chunks.append(columns)
+            self._recent, self._recent_places = [], []
 
 
 def _joined(chunks: list[Columns], count: int) -> Columns:

@@ -9,7 +9,7 @@ are computed at once, each rounded once, as `float` does it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.report.read.iteration_line import MARK, Part, fields_of
-from tools.report.read.iterations import Columns, dtype_of
+from tools.report.read.iterations import LOG_LINE, Columns, dtype_of
 
 Bytes = NDArray[np.uint8]
 
@@ -176,16 +176,22 @@ def _whole(digits: Bytes) -> NDArray[np.float64]:
 
 
 class Block:
-    """Whole lines of a log: which of them are plain iteration lines, and those as columns."""
+    """Whole lines of a log: which of them are plain iteration lines, and those as columns.
 
-    def __init__(self, data: bytes) -> None:
+    Args:
+        data: The lines, each with its newline.
+        numbers: Of each line, where it stands in the file.
+    """
+
+    def __init__(self, data: bytes, numbers: Sequence[int]) -> None:
         self.data = data
+        self.numbers = numbers
         self._buffer = np.frombuffer(data, np.uint8)
         self.stops = np.flatnonzero(self._buffer == ord("\n"))
         """Where each line ends, its line end excluded."""
         self.starts = np.concatenate([[0], self.stops[:-1] + 1])
         self.plain = np.zeros(len(self.stops), np.bool_)
-        self.columns = Columns(len(self.stops))
+        self.columns = Columns(len(self.stops), {LOG_LINE: np.array(numbers, np.int64)})
 
     def text(self, first: int, behind: int) -> bytes:
         """The lines from `first` to before `behind`, line ends included."""
@@ -225,9 +231,9 @@ class LayoutReader:
         self._count = 0
         self._failures = 0
 
-    def block(self, data: bytes) -> Block:
+    def block(self, data: bytes, numbers: Sequence[int]) -> Block:
         """Whole lines as a block."""
-        block = Block(data)
+        block = Block(data, numbers)
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):
                 block.fill(layout)

@@ -13,7 +13,8 @@ import gzip
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -38,6 +39,17 @@ _ANSI = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a log and where they stand in it."""
+
+    data: bytes
+    numbers: Sequence[int]
+    """Of each of its lines, from 1 on, as an editor counts them."""
+    whole: bool = True
+    """Whether these are whole lines, each with its newline; else a part of a single one."""
+
+
 class LineSplitter:
     """Cuts bytes into clean lines, wherever they are cut themselves."""
 
@@ -45,17 +57,18 @@ class LineSplitter:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest = ""
 
-    @property
-    def inside_line(self) -> bool:
-        """Whether the bytes so far end within a line."""
-        return bool(self._rest or self._decoder.getstate()[0])
-
-    def feed(self, data: bytes) -> list[str]:
-        """The lines that end in these bytes; empty ones are left out."""
+    def feed(self, data: bytes) -> list[tuple[int, str]]:
+        """The lines that end in these bytes, each behind how many newlines; empty ones are left out."""
         text = self._decoder.decode(data.translate(None, _CONTROLS))
-        text = text if text.isascii() else _UNSEEN.sub("", text)
-        lines, self._rest = split_lines(self._rest + text)
-        return list(filter(None, lines))
+        text = self._rest + (text if text.isascii() else _UNSEEN.sub("", text))
+        lines, self._rest = split_lines(text)
+        if len(lines) == text.count("\n"):
+            return [(place, line) for place, line in enumerate(lines) if line]
+        # Some end otherwise (a carriage return), or are too long for one piece.
+        *whole, rest = text.split("\n")
+        parts = [split_lines(line + "\n")[0] for line in whole]
+        last, self._rest = split_lines(rest)
+        return [(at, line) for at, part in enumerate([*parts, last]) for line in part if line]
 
     def finish(self) -> list[str]:
         """The last line, if no line end followed it."""
@@ -72,7 +85,7 @@ def read_lines(path: Path) -> Iterator[str]:
     """
     splitter = LineSplitter()
     for chunk in read_chunks(path):
-        yield from splitter.feed(chunk)
+        yield from (line for _, line in splitter.feed(chunk))
     yield from splitter.finish()
 
 
@@ -161,6 +174,28 @@ def read_chunks(path: Path) -> Iterator[bytes]:
                 return
             yield chunk
             size = min(2 * size, CHUNK_BYTES)
+
+
+def numbered_lines(chunks: Iterable[bytes]) -> Iterator[Piece]:
+    """The bytes of a log in whole lines; a line too long to wait for its end comes in parts."""
+    rest, inside_line, number = b"", False, 1
+    for chunk in chunks:
+        data = rest + chunk
+        if inside_line:
+            end = data.find(b"\n") + 1 or len(data)
+            yield Piece(data[:end], (number,), whole=False)
+            inside_line = not data.endswith(b"\n", 0, end)
+            data, number = data[end:], number + (not inside_line)
+        whole = data.rfind(b"\n") + 1
+        if whole:
+            numbers = range(number, number + data.count(b"\n"))
+            yield Piece(data[:whole], numbers)
+            number = numbers.stop
+        rest = data[whole:]
+        if len(rest) > MAX_LINE:
+            yield Piece(rest, (number,), whole=False)
+            rest, inside_line = b"", True
+    yield Piece(rest, (number,), whole=False)
 
 
 def _zstd(raw: IO[bytes]) -> Callable[[int], bytes]:

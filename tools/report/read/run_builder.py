@@ -101,8 +101,10 @@ class RunBuilder:
         self._arguments |= pending._arguments
         self._exit = pending._exit
 
-    def add_iteration(self, found: Iteration, stamp: tuple[str, bool] | None) -> None:
-        """Keep an iteration line; of two with one number the later counts."""
+    def add_iteration(
+        self, found: Iteration, stamp: tuple[str, bool] | None, log_line: int
+    ) -> None:
+        """Keep an iteration of a line of the file; of two with one number the later counts."""
         if len(self._iterations) >= MAX_ITERATIONS:
             self._overflow = True
             return
@@ -119,7 +121,8 @@ class RunBuilder:
         if self._lines_since_start <= 2 or self._paused:
             found = self._flag(found)
         self._paused = False
-        self._iterations.append(found if self._step_time is None else self._with_rate(found))
+        found = found if self._step_time is None else self._with_rate(found)
+        self._iterations.append(found, log_line)
 
     def add_iterations(self, lines: Columns) -> None:
         """Keep lines that follow the last one with rising numbers."""

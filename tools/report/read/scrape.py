@@ -6,7 +6,7 @@ A start from the first iteration on is another run. Memory is bounded, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,10 +14,10 @@ import numpy as np
 
 from tools.report.read.events import OTHER_NEWS
 from tools.report.read.failures import ErrorCollector
-from tools.report.read.folded import fold_width, unfolded
+from tools.report.read.folded import fold_of, unfolded
 from tools.report.read.iteration_line import MARK, iterations_in, time_stamp
 from tools.report.read.layouts import Block, LayoutReader
-from tools.report.read.lines import MAX_LINE, LineSplitter, read_chunks, unwrapped
+from tools.report.read.lines import LineSplitter, numbered_lines, read_chunks, unwrapped
 from tools.report.read.run_builder import RunBuilder
 from tools.report.read.scraped import ErrorTrace, ScrapedLog
 
@@ -40,11 +40,13 @@ def scrape_log(path: Path) -> ScrapedLog:
 def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     """Scrape every run of a log file, in order; raises as `scrape_log`."""
     scraper = _Scraper()
-    for piece in _pieces(path):
-        if isinstance(piece, Block):
-            scraper.feed_block(piece)
+    reader, fold = LayoutReader(OTHER_NEWS), fold_of(path)
+    pieces = numbered_lines(read_chunks(path))
+    for piece in unfolded(pieces, fold) if fold else pieces:
+        if piece.whole:
+            scraper.feed_block(reader.block(piece.data, piece.numbers))
         else:
-            scraper.feed_lines(piece)
+            scraper.feed_lines(piece.data, piece.numbers)
     runs = scraper.finish()
     return tuple(
         run.build(str(path), number, len(runs), trace)
@@ -52,43 +54,23 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     )
 
 
-def _pieces(path: Path) -> Iterator[Block | bytes]:
-    """A log in blocks of whole lines; a line too long to wait for its end comes in parts."""
-    reader = LayoutReader(OTHER_NEWS)
-    rest, inside_line = b"", False
-    width = fold_width(path)
-    chunks = read_chunks(path)
-    for chunk in unfolded(chunks, width) if width else chunks:
-        data = rest + chunk
-        if inside_line:
-            end = data.find(b"\n") + 1 or len(data)
-            yield data[:end]
-            data, inside_line = data[end:], not data.endswith(b"\n", 0, end)
-        whole = data.rfind(b"\n") + 1
-        if whole:
-            yield reader.block(data[:whole])
-        rest = data[whole:]
-        if len(rest) > MAX_LINE:
-            yield rest
-            rest, inside_line = b"", True
-    yield rest
-
-
 class _Scraper:
     """Decides which run a line belongs to; `RunBuilder` keeps what the line says."""
 
     def __init__(self) -> None:
         self._splitter = LineSplitter()
+        self._last = 1
         self._done: list[tuple[RunBuilder, ErrorTrace]] = []
         self._run = RunBuilder()
         self._pending: RunBuilder | None = None
         self._errors = ErrorCollector()
         self._pending_errors: ErrorCollector | None = None
 
-    def feed_lines(self, data: bytes) -> None:
-        """Look at each line of some bytes."""
-        for line in self._splitter.feed(data):
-            self._feed(line)
+    def feed_lines(self, data: bytes, numbers: Sequence[int]) -> None:
+        """Look at each line of some bytes; they stand in these lines of the file."""
+        for place, line in self._splitter.feed(data):
+            self._feed(line, numbers[place])
+        self._last = numbers[-1]
 
     def feed_block(self, block: Block) -> None:
         """Look at the lines of a block; those that are plain iterations are taken together."""
@@ -96,11 +78,11 @@ class _Scraper:
             if plain and behind - first >= _MIN_TOGETHER:
                 self._feed_plain(block, first, behind)
             else:
-                self.feed_lines(block.text(first, behind))
+                self._feed_singly(block, first, behind)
 
     def finish(self) -> list[tuple[RunBuilder, ErrorTrace]]:
         for line in self._splitter.finish():
-            self._feed(line)
+            self._feed(line, self._last)
         if self._pending is not None:
             self._join()
         return [*self._done, (self._run, self._errors.trace())]
@@ -112,16 +94,19 @@ class _Scraper:
         for start, stop in pairwise([first, *breaks.tolist(), behind]):
             begin = start
             while begin < stop and not self._goes_on(int(numbers[begin])):
-                self.feed_lines(block.text(begin, begin + 1))
+                self._feed_singly(block, begin, begin + 1)
                 begin += 1
             if begin < stop:
                 self._run.add_iterations(block.columns.part(begin, stop))
+
+    def _feed_singly(self, block: Block, first: int, behind: int) -> None:
+        self.feed_lines(block.text(first, behind), block.numbers[first:behind])
 
     def _goes_on(self, iteration: int) -> bool:
         """Whether an iteration of this number is just the next of the run."""
         return self._pending is None and self._run.is_settled_before(iteration)
 
-    def _feed(self, line: str) -> None:
+    def _feed(self, line: str, number: int) -> None:
         if len(line) < _SHORTEST:
             return
         if line.startswith("{"):
@@ -132,7 +117,8 @@ class _Scraper:
         if MARK in line:
             for found, position in iterations_in(line):
                 self._place(found.iteration)
-                self._run.add_iteration(found, time_stamp(line[max(0, position - 64) : position]))
+                stamp = time_stamp(line[max(0, position - 64) : position])
+                self._run.add_iteration(found, stamp, number)
         (self._pending or self._run).feed(line)
         (self._pending_errors or self._errors).feed(line)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tools.report.analyse.entry import Entry, memory_by_rank
-from tools.report.analyse.parity import loss_curve
+from tools.report.analyse.parity import loss_points
 from tools.report.analyse.report import Report
 from tools.report.canvas import Chart, draw
 from tools.report.explain.bandwidth import draw_bandwidth, rate_curves
@@ -80,7 +80,7 @@ def _bandwidth(entries: Sequence[Entry]) -> list[Chart]:
 def _losses(entries: Sequence[Entry]) -> list[Chart]:
     cohorts: dict[str, list[Entry]] = {}
     for entry in entries:
-        if len(loss_curve(entry.run)) > 1:
+        if len(loss_points(entry.run)[0]) > 1:
             cohorts.setdefault(entry.run.model, []).append(entry)
     charts = []
     for place, (model, members) in enumerate(list(cohorts.items())[:MAX_COHORTS]):

@@ -14,7 +14,7 @@ from tools.text.units import number, size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from tools.report.analyse.parity import Curve, last_digit, loss_curve
+from tools.report.analyse.parity import Curve, last_digit, loss_curve, loss_points
 from tools.report.read.sources import DeviceSeries
 
 MAX_TIMES = 40
@@ -186,12 +186,12 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 def _draw_curves(axes: Axes, entries: Sequence[Entry], labels: Sequence[str]) -> None:
     for place, entry in enumerate(entries):
-        curve = loss_curve(entry.run)
-        steps = _thinned(curve)
+        steps, losses = loss_points(entry.run)
+        kept = extremes(losses, _MAX_POINTS)
         # Equal curves lie on one another: later ones are thinner and dashed, so that all show.
         axes.plot(
-            steps,
-            [curve[step] for step in steps],
+            steps[kept],
+            losses[kept],
             color=colour(place),
             linewidth=3.4 - 2.2 * place / max(1, len(entries) - 1),
             linestyle=(0, (4, place)) if place else "-",
@@ -220,7 +220,9 @@ def _mark_restarts(axes: Axes, restarts: Sequence[int], hue: str) -> None:
 def _draw_differences(axes: Axes, compared: Sequence[tuple[int, Curve, Curve]]) -> None:
     """A row's place, the curve that was judged, and its reference's."""
     for lane, (place, curve, reference) in enumerate(compared):
-        steps = _thinned({s: curve[s] - reference[s] for s in curve.keys() & reference.keys()})
+        common = sorted(curve.keys() & reference.keys())
+        kept = extremes([curve[s] - reference[s] for s in common], _MAX_POINTS)
+        steps = [common[place] for place in kept]
         units = [(curve[s] - reference[s]) / last_digit(reference[s]) for s in steps]
         # A hair's breadth apart, because most differences are exactly 0.
         shift = 0.12 * (lane - (len(compared) - 1) / 2)
@@ -238,13 +240,6 @@ def _draw_differences(axes: Axes, compared: Sequence[tuple[int, Curve, Curve]]) 
     axes.set_xlabel("iteration")
     axes.set_ylabel("difference\n(last digit)")
     grid(axes)
-
-
-def _thinned(curve: Curve) -> list[int]:
-    """The iterations that are drawn: a long curve's extremes stay."""
-    steps = sorted(curve)
-    kept = extremes([curve[step] for step in steps], _MAX_POINTS)
-    return [steps[place] for place in kept]
 
 
 def _draw_series(

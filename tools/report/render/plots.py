@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.parity import last_digit, loss_curve
+from tools.report.analyse.parity import last_digit, loss_curve, loss_points
 from tools.report.analyse.report import Report
-from tools.report.read.iterations import OTHER
+from tools.report.read.iterations import LOG_LINE, OTHER, IterationTable
 from tools.report.read.runs import Run
 from tools.report.render.thinning import extremes
 
@@ -27,7 +27,7 @@ MAX_POINTS = 500
 MAX_MARKS = 9
 _MAX_OTHERS = 6
 
-Curve = tuple[list[int], list[float]]
+Curve = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Series:
     """Place of its row in the report."""
     x: list[int]
     y: list[float]
+    log_lines: list[int | None]
+    """Where each point stands in the run's log; empty where none does (TensorBoard, a parent's log)."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,15 @@ def _plot(
     curves = [(place, curve(entry.run)) for place, entry in enumerate(entries)]
     curves = [(place, (x, y)) for place, (x, y) in curves if len(x) > 1]
     # What never changes needs no picture.
-    if not any(value != y[0] for _, (_, y) in curves for value in y) and name not in _ALWAYS:
+    if not any(np.any(y != y[0]) for _, (_, y) in curves) and name not in _ALWAYS:
         return None
     if not curves:
         return None
     labels = _labels(entries)
     drawn = curves[:MAX_SERIES]
-    series = tuple(_series(labels[place], place, x, y) for place, (x, y) in drawn)
+    series = tuple(
+        _series(labels[place], place, entries[place].run, *curve) for place, curve in drawn
+    )
     marks = _marks([entries[place] for place, _ in drawn], labels) if name == "times" else ()
     picked = f" The first {len(drawn)} of {len(curves)} rows." if len(curves) > len(drawn) else ""
     text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"
@@ -124,9 +128,23 @@ _TEXTS = {
 }
 
 
-def _series(label: str, place: int, x: Sequence[int], y: Sequence[float]) -> Series:
+def _series(
+    label: str, place: int, run: Run, x: NDArray[np.int64], y: NDArray[np.float64]
+) -> Series:
     kept = extremes(y, MAX_POINTS)
-    return Series(label, place, [x[k] for k in kept], [float(f"{y[k]:.7g}") for k in kept])
+    values = [float(f"{value:.7g}") for value in y[kept].tolist()]
+    return Series(label, place, x[kept].tolist(), values, _log_lines(run.log.iterations, x[kept]))
+
+
+def _log_lines(table: IterationTable, iterations: NDArray[np.int64]) -> list[int | None]:
+    """The lines of the log that these iterations are printed in."""
+    if not table.known(LOG_LINE).any():
+        return []
+    numbers = table.numbers
+    places = np.minimum(np.searchsorted(numbers, iterations), len(numbers) - 1)
+    lines = table.values(LOG_LINE)[places].tolist()
+    own = (numbers[places] == iterations).tolist()
+    return [int(line) if mine else None for line, mine in zip(lines, own, strict=True)]
 
 
 def _labels(entries: Sequence[Entry]) -> list[str]:
@@ -156,8 +174,7 @@ def _times(run: Run) -> Curve:
 
 
 def _losses(run: Run) -> Curve:
-    curve = loss_curve(run)
-    return list(curve), list(curve.values())
+    return loss_points(run)
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
@@ -166,7 +183,7 @@ def _column(name: str) -> Callable[[Run], Curve]:
 
 def _known(run: Run, values: NDArray[np.float64], usable: NDArray[np.bool_] | None = None) -> Curve:
     keep = np.isfinite(values) if usable is None else usable & np.isfinite(values)
-    return run.log.iterations.numbers[keep].tolist(), values[keep].tolist()
+    return run.log.iterations.numbers[keep], values[keep]
 
 
 def _differences(entries: Sequence[Entry]) -> Plot | None:
@@ -176,11 +193,12 @@ def _differences(entries: Sequence[Entry]) -> Plot | None:
     for place, entry in enumerate(entries):
         if not entry.parity.compared or entry.parity.reference not in runs:
             continue
-        ours = loss_curve(runs[entry.parity.judged])
+        judged = runs[entry.parity.judged]
+        ours = loss_curve(judged)
         reference = loss_curve(runs[entry.parity.reference])
         steps = sorted(ours.keys() & reference.keys())
         units = [(ours[s] - reference[s]) / last_digit(reference[s]) for s in steps]
-        series.append(_series(labels[place], place, steps, units))
+        series.append(_series(labels[place], place, judged, np.array(steps), np.array(units)))
     if not series:
         return None
     text = "Loss less its reference's, in units of the last digit that Megatron prints."

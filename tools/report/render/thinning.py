@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 _GOLDEN = 0.6180339887498949
 
 
-def extremes(values: Sequence[float], limit: int) -> list[int]:
+def extremes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:
     """Places of at most `limit` values, both ends and the least and the largest of each stretch.
 
     A stride would show every second state of a run that alternates, and lose a spike.

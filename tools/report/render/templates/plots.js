@@ -274,7 +274,8 @@
       for (const { series, k } of parts) {
         const away = series.x[k] === closest ? "" : ` (at ${series.x[k].toLocaleString("en")})`;
         const value = `${written(series.y[k], 7)} ${this.plot.series.length > 1 ? series.label : this.plot.unit}`;
-        html(this.tip, "span", this.named(series), value + away);
+        const line = series.log_lines[k] ? `, log line ${series.log_lines[k].toLocaleString("en")}` : "";
+        html(this.tip, "span", this.named(series), value + away + line);
         const y = Math.max(PAD.top, this.high(series.y[k]));
         add(this.hover, "circle", { class: `dot c${series.colour % 8}`, cx: this.at(series.x[k]), cy: y, r: 4 });
       }
