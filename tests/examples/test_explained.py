@@ -7,7 +7,7 @@ from tools.report.analyse.report import build_report
 from tools.report.explain.explanation import Explanation, explain
 from tools.report.explain.predicted import Findings, findings_of
 from tools.report.explain.timelines import scene_of
-from tools.report.explain.trace import idle_share, passes
+from tools.report.explain.trace import idle_over_work, passes
 from tools.report.read.runs import load_folder
 from tools.spec.published import Published
 
@@ -68,7 +68,7 @@ def test_trace_numbers_every_pass_of_the_schedule(
 def test_first_stage_waits_more_because_the_last_has_the_logits(
     eight: dict[str, Run], findings: dict[str, Findings]
 ) -> None:
-    idle = idle_share(scene_of(load_folder(eight["pp2"].folder)).pieces)
+    idle = idle_over_work(scene_of(load_folder(eight["pp2"].folder)).pieces)
     assert idle[0] > idle[1]
     first, last = findings["pp2"].bubble
     assert first.measured > first.predicted == last.predicted == 0.25

@@ -144,9 +144,12 @@ class RunSpec:
 
     @property
     def microbatches(self) -> int:
-        """Micro batches that a rank runs in an iteration (floor; constraints check divisibility)."""
-        batch = self.batch
-        return batch.global_batch_size // (batch.micro_batch_size * self.parallelism.data)
+        """Micro batches that a rank runs in an iteration (floor; constraints check divisibility).
+
+        0 where a foreign log names no micro batch, which is then 0 too.
+        """
+        together = self.batch.micro_batch_size * self.parallelism.data
+        return self.batch.global_batch_size // together if together else 0
 
     @property
     def tokens(self) -> int:

@@ -110,7 +110,7 @@ def width(samples):
 def test_a_long_run_has_the_interval_of_the_bootstrap_without_its_draws(phi):
     samples = autocorrelated(phi, 10_001, np.random.default_rng(3))
     assert width(samples) == pytest.approx(width(samples[:10_000]), rel=0.1)
-    assert width(np.tile(samples, 4)) == pytest.approx(width(samples) / 2, rel=0.1)
+    assert width(np.tile(samples, 4)) == pytest.approx(width(samples) / 2, rel=0.2)
 
 
 @pytest.mark.parametrize("samples", [[7.5] * 20_000, [195.0, 223.0] * 10_000])

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.factory import log_text
 from tests.report.ledger_factory import (
     call,
     communication,
@@ -13,6 +14,7 @@ from tests.report.ledger_factory import (
     write_calls,
     write_memory,
     write_times,
+    write_trace,
 )
 from tools.plan.collectives.call import LATEST
 from tools.records.measurements import (
@@ -35,6 +37,8 @@ from tools.report.explain.predicted import (
     compare_calls,
     findings_of,
 )
+from tools.report.explain.timelines import NoTraceError, scene_of
+from tools.report.read.runs import load_folder
 from tools.spec.run import DeviceKind
 
 WORD = 50304 * 64
@@ -130,6 +134,36 @@ def test_other_backend_has_no_closed_form(tmp_path: Path) -> None:
     )
     with pytest.raises(NoClosedFormError, match="not known"):
         configuration_of_run(replace(run, spec=None))
+
+
+PRINTED = {
+    "world_size": 2,
+    "data_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "padded_vocab_size": 50304,
+}
+
+
+def test_without_a_micro_batch_in_the_log_nothing_is_predicted_and_nothing_fails(
+    tmp_path: Path,
+) -> None:
+    lines = [f"  {name} {48 * '.'} {value}" for name, value in PRINTED.items()]
+    start, end = ("------------------------ arguments ---", "--- end of arguments ---")
+    (tmp_path / "log.txt").write_text("\n".join([start, *lines, end, log_text([100.0] * 9)]))
+    write_times(tmp_path, seconds(0, {Phase.FORWARD: 1.0}), seconds(1, {Phase.FORWARD: 1.0}))
+    write_trace(tmp_path, (0, "forward-compute", "forward", 0, 1))
+    run = load_folder(tmp_path)
+    assert run.spec is not None
+    assert (run.spec.microbatches, run.spec.batch.global_batch_size) == (0, 8)
+    assert findings_of(run).notes[-1] == "nothing predicted: the run's micro batch is not known"
+    with pytest.raises(NoTraceError, match="micro batch"):
+        scene_of(run)
 
 
 def test_memory_is_compared_by_component_and_adams_step_counts_are_named(tmp_path: Path) -> None:

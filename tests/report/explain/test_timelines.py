@@ -37,9 +37,9 @@ def test_picture_has_every_rank_the_ideal_schedule_and_its_idle_time(pp2: Path) 
     assert path.name == "timeline.svg"
     for wanted in ("rank 0", "rank 1", "stage 1", "ideal 1F1B", "idle", "optimizer"):
         assert wanted in svg, wanted
-    # 8 of 9 ms are worked; ideally 8 of 10 with one of three steps idle at each end.
-    assert "rank 0 11%, rank 1 11%" in text
-    assert "1F1B would be idle 20%" in text
+    # 8 of 9 ms are worked; ideally 8 of 10, which is (p−1)/m: one definition of the bubble.
+    assert "rank 0 12%, rank 1 12%" in text
+    assert "the bubble of 1F1B is 25% of the work" in text
 
 
 def test_picture_of_one_pipeline_stage_has_no_ideal(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.report.ledger_factory import write_trace
 from tools.plan.schedules.simulate import Pass, Schedule
-from tools.report.explain.trace import TraceSpan, idle_share, passes, read_trace, schedule_of
+from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace, schedule_of
 from tools.spec.strategy import Parallelism
 
 PP2 = Parallelism(pipeline=2)
@@ -60,8 +60,8 @@ def test_idle_is_what_a_rank_does_not_compute_between_first_forward_and_last_bac
         *((1, F, "forward", 1, 2), (1, B, "backward", 2, 4)),
         (1, "optimizer", "optimizer", 8, 9),
     )
-    assert idle_share(read_trace(tmp_path, PP2, 1)) == {0: 0.5, 1: 0.5}
-    assert idle_share(()) == {}
+    assert idle_over_work(read_trace(tmp_path, PP2, 1)) == {0: 1.0, 1: 1.0}
+    assert idle_over_work(()) == {}
 
 
 def test_call_names_its_group(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def configuration_of_run(run: Run) -> RunSpec:
         raise NoClosedFormError(
             f"the closed forms describe Megatron, this run's backend is {spec.backend}"
         )
+    if not spec.microbatches:
+        raise NoClosedFormError("the run's micro batch is not known")
     return spec
 
 

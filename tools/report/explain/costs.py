@@ -229,12 +229,13 @@ def _more(subject: Subject, stages: Stages) -> str:
     now = stages.iteration_seconds(count) / count
     configuration = subject.findings.configuration
     assert configuration is not None
+    form = "(p−1)/(m·v)" if stages.virtual > 1 else "(p−1)/m"
     asked = []
     for factor in _FACTORS:
         more = factor * count
         each = stages.iteration_seconds(more) / more
         asked.append(
-            f"{more} make (p−1)/m {ideal_bubble(configuration, more):.1%} and "
+            f"{more} make {form} {ideal_bubble(configuration, more):.1%} and "
             f"{milliseconds(each)} a micro batch ({signed(f'{each / now - 1:.1%}')})"
         )
     floor = max(stages.seconds)

@@ -21,7 +21,7 @@ from tools.records.run import TRACE_FILE
 from tools.report.analyse.entry import Entry
 from tools.report.canvas import INK, Chart, draw
 from tools.report.explain.time_shares import mean
-from tools.report.explain.trace import TraceSpan, idle_share, passes, read_trace, schedule_of
+from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace, schedule_of
 from tools.report.read.runs import Run, find_run_folders, load_folder
 from tools.spec.strategy import Parallelism
 
@@ -61,7 +61,7 @@ def draw_iteration(scene: Scene) -> Chart:
 
 def caption(scene: Scene) -> str:
     """What is to be seen, with its numbers."""
-    idle = idle_share(scene.pieces)
+    idle = idle_over_work(scene.pieces)
     text = (
         "One iteration on one time axis: numbers are micro batches, the thin lane is communication "
         "from its call to its result."
@@ -72,10 +72,10 @@ def caption(scene: Scene) -> str:
         return text
     measured = ", ".join(f"rank {rank} {share:.0%}" for rank, share in idle.items())
     ideal = ideal_timeline(scene)
-    share = mean(idle_share(_ideal_pieces(ideal)).values())
+    bubble = mean(idle_over_work(_ideal_pieces(ideal)).values())
     return (
-        f"{text} Idle between the first forward and the last backward: {measured}; with equal stages "
-        f"and free messages {ideal.schedule} would be idle {share:.0%}."
+        f"{text} Idle between the first forward and the last backward, over the work: {measured}; with "
+        f"equal stages and free messages the bubble of {ideal.schedule} is {bubble:.0%} of the work."
     )
 
 
@@ -246,7 +246,9 @@ def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
         raise NoTraceError(
             f"{run.name} does not record how it was split, so its passes cannot be placed."
         )
-    split, microbatches = run.spec.parallelism, max(1, run.spec.microbatches)
+    split, microbatches = run.spec.parallelism, run.spec.microbatches
+    if not microbatches:
+        raise NoTraceError(f"{run.name} does not record its micro batch, so passes have no number.")
     try:
         pieces = read_trace(run.path, split, microbatches)
     except FileNotFoundError:

@@ -85,16 +85,16 @@ def passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
     return [piece for piece in pieces if piece.name in _PASSES]
 
 
-def idle_share(pieces: Sequence[TraceSpan]) -> dict[int, float]:
-    """Share of the time from the first forward to the last backward that each rank computed nothing."""
-    worked = passes(pieces)
-    if not worked:
+def idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
+    """Idle over working time of each rank, from the first forward to the last backward."""
+    found = passes(pieces)
+    if not found:
         return {}
-    length = max(p.end_ms for p in worked) - min(p.start_ms for p in worked)
+    length = max(p.end_ms for p in found) - min(p.start_ms for p in found)
     busy: dict[int, float] = {}
-    for piece in worked:
+    for piece in found:
         busy[piece.rank] = busy.get(piece.rank, 0.0) + piece.milliseconds
-    return {rank: 1 - milliseconds / length for rank, milliseconds in sorted(busy.items())}
+    return {rank: length / worked - 1 for rank, worked in sorted(busy.items()) if worked}
 
 
 def _piece(event: _Event) -> TraceSpan:
