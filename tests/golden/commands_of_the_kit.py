@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,7 @@ If this change is wanted: {UPDATE}=1 .venv/bin/python -m pytest -q tests/golden
 and list it as an improvement where the change is described.
 """
 
+_FREE_BYTES = 16 << 30
 BASE_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "LANG": "C.UTF-8"}
 
 
@@ -47,6 +49,9 @@ class Commands:
                 patch.setenv(name, value)
             patch.chdir(ROOT)
             patch.setattr(os, "execve", _run_launch_script)
+            # What else runs on this machine decides nothing here.
+            memory = psutil.virtual_memory()._replace(available=_FREE_BYTES)
+            patch.setattr(psutil, "virtual_memory", lambda: memory)
             code = _run_module(words)
         printed = self._capfd.readouterr()
         return code, printed.out + printed.err
