@@ -16,7 +16,10 @@ def shifts(tmp_path, times, batches=None, more=()):
         for n, (ms, batch) in enumerate(zip(times, batches, strict=True), start=1)
     ]
     for after, text in more:
-        lines[after - 1] += f"\n{text}"
+        if after:
+            lines[after - 1] += f"\n{text}"
+        else:
+            lines[0] = f"--- arguments ---\n{text}\n--- end of arguments ---\n{lines[0]}"
     path = tmp_path / "a.log"
     path.write_text("\n".join([*lines, ""]))
     return changes_within(load_log(path)[0])
@@ -40,6 +43,7 @@ def test_a_slowdown_after_iteration_20_is_dated(tmp_path):
     assert (found.kind, found.iteration) == (Kind.STEP, 21)
     assert "from iteration 21 on iterations take 1" in found.text
     assert found.share == pytest.approx(0.09, abs=0.01)
+    assert f"longer: {found.share:.1%} of the time since" in found.text
 
 
 def test_two_steps_are_two_changes(tmp_path):
@@ -58,6 +62,29 @@ def test_iterations_that_begin_to_alternate_are_named_as_that(tmp_path):
     assert (found.kind, found.iteration) == (Kind.ALTERNATING, 51)
     assert "alternate between 19" in found.text
     assert "before they took 21" in found.text
+
+
+OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ([(50, OVERLAP)], '(the log says there: "overlapping of grad reduce begins, bucket 3")'),
+        # What it says again and again has not begun there.
+        ([(20, OVERLAP), (50, OVERLAP.replace("3", "4"))], ""),
+        (
+            [(0, "  profile_step_start .............................. 50")],
+            "(as --profile-step-start 50 says)",
+        ),
+        ([(0, "  lr_warmup_iters ................................. 50")], ""),
+    ],
+)
+def test_what_begins_where_the_time_changes_is_named(tmp_path, more, named):
+    times = [*noisy(214, 50, 2), *([195.0, 223.0] * 25)]
+    (found,) = shifts(tmp_path, times, more=more)
+    assert found.iteration == 51
+    assert found.text.endswith(f" ms {named}" if named else " ms")
 
 
 def test_a_run_that_alternates_all_along_says_so_once(tmp_path):

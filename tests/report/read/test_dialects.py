@@ -174,6 +174,14 @@ def test_a_folded_log_says_what_the_whole_one_says(tmp_path, name, width):
         assert getattr(mine, field) == getattr(whole, field), field
 
 
+def test_a_fold_that_costs_only_the_last_numbers_is_seen(tmp_path):
+    text = (DIALECTS / "megatron-1.log").read_text()
+    folded = tmp_path / "a.log"
+    pieces = [line[n : n + 100] for line in text.splitlines() for n in range(0, len(line), 100)]
+    folded.write_text("\n".join(pieces))
+    assert lines_of(folded) == EXPECTED["megatron-1"]
+
+
 @pytest.mark.parametrize("name", ["0.14", "0.18.2", "f4fa7d6b"])
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("blanks", ["kept", "dropped"])

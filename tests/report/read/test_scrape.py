@@ -160,7 +160,7 @@ def test_every_iteration_knows_its_line_as_an_editor_counts_them(tmp_path):
     lines[2:2] = ["progress 1%\rprogress 2%", "", "x" * 3 * MAX_LINE, "\x1b[1mbold\x1b[0m"]
     lines += [START, iteration_line(1), f"{iteration_line(2)}{iteration_line(3)}"]
     path.write_text("\n".join(lines))
-    assert log_lines(path) == [[1, 2, 7, 8, 9, 10, 11, 12, 13], [15, 16, 16]]
+    assert log_lines(path) == [[1, 2, 7, 8, 9, 10, 11, 12, 13], [16, 17, 17]]
     assert [lines[6].find(f"iteration {3:8d}/") > 0, "iteration" in lines[5]] == [True, False]
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     assert log_lines(path)[0][2] == 7

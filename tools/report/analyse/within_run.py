@@ -7,6 +7,7 @@ iterations begin to alternate. Slow iterations are periodic where most distances
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,12 @@ _AROUND = 10
 _MAX_STEPS = 6
 _MAX_POINTS = 20_000
 """Longer runs are looked at in blocks' medians, which keep the place to within a block."""
+
+# Schedules of the learning rate and of what is written cost no time.
+_OF_A_BEGINNING = re.compile(
+    r"^(?!lr-|save|eval|train|exit|log|tensorboard)(?=.*(?:iter|step))"
+    r".*(?:start|begin|end|after|warmup|freeze|delay|until)"
+)
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -120,10 +127,10 @@ def _stretches(
 
 def _step(run: Run, first: int, before: float, after: float) -> Shift:
     share = 1 - before / after
-    word = "longer" if after > before else "less"
+    cost = f"longer: {share:.1%} of the time since" if share > 0 else "less"
     text = (
         f"from iteration {first} on iterations take {number(after)} ms instead of {number(before)},"
-        f" {abs(after / before - 1):.1%} {word}{_cause(run, first)}"
+        f" {abs(after / before - 1):.1%} {cost}{_cause(run, first)}"
     )
     return Shift(Kind.STEP, first, text, share)
 
@@ -138,6 +145,18 @@ def _cause(run: Run, first: int) -> str:
             return f" (a checkpoint was {event.action.replace('saving', 'saved')} there)"
     if any(event.iteration in near for event in run.log.validation):
         return " (an evaluation was there)"
+    for remark in run.log.remarks:
+        if first - 1 - (run.log.log_interval or 1) <= remark.after < first:
+            return f' (the log says there: "{remark.text}")'
+    return _argument_of(run, first)
+
+
+def _argument_of(run: Run, first: int) -> str:
+    """The argument that names this iteration as a beginning or an end."""
+    for given, value in run.arguments.items():
+        name = given.lstrip("-").replace("_", "-")
+        if value in (str(first), str(first - 1)) and _OF_A_BEGINNING.search(name):
+            return f" (as --{name} {value} says)"
     return ""
 
 

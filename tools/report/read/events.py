@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 
+from tools.report.read.lines import printable
 from tools.report.read.scraped import (
     CheckpointEvent,
     MemoryReading,
@@ -116,6 +117,12 @@ _OTHER_TRAINERS = tuple(
 """Lines of trainers whose logs are not read, so that a reader is not told that theirs is broken."""
 _ARGUMENT = re.compile(r"(?<!\w)([A-Za-z_]\w{0,80}) \.{1,60} ")
 _MAX_VALUE = 4000
+_REMARK = re.compile(
+    r"\b(?:overlap\w{0,20}|cuda ?graphs?|profil(?:er|ing)|garbage|straggler\w?|throttl\w{1,6}"
+    r"|(?:re)?compil(?:e|ed|ing|ation)|autotun\w{1,6}|rebalanc\w{1,6})\b",
+    re.IGNORECASE,
+)
+_MAX_REMARK = 120
 
 
 def parameter_counts(line: str) -> list[ParameterCount]:
@@ -214,6 +221,15 @@ def checkpoint(line: str) -> CheckpointEvent | None:
         return None
     action, iteration = (text for text in m.groups() if text)
     return CheckpointEvent(action, int(iteration))
+
+
+def remark(line: str) -> str | None:
+    """A line that tells of what changes an iteration's time, without its time stamp."""
+    if not _REMARK.search(line[:_MAX_VALUE]):
+        return None
+    return re.sub(
+        r"^[\s\d:.,/T\[\]+-]{8,40}(?=[A-Za-z])", "", printable(line[:_MAX_VALUE])
+    ).strip()[:_MAX_REMARK]
 
 
 def exit_reason(line: str) -> str | None:

@@ -16,6 +16,7 @@ _SAMPLE_BYTES = 1 << 21
 _MIN_FULL = 3
 _GAIN = 1.3
 """So many times more numbers must the joined lines give."""
+_WEIGHT = 4
 _MARK = re.compile(rb"iteration[ =]{1,12}\d{1,12} {0,4}/")
 
 
@@ -108,10 +109,12 @@ def _joined(sample: bytes, fold: Fold) -> bytes:
 
 
 def _numbers(text: bytes) -> int:
-    """How many numbers the iteration lines of a text give."""
+    """How many numbers the iteration lines of a text give; a time and a loss are worth more."""
     found = 0
     for line in text.decode("utf-8", "replace").splitlines():
         for iteration in find_iterations(line):
             values = (getattr(iteration, name) for name in iteration.__struct_fields__)
-            found += sum(value is not None for value in values)
+            found += sum(value is not None and value is not False for value in values)
+            known = (iteration.elapsed_ms is not None) + (iteration.lm_loss is not None)
+            found += _WEIGHT * known
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from tools.report.read.scraped import (
     ErrorTrace,
     MemoryReading,
     ParameterCount,
+    Remark,
     ScrapedLog,
     TheoreticalMemory,
     TimerSummary,
@@ -26,6 +28,7 @@ _STEP_TIME_ROUNDING = 0.0051
 """Seconds; the time has two decimals there."""
 _MAX_EVENTS = 20_000
 _MAX_NAMES = 2_000
+_MAX_REMARKS = 200
 
 
 class RunBuilder:
@@ -50,6 +53,7 @@ class RunBuilder:
         self._timers: dict[str, tuple[int, float, float]] = {}
         self._validation: list[Validation] = []
         self._checkpoints: list[CheckpointEvent] = []
+        self._remarks: dict[str, Remark] = {}
         self._arguments: dict[str, str] = {}
         self._in_arguments = False
         self._zero_stage: str | None = None
@@ -154,6 +158,8 @@ class RunBuilder:
             self._feed_validation(line)
         if "checkpoint" in line and len(self._checkpoints) < _MAX_EVENTS:
             self._feed_checkpoint(line)
+        if self.has_iterations and len(self._remarks) < _MAX_REMARKS:
+            self._feed_remark(line)
         if "xiting" in line or "after training is done" in line:
             self._exit = events.exit_reason(line) or self._exit
         if "--- arguments ---" in line:
@@ -180,6 +186,7 @@ class RunBuilder:
             ),
             validation=tuple(self._validation),
             checkpoints=tuple(self._checkpoints),
+            remarks=tuple(self._remarks.values()),
             arguments=self._all_arguments(),
             other_trainer=None if iterations else self._trainer,
             log_interval=self._log_interval(iterations),
@@ -251,6 +258,13 @@ class RunBuilder:
         if found := events.checkpoint(line):
             self._checkpoints.append(found)
             self._paused = self._paused or found.action != "loaded"
+
+    def _feed_remark(self, line: str) -> None:
+        text = None if " iteration " in line else events.remark(line)
+        if text and self._iterations.last is not None:
+            # What a log says again and again is no news of a later iteration.
+            found = Remark(self._iterations.last.iteration, text)
+            self._remarks.setdefault(re.sub(r"\d+", "0", text), found)
 
     def _log_interval(self, iterations: IterationTable) -> int | None:
         if self._arguments.get("log_interval", "").isdigit():

@@ -88,6 +88,15 @@ class CheckpointEvent:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """A line between iterations that may say why their time changes; each only where it is first."""
+
+    after: int
+    """The last iteration before it."""
+    text: str
+
+
+@dataclass(frozen=True)
 class LoggedError:
     """One error line and where it came from."""
 
@@ -132,6 +141,7 @@ class ScrapedLog:
     timers: tuple[TimerSummary, ...] = ()
     validation: tuple[Validation, ...] = ()
     checkpoints: tuple[CheckpointEvent, ...] = ()
+    remarks: tuple[Remark, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
     """Megatron's printed arguments, as text."""
     log_interval: int | None = None
