@@ -55,6 +55,16 @@ def test_the_help_of_every_tool_has_the_commands_own_name(name: str) -> None:
     assert ended.stdout.startswith(f"usage: parakit {name} ")
 
 
+def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parakit.main(["verify", "--help"])
+    text = capsys.readouterr().out
+    assert "REFERENCE" in text
+    assert "SAVE_EVERY" not in text
+
+
 @pytest.mark.slow
 def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: Path) -> None:
     environment = tmp_path / "environment"
@@ -80,6 +90,11 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
     assert "12 iterations" in parakit_prints("scrape", str(LOG))
     assert "reports/one/report.html" in parakit_prints("report", "--name", "one", str(LOG))
     assert (tmp_path / "reports/one/report.html").is_file()
+    table = tmp_path / "table.csv"
+    table.write_text("model,gpus,tokens_per_second,tokens_per_second_per_gpu\nm,2,100,90\n")
+    assert "1 of them contradict" in parakit_prints("audit", str(table))
+    assert "readings are predicted" in parakit_prints("validate")
+    assert "takes a clone of the kit" in parakit_prints("status")
     assert "parakit[train]" in parakit_prints("dryrun", "--model", "gpt2-tiny")
     assert "parakit[data]" in parakit_prints("prepare", "--input", "x.jsonl")
     assert "parakit[charts]" in parakit_prints(

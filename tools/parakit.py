@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,8 @@ TOOLS = {
     "report": Tool("tools.report.cli", ("build",), "a report of runs or of anybody's logs"),
     "scrape": Tool("tools.report.cli", ("scrape",), "what logs say, as text or JSON"),
     "explain": Tool("tools.report.cli", ("explain",), "what a strategy costs, from its ledgers"),
+    "audit": Tool("tools.plan.audit.command", (), "what a table of figures contradicts in itself"),
+    "validate": Tool("tools.plan.readings.command", (), "public readings, predicted and missed"),
     "prepare": Tool("tools.preprocess.cli", (), "text to Megatron's .bin/.idx", ("gigatoken",)),
 }
 TARGETS = {
@@ -152,11 +154,26 @@ def _overview() -> ArgumentParser:
     for name, tool in TOOLS.items():
         commands.add_parser(name, help=tool.help)
     for name, (target, help_) in TARGETS.items():
-        made = commands.add_parser(name, help=f"{help_} (in a clone)", description=help_)
+        made = commands.add_parser(
+            name,
+            help=f"{help_} (in a clone)",
+            description=help_,
+            epilog=_variables(target),
+            formatter_class=RawDescriptionHelpFormatter,
+        )
         if "{}" in target:
             made.add_argument("name", help="as in the example")
         made.add_argument("variables", nargs="*", metavar="NAME=VALUE", help="variables of make")
     return parser
+
+
+def _variables(target: str) -> str:
+    """What a make target takes, a line each."""
+    from tools.spec.settings import SETTINGS
+
+    name = target.format("tp2-gpt2-tiny-2cpu")
+    used = [f"  {each.name:<15}  {each.help}" for each in SETTINGS if each.used_by(name)]
+    return "\n".join(("variables:", *used)) if used else "'make help-all' lists their variables."
 
 
 def _complete() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,9 @@ from tools.spec.strategy import Batch
 
 FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
+
+MODEL_FILES = (".args", ".json")
+"""Megatron's flags, or a Hugging Face `config.json`."""
 
 GPT2_VOCABULARY = 50257
 
@@ -128,30 +132,45 @@ class Model:
     dropout: float
 
 
+_NO_FILE = "There is no file {}; give an .args file, a config.json or a model of 'make list'."
+
+
 class UnknownModelError(ValueError):
     """No model of that name; the message lists the near ones."""
 
 
 def model_names() -> tuple[str, ...]:
-    """Every model of every family, in the order of the folders."""
-    return tuple(path.stem for family in FAMILIES for path in _model_files(family))
+    """Every model of every family, in the order of the folders; then that of a file in `MODEL=`."""
+    names = tuple(path.stem for family in FAMILIES for path in _model_files(family))
+    own = _file_in_environment()
+    return (*names, _name_of_file(own)) if own else names
 
 
 def load_model(name: str) -> Model:
-    """Read a model by name.
+    """Read a model by name: of the file that `MODEL=` gives, if it has that name, else of `examples/`.
 
     Raises:
         UnknownModelError: There is no such `.args` file.
         ValueError: The file lacks a flag that defines the shape.
     """
     wanted = ALIASES.get(name, name)
+    own = _file_in_environment()
+    if own and _name_of_file(own) == name:
+        return model_of(str(own))
     for family in FAMILIES:
         for path in _model_files(family):
             if path.stem == wanted:
                 return model_from_flags(wanted, family, read_args_file(path))
+    given = os.environ.get("MODEL", "")
+    if own is None and Path(given).suffix in MODEL_FILES:
+        raise UnknownModelError(_NO_FILE.format(given))
     near = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
     hint = " or ".join(near) if near else "one of " + ", ".join(model_names())
-    raise UnknownModelError(f"There is no model '{name}'; did you mean {hint}?")
+    raise UnknownModelError(
+        f"There is no model '{name}'; did you mean {hint}? A model of your own is a file of Megatron's "
+        f"flags, examples/gpt3/models/{name}.args, and 'plan', 'dryrun' and 'verify' take any .args "
+        "file or config.json by path in MODEL=."
+    )
 
 
 def model_of(text: str) -> Model:
@@ -162,22 +181,27 @@ def model_of(text: str) -> Model:
         ValueError: The file does not define a shape, or is of an architecture that is not known.
     """
     path = Path(text).expanduser()
-    if path.suffix not in (".args", ".json") and "/" not in text:
+    if path.suffix not in MODEL_FILES and "/" not in text:
         return load_model(text)
     if not path.is_file():
-        raise UnknownModelError(
-            f"There is no file {text}; give an .args file, a config.json or a model of 'make list'."
-        )
-    if path.suffix == ".json":
-        words = flags_of_config(path)
-        name = path.resolve().parent.name if path.stem == "config" else path.stem
-    else:
-        words, name = read_args_file(path), path.stem
+        raise UnknownModelError(_NO_FILE.format(text))
+    words = flags_of_config(path) if path.suffix == ".json" else read_args_file(path)
+    name = _name_of_file(path)
     family = "moe" if Flags(words).has("--num-experts") else "gpt3"
     try:
         return model_from_flags(name, family, words)
     except ZeroDivisionError:
         raise ValueError(f"{text} has a head or layer count of 0; use 1 or more.") from None
+
+
+def _file_in_environment() -> Path | None:
+    """The file in `MODEL=`, which make exports; None where it names none."""
+    path = Path(os.environ.get("MODEL", "")).expanduser()
+    return path if path.suffix in MODEL_FILES and path.is_file() else None
+
+
+def _name_of_file(path: Path) -> str:
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:

@@ -62,7 +62,7 @@
 ##   BUDGET           seconds for all settings (510) [bench-gpu]
 ##   TARGET           the training target to use [loss-curve bench-ledger]
 ## Variables: planning [plan]
-##   MODEL            a model of make list; planning also takes an .args file or a config.json [also dryrun compare-*]
+##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also dryrun compare-* verify-*]
 ##   GPUS             number of devices
 ##   GPU              h200, a100-80g, … (h200)
 ##   GPUS_PER_NODE    devices per machine (8)

@@ -291,8 +291,8 @@ MODEL = Setting(
     "MODEL",
     str,
     _TEXT,
-    "a model of make list; planning also takes an .args file or a config.json",
-    ("plan", "dryrun", *_COMPARE),
+    "a model of make list, or an .args file or config.json (not compare-*)",
+    ("plan", "dryrun", *_COMPARE, _VERIFY),
     "--model",
 )
 GPUS = Setting("GPUS", int, "a whole number", "number of devices", ("plan",), "--gpus")

@@ -10,6 +10,7 @@ from pathlib import Path
 from tools.plan.audit.rules import Audit, audit
 from tools.plan.audit.table import TableError, read_table
 from tools.plan.request import RequestError, RequestParser
+from tools.spec.settings import program
 
 
 def main(words: list[str]) -> int:
@@ -27,7 +28,7 @@ def main(words: list[str]) -> int:
 def command_line() -> RequestParser:
     """The command line, for `--help` and completion."""
     parser = RequestParser(
-        prog="python -m tools.plan audit",
+        prog=program("tools.plan audit"),
         description="Check a table of performance figures (CSV or Markdown) by arithmetic.",
     )
     parser.add_argument("table", type=Path, help="a CSV or Markdown file")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.plan.readings.page import write_page
+from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
     Group,
@@ -25,7 +25,7 @@ from tools.plan.readings.summary import (
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
 from tools.plan.request import RequestParser
 from tools.spec.files import from_root
-from tools.spec.settings import add_options
+from tools.spec.settings import add_options, program
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import DASH
 
@@ -35,14 +35,8 @@ _NAMED_LINES = 6
 
 def main(words: list[str]) -> int:
     """Run the command; 2 and one sentence on stderr for what is no file of readings."""
-    parser = RequestParser(
-        prog="python -m tools.plan validate",
-        description="Predict every published reading and print by how much each is missed.",
-    )
-    add_options(parser, "validate")
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew, minutes")
     try:
-        options = parser.parse_args(words)
+        options = command_line().parse_args(words)
         if options.fit:
             from tools.plan.readings.fit import refit
 
@@ -57,10 +51,21 @@ def main(words: list[str]) -> int:
     else:
         console = Console(width=None if sys.stdout.isatty() else 140)
         _print(found, console)
-        if options.readings is None and options.leave_out is None:
+        if options.readings is None and options.leave_out is None and FOLDER.is_dir():
             page, picture = write_page(found)
             console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
     return 0
+
+
+def command_line() -> RequestParser:
+    """The command line, for `--help` and completion."""
+    parser = RequestParser(
+        prog=program("tools.plan validate"),
+        description="Predict every published reading and print by how much each is missed.",
+    )
+    add_options(parser, "validate")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew, minutes")
+    return parser
 
 
 def _residuals(path: Path, without: str | None) -> Residuals:
