@@ -47,9 +47,9 @@ image: ## build the container for RUNTIME=docker
 reproduce: ## the six published runs on two GPUs, and a report; resumable
 
 ## Comparisons from the same weights, batches and schedule
-compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in write-up 002
+compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report
 compare-backends: ## Megatron, plain PyTorch, DeepSpeed, bare forward and backward
-compare-moe: ## Megatron and plain PyTorch on experts, as in write-up 000
+compare-moe: ## Megatron and plain PyTorch on experts, as in the Blueberry experiment
 sweep: ## MODELS × STRATEGIES × BACKENDS × DEVICES; resumable
 
 ## Planning, without devices

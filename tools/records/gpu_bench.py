@@ -13,7 +13,7 @@ FOLDER, FILE = "bench-gpu", "bench.json"
 """`runs/bench-gpu/bench.json`; the runs lie beside it, apart from other runs."""
 
 MARK_MS = 438.0
-"""gpt2-large, micro batch 32, with Transformer Engine in NVIDIA's container on one H200: source 003."""
+"""The H200 notes: gpt2-large, micro batch 32, one H200, Transformer Engine in NVIDIA's container."""
 
 
 @dataclass(frozen=True)

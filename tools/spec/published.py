@@ -29,6 +29,8 @@ class Publication:
     """A write-up."""
 
     key: str
+    name: str
+    """What pages call it."""
     title: str
     hardware: str
     software: str
@@ -95,6 +97,8 @@ class Correction:
     """What a write-up got wrong."""
 
     source: str
+    """Its key."""
+    name: str
     says: str
     right: str
 
@@ -160,4 +164,7 @@ def load_published(path: Path = FILE) -> Published:
     data = read_yaml(path)
     sources = {key: {"key": key} | entry for key, entry in data["sources"].items()}
     figures = [entry | {"source": sources[entry["source"]]} for entry in data["figures"]]
-    return msgspec.convert({"figures": figures, "corrections": data["corrections"]}, Published)
+    corrections = [
+        entry | {"name": sources[entry["source"]]["name"]} for entry in data["corrections"]
+    ]
+    return msgspec.convert({"figures": figures, "corrections": corrections}, Published)

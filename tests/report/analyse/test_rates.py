@@ -15,7 +15,7 @@ H200 = Host("h", "cpu", 2, 1, ("NVIDIA H200",) * 2)
 
 
 def published_dp2(**changes):
-    """Seed 003's DP2 run: 64 samples of 1024 tokens on two H200, fp16."""
+    """The H200 notes' DP2 run: 64 samples of 1024 tokens on two H200, fp16."""
     record = run_record(
         "r",
         "dp2",

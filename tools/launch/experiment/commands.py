@@ -230,7 +230,7 @@ def published_of(ended: Ended) -> int:
 
 
 def zero_of(ended: Ended) -> int:
-    """The tables of write-up 002; 0 if every run ended well with the same losses."""
+    """The tables of the DeepSpeed report; 0 if every run ended well with the same losses."""
     ended.build_report()
     runs = ended.measured()
     ended.write(zero.render(ended.model, runs))

@@ -1,4 +1,4 @@
-"""Where each rank's iteration went: the breakdown of write-up 002, from `time.json`.
+"""Where each rank's iteration went: the breakdown of the DeepSpeed report, from `time.json`.
 
 Phases are Megatron's own timers on the host's clock; on a GPU a phase ends when its kernels were
 launched unless the timers synchronise, so there the shares are the launching thread's.
@@ -37,7 +37,7 @@ class TimeShares:
 
     @property
     def as_published(self) -> tuple[float, float, float]:
-        """Forward, backward with gradient sync, optimizer: shares of these three, as 002 gives them."""
+        """Forward, backward with gradient sync, optimizer: shares of the three, as that report has."""
         forward = self.phases.get(Phase.FORWARD, 0.0)
         backward = self.phases.get(Phase.BACKWARD, 0.0) + self.phases.get(Phase.GRADIENT_SYNC, 0.0)
         optimizer = self.phases.get(Phase.OPTIMIZER, 0.0)

@@ -242,7 +242,7 @@ def _readings(pair: MatchOf) -> str:
 
 def _readings_and_source(pair: MatchOf) -> str:
     figure = pair[1].figure
-    return f"{_readings(pair)} ({figure.model}, source {figure.source.key})"
+    return f"{_readings(pair)} ({figure.model}, {figure.source.name})"
 
 
 def _against_baseline(pair: MatchOf) -> str | None:
@@ -258,7 +258,7 @@ def _against_baseline(pair: MatchOf) -> str | None:
 def _origin(pair: MatchOf) -> str:
     figure = pair[1].figure
     caution = f"; {figure.caution}" if figure.caution else ""
-    return f"{figure.model}, {figure.source.hardware} (source {figure.source.key}){caution}"
+    return f"{figure.model}, {figure.source.hardware} ({figure.source.name}){caution}"
 
 
 def _expected(pair: MatchOf) -> str | None:
@@ -304,7 +304,7 @@ def _matches(report: Report) -> tuple[MatchOf, ...]:
 def corrections(report: Report) -> Table[Correction]:
     """What the write-ups that are shown got wrong."""
     columns = (
-        Column[Correction]("Source", lambda c: c.source, right=False),
+        Column[Correction]("Source", lambda c: c.name, right=False),
         Column[Correction]("It says", lambda c: c.says, right=False),
         Column[Correction]("Right", lambda c: c.right, right=False),
     )

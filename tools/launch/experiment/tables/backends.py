@@ -32,8 +32,8 @@ def render(model: str, runs: Sequence[Measured], left_out: Sequence[str] = ()) -
             "forward and backward, counted without the communication inside them. `bare` is plain "
             "PyTorch's forward and backward on the same ranks at once, without communication, clipping "
             "or update; who is faster than bare has faster kernels.",
-            "In write-up 000 the two backends had different optimizers and neither sharded anything, "
-            'so its "native is 7.6% faster" says nothing of either.',
+            "In the Blueberry experiment the two backends had different optimizers and neither sharded "
+            'anything, so its "native is 7.6% faster" says nothing of either.',
             markdown_table(Table(_COLUMNS, rows)),
             "\n".join(f"- {sentence}" for sentence in (*verdicts(runs), *left_out)),
         )

@@ -1,4 +1,4 @@
-"""Write-up 000's question with its setup corrected: Megatron against plain PyTorch on experts.
+"""The Blueberry experiment's question, its setup corrected: Megatron or plain PyTorch on experts.
 
 Both train the same mixture of experts from the same weights on the same batches under the same
 optimizer, sharded alike; Muon, which only one of the published paths had, is beside it. Repeats have
@@ -74,7 +74,7 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
             "documents are never trained on. Scores are means over seeds, with their range.",
             markdown_table(Table(_COLUMNS, rows)),
             "\n".join(f"- {sentence}" for sentence in said),
-            "## As published (write-up 000, blueberry-79m, two RTX 4090)",
+            "## As published (the Blueberry experiment, blueberry-79m, two RTX 4090)",
             _published(),
         )
     )

@@ -1,4 +1,4 @@
-"""The tables of write-up 002, from measurement: data parallelism, a pipeline and ZeRO's three stages."""
+"""The DeepSpeed report's tables, from measurement: data parallelism, a pipeline, ZeRO's three stages."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def render(model: str, runs: Sequence[Measured]) -> str:
     return "\n\n".join(
         (
             f"# ZeRO compared: {model}",
-            "Each cell: measured, then what write-up 002 has (two GPUs on two nodes, 1 to 10 Gbit/s, "
-            f"Megatron-DeepSpeed).{other} Its peaks are a GPU's, in GB.",
+            "Each cell: measured, then what the DeepSpeed report has (two GPUs on two nodes, 1 to 10 "
+            f"Gbit/s, Megatron-DeepSpeed).{other} Its peaks are a GPU's, in GB.",
             "## Time and memory",
             markdown_table(Table(_PERFORMANCE, methods)),
             "## Where an iteration goes",
