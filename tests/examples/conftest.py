@@ -64,3 +64,9 @@ def native_experts(all_runs: dict[str, Run]) -> Run:
 def spread_experts(all_runs: dict[str, Run]) -> Run:
     """Plain PyTorch with the experts over two ranks."""
     return all_runs["spread experts"]
+
+
+@pytest.fixture(scope="session")
+def forked(all_runs: dict[str, Run]) -> Run:
+    """TP 2 whose ranks were forked from a process that had imported Megatron."""
+    return all_runs["forked tp2"]

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock, Semaphore, Thread
@@ -21,9 +22,11 @@ from typing import Any
 from rich.console import Console
 
 from tests.faults.killed import killed
+from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.records import run as records
@@ -79,15 +82,21 @@ class Trainer:
         )
         self._starts: defaultdict[Path | None, Lock] = defaultdict(Lock)
 
-    def __call__(self, name: str, **changes: object) -> Run:
-        options = replace(self.options, **changes)  # type: ignore[arg-type]
-        target = parse_target(name)
-        launch = compose_target(target, flags_of_grammar(target), options)
-        console = Console(quiet=True)
+    def __call__(self, name: str, warm: WarmMegatron | None = None, **changes: object) -> Run:
+        """Train to the end; `warm` is the process that the ranks are forked from, if they are."""
+        launch = replace(self.compose(name, **changes), warm=warm)
+        options, console = self._options(changes), Console(quiet=True)
         with self._starts[launch.start_checkpoint]:
             ensure_start_checkpoint(launch, options, console)
-        folder, _ = execute(launch, options.runs, console, target.strategy)
+        folder, _ = execute(launch, options.runs, console, name)
         return run_of(folder)
+
+    def compose(self, name: str, **changes: object) -> Launch:
+        target = parse_target(name)
+        return compose_target(target, flags_of_grammar(target), self._options(changes))
+
+    def _options(self, changes: Mapping[str, Any]) -> Options:
+        return replace(self.options, **changes)
 
 
 EVALUATED = {"extra": ("--eval-interval", str(ITERATIONS), "--eval-iters", "2")}
@@ -116,8 +125,18 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
     "ep2": {"ep2": of_experts("ep2")},
     "native_experts": {"native experts": of_experts("baseline", **EVALUATED, **NATIVE)},
     "spread_experts": {"spread experts": of_experts("ep2", **EVALUATED, **NATIVE)},
+    "forked": {"forked tp2": dense("tp2")},
+    "undisturbed": {
+        "undisturbed": dense("dp2", iterations=12, global_batch_size=4, dropout=0.1, ledger=False)
+    },
 }
 """The runs that several tests look at, by the fixture that gives them."""
+
+FORKED = (
+    *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
+    *("forked tp2", "undisturbed"),
+)
+"""Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
 
 ALONE = "pp2"
 """What it waits for is looked at, so it trains without another run beside it."""
@@ -125,8 +144,8 @@ ALONE = "pp2"
 SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {"killed": killed}
 """What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
 
-AT_A_TIME = 2
-"""A run leaves cores idle while it starts and ends."""
+LANES = 2
+"""Forked runs in turn, and beside them the others: a run leaves cores idle while it starts and ends."""
 
 ALL_CORES = b"+"
 """Written to the process that makes the runs, once the other tests have ended."""
@@ -147,10 +166,8 @@ class SharedRuns:
             for name, run in FIXTURES[fixture].items()
         }
         self._names = list(wanted)
-        # Those on one rank first: two of them start at a time, and write the two starts.
-        on_one = [name for name in wanted if "1cpu" in wanted[name][0]]
-        on_two = [name for name in wanted if name not in on_one and name != ALONE]
-        names = (*on_one, *(name for name in SCENARIOS if name in asked), *on_two)
+        scenarios = (name for name in SCENARIOS if name in asked)
+        names = (*scenarios, *(name for name in wanted if name != ALONE))
         self._answer = runs / "shared.json"
         command = (sys.executable, "-m", "tests.examples.runs")
         self._process = subprocess.Popen(
@@ -208,22 +225,34 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
 
     def permit_all() -> None:
         while os.read(0, 1):
-            permits.release(AT_A_TIME - 1)
+            permits.release(LANES - 1)
         os.killpg(0, signal.SIGTERM)  # The tests were killed: what they wait for would train on.
 
-    def make(name: str) -> dict[str, Any]:
+    def make(name: str, warm: WarmMegatron | None) -> dict[str, Any]:
         with permits:
             try:
                 if name in SCENARIOS:
                     return {"made": SCENARIOS[name](Path(runs), Path(data))}
                 target, changes = wanted[name]
-                return {"made": str(trainer(target, **changes).folder)}
+                return {"made": str(trainer(target, warm, **changes).folder)}
             except Exception:  # Only the tests that look at it are to fail.
                 return {"failed": traceback.format_exc()}
 
+    def make_all(names: Sequence[str], warm: WarmMegatron | None) -> dict[str, dict[str, Any]]:
+        return {name: make(name, warm) for name in names}
+
     Thread(target=permit_all, daemon=True).start()
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        results = dict(zip(names, pool.map(make, names), strict=True))
+    forked = [name for name in FORKED if name in names]
+    started = [name for name in names if name not in forked]
+    with ExitStack() as around, ThreadPoolExecutor(LANES) as pool:
+        warm = None
+        if forked:
+            first = trainer.compose(wanted[forked[0]][0])
+            warm = WarmMegatron(first.entry.path, first.environment)
+            around.callback(warm.close)
+        results = make_all(forked[:2], warm)  # They write the starts of both models.
+        further = pool.submit(make_all, forked[2:], warm)
+        results |= make_all(started, None) | further.result()
     Path(answer).write_text(json.dumps(results))
 
 

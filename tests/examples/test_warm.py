@@ -5,79 +5,46 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
-from tests.examples.runs import ITERATIONS, Run, run_of
-from tools.launch.compose import Launch
-from tools.launch.execute import execute
-from tools.launch.options import Options
-from tools.launch.start import ensure_start_checkpoint
+from tests.examples.runs import Run, Trainer
 from tools.launch.supervise.warm import WarmMegatron
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
 from tools.records.measurements import read_communication
 from tools.records.run import Status
 
 
-@pytest.fixture(scope="module")
-def options(
-    tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path, starting_weights: Path
-) -> Options:
-    runs = tmp_path_factory.mktemp("warm")
-    (runs / ".start").symlink_to(starting_weights)
-    data = str(sample_prefix)
-    return Options(
-        iterations=ITERATIONS, micro_batch_size=2, global_batch_size=8, data=data, runs=runs
-    )
-
-
-@pytest.fixture(scope="module")
-def launch(options: Options) -> Iterator[Launch]:
-    target = parse_target("train-tp2-gpt2-tiny-2cpu")
-    plain = compose_target(target, flags_of_grammar(target), options)
-    assert plain.can_be_forked
-    with closing(WarmMegatron(plain.entry.path, plain.environment)) as warm:
-        launch = replace(plain, warm=warm)
-        ensure_start_checkpoint(launch, options, Console(quiet=True))
-        yield launch
-
-
-def test_a_forked_run_is_what_torchrun_makes(
-    launch: Launch, options: Options, six: dict[str, Run]
-) -> None:
-    folder, _ = execute(launch, options.runs, Console(quiet=True), "tp2")
-    forked, started = run_of(folder), six["tp2"]
+def test_a_forked_run_is_what_torchrun_makes(forked: Run, six: dict[str, Run]) -> None:
+    started = six["tp2"]
     assert forked.status.status is Status.OK
     assert forked.losses == started.losses
     assert forked.parameters == started.parameters
     assert _sent(forked) == _sent(started)
-    assert "torch.distributed.run" in (folder / "command.sh").read_text()
-    assert {path.name for path in folder.iterdir()} == {
-        path.name for path in started.folder.iterdir()
-    }
+    assert "torch.distributed.run" in (forked.folder / "command.sh").read_text()
+    assert _files(forked) == _files(started)
 
 
 @pytest.mark.slow
 def test_a_forked_rank_that_is_killed_is_named_and_takes_the_others_with_it(
-    launch: Launch, options: Options
+    train: Trainer,
 ) -> None:
-    assert launch.warm is not None
-    endless = replace(launch, iterations=500, flags=(*launch.flags, "--exit-interval", "500"))
-    killer = threading.Thread(target=_kill_second_rank, args=(launch.warm.pid,))
-    killer.start()
-    folder, status = execute(endless, options.runs, Console(quiet=True), "tp2")
-    killer.join()
-    assert (status.status, status.rank) == (Status.CRASHED, 1)
-    assert "SIGKILL" in status.reason
-    assert _ranks(launch.warm.pid) == {}
-    assert (folder / "status.json").is_file()
+    name = "train-tp2-gpt2-tiny-2cpu"
+    launch = train.compose(name, iterations=500)
+    assert launch.can_be_forked
+    with closing(WarmMegatron(launch.entry.path, launch.environment)) as warm:
+        killer = threading.Thread(target=_kill_second_rank, args=(warm.pid,))
+        killer.start()
+        status = train(name, warm, iterations=500).status
+        killer.join()
+        assert (status.status, status.rank) == (Status.CRASHED, 1)
+        assert "SIGKILL" in status.reason
+        assert _ranks(warm.pid) == {}
+
+
+def _files(run: Run) -> set[str]:
+    return {path.name for path in run.folder.iterdir()}
 
 
 def _sent(run: Run) -> list[set[tuple[object, ...]]]:

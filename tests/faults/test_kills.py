@@ -23,6 +23,12 @@ def killed(shared_runs: SharedRuns) -> Killed:
     return Killed(**shared_runs.scenario("killed"))
 
 
+@pytest.fixture
+def undisturbed(shared_runs: SharedRuns) -> Path:
+    """The folder of the same run when nothing happens to it."""
+    return shared_runs.runs["undisturbed"].folder
+
+
 def struck(kit: Kit, strategy: str, who: str, line: str, pause: float) -> Ended:
     victim = kit.start(strategy)
     victim.wait_for(line)
@@ -46,7 +52,7 @@ def judged_rightly(status: StatusRecord, who: str) -> None:
 
 
 def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undisturbed_one(
-    killed: Killed,
+    killed: Killed, undisturbed: Path
 ) -> None:
     folder = Path(killed.folder)
     judged_rightly(read_status(folder / "attempts" / "1"), "rank 1")
@@ -55,7 +61,7 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undistur
     resumed = load_folder(folder)
     assert read_status(folder).status is Status.OK
     assert resumed.restarts == (5,)
-    same_losses(resumed, loss_curve(load_folder(Path(killed.undisturbed_folder))))
+    same_losses(resumed, loss_curve(load_folder(undisturbed)))
 
 
 @pytest.mark.slow
