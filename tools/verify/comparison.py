@@ -113,10 +113,16 @@ def relative_error(ours: Array, reference: Array) -> float:
         return 0.0
     if not np.issubdtype(ours.dtype, np.floating):
         return float(np.mean(ours != reference))
-    difference = float(np.linalg.norm(np.subtract(ours, reference, dtype=np.float64).ravel()))
-    size = float(np.linalg.norm(reference.astype(np.float64, copy=False).ravel()))
+    difference = _norm(np.subtract(ours, reference, dtype=np.float64))
+    size = _norm(reference.astype(np.float64, copy=False))
     if not np.isfinite(difference):
         return 0.0 if np.array_equal(ours, reference, equal_nan=True) else np.inf
     if size == 0:
         return 0.0 if difference == 0 else np.inf
     return difference / size
+
+
+def _norm(values: Array) -> float:
+    """Euclidean; not by BLAS, whose threads spin for small arrays: half of a verification's time."""
+    flat = values.ravel()
+    return float(np.sqrt(np.einsum("i,i->", flat, flat)))
