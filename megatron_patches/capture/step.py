@@ -417,9 +417,17 @@ def _rank(
         dtype=str(args.params_dtype).removeprefix("torch."),
         loss_scale=1.0,
         modules=dict(described_modules(chunks, names)),
+        router_groups=_router_groups(args),
         norm_groups=norm_groups,
         notes=tuple(_notes(parameters)),
     )
+
+
+def _router_groups(args: Any) -> tuple[int, int] | None:
+    groups, taken = (
+        getattr(args, f"moe_router_{name}", None) for name in ("num_groups", "group_topk")
+    )
+    return (groups, taken) if groups and taken else None
 
 
 def _expert_sources(here: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:

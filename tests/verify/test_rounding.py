@@ -19,6 +19,17 @@ def test_of_several_experts_chosen_otherwise_the_worst_decides():
     assert not flips_within(ours, reference, SCORES[:1], 1e-3).any()
 
 
+def test_experts_of_another_group_are_within_rounding_if_the_groups_sums_are():
+    # Groups (0, 1) and (2, 3): sums of 1.5 and 1.499, though the experts' own scores are far apart.
+    scores = np.array([[1.0, 0.5, 0.75, 0.749]])
+    first, second = np.array([[True, True, False, False]]), np.array([[False, False, True, True]])
+    assert flips_within(second, first, scores, 1e-3, groups=(2, 1)).all()
+    assert not flips_within(second, first, scores, 1e-4, groups=(2, 1)).any()
+    assert not flips_within(second, first, scores, 1e-3).any()
+    mixed = np.array([[True, False, True, False]])
+    assert not flips_within(mixed, first, scores, 1e-3, groups=(2, 1)).any()
+
+
 @pytest.mark.parametrize(("epsilon", "expected"), [(2.0**-23, 2.0**-23), (2.0**-7, 2.0**-7)])
 def test_the_distance_to_the_next_number_is_that_of_the_weights_type(epsilon, expected):
     assert spacing(np.array([1.5, -0.25, 0.0]), epsilon).tolist() == [expected, expected / 4, 0]

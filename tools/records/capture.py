@@ -135,6 +135,8 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     loss_scale: float
     modules: dict[str, CapturedModule]
+    router_groups: tuple[int, int] | None = None
+    """Groups of experts, and how many of them a router chooses from; None if from all experts."""
     norm_groups: tuple[tuple[int, ...], ...] = ()
     """Ranks over which this rank summed the gradient norm; several where experts have their own."""
     notes: tuple[str, ...] = ()

@@ -149,7 +149,9 @@ class _Comparer:
                 self._skip(choice.obstacle, f"{site.name} {site.slot}")
             return
         tolerance = self._tolerance((site.stage, site.name, SCORES), by)
-        within = flips_within(choice.ours, choice.reference, scores.reference, tolerance)
+        within = flips_within(
+            choice.ours, choice.reference, scores.reference, tolerance, one.rank.router_groups
+        )
         self._flips += int(within.sum())
         if not earlier:
             ours = np.where(within[:, None], choice.reference, choice.ours)

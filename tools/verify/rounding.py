@@ -11,24 +11,49 @@ import numpy as np
 from tools.verify.captured import Array
 
 
-def flips_within(ours: Array, reference: Array, scores: Array, tolerance: float) -> Array:
+def flips_within(
+    ours: Array,
+    reference: Array,
+    scores: Array,
+    tolerance: float,
+    groups: tuple[int, int] | None = None,
+) -> Array:
     """Tokens for which other experts were chosen, all of them as good within rounding.
+
+    That is where the router would choose as ours did, were each score off by the tolerance in favour
+    of ours.
 
     Args:
         ours: Which experts are chosen, [tokens, experts].
         reference: The same of the reference.
         scores: What the reference chose by, [tokens, experts].
         tolerance: Of the scores, relative.
+        groups: Of experts, and how many of them a token may choose from; None chooses from all experts.
 
     Returns:
         Truth values, [tokens].
     """
-    left = np.where(reference & ~ours, scores, -np.inf).max(1)
-    taken = np.where(ours & ~reference, scores, np.inf).min(1)
-    size = float(np.sqrt(np.mean(np.square(scores, dtype=np.float64))))
-    # Either of the two may be off by the tolerance.
-    with np.errstate(invalid="ignore"):
-        return np.asarray((ours != reference).any(1) & (left - taken <= 2 * tolerance * size))
+    off = tolerance * float(np.sqrt(np.mean(np.square(scores, dtype=np.float64))))
+    favoured = np.where(ours, scores + off, scores - off)
+    count = int(ours.sum(1).max(initial=0))
+    if groups is not None:
+        favoured = _of_best_groups(favoured, count, *groups)
+    return np.asarray((ours != reference).any(1) & (_best(favoured, count) == ours).all(1))
+
+
+def _of_best_groups(scores: Array, count: int, groups: int, taken: int) -> Array:
+    """The scores of experts of the best groups; a group's score is the sum of its best experts'."""
+    grouped = np.sort(scores.reshape(len(scores), groups, -1), axis=2)
+    kept = _best(grouped[..., -(count // taken) :].sum(2), taken)
+    return np.where(np.repeat(kept, grouped.shape[2], axis=1), scores, -np.inf)
+
+
+def _best(scores: Array, count: int) -> Array:
+    """Which are the `count` largest of each row."""
+    largest = np.argsort(scores, axis=1)[:, scores.shape[1] - count :]
+    best = np.zeros(scores.shape, bool)
+    np.put_along_axis(best, largest, True, axis=1)
+    return best
 
 
 def spacing(weights: Array, epsilon: float) -> Array:
