@@ -56,6 +56,25 @@ def test_another_micro_batch_is_a_mode_of_its_own_with_the_same_global_batch(
     assert sizes == [12, 12]
 
 
+def test_experts_that_drop_tokens_are_compared_where_ranks_route_as_many(
+    composed: Composer,
+) -> None:
+    extra = "--moe-expert-capacity-factor 1.0"
+    assert composed("ep2-moe-tiny-2cpu", extra=extra).layout.devices == 2
+    assert composed("sp2-moe-tiny-2cpu", extra=extra, reference="cp2").layout.devices == 2
+    with pytest.raises(LaunchError, match="64 in the layout and 128 in its reference"):
+        composed("sp2-moe-tiny-2cpu", extra=extra)
+
+
+def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_ranks(
+    composed: Composer,
+) -> None:
+    extra = "--moe-router-load-balancing-type global_aux_loss"
+    assert composed("sp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
+    with pytest.raises(LaunchError, match="2 of these ranks against 1, train something else"):
+        composed("ep2-moe-tiny-2cpu", extra=extra)
+
+
 def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
     composed: Composer, tmp_path: Path
 ) -> None:

@@ -213,6 +213,19 @@ def test_rows_of_an_expert_are_in_the_order_of_the_ranks_that_send_parts_of_thei
     assert np.array_equal(found.reference, ours)
 
 
+@pytest.mark.parametrize(
+    "split", [{"context": (1, 2)}, {"tensor": (1, 2), "sequence_parallel": True}]
+)
+def test_sequences_that_follow_one_another_are_split_each(tmp_path, split):
+    both = [random(SEQUENCE, BATCH, HIDDEN, seed=number) for number in range(2)]
+    parts = [zigzag(one, (1, 2)) if "context" in split else one[4:] for one in both]
+    ours = np.concatenate(parts)
+    found = aligned(
+        tmp_path, rank(**split), ours, [(output("mtp"), np.concatenate(both))], output("mtp")
+    )
+    assert np.array_equal(found.reference, ours)
+
+
 def test_an_embedding_that_is_scattered_over_the_sequence_comes_sequence_first(tmp_path):
     whole = random(BATCH, SEQUENCE, HIDDEN)
     ours = whole.swapaxes(0, 1)[4:]

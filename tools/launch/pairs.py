@@ -247,16 +247,53 @@ def _refuse_other_work(verification: Verification) -> None:
                 f"The two runs would do different work: {name} is {mine} in the layout and {other} in "
                 "its reference; give it to both with EXTRA=."
             )
+    _refuse_other_balance(ours, theirs)
+    _refuse_other_capacity(ours, theirs)
+
+
+def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
+    """Refuse a balancing loss that is defined on other tokens."""
     flags = Flags(ours.flags)
+    if not (ours.model.shape.experts and float(flags.text("--moe-aux-loss-coeff") or 0) > 0):
+        return
     kind = flags.text("--moe-router-load-balancing-type") or "aux_loss"
-    balanced = ours.model.shape.experts and float(flags.text("--moe-aux-loss-coeff") or 0) > 0
-    same = ours.spec.batch.micro_batch_size == theirs.spec.batch.micro_batch_size
-    if not same and balanced and kind == "aux_loss":
+    name, batches = ours.model.name, [one.spec.batch.micro_batch_size for one in (ours, theirs)]
+    ranks = [one.spec.parallelism.data for one in (ours, theirs)]
+    remedy = (
+        'add EXTRA="--moe-aux-loss-coeff 0", or "--moe-router-load-balancing-type seq_aux_loss".'
+    )
+    if kind == "aux_loss" and batches[0] != batches[1]:
         raise LaunchError(
-            f"{ours.model.name} balances its experts over each micro batch (aux_loss), so another micro "
-            'batch trains something else; add EXTRA="--moe-aux-loss-coeff 0", or '
-            '"--moe-router-load-balancing-type seq_aux_loss".'
+            f"{name} balances its experts over each micro batch (aux_loss), so another micro batch "
+            f"trains something else; {remedy}"
         )
+    if kind == "global_aux_loss" and (batches[0] != batches[1] or ranks[0] != ranks[1]):
+        raise LaunchError(
+            f"{name} balances its experts over the micro batches of all data-parallel ranks so far "
+            f"(global_aux_loss), so other micro batches, or {ranks[0]} of these ranks against "
+            f"{ranks[1]}, train something else; {remedy}"
+        )
+
+
+_CAPACITY = "--moe-expert-capacity-factor"
+
+
+def _refuse_other_capacity(ours: Launch, theirs: Launch) -> None:
+    """Refuse experts that drop other tokens: each rank drops of those that it routes itself."""
+    tokens, other = _routed_tokens(ours), _routed_tokens(theirs)
+    if tokens != other and Flags(ours.flags).has(_CAPACITY):
+        raise LaunchError(
+            f"{ours.model.name} drops tokens beyond {_CAPACITY} of those that a rank routes, {tokens} "
+            f"in the layout and {other} in its reference, so the two train something else; leave that "
+            "flag out, or compare layouts whose ranks route as many (REFERENCE=<a strategy>)."
+        )
+
+
+def _routed_tokens(launch: Launch) -> int:
+    """Of a micro batch, on one rank."""
+    degrees, batch = launch.spec.parallelism, launch.spec.batch
+    parts = degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
+    return batch.micro_batch_size * launch.model.shape.seq_length // parts
 
 
 _OF_WORK = ("--seed", "--data-path", "--split", "--global-batch-size", "--clip-grad")

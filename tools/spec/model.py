@@ -48,6 +48,7 @@ SHAPE_FLAGS = _HALVES | {
     "--mtp-num-layers",
     "--num-experts",
     "--moe-router-topk",
+    "--moe-router-pre-softmax",  # Megatron has one expert a token with it alone.
     "--moe-ffn-hidden-size",
     "--moe-shared-expert-intermediate-size",
     "--moe-layer-freq",

@@ -256,6 +256,12 @@ def _part(
     """The part of `whole` that a rank's tensor of `shape` is; None if no known split gives it."""
     if whole.ndim != len(shape):
         return None
+    sequences = _sequences(whole, reference)
+    if sequences > 1 and whole.shape != shape and shape[0] % sequences == 0:
+        one = (shape[0] // sequences, *shape[1:])
+        parts = [_part(each, one, rank, reference, site) for each in np.split(whole, sequences)]
+        found = [part for part in parts if part is not None]
+        return np.concatenate(found) if len(found) == sequences else None
     tensor = rank.expert_tensor if of_experts(site.name) else rank.tensor
     tokens = reference.sequence_length * rank.micro_batch_size
     sequence_seen = False
@@ -279,6 +285,13 @@ def _part(
             return None
         whole = part
     return whole if whole.shape == shape else None
+
+
+def _sequences(whole: Array, reference: CapturedRank) -> int:
+    """How many sequences follow one another, as those ahead of the model's own (MTP) do."""
+    length = reference.sequence_length
+    batch_second = whole.ndim > 2 and whole.shape[1] == reference.micro_batch_size
+    return whole.shape[0] // length if batch_second and whole.shape[0] % length == 0 else 1
 
 
 def _is_sequence(size: int, axis: int, tokens: int, reference: CapturedRank, site: Site) -> bool:
