@@ -50,6 +50,7 @@ reproduce: ## the six published runs on two GPUs, and a report; resumable
 compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report
 compare-backends: ## Megatron, plain PyTorch, DeepSpeed, bare forward and backward
 compare-moe: ## Megatron and plain PyTorch on experts, as in the Blueberry experiment
+compare-pipelines: ## Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes
 sweep: ## MODELS × STRATEGIES × BACKENDS × DEVICES; resumable
 
 ## Planning, without devices
@@ -86,7 +87,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
-	compare-zero compare-backends compare-moe sweep plan dryrun schedules validate audit report explain \
+	compare-zero compare-backends compare-moe compare-pipelines sweep plan dryrun schedules validate audit report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@

@@ -5,15 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.plan.schedules.simulate import (
+    COMPARED,
     Durations,
     Pass,
-    Schedule,
     SimulatedSchedule,
     closed_form_activations,
     closed_form_bubble,
     figures,
     simulate,
 )
+from tools.spec.strategy import PipelineSchedule
 
 STAGES = st.integers(1, 6)
 
@@ -21,7 +22,7 @@ STAGES = st.integers(1, 6)
 @st.composite
 def timelines(draw: st.DrawFn) -> SimulatedSchedule:
     pipeline, groups = draw(STAGES), draw(st.integers(1, 3))
-    schedule = draw(st.sampled_from(list(Schedule)))
+    schedule = draw(st.sampled_from(COMPARED))
     iterations, virtual = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     backward = draw(st.sampled_from([1.0, 2.0, 3.0]))
     return simulate(
@@ -64,30 +65,34 @@ def test_backward_never_runs_before_its_forward(timeline: SimulatedSchedule) -> 
 
 
 def test_pipedream_keeps_a_version_for_every_micro_batch_in_flight() -> None:
-    measured = figures(simulate(Schedule.PIPEDREAM, 4, 8))
+    measured = figures(simulate(PipelineSchedule.PIPEDREAM, 4, 8))
     assert measured.weight_versions == (4, 3, 2, 1)
     assert measured.staleness == (3, 2, 1, 0)
 
 
 def test_flushing_schedules_keep_one_version_and_are_never_stale() -> None:
-    for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
+    for schedule in (
+        PipelineSchedule.GPIPE,
+        PipelineSchedule.ONE_F_ONE_B,
+        PipelineSchedule.INTERLEAVED,
+    ):
         measured = figures(simulate(schedule, 4, 8))
         assert set(measured.weight_versions) == {1}
         assert set(measured.staleness) == {0}
 
 
 def test_the_published_pp2_run_idles_as_long_as_it_works() -> None:
-    assert figures(simulate(Schedule.ONE_F_ONE_B, 2, 1)).bubble == 1
+    assert figures(simulate(PipelineSchedule.ONE_F_ONE_B, 2, 1)).bubble == 1
 
 
 def test_messages_lengthen_the_pipeline() -> None:
-    quick = simulate(Schedule.ONE_F_ONE_B, 4, 8)
-    slow = simulate(Schedule.ONE_F_ONE_B, 4, 8, durations=Durations(transfer=0.5))
+    quick = simulate(PipelineSchedule.ONE_F_ONE_B, 4, 8)
+    slow = simulate(PipelineSchedule.ONE_F_ONE_B, 4, 8, durations=Durations(transfer=0.5))
     assert slow.length > quick.length
 
 
 def test_interleaving_refuses_an_uneven_number_of_micro_batches() -> None:
     with pytest.raises(ValueError, match=r"multiples of the 4 stages, not 6; use 8\."):
-        simulate(Schedule.INTERLEAVED, 4, 6)
+        simulate(PipelineSchedule.INTERLEAVED, 4, 6)
     with pytest.raises(ValueError, match="start at 1"):
-        simulate(Schedule.GPIPE, 0, 6)
+        simulate(PipelineSchedule.GPIPE, 0, 6)

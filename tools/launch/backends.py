@@ -10,14 +10,14 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.launch.compose import UNTIED, Launch, start_checkpoint_path
+from tools.launch.compose import Launch, start_checkpoint_path
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.native.settings import refused_value, unknown_flags
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import Sharding, strategy_flags
+from tools.spec.strategy import UNTIED, Sharding, strategy_flags
 
 NO_DEEPSPEED = (
     "BACKEND=deepspeed needs the package deepspeed, which is optional; "
@@ -38,11 +38,14 @@ _ONLY_MEGATRON = frozenset(
         "--no-load-optim",
         "--no-load-rng",
         "--ckpt-format",
-        UNTIED,
         "--no-gradient-reduce-div-fusion",
         "--tokenizer-type",
         "--vocab-size",
     }
+)
+_NATIVE = (
+    "baseline, dpN, tpN, fsdp2, gpipeN, 1f1bN, interleavedN, pipedreamN, pipedreamNbw and "
+    "pipedream-flushN"
 )
 _ZERO_STAGES = {Sharding.NONE: 0, Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 
@@ -52,10 +55,13 @@ def for_backend(launch: Launch, options: Options) -> Launch:
     if options.backend is Backend.MEGATRON:
         return launch
     started = launch.start_checkpoint is not None and options.backend is not Backend.BARE
-    start = start_checkpoint_path(launch.model, launch.entry, options) if started else None
-    layout = strategy_flags(launch.spec.parallelism)
+    parallelism = launch.spec.parallelism
+    # Torch FSDP2 needs an untied output layer under Megatron alone.
+    untied = UNTIED in launch.flags and not parallelism.sharding
+    start = start_checkpoint_path(launch.model, launch.entry, options, untied) if started else None
+    layout = () if parallelism.schedule else strategy_flags(parallelism)
     dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
-    multiple = launch.model.shape.vocabulary_multiple // launch.spec.parallelism.tensor
+    multiple = launch.model.shape.vocabulary_multiple // parallelism.tensor
     flags = merge_flags(
         drop_flags(launch.flags, dropped),
         backend_flags(launch, options.backend),
@@ -77,7 +83,10 @@ def for_backend(launch: Launch, options: Options) -> Launch:
 
 
 def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
-    """The backend's flags for its parallelism; data parallelism takes the remaining ranks."""
+    """The backend's flags for its parallelism; data parallelism takes the remaining ranks.
+
+    Those of a pipeline's schedule are the strategy's own.
+    """
     parallelism = launch.spec.parallelism
     if backend is Backend.DEEPSPEED:
         stage = _ZERO_STAGES.get(parallelism.sharding, 0)
@@ -106,10 +115,10 @@ def backend_problems(launch: Launch) -> Iterator[str]:
         )
     yield from _layout_problems(launch)
     shape = launch.model.shape
-    if shape.query_groups != shape.heads or not shape.tied_embeddings:
+    if shape.query_groups != shape.heads:
         yield (
             f"{launch.model.name} is not the GPT that BACKEND={launch.spec.backend} builds (a key and "
-            "value for each head, tied embeddings); use BACKEND=megatron."
+            "value for each head); use BACKEND=megatron."
         )
     elif shape.experts and launch.spec.backend == Backend.DEEPSPEED:
         yield "BACKEND=deepspeed trains dense models here; use BACKEND=native for experts."
@@ -128,9 +137,10 @@ def _layout_problems(launch: Launch) -> Iterator[str]:
     only_tensor = parallelism.tensor == ranks and not parallelism.sequence_parallel and dense
     whole = parallelism.expert == 1
     if launch.spec.backend == Backend.NATIVE:
-        known = "baseline, dpN, tpN and fsdp2" if dense else "baseline, dpN, epN and epNdpM"
+        known = _NATIVE if dense else "baseline, dpN, epN and epNdpM"
         sharded = parallelism.sharding is Sharding.FSDP2 and dense and whole
-        fits = (only_data and (sharded or parallelism.sharding is Sharding.NONE)) or only_tensor
+        plain = only_data and (sharded or parallelism.sharding is Sharding.NONE)
+        fits = plain or only_tensor or (bool(parallelism.schedule) and dense)
     elif launch.spec.backend == Backend.DEEPSPEED:
         known = "baseline, dpN, zero1, zero2 and zero3"
         fits = only_data and whole and parallelism.sharding in _ZERO_STAGES

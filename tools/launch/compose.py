@@ -36,7 +36,7 @@ from tools.spec.files import ROOT, from_root
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import GPT2_VOCABULARY, Model, changed_model, with_vocabulary
 from tools.spec.run import Backend, DeviceKind, RunSpec, spec_of_flags
-from tools.spec.strategy import Batch, Parallelism, batch_for, parallelism_from_flags
+from tools.spec.strategy import UNTIED, Batch, Parallelism, batch_for, parallelism_from_flags
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
 DEFAULT_DATA = {
@@ -55,7 +55,6 @@ GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
 RUN_PLACEHOLDER = "<run folder>"
 UNTRIED = "KIT_UNTRIED"
 """Tells the ranks that an unknown Megatron may train."""
-UNTIED = "--untie-embeddings-and-output-weights"
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ TOOLS = {
     "compare-zero": Tool("tools.launch", ("experiment", "zero")),
     "compare-backends": Tool("tools.launch", ("experiment", "backends")),
     "compare-moe": Tool("tools.launch", ("experiment", "moe")),
+    "compare-pipelines": Tool("tools.launch", ("experiment", "pipelines")),
     "resume": Tool("tools.launch", ("resume",), needs=((settings.RUN, _WHICH_RUN),)),
     "stop": Tool("tools.launch", ("stop",), needs=((settings.RUN, _WHICH_TO_STOP),)),
     "prepare-ds": Tool(

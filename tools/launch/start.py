@@ -27,7 +27,7 @@ from tools.launch.checkpoint.readable import (
     finished_iteration,
 )
 from tools.launch.checkpoint.stored import DAMAGED, check, find_checkpoints
-from tools.launch.compose import UNTIED, Launch, compose
+from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
 from tools.launch.options import Options
@@ -37,7 +37,7 @@ from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
 from tools.spec.flags import flag_words
 from tools.spec.run import Backend, OptimizerName
-from tools.spec.strategy import Batch
+from tools.spec.strategy import UNTIED, Batch
 
 
 def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) -> Path | None:

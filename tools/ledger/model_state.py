@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ def weights_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
             yield from _fsdp_buffers(model, "model_weight_buffer")
         else:
             yield from (parameter.detach() for parameter in model.parameters())
+            # Of a native pipeline without flushes: the newest is the parameters'.
+            yield from chain.from_iterable(getattr(model, "weight_versions", ()))
 
 
 def gradients_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:

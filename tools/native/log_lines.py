@@ -67,11 +67,11 @@ class Log:
         )
 
 
-def parameters_line(tensor_rank: int, parameters: int) -> str:
-    """How many parameters this tensor-parallel rank holds."""
+def parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:
+    """How many parameters this tensor- and pipeline-parallel rank holds."""
     return (
         " > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank "
-        f"({tensor_rank}, 0, 0): {parameters}"
+        f"({tensor_rank}, 0, {pipeline_rank}): {parameters}"
     )
 
 

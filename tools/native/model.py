@@ -147,7 +147,16 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to logits over the padded vocabulary, whose padding rows take part in the softmax."""
+    """Tokens to logits over the padded vocabulary, whose padding rows take part in the softmax.
+
+    A stage of a pipeline (`keep_stage`) is one of which parts are None: it takes hidden states where it
+    has no embeddings, and returns them where it has no output layer.
+    """
+
+    word_embeddings: nn.Embedding | None
+    position_embeddings: nn.Embedding | None
+    norm: nn.Module | None
+    output_layer: nn.Linear | None
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -160,19 +169,36 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(settings, layer) for layer in layers)
         self.norm = norm(settings)
         self.output_layer = nn.Linear(width, settings.padded_vocabulary, bias=False)
-        self.output_layer.weight = self.word_embeddings.weight
+        self.is_tied = not settings.untie_embeddings_and_output_weights
+        if self.is_tied:
+            self.output_layer.weight = self.word_embeddings.weight
         self.dropout = settings.hidden_dropout
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence] to [batch, sequence, padded vocabulary]."""
-        x = self.word_embeddings(tokens)
-        if self.position_embeddings is not None:
-            x = x + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
-        x = dropout(x, self.dropout, self.training)
+        if self.word_embeddings is not None:
+            x = self._embed(self.word_embeddings, x)
         for block in self.blocks:
             x = block(x)
+        if self.output_layer is None or self.norm is None:
+            return x
         logits: Tensor = self.output_layer(self.norm(x))
         return logits
+
+    def keep_stage(self, stage: int, stages: int) -> None:
+        """Drop all but one of `stages` equal parts of the layers; a tied matrix is on both ends."""
+        layers = len(self.blocks) // stages
+        self.blocks = self.blocks[stage * layers : (stage + 1) * layers]
+        if stage > 0:
+            self.word_embeddings = self.position_embeddings = None
+        if stage < stages - 1:
+            self.norm = self.output_layer = None
+
+    def _embed(self, words: nn.Embedding, tokens: Tensor) -> Tensor:
+        x: Tensor = words(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
+        return dropout(x, self.dropout, self.training)
 
 
 def norm(settings: Settings) -> nn.Module:

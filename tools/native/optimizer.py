@@ -48,7 +48,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     trained = [p for p in parameters if p.grad is not None]
     norm = gradient_norm(trained)
     factor = limit / (norm + 1.0e-6)
-    if factor < 1.0:
+    if 0 < factor < 1.0:  # A limit of 0 is none, as Megatron has it.
         for parameter in trained:
             _gradient(parameter).mul_(factor)
     return norm

@@ -37,26 +37,56 @@ class RankLayout:
     world_size: int
     tensor_size: int
     device: torch.device
+    pipeline_size: int = 1
 
     @property
     def data_size(self) -> int:
         """Replicas, sharded or not."""
-        return self.world_size // self.tensor_size
+        return self.world_size // (self.tensor_size * self.pipeline_size)
 
     @property
     def data_rank(self) -> int:
         """Which part of a global batch this rank reads."""
-        return self.rank // self.tensor_size
+        return self.rank // (self.tensor_size * self.pipeline_size)
 
     @property
     def tensor_rank(self) -> int:
         """Which part of the matrices this rank holds."""
         return self.rank % self.tensor_size
 
+    @property
+    def pipeline_rank(self) -> int:
+        """Which stage this rank holds."""
+        return self.rank if self.pipeline_size > 1 else 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the log; in a pipeline the last one alone knows the loss."""
+        return self.rank == self.world_size - 1
+
+    def average(self, losses: Tensor) -> Tensor:
+        """Means over all replicas, on the rank that writes."""
+        if self.pipeline_size > 1:
+            return losses
+        dist.all_reduce(losses)
+        return losses / self.world_size
+
 
 def refuse_combinations(settings: Settings, world_size: int) -> None:
     """Exit with a sentence where this backend has no such combination."""
-    tensor = settings.tensor_model_parallel_size
+    tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+    if pipeline > 1 and (
+        pipeline != world_size
+        or not settings.pipeline_schedule
+        or settings.num_experts
+        or settings.optimizer == "muon"
+        or settings.engine != "torch"
+    ):
+        sys.exit(
+            f"The native backend has pipelines of dense models under AdamW over all ranks, not PP "
+            f"{pipeline} of {world_size} ranks with {settings.engine} and {settings.optimizer}; use "
+            f"one of gpipe{world_size}, 1f1b{world_size} or pipedream{world_size}."
+        )
     if tensor > 1 and (tensor != world_size or settings.use_torch_fsdp2):
         sys.exit(
             f"The native backend splits tensors over all ranks or none, not TP {tensor} of {world_size} "
@@ -121,8 +151,9 @@ def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
         "output_layer": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, outside)
-    # Both are rows of the vocabulary; splitting untied them.
-    model.output_layer.weight = model.word_embeddings.weight
+    if model.is_tied and model.output_layer and model.word_embeddings:
+        # Both are rows of the vocabulary; splitting untied them.
+        model.output_layer.weight = model.word_embeddings.weight
     return model
 
 
@@ -146,7 +177,13 @@ def start_ranks(settings: Settings) -> RankLayout:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     world_size = dist.get_world_size()
     refuse_combinations(settings, world_size)
-    return RankLayout(dist.get_rank(), world_size, settings.tensor_model_parallel_size, device)
+    return RankLayout(
+        dist.get_rank(),
+        world_size,
+        settings.tensor_model_parallel_size,
+        device,
+        settings.pipeline_model_parallel_size,
+    )
 
 
 @dataclass(frozen=True)

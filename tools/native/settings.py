@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tools.spec.strategy import SCHEDULE_FLAG, UNTIED, PipelineSchedule
+
 _IGNORED = {
     "--attention-backend": 1,
     "--distributed-backend": 1,
@@ -78,6 +80,10 @@ class Settings:
     fp16: bool
     bf16: bool
     tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    num_virtual_stages_per_pipeline_rank: int
+    pipeline_schedule: str
+    """A `PipelineSchedule`."""
     use_torch_fsdp2: bool
     engine: str
     """`torch`, `deepspeed`, or `bare`: forward and backward alone, no communication, no update."""
@@ -92,6 +98,7 @@ class Settings:
     rotary_base: int
     bias: bool
     """Of all linear layers."""
+    untie_embeddings_and_output_weights: bool
     activation: str
     """`gelu`, `silu`, or `swiglu`, whose first matrix is twice as wide."""
     num_experts: int
@@ -188,6 +195,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--position-embedding-type", choices=positions, default=positions[0])
     parser.add_argument("--rotary-base", type=int, default=10_000)
     parser.add_argument("--disable-bias-linear", dest="bias", action="store_false")
+    parser.add_argument(UNTIED, action="store_true")
     for name in ("swiglu", "silu"):
         parser.add_argument(
             f"--{name}", dest="activation", action="store_const", const=name, default="gelu"
@@ -220,7 +228,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-interval", type=int, default=1)
     parser.add_argument("--eval-interval", type=int, default=0)
     parser.add_argument("--eval-iters", type=int, default=0)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    for name in ("tensor", "pipeline"):
+        parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
+    schedules = tuple(schedule.value for schedule in PipelineSchedule if schedule)
+    parser.add_argument(SCHEDULE_FLAG, choices=schedules, default=PipelineSchedule.MEGATRON.value)
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=0)
     parser.add_argument("--engine", choices=("torch", "deepspeed", "bare"), default="torch")
     parser.add_argument("--data-path", required=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tools.native.batches import SplitSamples, micro_batches
@@ -18,6 +18,7 @@ from tools.native.log_lines import Log, exit_line, parameters_line, validation_l
 from tools.native.model import GPT, initialise
 from tools.native.optimizer import learning_rate
 from tools.native.parallel import RankLayout, start_ranks
+from tools.native.pipelines import cut_into_stages, pipeline_engine
 from tools.native.settings import Settings, parse_settings
 from tools.native.weights import load_start
 from tools.preprocess.dataset import Part
@@ -42,16 +43,20 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
         initialise(model, settings)
     model.to(ranks.device)
     whole = count_parameters(model)
+    held: nn.Module = model
     engine: Engine
     if settings.engine == "deepspeed":
         engine = DeepSpeedEngine(model, settings, ranks)
+    elif ranks.pipeline_size > 1:
+        held = cut_into_stages(model, settings, ranks)
+        engine = pipeline_engine(held, settings, ranks)
     else:
         engine = capturing(TorchEngine(model, settings, ranks), model, settings)
-    # As Megatron counts: sharding over replicas leaves the number, splitting tensors and experts not.
-    is_split = ranks.tensor_size > 1 or settings.expert_model_parallel_size > 1
-    held = count_parameters(model) if is_split else whole
+    # As Megatron counts: sharding over replicas leaves the number, splitting a replica does not.
+    is_split = ranks.data_size < ranks.world_size or settings.expert_model_parallel_size > 1
+    parameters = count_parameters(held) if is_split else whole
     if ranks.data_rank == 0:
-        print(parameters_line(ranks.tensor_rank, held), flush=True)
+        print(parameters_line(ranks.tensor_rank, ranks.pipeline_rank, parameters), flush=True)
     return engine
 
 
@@ -59,23 +64,21 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
     """The loop; the last rank writes the log, as in Megatron."""
     log = Log(settings)
     evaluator = _evaluator(settings, ranks)
-    writes = ranks.rank == ranks.world_size - 1
     for iteration in range(1, settings.exit_interval + 1):
         start = time.perf_counter()
         first = (iteration - 1) * settings.global_batch_size
         losses = engine.forward_backward(micro_batches(settings, ranks, samples, first))
         update = engine.update(learning_rate(settings, iteration - 1))
-        dist.all_reduce(losses)
-        means = (losses / ranks.world_size).tolist()
+        means = ranks.average(losses).tolist()
         log.add((time.perf_counter() - start) * 1000, means, update)
         line = log.line(iteration, learning_rate(settings, iteration), update)
-        if writes and line:
+        if ranks.writes and line:
             print(line, flush=True)
         if evaluator and iteration % settings.eval_interval == 0:
             loss, accuracy = evaluator.score(engine)
-            if writes:
+            if ranks.writes:
                 print(validation_lines(iteration, loss, accuracy), flush=True)
-    if writes:
+    if ranks.writes:
         print(exit_line(settings.exit_interval), flush=True)
 
 

@@ -36,6 +36,7 @@ _OUTSIDE = {
     "position_embeddings.weight": "embedding.position_embeddings.weight",
     "norm.weight": "decoder.final_layernorm.weight",
     "norm.bias": "decoder.final_layernorm.bias",
+    "output_layer.weight": "output_layer.weight",
 }
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from tools.spec.run import RunSpec
+from tools.spec.run import Backend, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
-from tools.spec.strategy import Sharding
+from tools.spec.strategy import PipelineSchedule, Sharding, strategy_name
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 """Context-parallel attention that the planner knows (`--cp-comm-type`)."""
@@ -92,6 +92,11 @@ def _tensor_rules(spec: RunSpec) -> Iterator[str]:
 def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
     shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    if parallelism.schedule and spec.backend == Backend.MEGATRON:
+        yield (
+            f"{strategy_name(parallelism)} is trained by plain PyTorch, not by Megatron-LM; use "
+            f"BACKEND=native, or pp{pipeline}."
+        )
     if virtual > 1 and pipeline == 1:
         yield (
             f"{virtual} virtual stages need more than one pipeline stage; use PP 2 or more, or one "
@@ -148,13 +153,24 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
         )
         return
     count = batch.global_batch_size // step
-    interleaved = parallelism.virtual_stages > 1 and parallelism.pipeline > 1
-    if interleaved and count % parallelism.pipeline:
+    if parallelism.virtual_stages > 1 and count % parallelism.pipeline:
         wanted = _next_multiple(count, parallelism.pipeline) * step
         yield (
             f"The interleaved schedule runs {count} micro batch(es) a rank, which is no multiple "
             f"of PP {parallelism.pipeline}; use a global batch of {wanted} or a smaller micro "
             "batch."
+        )
+    if parallelism.schedule is PipelineSchedule.PIPEDREAM and count > 1:
+        yield (
+            f"PipeDream makes an update after each micro batch, and the global batch of "
+            f"{batch.global_batch_size} is {count} of them; use a micro batch of "
+            f"{batch.global_batch_size}, or pipedream{parallelism.pipeline}bw."
+        )
+    if parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW and count < parallelism.pipeline:
+        yield (
+            f"PipeDream-2BW runs at least as many micro batches as its {parallelism.pipeline} stages "
+            f"(arXiv:2006.09503 section 3.1), not {count}; use a global batch of "
+            f"{parallelism.pipeline * step} or a smaller micro batch."
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import Flags, merge_flags, pick_flags
 from tools.spec.huggingface import flags_of_config
-from tools.spec.strategy import Batch
+from tools.spec.strategy import UNTIED, Batch
 
 FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
@@ -281,7 +281,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         bias=bias,
         qkv_bias=flags.has("--add-qkv-bias"),
         rms_norm=flags.text("--normalization", "LayerNorm") == "RMSNorm",
-        tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
+        tied_embeddings=not flags.has(UNTIED),
         experts=flags.integer("--num-experts", 0),
         experts_per_token=flags.integer("--moe-router-topk", 2)
         if flags.has("--num-experts")

@@ -16,7 +16,6 @@ from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
     Parallelism,
-    Sharding,
     parallelism_from_flags,
     strategy_flags,
     strategy_name,
@@ -137,8 +136,8 @@ class RunSpec:
 
     @property
     def trained_shape(self) -> ModelShape:
-        """The shape that is trained: torch FSDP2 unties the output layer (`validate_args`)."""
-        if self.parallelism.sharding is Sharding.FSDP2:
+        """The shape that is trained: some strategies untie the output layer."""
+        if self.parallelism.unties_embeddings:
             return replace(self.shape, tied_embeddings=False)
         return self.shape
 

@@ -35,11 +35,13 @@ COMMAND_VARIABLE = "KIT_COMMAND"
 """Set by `tools/parakit.py` to the command that was typed."""
 
 _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
-_COMPARE = ("compare-zero", "compare-backends", "compare-moe")
+_COMPARE = ("compare-zero", "compare-backends", "compare-moe", "compare-pipelines")
 _BENCH = ("loss-curve", "bench-gpu", "bench-ledger")
 _ONE_RUN = ("train-*", "trace-*", "resume", "sweep", *_BENCH)
 _VERIFY = "verify-*"
 _TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE, _VERIFY)
+_OWN_BATCH = tuple(target for target in _TRAIN if target != "compare-pipelines")
+"""Where a batch may be chosen: PipeDream's micro batch follows from the others' global one."""
 _DATA = ("prepare-ds", "prepare-ds-sample", "prepare-ds-openwebtext-10k")
 _NODES = ("train-*", "resume")
 _SLURM = ("train-*", "sweep", "doctor")
@@ -51,7 +53,7 @@ MICRO_BATCH = Setting(
     positive,
     _NUMBER,
     "samples in a rank's forward pass",
-    (*_TRAIN, "dryrun", "plan"),
+    (*_OWN_BATCH, "dryrun", "plan"),
     "--micro-batch",
 )
 GLOBAL_BATCH = Setting(
@@ -59,7 +61,7 @@ GLOBAL_BATCH = Setting(
     positive,
     _NUMBER,
     "samples in an iteration",
-    (*_TRAIN, "plan", "dryrun"),
+    (*_OWN_BATCH, "plan", "dryrun"),
     "--global-batch",
 )
 SEED = Setting(

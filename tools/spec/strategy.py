@@ -2,7 +2,9 @@
 
 `tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2, two virtual stages a
 rank; `vpp2x3` three) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3`
-(over all ranks). A strategy's identity is its `Parallelism`: parsing and naming stand here, once.
+(over all ranks). Pipelines by other schedules than Megatron's stand alone: `gpipe2` · `1f1b2` ·
+`interleaved2` · `pipedream2` · `pipedream2bw` · `pipedream-flush2`, each of that many stages. A
+strategy's identity is its `Parallelism`: parsing and naming stand here, once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,58 @@ class Sharding(StrEnum):
     FSDP2 = "fsdp2"
 
 
+UNTIED = "--untie-embeddings-and-output-weights"
+"""Megatron's flag for an output layer with a matrix of its own."""
+
+
+class PipelineSchedule(StrEnum):
+    """The order of a pipeline's passes, and which weights each pass takes."""
+
+    MEGATRON = ""
+    """1F1B with a flush in each iteration; interleaved if a rank has several virtual stages."""
+    GPIPE = "gpipe"
+    """All forward passes, then all backward passes (arXiv:1811.06965)."""
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    PIPEDREAM = "pipedream"
+    """1F1B without flushes; an update after each backward, older weights kept (arXiv:1806.03377)."""
+    PIPEDREAM_2BW = "pipedream-2bw"
+    """The same with gradients added up over micro batches, and two versions (arXiv:2006.09503)."""
+    PIPEDREAM_FLUSH = "pipedream-flush"
+    """1F1B as arXiv:2006.09503 (section 3.2) calls it."""
+
+    @property
+    def paper_name(self) -> str:
+        """As the papers write it."""
+        return _TITLES[self]
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline is never flushed, so that gradients are of older weights."""
+        return self in (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
+
+    def staleness(self, stages: int, stage: int) -> int:
+        """Updates between the weights that a gradient is of and those that it changes, once filled.
+
+        p − s − 1 for PipeDream (arXiv:1806.03377 section 3.3), 1 on every stage for PipeDream-2BW
+        (arXiv:2006.09503 section 3.1).
+        """
+        if self is PipelineSchedule.PIPEDREAM:
+            return stages - stage - 1
+        return 1 if self is PipelineSchedule.PIPEDREAM_2BW and stages > 1 else 0
+
+
+_TITLES = {
+    PipelineSchedule.MEGATRON: "Megatron's",
+    PipelineSchedule.GPIPE: "GPipe",
+    PipelineSchedule.ONE_F_ONE_B: "1F1B",
+    PipelineSchedule.INTERLEAVED: "interleaved 1F1B",
+    PipelineSchedule.PIPEDREAM: "PipeDream",
+    PipelineSchedule.PIPEDREAM_2BW: "PipeDream-2BW",
+    PipelineSchedule.PIPEDREAM_FLUSH: "PipeDream-Flush",
+}
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """Degrees of every dimension a model is split in. World size is data·tensor·pipeline·context."""
@@ -42,6 +96,7 @@ class Parallelism:
     """Pipeline stages a rank holds; more than one is the interleaved schedule."""
     sequence_parallel: bool = False
     sharding: Sharding = Sharding.NONE
+    schedule: PipelineSchedule = PipelineSchedule.MEGATRON
 
     @property
     def world_size(self) -> int:
@@ -52,6 +107,25 @@ class Parallelism:
     def tensor_of_experts(self) -> int:
         """Ranks over which each expert's matrices are split (ETP)."""
         return self.expert_tensor or self.tensor
+
+    @property
+    def unties_embeddings(self) -> bool:
+        """Whether its flags give the output layer a matrix of its own.
+
+        Torch FSDP2 needs it (`validate_args`). Without flushes the first and the last stage change the
+        two ends of a tied matrix at different times.
+        """
+        return self.sharding is Sharding.FSDP2 or self.schedule.is_asynchronous
+
+    @property
+    def needs_a_micro_batch_a_stage(self) -> bool:
+        """Whether its schedule runs at least as many micro batches as stages."""
+        two_versions = self.schedule is PipelineSchedule.PIPEDREAM_2BW
+        return self.pipeline > 1 and (self.virtual_stages > 1 or two_versions)
+
+    def weight_versions(self, stage: int) -> int:
+        """Copies of its weights that a pipeline stage holds."""
+        return self.schedule.staleness(self.pipeline, stage) + 1
 
     @property
     def copies_of_experts(self) -> int:
@@ -70,6 +144,9 @@ class Batch:
         return f"{self.micro_batch_size}/{self.global_batch_size}"
 
 
+SCHEDULE_FLAG = "--pipeline-schedule"
+"""The native backend's own flag; Megatron has none."""
+
 NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 """The six that were published; each has a launch script of its own."""
 
@@ -86,9 +163,16 @@ EXAMPLES = (
     "fsdp2",
     "tp2pp2dp2",
     "dp2-zero1",
+    "gpipe2",
+    "1f1b2",
+    "interleaved2",
+    "pipedream2",
+    "pipedream2bw",
+    "pipedream-flush2",
 )
 
 _FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)(?:x(\d+))?")
+_SCHEDULED = re.compile(r"(gpipe|1f1b|interleaved|pipedream-flush|pipedream)(\d+)(bw)?(?:x(\d+))?")
 _SHARDED = tuple(s.value for s in Sharding if s)
 
 
@@ -105,12 +189,15 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
     product, _, suffix = text.partition("-")
     if product in _SHARDED and not suffix:
         product, suffix = f"dp{devices}" if devices > 1 else "baseline", product
-    if suffix and suffix not in _SHARDED:
+    if scheduled := _scheduled(text):
+        parallelism = scheduled
+    elif suffix and suffix not in _SHARDED:
         raise StrategyError(
             f"Strategy '{text}' ends in '-{suffix}'; the sharding suffixes are {', '.join(_SHARDED)}."
         )
-    degrees = {} if product == "baseline" else _degrees(product, text)
-    parallelism = _parallelism(degrees, Sharding(suffix))
+    else:
+        degrees = {} if product == "baseline" else _degrees(product, text)
+        parallelism = _parallelism(degrees, Sharding(suffix))
     if parallelism.world_size != devices:
         raise StrategyError(
             f"Strategy '{text}' uses {parallelism.world_size} device(s), but {devices} were named; "
@@ -124,6 +211,8 @@ def strategy_name(parallelism: Parallelism) -> str:
 
     `parse_strategy` gives the parallelism back, but for an ETP of its own, which needs a flag.
     """
+    if parallelism.schedule:
+        return _scheduled_name(parallelism)
     tensor = "sp" if parallelism.sequence_parallel else "tp"
     stages = parallelism.virtual_stages
     degrees = (
@@ -147,6 +236,8 @@ def devices_of(text: str, otherwise: int = 1) -> int:
     product = text.partition("-")[0]
     if product in _SHARDED:
         return otherwise
+    if scheduled := _scheduled(text):
+        return scheduled.world_size
     degrees = {} if product == "baseline" else _degrees(product, text)
     return _parallelism(degrees, Sharding.NONE).world_size
 
@@ -165,7 +256,11 @@ def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
         "--expert-tensor-parallel-size": parallelism.expert_tensor or None,
         "--sequence-parallel": parallelism.sequence_parallel,
         "--num-virtual-stages-per-pipeline-rank": stages if stages > 1 else None,
+        SCHEDULE_FLAG: parallelism.schedule or None,
     }
+    if parallelism.schedule.is_asynchronous:
+        # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
+        given |= {UNTIED: True, "--clip-grad": 0}
     return flag_words(given | _SHARDING_FLAGS[parallelism.sharding])
 
 
@@ -203,6 +298,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         # Megatron drops sequence parallelism silently where there is no tensor parallelism.
         sequence_parallel=flags.has("--sequence-parallel") and tensor > 1,
         sharding=_sharding(flags),
+        schedule=PipelineSchedule(flags.text(SCHEDULE_FLAG)),
     )
 
 
@@ -210,11 +306,11 @@ def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
     """Scale a model's own batch as the published runs did: baseline B/B, DP2 B/2B, the others 2B/2B.
 
     The global batch grows with the ranks; the micro batch with those ranks that share one replica,
-    so every device keeps the work that the baseline's has. Interleaved stages keep PP out of the
-    micro batch: their schedule takes micro batches in multiples of PP.
+    so every device keeps the work that the baseline's has. A pipeline that needs as many micro batches
+    as stages gets them.
     """
     sharing = parallelism.world_size // parallelism.data
-    if parallelism.virtual_stages > 1:
+    if parallelism.needs_a_micro_batch_a_stage:
         sharing //= parallelism.pipeline
     return Batch(
         micro_batch_size=own.micro_batch_size * sharing,
@@ -247,7 +343,7 @@ _SHARDING_FLAGS: dict[Sharding, dict[str, object]] = {
     Sharding.ZERO3: {**_FSDP, "--data-parallel-sharding-strategy": "optim_grads_params"},
     Sharding.FSDP2: {
         "--use-torch-fsdp2": True,
-        "--untie-embeddings-and-output-weights": True,
+        UNTIED: True,
         "--no-gradient-accumulation-fusion": True,
     },
 }
@@ -263,6 +359,33 @@ def _sharding(flags: Flags) -> Sharding:
             "optim_grads_params": Sharding.ZERO3,
         }.get(flags.text("--data-parallel-sharding-strategy"), Sharding.NONE)
     return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
+
+
+def _scheduled(text: str) -> Parallelism | None:
+    """The pipeline that a name such as `gpipe2` means; None if it is none of these."""
+    match = _SCHEDULED.fullmatch(text)
+    if match is None:
+        return None
+    name, stages, buffered, virtual = match.groups()
+    is_interleaved = name == PipelineSchedule.INTERLEAVED
+    if (buffered and name != PipelineSchedule.PIPEDREAM) or (virtual and not is_interleaved):
+        return None
+    if int(stages) < 2 or virtual in ("0", "1"):
+        raise StrategyError(
+            f"Strategy '{text}' has {virtual or stages} stage(s); use 2 or more, or baseline."
+        )
+    return Parallelism(
+        pipeline=int(stages),
+        virtual_stages=int(virtual or 2) if is_interleaved else 1,
+        schedule=PipelineSchedule.PIPEDREAM_2BW if buffered else PipelineSchedule(name),
+    )
+
+
+def _scheduled_name(parallelism: Parallelism) -> str:
+    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    if parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW:
+        return f"pipedream{pipeline}bw"
+    return f"{parallelism.schedule}{pipeline}{f'x{virtual}' if virtual > 2 else ''}"
 
 
 def _degrees(product: str, text: str) -> dict[str, int]:

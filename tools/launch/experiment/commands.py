@@ -17,7 +17,7 @@ from tools.launch.experiment.definition import Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
 from tools.launch.experiment.runner import CellResult, Runner, say
-from tools.launch.experiment.tables import backends, ledger_cost, moe, zero
+from tools.launch.experiment.tables import backends, ledger_cost, moe, pipelines, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
 from tools.launch.options import Options
 from tools.launch.pairs import PREFIX
@@ -257,6 +257,17 @@ def moe_of(ended: Ended) -> int:
     return int(not held or not ended.all_well or not all(map(moe.is_well, runs)))
 
 
+def pipelines_of(ended: Ended) -> int:
+    """Pipelines with flushes and without; 0 if all ended well and those that flush hold the losses."""
+    ended.build_report()
+    runs = ended.measured()
+    ended.write(pipelines.render(ended.model, runs))
+    broken = pipelines.disagreements(runs)
+    for sentence in broken:
+        say(ended.console, sentence, "red")
+    return int(bool(broken) or not ended.all_well)
+
+
 def loss_curve_of(ended: Ended) -> int:
     """One sentence; 0 if the patches stay within the seeds.
 
@@ -328,6 +339,7 @@ OUTPUTS = {
     "zero": Output(zero_of),
     "backends": Output(backends_of),
     "moe": Output(moe_of),
+    "pipelines": Output(pipelines_of),
     "loss_curve": Output(loss_curve_of),
     "ledger_cost": Output(ledger_cost_of, refuse_without_ledger),
 }

@@ -10,18 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.records.measurements import Counts, Phase, RankTime, choices
+from tools.records.measurements import Counts, MemoryCategory, Phase, RankTime, choices
 from tools.records.run import RunRecord, Status
 from tools.report.analyse.configurations import scatter_of
 from tools.report.analyse.entry import Entry, final_loss, peak_memory
 from tools.report.analyse.parity import loss_curve
 from tools.report.analyse.report import build_report
 from tools.report.analyse.statistics import Comparison, Estimate, Verdict, compare, estimate
+from tools.report.explain.predicted import compare_bubble
 from tools.report.explain.time_shares import mean, read_time_ledger, time_shares
 from tools.report.read.runs import Run, load_runs
 from tools.spec.flags import Flags
 from tools.spec.published import Published
-from tools.spec.run import Transport
+from tools.spec.run import RunSpec, Transport
 
 __all__ = [
     "Comparison",
@@ -82,6 +83,13 @@ class Measured:
     """The iteration over those passes, less one; both from the same clock readings."""
     shares: tuple[float, float, float] | None = None
     """Forward, backward and optimizer, of their sum; mean over the ranks."""
+    bubble: float | None = None
+    """Idle over working time of a pipeline, mean over its ranks."""
+    ideal_bubble: float | None = None
+    """The same of the schedule with equal stages."""
+    weight_bytes: tuple[int, ...] = ()
+    """By rank, as the memory ledger counts them."""
+    spec: RunSpec | None = None
     implementation: str = ""
     """Whose code sharded or trained, with its version and commit."""
     dtype: str = ""
@@ -132,6 +140,7 @@ def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
     shares = [rank.as_published for rank in time_shares(times)] if times else []
     passes = mean(map(_passes, ranks))
     waits = [sum(rank.communication_seconds.values()) for rank in ranks]
+    bubbles = compare_bubble(run.spec, times) if run.spec and times else ()
     scores = run.log.validation[-1].losses if run.log.validation else {}
     record = run.record
     return Measured(
@@ -157,6 +166,13 @@ def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
         pass_seconds=passes or None,
         overhead=mean(rank.iteration_seconds for rank in ranks) / passes - 1 if passes else None,
         shares=_mean_shares(shares) if shares else None,
+        bubble=mean(each.measured for each in bubbles) if bubbles else None,
+        ideal_bubble=bubbles[0].predicted if bubbles else None,
+        weight_bytes=tuple(
+            held[MemoryCategory.WEIGHTS]
+            for _, held in sorted(run.ledgers.memory_categories_by_rank.items())
+        ),
+        spec=run.spec,
         implementation=_implementation(record) if record else "",
         dtype=run.spec.dtype if run.spec else "",
         machines=_distinct(f"{one.host.cores} cores of {one.host.cpu}" for one in records),

@@ -72,7 +72,7 @@ def caption(timeline: SimulatedSchedule) -> str:
     measured = figures(timeline)
     held = max(measured.activations)
     text = (
-        f"{timeline.schedule}: idle {100 * measured.idle_share:.0f}% of the time, at most "
+        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_share:.0f}% of the time, at most "
         f"{held:g} micro batches held by a stage"
     )
     versions = max(measured.weight_versions)

@@ -2,8 +2,8 @@
 
 Every worker has a list of passes in a fixed order and runs each as soon as its input has arrived.
 Sources: GPipe arXiv:1811.06965; PipeDream arXiv:1806.03377 (asynchronous 1F1B with weight
-stashing); 1F1B with flushes and interleaving arXiv:2104.04473 §2.2 and Megatron's
-`pipeline_parallel/schedules.py`.
+stashing), with two versions arXiv:2006.09503; 1F1B with flushes and interleaving arXiv:2104.04473
+§2.2 and Megatron's `pipeline_parallel/schedules.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tools.spec.strategy import PipelineSchedule
+
 MOST_STEPS = 100_000
 """Forwards and backwards of one schedule: some ten seconds for all four."""
 
 
-class Schedule(StrEnum):
-    """The four that are compared."""
-
-    GPIPE = "GPipe"
-    ONE_F_ONE_B = "1F1B"
-    INTERLEAVED = "interleaved 1F1B"
-    PIPEDREAM = "PipeDream"
+COMPARED = (
+    PipelineSchedule.GPIPE,
+    PipelineSchedule.ONE_F_ONE_B,
+    PipelineSchedule.INTERLEAVED,
+    PipelineSchedule.PIPEDREAM,
+    PipelineSchedule.PIPEDREAM_2BW,
+)
+"""PipeDream-Flush is 1F1B."""
 
 
 class Pass(StrEnum):
@@ -66,7 +69,7 @@ class Durations:
 class SimulatedSchedule:
     """A simulated schedule."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     pipeline: int
     microbatches: int
     """In one iteration."""
@@ -82,7 +85,7 @@ class SimulatedSchedule:
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     pipeline: int,
     microbatches: int,
     *,
@@ -93,25 +96,30 @@ def simulate(
     """Run a schedule.
 
     GPipe and both 1F1B flush: the next iteration starts when all stages have finished this one.
-    PipeDream updates after every backward and never flushes.
+    PipeDream updates after every backward, PipeDream-2BW once in an iteration; neither ever flushes.
 
     Raises:
-        ValueError: Degrees below 1, or interleaving with a number of micro batches that PP does
-            not divide.
+        ValueError: Degrees below 1, interleaving with a number of micro batches that PP does not
+            divide, or PipeDream-2BW with fewer micro batches than stages.
     """
     if min(pipeline, microbatches, iterations, virtual) < 1:
         raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
     _refuse_long(pipeline, microbatches, iterations, virtual)
     durations = durations or Durations()
-    if schedule is not Schedule.INTERLEAVED:
+    if schedule is not PipelineSchedule.INTERLEAVED:
         virtual = 1
     elif microbatches % pipeline:
         raise ValueError(
             f"Interleaving needs micro batches in multiples of the {pipeline} stages, not "
             f"{microbatches}; use {-(-microbatches // pipeline) * pipeline}."
         )
+    if schedule is PipelineSchedule.PIPEDREAM_2BW and microbatches < pipeline:
+        raise ValueError(
+            f"PipeDream-2BW needs as many micro batches as its {pipeline} stages (arXiv:2006.09503 "
+            f"section 3.1), not {microbatches}; use {pipeline}."
+        )
     rounds = [(0, microbatches * iterations)]
-    if schedule is not Schedule.PIPEDREAM:
+    if not schedule.is_asynchronous:
         rounds = [(i * microbatches, microbatches) for i in range(iterations)]
     events: list[Event] = []
     start = 0.0
@@ -134,13 +142,15 @@ def _refuse_long(pipeline: int, microbatches: int, iterations: int, virtual: int
         )
 
 
-def _order(schedule: Schedule, worker: int, pipeline: int, count: int, virtual: int) -> list[Step]:
+def _order(
+    schedule: PipelineSchedule, worker: int, pipeline: int, count: int, virtual: int
+) -> list[Step]:
     forwards = [_virtual_step(Pass.FORWARD, k, pipeline, virtual) for k in range(count * virtual)]
     backwards = [_virtual_step(Pass.BACKWARD, k, pipeline, virtual) for k in range(count * virtual)]
-    if schedule is Schedule.GPIPE:
+    if schedule is PipelineSchedule.GPIPE:
         return forwards + backwards[::-1]
     warmup = pipeline - worker - 1
-    if schedule is Schedule.INTERLEAVED and virtual > 1:
+    if schedule is PipelineSchedule.INTERLEAVED and virtual > 1:
         warmup = 2 * warmup + (virtual - 1) * pipeline
     warmup = min(warmup, len(forwards))
     steps = forwards[:warmup]
@@ -243,7 +253,7 @@ def figures(timeline: SimulatedSchedule) -> ScheduleFigures:
     by_worker = [[e for e in timeline.events if e.worker == worker] for worker in workers]
     working = sum(event.end - event.start for event in timeline.events) / timeline.pipeline
     idle = timeline.length - working
-    stale = [_staleness(events, timeline.schedule) for events in by_worker]
+    stale = [_staleness(events, timeline) for events in by_worker]
     return ScheduleFigures(
         bubble=idle / working,
         idle_share=idle / timeline.length,
@@ -259,7 +269,7 @@ def closed_form_bubble(timeline: SimulatedSchedule) -> float:
     PipeDream fills and drains once over all iterations; the others once in each.
     """
     microbatches = timeline.microbatches
-    if timeline.schedule is Schedule.PIPEDREAM:
+    if timeline.schedule.is_asynchronous:
         microbatches *= timeline.iterations
     return (timeline.pipeline - 1) / (microbatches * timeline.virtual)
 
@@ -267,9 +277,9 @@ def closed_form_bubble(timeline: SimulatedSchedule) -> float:
 def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
     """Stages' worth of micro batches in flight, by worker."""
     pipeline, microbatches, virtual = timeline.pipeline, timeline.microbatches, timeline.virtual
-    if timeline.schedule is Schedule.GPIPE:
+    if timeline.schedule is PipelineSchedule.GPIPE:
         return (float(microbatches),) * pipeline
-    if timeline.schedule is Schedule.PIPEDREAM:
+    if timeline.schedule.is_asynchronous:
         microbatches *= timeline.iterations
     if virtual == 1:
         return tuple(float(min(pipeline - worker, microbatches)) for worker in range(pipeline))
@@ -289,9 +299,14 @@ def _most_held(events: list[Event]) -> int:
     return most
 
 
-def _staleness(events: list[Event], schedule: Schedule) -> int:
-    """PipeDream updates after every backward; the others only between iterations."""
-    if schedule is not Schedule.PIPEDREAM:
+def _staleness(events: list[Event], timeline: SimulatedSchedule) -> int:
+    """PipeDream updates after every backward; the others only between iterations.
+
+    With two versions a batch always takes the weights before the newest: the first two take the same.
+    """
+    if timeline.schedule is PipelineSchedule.PIPEDREAM_2BW:
+        return min(timeline.schedule.staleness(timeline.pipeline, 0), timeline.iterations - 1)
+    if timeline.schedule is not PipelineSchedule.PIPEDREAM:
         return 0
     backwards = [e for e in events if e.step.direction is Pass.BACKWARD]
     starts = {e.step.microbatch: e.start for e in events if e.step.direction is Pass.FORWARD}

@@ -68,6 +68,8 @@ def _of_losses(run: Run) -> dict[str, object]:
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,
         "plant": spec and spec.plant,
+        # Without flushes gradients are of older weights, as old as this says.
+        "pipeline schedule": spec and (schedule := spec.parallelism.schedule).is_asynchronous and schedule,
     }
 
 

@@ -264,8 +264,10 @@ class Stages:
 
 
 def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> float:
-    """(p−1)/(m·v): idle over working time with equal stages."""
+    """(p−1)/(m·v): idle over working time with equal stages; none where the pipeline stays full."""
     split = configuration.parallelism
+    if split.schedule.is_asynchronous:
+        return 0.0
     count = microbatches or configuration.microbatches
     return (split.pipeline - 1) / (count * split.virtual_stages)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from tools.plan.schedules.simulate import Pass, Schedule, Step, simulate
+from tools.plan.schedules.simulate import Pass, Step, simulate
 from tools.records.run import TRACE_FILE
-from tools.spec.strategy import Parallelism
+from tools.spec.strategy import Parallelism, PipelineSchedule
 
 _LANE_OF_CALLS = "communication"
 _PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}
@@ -75,9 +75,13 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Tra
     return tuple(found)
 
 
-def schedule_of(split: Parallelism) -> Schedule:
-    """The schedule that Megatron runs."""
-    return Schedule.INTERLEAVED if split.virtual_stages > 1 else Schedule.ONE_F_ONE_B
+def schedule_of(split: Parallelism) -> PipelineSchedule:
+    """The schedule that is run; Megatron's is one of the two 1F1B."""
+    if split.schedule:
+        return split.schedule
+    if split.virtual_stages > 1:
+        return PipelineSchedule.INTERLEAVED
+    return PipelineSchedule.ONE_F_ONE_B
 
 
 def passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:

@@ -1,0 +1,91 @@
+"""One of three ranks: trains a small model by every schedule, and saves losses and final weights.
+
+python -m tests.native.pipeline_rank FOLDER RANK
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.native.small_model import settings
+from tools.native.batches import MicroBatch
+from tools.native.model import GPT, initialise
+from tools.native.parallel import RankLayout
+from tools.native.pipelines import Stages, cut_into_stages, pipeline_engine
+from tools.native.settings import Settings
+
+STAGES = 3
+ITERATIONS = 6
+MICRO_BATCHES = 3
+"""One for PipeDream, which makes an update after each."""
+TIED = ("gpipe", "1f1b", "interleaved", "pipedream-flush")
+UNTIED = ("1f1b", "pipedream", "pipedream-2bw")
+
+
+def chosen(schedule: str, *, tied: bool) -> Settings:
+    """Six layers, batches of three samples; no clipping where no stage may wait for the others."""
+    micro = 3 if schedule == "pipedream" else 1
+    flags = {
+        "--num-layers": 6,
+        "--micro-batch-size": micro,
+        "--global-batch-size": 3,
+        "--exit-interval": ITERATIONS,
+        "--pipeline-model-parallel-size": STAGES,
+        "--num-virtual-stages-per-pipeline-rank": 2 if schedule == "interleaved" else 1,
+        "--pipeline-schedule": schedule,
+        "--clip-grad": 0.5 if tied else 0,
+        "--attention-dropout": 0,
+        "--hidden-dropout": 0,
+        # Large enough that weights of another update give another loss.
+        "--lr": 1e-2,
+        "--lr-warmup-fraction": 0,
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    return settings(*words, *([] if tied else ["--untie-embeddings-and-output-weights"]))
+
+
+def batches(of: Settings, iteration: int) -> list[MicroBatch]:
+    """The same tokens whatever the micro batch is."""
+    tokens = torch.randint(100, (3, 9), generator=torch.Generator().manual_seed(iteration))
+    pieces = tokens.split(of.micro_batch_size)
+    return [(piece[:, :-1].contiguous(), piece[:, 1:].contiguous()) for piece in pieces]
+
+
+def whole_model(of: Settings) -> GPT:
+    """With its first weights."""
+    model = GPT(of)
+    initialise(model, of)
+    return model
+
+
+def _train(of: Settings, rank: int) -> tuple[list[float], Stages, torch.Tensor]:
+    ranks = RankLayout(rank, STAGES, 1, torch.device("cpu"), STAGES)
+    stages = cut_into_stages(whole_model(of), of, ranks)
+    engine = pipeline_engine(stages, of, ranks)
+    losses = []
+    for iteration in range(ITERATIONS):
+        losses.append(float(engine.forward_backward(batches(of, iteration))))
+        engine.update(0.0)
+    return losses, stages, engine.logits(batches(of, 0)[0][0])
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=STAGES
+    )
+    found = {}
+    for tied, schedules in ((True, TIED), (False, UNTIED)):
+        for schedule in schedules:
+            losses, stages, logits = _train(chosen(schedule, tied=tied), rank)
+            weights = [dict(stage.state_dict()) for stage in stages]
+            kept = [[data.clone() for data in version] for version in stages.weight_versions]
+            found[schedule, tied] = (losses, weights, kept, logits)
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

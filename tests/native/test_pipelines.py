@@ -1,0 +1,141 @@
+"""Pipelines of three stages, trained over gloo, against the same updates made in one process."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from tests.native.pipeline_rank import (
+    ITERATIONS,
+    STAGES,
+    TIED,
+    batches,
+    chosen,
+    whole_model,
+)
+from tools.native.model import GPT, mean_loss
+from tools.native.optimizer import adamw, clip_gradients, learning_rate
+from tools.native.settings import Settings
+from tools.spec.files import ROOT
+from tools.spec.strategy import PipelineSchedule
+
+ROUNDING = 1e-4
+"""A hundredth of an update: Adam makes whole updates of gradients that are all rounding."""
+
+Trained = Mapping[tuple[str, bool], list[Any]]
+"""By schedule and whether the matrix is tied: of each rank its losses, weights, versions, logits."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("pipelines")
+    command = [sys.executable, "-m", "tests.native.pipeline_rank", str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(STAGES)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0] * STAGES
+    of_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(STAGES)]
+    return {key: [found[key] for found in of_rank] for key in of_rank[0]}
+
+
+def stage_of(name: str) -> int:
+    """Which of three stages of two layers a whole model's parameter is on."""
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) // 2
+    return 0 if "embeddings" in name else STAGES - 1
+
+
+def train_alone(of: Settings, schedule: PipelineSchedule) -> tuple[list[float], GPT]:
+    """One process that takes every stage's weights as old as the schedule has them.
+
+    The loss of batch n and its gradients are those of the weights after max(0, n − staleness) updates,
+    stage by stage; the gradients change the newest weights.
+    """
+    model = whole_model(of)
+    newest = dict(model.named_parameters())
+    optimizer = adamw(model, of)
+    versions = [{name: p.detach().clone() for name, p in newest.items()}]
+    losses = []
+    for batch in range(ITERATIONS):
+        used = {}
+        for name in newest:
+            age = schedule.staleness(STAGES, stage_of(name))
+            used[name] = versions[max(0, batch - age)][name].clone().requires_grad_()
+        parts = batches(of, batch)
+        loss = torch.stack(
+            [mean_loss(functional_call(model, used, (tokens,)), labels) for tokens, labels in parts]
+        ).mean()
+        loss.backward()
+        for name, parameter in newest.items():
+            parameter.grad = used[name].grad
+        if of.clip_grad:
+            clip_gradients(model.parameters(), of.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(of, batch)
+        optimizer.step()
+        versions.append({name: p.detach().clone() for name, p in newest.items()})
+        losses.append(loss.item())
+    return losses, model
+
+
+def joined(ranks: list[Any]) -> dict[str, Tensor]:
+    """A whole model's parameters from its stages, chunk by chunk."""
+    chunks = [chunk for place in range(len(ranks[0][1])) for chunk in (r[1][place] for r in ranks)]
+    layers = 6 // len(chunks)
+    return {
+        _renumbered(name, number * layers): value
+        for number, chunk in enumerate(chunks)
+        for name, value in chunk.items()
+    }
+
+
+def _renumbered(name: str, first: int) -> str:
+    """The name of a stage's parameter in the whole model."""
+    if not name.startswith("blocks."):
+        return name
+    _, layer, rest = name.split(".", 2)
+    return f"blocks.{first + int(layer)}.{rest}"
+
+
+@pytest.mark.parametrize("schedule", TIED)
+def test_a_pipeline_that_flushes_trains_as_one_process_does(
+    trained: Trained, schedule: str
+) -> None:
+    ranks = trained[schedule, True]
+    losses, model = train_alone(chosen(schedule, tied=True), PipelineSchedule(schedule))
+    assert ranks[-1][0] == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(joined(ranks), dict(model.state_dict()), rtol=1e-3, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_without_flushes_gradients_are_of_weights_as_old_as_the_schedule_says(
+    trained: Trained, schedule: str
+) -> None:
+    ranks = trained[schedule, False]
+    asynchronous = PipelineSchedule(schedule)
+    losses, model = train_alone(chosen(schedule, tied=False), asynchronous)
+    assert ranks[-1][0] == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(joined(ranks), dict(model.state_dict()), rtol=1e-3, atol=ROUNDING)
+    fresh, _ = train_alone(chosen(schedule, tied=False), PipelineSchedule.ONE_F_ONE_B)
+    assert ranks[-1][0][:2] != pytest.approx(fresh[:2], rel=1e-4), "age must make a difference here"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "versions"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])]
+)
+def test_a_stage_keeps_a_buffer_for_each_version_between_forward_and_update(
+    trained: Trained, schedule: str, versions: list[int]
+) -> None:
+    assert [len(kept) for _, _, kept, _ in trained[schedule, False]] == versions
+
+
+def test_every_rank_gets_the_logits_of_the_whole_model(trained: Trained) -> None:
+    for schedule in TIED:
+        of = chosen(schedule, tied=True)
+        _, model = train_alone(of, PipelineSchedule(schedule))
+        expected = model(batches(of, 0)[0][0]).detach()
+        for *_, logits in trained[schedule, True]:
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)

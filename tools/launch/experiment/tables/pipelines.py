@@ -1,0 +1,150 @@
+"""Pipelines with flushes and without: losses, versions of the weights, bubble, time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tools.launch.experiment.measured import Measured
+from tools.launch.experiment.tables.zero import interval
+from tools.plan.tensors import rank_parameters
+from tools.spec.run import RunSpec
+from tools.spec.strategy import PipelineSchedule
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import DASH, megabytes, percent
+
+CLOSE = 1e-3
+"""Losses of runs that compute the same differ by rounding, far less than this share."""
+
+
+def render(model: str, runs: Sequence[Measured]) -> str:
+    """Markdown: the table, and what follows for write-up 001's claims on PipeDream."""
+    reference = next((run for run in runs if run.strategy == "baseline"), None)
+    rows = tuple(_Row(run, reference) for run in runs)
+    return "\n\n".join(
+        (
+            f"# Pipelines compared: {model}",
+            "All start from the same weights and make one update of each global batch, in the same order. "
+            "The bubble is idle over working time, by the time ledger and by the schedule. Staleness is "
+            "how many updates lie between the weights that a stage's gradient is of and those that it "
+            "changes, stage by stage; a stage keeps as many older versions. Weights are what the memory "
+            "ledger counts on each stage, and how many times its parameters that is.",
+            markdown_table(Table(_COLUMNS, rows)),
+            "\n".join(f"- {sentence}" for sentence in claims(runs)),
+        )
+    )
+
+
+def disagreements(runs: Sequence[Measured]) -> list[str]:
+    """A sentence for every pipeline that flushes and does not have the reference's losses."""
+    rows = [_Row(run, runs[0]) for run in runs]
+    return [
+        f"{row.run.backend} {row.run.strategy} flushes, and its losses differ from {runs[0].strategy}'s by "
+        f"up to {row.distance or 0:.2g} of the loss."
+        for row in rows
+        if not row.schedule.is_asynchronous and (row.distance is None or row.distance > CLOSE)
+    ]
+
+
+def claims(runs: Sequence[Measured]) -> list[str]:
+    """Write-up 001's statements on PipeDream, each confirmed or contradicted by these runs."""
+    found = {run.strategy: run for run in runs}
+    stashed, flushed, megatron = (found.get(n) for n in ("pipedream2", "pipedream-flush2", "pp2"))
+    sentences = []
+    if stashed and stashed.spec and stashed.weight_bytes:
+        versions = _versions(stashed.spec, stashed.weight_bytes)
+        sentences.append(
+            f"“Weight versioning”: {'confirmed' if versions[0] > 1 else 'contradicted'}; its stages hold "
+            f"{' and '.join(f'{count:g}' for count in versions)} version(s), a pipeline with flushes one."
+        )
+    if stashed and flushed and stashed.peak_bytes and flushed.peak_bytes:
+        higher = stashed.peak_bytes > flushed.peak_bytes
+        sentences.append(
+            f"“Memory usage higher”: {'confirmed' if higher else 'contradicted'}; the stage that holds "
+            f"most has {megabytes(stashed.peak_bytes)} without flushes (one micro batch an update) and "
+            f"{megabytes(flushed.peak_bytes)} with them (four)."
+        )
+    if stashed and stashed.ideal_bubble is not None and megatron and megatron.ideal_bubble:
+        sentences.append(
+            f"“Bubble 5–10%, Megatron's 10–15%”: cannot be judged as such; Megatron's is (p−1)/m of the "
+            f"work, {percent(megatron.ideal_bubble)} here, and falls with more micro batches, PipeDream's "
+            "is paid once, when the pipeline fills."
+        )
+    return sentences
+
+
+@dataclass(frozen=True)
+class _Row:
+    run: Measured
+    reference: Measured | None
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        return self.run.spec.parallelism.schedule if self.run.spec else PipelineSchedule.MEGATRON
+
+    @property
+    def distance(self) -> float | None:
+        """Largest difference of a loss to the reference's, as a share of it."""
+        theirs = self.reference.losses if self.reference else {}
+        both = theirs.keys() & self.run.losses.keys()
+        shares = [abs(self.run.losses[i] / theirs[i] - 1) for i in both if theirs[i]]
+        return max(shares, default=None)
+
+
+def _versions(spec: RunSpec, held: Sequence[int]) -> list[float]:
+    """How many times its parameters each stage holds."""
+    return [
+        size / (rank_parameters(spec, stage).total * spec.element_bytes)
+        for stage, size in enumerate(held)
+    ]
+
+
+def _of_stages(spec: RunSpec | None) -> range:
+    return range(spec.parallelism.pipeline if spec else 0)
+
+
+def _losses(row: _Row) -> str:
+    if row.distance is None:
+        return DASH
+    if row.run is row.reference:
+        return "reference"
+    judged = "" if row.schedule.is_asynchronous else " held" if row.distance <= CLOSE else " broken"
+    return f"{row.distance:.1e}{judged}"
+
+
+def _staleness(row: _Row) -> str:
+    spec = row.run.spec
+    ages = [row.schedule.staleness(len(_of_stages(spec)), stage) for stage in _of_stages(spec)]
+    return " ".join(map(str, ages))
+
+
+def _weights(row: _Row) -> str:
+    spec, held = row.run.spec, row.run.weight_bytes
+    if spec is None or len(held) != spec.parallelism.pipeline:
+        return DASH
+    return " ".join(
+        f"{megabytes(size)} (×{versions:g})"
+        for size, versions in zip(held, _versions(spec, held), strict=True)
+    )
+
+
+def _bubble(row: _Row) -> str:
+    if row.run.bubble is None or row.run.ideal_bubble is None:
+        return DASH
+    return f"{percent(row.run.bubble)} ({percent(row.run.ideal_bubble)})"
+
+
+_COLUMNS: tuple[Column[_Row], ...] = (
+    Column("Pipeline", lambda row: f"{row.run.backend} {row.run.strategy}"),
+    Column("Schedule", lambda row: row.schedule.paper_name if row.run.bubble is not None else DASH),
+    Column("Status", lambda row: row.run.status),
+    Column("Losses' distance", _losses),
+    Column(
+        "Final loss", lambda row: row.run.final_loss, lambda x: DASH if x is None else f"{x:.4f}"
+    ),
+    Column("Staleness", _staleness),
+    Column("Weights by stage", _weights),
+    Column("Bubble (schedule's)", _bubble),
+    Column("ms/iteration [95%]", lambda row: interval(row.run)),
+    Column("Peak memory", lambda row: row.run.peak_bytes, megabytes),
+)
