@@ -16,6 +16,8 @@ KNOWN = [
     (Backend.NATIVE, "dp2", 2),
     (Backend.NATIVE, "tp4", 4),
     (Backend.NATIVE, "fsdp2", 2),
+    (Backend.NATIVE, "gpipe4", 4),
+    (Backend.NATIVE, "pipedream2", 2),
     (Backend.BARE, "dp2", 2),
 ]
 UNKNOWN = [
@@ -23,6 +25,7 @@ UNKNOWN = [
     (Backend.NATIVE, "sp2", 2),
     (Backend.NATIVE, "tp2dp2", 4),
     (Backend.NATIVE, "zero1", 2),
+    (Backend.DEEPSPEED, "1f1b2", 2),
     (Backend.DEEPSPEED, "tp2", 2),
     (Backend.DEEPSPEED, "fsdp2", 2),
     (Backend.BARE, "zero3", 2),
@@ -75,6 +78,16 @@ def test_fsdp2_of_pytorch_keeps_the_tied_embedding_that_megatrons_must_untie() -
     assert not Flags(mine.flags).has("--untie-embeddings-and-output-weights")
     assert mine.start_checkpoint == launch("dp2", 2, Backend.MEGATRON).start_checkpoint
     assert mine.start_checkpoint != theirs.start_checkpoint
+
+
+def test_a_pipeline_without_flushes_is_untied_and_starts_from_an_untied_model() -> None:
+    tied, untied = (launch(name, 2, Backend.NATIVE) for name in ("gpipe2", "pipedream2"))
+    assert tied.start_checkpoint != untied.start_checkpoint
+    flags = Flags(untied.flags)
+    assert flags.text("--pipeline-schedule") == "pipedream"
+    assert flags.number("--clip-grad", 1) == 0
+    assert flags.has("--untie-embeddings-and-output-weights")
+    assert not untied.spec.shape.tied_embeddings
 
 
 def test_a_flag_goes_with_its_values() -> None:

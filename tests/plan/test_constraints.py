@@ -5,9 +5,17 @@ import pytest
 
 from tools.plan.constraints import violations
 from tools.spec.model import ModelShape, load_model
-from tools.spec.run import RunSpec
+from tools.spec.run import Backend, RunSpec, spec_of_model
 from tools.spec.stages import StageSplit
-from tools.spec.strategy import NAMED, Batch, Parallelism, Sharding, batch_for, parse_strategy
+from tools.spec.strategy import (
+    NAMED,
+    Batch,
+    Parallelism,
+    PipelineSchedule,
+    Sharding,
+    batch_for,
+    parse_strategy,
+)
 
 LARGE = load_model("gpt2-large")
 XL = load_model("gpt2-xl")
@@ -54,6 +62,11 @@ def test_heads_that_tp_does_not_divide_name_the_degrees_that_do() -> None:
         (Parallelism(), Batch(1, 0), "global batch is 0"),
         (Parallelism(pipeline=2, sharding=Sharding.ZERO3), Batch(1, 1), "so PP 2 breaks it"),
         (Parallelism(pipeline=2, sharding=Sharding.FSDP2), Batch(1, 1), "FSDP2 refuses PP 2"),
+        (
+            Parallelism(pipeline=2, schedule=PipelineSchedule.GPIPE),
+            Batch(1, 1),
+            "gpipe2 is trained by plain PyTorch",
+        ),
     ],
 )
 def test_each_rule_says_what_and_what_instead(
@@ -63,6 +76,17 @@ def test_each_rule_says_what_and_what_instead(
     assert words in found
     assert found.endswith(".")
     assert ";" in found
+
+
+def test_pipedream_makes_an_update_of_each_micro_batch_and_2bw_of_one_a_stage_at_least() -> None:
+    spec = replace(spec_of_model(LARGE, Parallelism(), Batch(1, 4)), backend=Backend.NATIVE)
+    whole = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM)
+    buffered = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM_2BW)
+    assert violations(replace(spec, parallelism=buffered)) == ()
+    (found,) = violations(replace(spec, parallelism=whole))
+    assert "use a micro batch of 4, or pipedream4bw" in found
+    (found,) = violations(replace(spec, parallelism=buffered, batch=Batch(2, 4)))
+    assert "use a global batch of 8" in found
 
 
 def test_all_to_all_context_parallelism_needs_enough_heads() -> None:

@@ -5,12 +5,14 @@ from hypothesis import strategies as st
 from tools.spec.strategy import (
     Batch,
     Parallelism,
+    PipelineSchedule,
     Sharding,
     StrategyError,
     batch_for,
     parallelism_from_flags,
     parse_strategy,
     strategy_flags,
+    strategy_name,
 )
 
 DEGREE = st.sampled_from([2, 3, 4, 8])
@@ -32,6 +34,13 @@ DEGREE = st.sampled_from([2, 3, 4, 8])
         ("dp2-zero1", 2, Parallelism(data=2, sharding=Sharding.ZERO1)),
         ("zero3", 4, Parallelism(data=4, sharding=Sharding.ZERO3)),
         ("fsdp2", 2, Parallelism(data=2, sharding=Sharding.FSDP2)),
+        ("gpipe4", 4, Parallelism(pipeline=4, schedule=PipelineSchedule.GPIPE)),
+        ("pipedream2bw", 2, Parallelism(pipeline=2, schedule=PipelineSchedule.PIPEDREAM_2BW)),
+        (
+            "interleaved2x3",
+            2,
+            Parallelism(pipeline=2, virtual_stages=3, schedule=PipelineSchedule.INTERLEAVED),
+        ),
     ],
 )
 def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Parallelism) -> None:
@@ -47,6 +56,9 @@ def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Pa
         ("tp2sp2", 4, "names its TP degree twice"),
         ("tp0", 0, "degree of 0"),
         ("dp2-zero9", 2, "ends in '-zero9'"),
+        ("gpipe2dp2", 4, "Unknown strategy 'gpipe2dp2'"),
+        ("gpipe2bw", 2, "Unknown strategy 'gpipe2bw'"),
+        ("1f1b1", 1, "has 1 stage"),
     ],
 )
 def test_what_is_not_in_the_grammar_is_refused(text: str, devices: int, message: str) -> None:
@@ -65,7 +77,26 @@ def test_flags_say_what_the_product_says(degrees: dict[str, int]) -> None:
     assert parallelism_from_flags(strategy_flags(parallelism), devices) == parallelism
 
 
-@pytest.mark.parametrize("text", ["sp2", "vpp2", "ep2", "zero1", "zero2", "zero3", "fsdp2"])
+SCHEDULED = ["gpipe2", "1f1b2", "interleaved2", "pipedream2", "pipedream2bw", "pipedream-flush2"]
+
+
+@pytest.mark.parametrize("text", SCHEDULED)
+def test_a_pipelines_schedule_has_one_name(text: str) -> None:
+    assert strategy_name(parse_strategy(text, 2)) == text
+
+
+def test_without_flushes_a_stage_keeps_a_version_for_each_update_it_is_late() -> None:
+    stashed, buffered, flushed = (
+        parse_strategy(f"{text}", 4) for text in ("pipedream4", "pipedream4bw", "pipedream-flush4")
+    )
+    assert [stashed.weight_versions(stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [buffered.weight_versions(stage) for stage in range(4)] == [2, 2, 2, 2]
+    assert [flushed.weight_versions(stage) for stage in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "text", ["sp2", "vpp2", "ep2", "zero1", "zero2", "zero3", "fsdp2", *SCHEDULED]
+)
 def test_flags_say_what_the_word_says(text: str) -> None:
     parallelism = parse_strategy(text, 2)
     assert parallelism_from_flags(strategy_flags(parallelism), 2) == parallelism
@@ -88,6 +119,9 @@ def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
         ("tp2dp2", 4, Batch(64, 128)),
         ("vpp2", 2, Batch(32, 64)),
         ("tp2vpp2", 4, Batch(64, 128)),
+        ("gpipe2", 2, Batch(64, 64)),
+        ("pipedream2", 2, Batch(64, 64)),
+        ("pipedream2bw", 2, Batch(32, 64)),
     ],
 )
 def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:

@@ -1,8 +1,8 @@
 # Made by `python -m tools.spec.settings > tools/spec/settings.mk`; a test compares.
 ## Variables: what is trained [every training target]
 ##   ITERS            iterations (100; 25 for a tiny model)
-##   MICRO_BATCH      samples in a rank's forward pass [also dryrun plan]
-##   GLOBAL_BATCH     samples in an iteration [also plan dryrun]
+##   MICRO_BATCH      samples in a rank's forward pass [every training target but compare-pipelines, dryrun plan]
+##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan dryrun]
 ##   SEED             seed of weights, dropout and sample order (1234)
 ##   DROPOUT          attention and hidden dropout
 ##   OPTIMIZER        adamw or muon

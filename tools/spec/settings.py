@@ -563,6 +563,7 @@ def _short(targets: Iterable[str]) -> str:
     text = " ".join(targets)
     for group, name in (
         (_TRAIN, "every training target"),
+        (_OWN_BATCH, "every training target but compare-pipelines,"),
         (_DATA, "prepare-ds*"),
         (_COMPARE, "compare-*"),
     ):

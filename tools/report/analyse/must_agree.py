@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.report.read.runs import Run, given_arguments
+from tools.spec.strategy import PipelineSchedule
 
 _SCHEDULE = (
     *("train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters"),
@@ -69,8 +70,12 @@ def _of_losses(run: Run) -> dict[str, object]:
         "optimizer": spec and spec.optimizer,
         "plant": spec and spec.plant,
         # Without flushes gradients are of older weights, as old as this says.
-        "pipeline schedule": spec and (schedule := spec.parallelism.schedule).is_asynchronous and schedule,
+        "pipeline schedule": spec and _without_flushes(spec.parallelism.schedule),
     }
+
+
+def _without_flushes(schedule: PipelineSchedule) -> str:
+    return schedule if schedule.is_asynchronous else ""
 
 
 def _other_schedule(reference: Run, other: Run) -> list[str]:

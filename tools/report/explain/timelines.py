@@ -75,7 +75,8 @@ def caption(scene: Scene) -> str:
     bubble = mean(idle_over_work(_ideal_pieces(ideal)).values())
     return (
         f"{text} Idle between the first forward and the last backward, over the work: {measured}; with "
-        f"equal stages and free messages the bubble of {ideal.schedule} is {bubble:.0%} of the work."
+        f"equal stages and free messages the bubble of {ideal.schedule.paper_name} is {bubble:.0%} of "
+        "the work."
     )
 
 
@@ -125,7 +126,9 @@ def _paint(figure: Figure, scene: Scene) -> None:
         ideal = ideal_timeline(scene)
         stages = [f"stage {stage}" for stage in range(scene.split.pipeline)]
         _panel(panels[1], _ideal_pieces(ideal), 0.0, length, stages)
-        panels[1].set_title(f"ideal {ideal.schedule}, equal stages, free messages", fontsize=9)
+        panels[1].set_title(
+            f"ideal {ideal.schedule.paper_name}, equal stages, free messages", fontsize=9
+        )
     panels[-1].set_xlabel("ms")
     _legend(figure, shown)
 
