@@ -18,7 +18,7 @@ CLOSE = 1e-3
 
 
 def render(model: str, runs: Sequence[Measured]) -> str:
-    """Markdown: the table, and what follows for write-up 001's claims on PipeDream."""
+    """Markdown: the table, and what follows for the framework survey's claims on PipeDream."""
     reference = next((run for run in runs if run.strategy == "baseline"), None)
     rows = tuple(_Row(run, reference) for run in runs)
     return "\n\n".join(
@@ -31,6 +31,7 @@ def render(model: str, runs: Sequence[Measured]) -> str:
             "what the memory ledger counts on each stage, and how many times its parameters that is. "
             "PipeDream takes the batch as one micro batch, the others as four.",
             markdown_table(Table(_COLUMNS, rows)),
+            "What the framework survey (source 001) says of PipeDream:",
             "\n".join(f"- {sentence}" for sentence in claims(runs)),
         )
     )
@@ -48,7 +49,7 @@ def disagreements(runs: Sequence[Measured]) -> list[str]:
 
 
 def claims(runs: Sequence[Measured]) -> list[str]:
-    """Write-up 001's statements on PipeDream, each confirmed or contradicted by these runs."""
+    """The framework survey's statements on PipeDream, each confirmed or contradicted by these runs."""
     found = {run.strategy: run for run in runs}
     stashed, megatron = found.get("pipedream2"), found.get("pp2")
     sentences = []
