@@ -34,6 +34,18 @@ def composed(tmp_path: Path) -> Composer:
     return compose_named
 
 
+def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
+    composed: Composer,
+) -> None:
+    def hidden(**given: str) -> set[str]:
+        verified = composed("tp2-gpt3-64m-2cpu", **given)
+        return {Flags(one.flags).text("--hidden-dropout") for one in verified.launches}
+
+    assert hidden() == {"0.0"}
+    assert hidden(reference="tp2") == {""}  # Megatron's 0.1: the same masks.
+    assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
+
+
 def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
     given = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
     assert difference_of(given) == Difference("tp2", ("--micro-batch-size", "1"), None, "1")

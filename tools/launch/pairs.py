@@ -149,8 +149,14 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
     least = max(MICRO_BATCHES, degrees.pipeline)
     if degrees.virtual_stages > 1:
         least = 2 * degrees.pipeline
+    # A resumed run is compared with its own layout undisturbed, unless another is asked for.
+    named = difference.reference or (target.strategy if resumed else "baseline")
+    dropout = options.dropout
+    if dropout is None and named != target.strategy:
+        dropout = 0.0  # Other layouts draw other masks; EXTRA= still has its own.
     options = replace(
         options,
+        dropout=dropout,
         iterations=iteration,
         micro_batch_size=micro,
         global_batch_size=options.global_batch_size or micro * degrees.data * least,
@@ -164,8 +170,6 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
         extra=(*options.extra, *difference.flags),
         megatron_lm=difference.megatron_lm or options.megatron_lm,
     )
-    # A resumed run is compared with its own layout undisturbed, unless another is asked for.
-    named = difference.reference or (target.strategy if resumed else "baseline")
     reference = _reference(named, target, options)
     layout = _from_start_of(reference, _composed(target, own))
     saving = None
