@@ -87,6 +87,18 @@ def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_
         composed("ep2-moe-tiny-2cpu", extra=extra)
 
 
+@pytest.mark.parametrize(
+    ("name", "reference", "batch"),
+    [("pp2", "dp2", 12), ("dp2", "tp2", 12), ("tp2", "vpp2", 8), ("dp2", "vpp2", 16)],
+)
+def test_the_batch_suits_the_ranks_of_the_layout_and_of_its_reference(
+    composed: Composer, name: str, reference: str, batch: int
+) -> None:
+    pair = composed(f"{name}-gpt2-tiny-2cpu", reference=reference)
+    sizes = {one.spec.batch.global_batch_size for one in pair.launches}
+    assert sizes == {batch}
+
+
 def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
     composed: Composer, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ in that the reference is the plain PyTorch backend.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -143,14 +144,9 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
     flags_of_grammar(target)
     resumed = _saving_strategy(target, difference)
     iteration = _iteration(options, resumed)
-    degrees = parse_strategy(target.strategy, target.devices)
-    micro = options.micro_batch_size or MICRO_BATCH
-    # The interleaved schedule takes multiples of the pipeline's stages.
-    least = max(MICRO_BATCHES, degrees.pipeline)
-    if degrees.virtual_stages > 1:
-        least = 2 * degrees.pipeline
     # A resumed run is compared with its own layout undisturbed, unless another is asked for.
     named = difference.reference or (target.strategy if resumed else "baseline")
+    micro = options.micro_batch_size or MICRO_BATCH
     dropout = options.dropout
     if dropout is None and named != target.strategy:
         dropout = 0.0  # Other layouts draw other masks; EXTRA= still has its own.
@@ -159,7 +155,7 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
         dropout=dropout,
         iterations=iteration,
         micro_batch_size=micro,
-        global_batch_size=options.global_batch_size or micro * degrees.data * least,
+        global_batch_size=options.global_batch_size or micro * _micro_batches(named, target),
         shared_start=True,
         ledger=False,
         saving=None,
@@ -179,6 +175,18 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
     verification = Verification(target, layout, named, reference, iteration, saving)
     _refuse_other_work(verification)
     return verification
+
+
+def _micro_batches(reference: str, target: Target) -> int:
+    """How many micro batches suit the layout and its reference: the least of all ranks together."""
+    both = [parse_strategy(target.strategy, target.devices)]
+    if reference != NATIVE:
+        both.append(parse_strategy(reference, _devices(reference, target)))
+    # The interleaved schedule takes multiples of the pipeline's stages.
+    interleaved = [2 * one.pipeline for one in both if one.virtual_stages > 1]
+    least = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
+    least = max(least, *(one.pipeline for one in both))
+    return math.lcm(*(one.data for one in both)) * least
 
 
 def _reference(named: str, target: Target, options: Options) -> Launch:
