@@ -96,6 +96,15 @@ def test_every_tensor_of_the_reference_has_a_measured_response(folder: Path) -> 
     assert read_rank(folder / "rank-0").micro_batches == 2
 
 
+def test_how_far_a_weight_moved_is_written_with_its_response(folder: Path) -> None:
+    capture = captured(folder, *DENSE)
+    (one,) = capture.ranks
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    moved = one.values(one.by_site[Site(Stage.WEIGHTS, name, "update")])
+    assert 0.009 < abs(moved).max() < 0.011  # Adam's first steps are as long as the learning rate.
+    assert capture.responses()[Stage.WEIGHTS, name, "update"] > 0
+
+
 def test_an_experts_rows_are_in_the_order_of_tokens_with_the_sequence_first(folder: Path) -> None:
     (one,) = captured(folder, *EXPERTS).ranks
     layer = "decoder.layers.0.mlp"

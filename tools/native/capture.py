@@ -30,6 +30,7 @@ from tools.records.capture import (
     ITERATION_VARIABLE,
     RESPONSES_FILE,
     SEEDS_VARIABLE,
+    UPDATE,
     CapturedRank,
     CaptureWriter,
     Placement,
@@ -127,6 +128,9 @@ class CapturingEngine:
         return losses
 
     def _step(self, sink: Sink, learning_rate: float) -> Update:
+        before = {
+            name: parameter.detach().clone() for name, parameter in self._model.named_parameters()
+        }
         update = self._engine.update(learning_rate)
         norm = torch.tensor([update.gradient_norm or 0.0]).double()
         sink.write(Site(Stage.NORM, "grad_norm", "returned"), norm)
@@ -138,6 +142,8 @@ class CapturingEngine:
                 else:
                     self._write(sink, Stage.OPTIMIZER_STATE, name, slot, values)
         for name, parameter in self._model.named_parameters():
+            moved = parameter.data - before[name]
+            self._write(sink, Stage.WEIGHTS, name, UPDATE, moved)
             self._write(sink, Stage.WEIGHTS, name, "weight", parameter.data)
         return update
 
