@@ -93,3 +93,5 @@ def _gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
         gradient = getattr(part.main, name, None)
         if gradient is not None:
             yield gradient
+            if hasattr(gradient, "_local_tensor"):  # Megatron-FSDP's shard is taken out of it.
+                yield local(gradient)

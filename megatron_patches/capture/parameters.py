@@ -58,12 +58,17 @@ class ParameterMap:
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> Iterator[Piece]:
         """Bring `values`, of the parameter's shape or its flat range from `start` on, to places."""
-        partial, values = start is not None, local(values)
+        values, shape = local(values), local(parameter).shape
+        held = getattr(parameter, "megatron_fsdp_slice", None)
+        if held is not None:  # Megatron-FSDP splits its flat buffers, not the parameter's rows.
+            start, shape = held.start, parameter.shape
+        partial = start is not None
         if start is not None:
-            whole = torch.full((parameter.numel(),), torch.nan, dtype=values.dtype)
+            absent = torch.nan if values.is_floating_point() else 0
+            whole = torch.full((parameter.numel(),), absent, dtype=values.dtype)
             whole[start : start + values.numel()] = values.detach().cpu().view(-1)
             values = whole
-        values = values.detach().view(local(parameter).shape)
+        values = values.detach().view(shape)
         entry, name = self._entries[id(parameter)], self._names[id(parameter)]
         if not hasattr(entry, "build_fn"):
             yield Piece(name, _place(entry, partial), values)

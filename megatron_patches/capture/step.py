@@ -88,10 +88,8 @@ class _Watch:
     """A rank's model and the folder that takes its tensors."""
 
     def __init__(self, model: Any) -> None:
-        from megatron.core.utils import unwrap_model
-
         self.folder = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{torch.distributed.get_rank()}"
-        self.chunks = unwrap_model(list(model))
+        self.chunks = [_unwrapped(chunk) for chunk in model]
         self.names = _names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         forced = os.environ.get(FORCED_VARIABLE)
@@ -101,6 +99,16 @@ class _Watch:
     def routing(self, sink: Sink, earlier: str = "") -> AbstractContextManager[None]:
         """Hand what routers choose in one iteration to the sink."""
         return watched_routing(self.chunks, self.names, sink, earlier)
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """A model chunk without what is around it, Megatron-FSDP's inner wrapper included."""
+    from megatron.core.utils import unwrap_model
+
+    chunk = unwrap_model(chunk)
+    while hasattr(chunk, "param_and_grad_buffer"):
+        chunk = unwrap_model(chunk.module)
+    return chunk
 
 
 def _call(
@@ -200,12 +208,10 @@ def _watched(
     sink: Sink, probes: Probes, chunks: list[torch.nn.Module], forward_step: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Megatron's forward step, which says when a micro batch begins and what its loss is."""
-    from megatron.core.utils import unwrap_model
-
     @functools.wraps(forward_step)
     def watched(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         sink.begin_micro_batch()
-        micro_batch = probes.begin_micro_batch(chunks.index(unwrap_model(model)))
+        micro_batch = probes.begin_micro_batch(chunks.index(_unwrapped(model)))
         output, loss = forward_step(data, model, *args, **kwargs)
 
         @functools.wraps(loss)
@@ -453,6 +459,8 @@ def _notes(parameters: ParameterMap) -> Iterator[str]:
         yield f"{name} has no place in sharded_state_dict"
     if any(hasattr(one, "is_torch_fsdp2_param") for one in parameters.parameters):
         yield "local gradients: torch FSDP2 reduces them within the backward pass"
+    if any(hasattr(one, "megatron_fsdp_slice") for one in parameters.parameters):
+        yield "local gradients: Megatron-FSDP reduces them within the backward pass"
 
 
 PATCH = Patch(
