@@ -208,6 +208,7 @@ def _watched(
     sink: Sink, probes: Probes, chunks: list[torch.nn.Module], forward_step: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Megatron's forward step, which says when a micro batch begins and what its loss is."""
+
     @functools.wraps(forward_step)
     def watched(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         sink.begin_micro_batch()

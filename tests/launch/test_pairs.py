@@ -134,6 +134,12 @@ def test_the_native_backend_is_one_rank_and_has_no_bf16(composed: Composer) -> N
         composed("tp2-gpt2-tiny-2cpu", reference="native", extra="--bf16")
 
 
+def test_weights_in_flat_buffers_are_no_reference(composed: Composer) -> None:
+    with pytest.raises(LaunchError, match="The reference zero3 keeps its weights in flat buffers"):
+        composed("dp2-gpt2-tiny-2cpu", reference="zero3")
+    assert composed("zero3-gpt2-tiny-2cpu").reference_name == "baseline"
+
+
 def test_another_megatron_begins_with_the_weights_of_the_reference(
     composed: Composer, tmp_path: Path
 ) -> None:

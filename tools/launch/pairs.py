@@ -26,7 +26,7 @@ from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.setting import one_of
-from tools.spec.strategy import StrategyError, devices_of, parse_strategy
+from tools.spec.strategy import Sharding, StrategyError, devices_of, parse_strategy
 
 PREFIX = "verify-"
 ITERATION = 2
@@ -191,9 +191,15 @@ def _micro_batches(reference: str, target: Target) -> int:
 
 def _reference(named: str, target: Target, options: Options) -> Launch:
     if named != NATIVE:
-        return _composed(
-            Target(named, target.model, _devices(named, target), target.device), options
-        )
+        there = Target(named, target.model, _devices(named, target), target.device)
+        launch = _composed(there, options)
+        if launch.spec.parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3):
+            raise LaunchError(
+                f"The reference {named} keeps its weights in flat buffers, where the response to a "
+                "rounding error cannot be measured; set REFERENCE=baseline, or a layout without zero2 "
+                "and zero3."
+            )
+        return launch
     if Flags(options.extra).has("--bf16"):
         raise LaunchError(
             "REFERENCE=native keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
