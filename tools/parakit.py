@@ -36,6 +36,9 @@ EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 
 TOOLS = {
     "plan": Tool("tools.plan.__main__", (), "every layout of a model on devices, ranked"),
+    "advise": Tool(
+        "tools.plan.advise.command", (), "what to use, what second, what to avoid, and why"
+    ),
     "schedules": Tool("tools.plan.schedules.command", (), "pipeline schedules and bubbles"),
     "dryrun": Tool(
         "tools.plan.dryrun.command", (), "Megatron's iteration, no devices", ("torch", "megatron")

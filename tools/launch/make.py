@@ -57,6 +57,7 @@ TOOLS = {
     "plan": Tool("tools.plan", needs=((settings.MODEL, _MODEL_OF_PLAN),)),
     "dryrun": Tool("tools.plan", ("dryrun",), needs=((settings.MODEL, _MODEL_OF_DRYRUN),)),
     "schedules": Tool("tools.plan", ("schedules",)),
+    "advise": Tool("tools.plan", ("advise",), needs=((settings.MODEL, _MODEL_OF_PLAN),)),
     "validate": Tool("tools.plan", ("validate",)),
     "audit": Tool("tools.plan", ("audit",), needs=((settings.TABLE, _WHICH_TABLE),)),
     "report": Tool("tools.report", ("build",)),
@@ -137,7 +138,7 @@ def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
         if setting.value(environment) is None:
             raise LaunchError(sentence)
     words = [*tool.words, *options_of(target, environment)]
-    if target == "plan" and settings.CALIBRATION.value(environment) is None:
+    if target in ("plan", "advise") and settings.CALIBRATION.value(environment) is None:
         words += _measured_here(environment)
     return ToolCall(tool.module, tuple(words))
 

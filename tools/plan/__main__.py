@@ -22,6 +22,7 @@ _COMMANDS = {
     "dryrun": "dryrun",
     "validate": "readings",
     "audit": "audit",
+    "advise": "advise",
 }
 """Packages with a command of their own."""
 

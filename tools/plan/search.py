@@ -298,7 +298,7 @@ def scaling(plan: Plan) -> Scaling | None:
     own = plan.request.cluster.devices
     devices = 1
     while devices < own:
-        smaller = search(_resized(plan.request, devices), kept=1)
+        smaller = search(resized(plan.request, devices), kept=1)
         if smaller.winner is not None:
             rate = smaller.winner.tokens_per_second / devices
             relative = plan.winner.tokens_per_second / own / rate
@@ -311,14 +311,15 @@ def devices_needed(request: Request) -> int | None:
     """The smallest doubling of the request's devices on which the model fits; None up to 65536."""
     devices = request.cluster.devices * 2
     while devices <= _LARGEST:
-        grown = _resized(request, devices, request.global_batch * devices)
+        grown = resized(request, devices, request.global_batch * devices)
         if search(grown, kept=1).winner is not None:
             return devices
         devices *= 2
     return None
 
 
-def _resized(request: Request, devices: int, global_batch: int | None = None) -> Request:
+def resized(request: Request, devices: int, global_batch: int | None = None) -> Request:
+    """The same on another number of devices, with another global batch if one is given."""
     batch = global_batch or request.global_batch
     template = request.template
     sized = replace(template, batch=replace(template.batch, global_batch_size=batch))

@@ -2,7 +2,7 @@
 ## Variables: what is trained [every training target]
 ##   ITERS            iterations (100; 25 for a tiny model)
 ##   MICRO_BATCH      samples in a rank's forward pass [every training target but compare-pipelines, dryrun plan]
-##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan dryrun]
+##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan advise dryrun]
 ##   SEED             seed of weights, dropout and sample order (1234)
 ##   DROPOUT          attention and hidden dropout
 ##   OPTIMIZER        adamw or muon
@@ -51,7 +51,7 @@
 ##   RENDEZVOUS       torchrun's: static or c10d
 ## Variables: Slurm [train-* sweep doctor]
 ##   LAUNCHER         slurm submits a job instead of training here
-##   NODES            machines [also plan]
+##   NODES            machines [also plan advise]
 ##   SLURM_PARTITION SLURM_ACCOUNT SLURM_QOS SLURM_TIME  as in sbatch
 ##   SLURM_LINES      further sbatch options, "--exclusive"
 ##   SLURM_IMAGE      container image, for Pyxis
@@ -62,16 +62,16 @@
 ##   BUDGET           seconds for all settings (510) [bench-gpu]
 ##   TARGET           the training target to use [loss-curve bench-ledger]
 ## Variables: planning [plan]
-##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also dryrun compare-* verify-*]
-##   GPUS             number of devices
-##   GPU              h200, a100-80g, … (h200)
-##   GPUS_PER_NODE    devices per machine (8)
-##   INTRA            link inside a machine
-##   INTER            link between machines
-##   SEQ              sequence length [also dryrun]
-##   DTYPE            fp16, bf16 or fp32 [also dryrun]
+##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-*]
+##   GPUS             number of devices [also advise]
+##   GPU              h200, a100-80g, … (h200) [also advise]
+##   GPUS_PER_NODE    devices per machine (8) [also advise]
+##   INTRA            link inside a machine [also advise]
+##   INTER            link between machines [also advise]
+##   SEQ              sequence length [also advise dryrun]
+##   DTYPE            fp16, bf16 or fp32 [also advise dryrun]
 ##   TOKENS           tokens to train on
-##   CALIBRATION      file of measured constants
+##   CALIBRATION      file of measured constants [also advise]
 ##   VERIFY           dry-run this many of the best
 ## Variables: dry run and schedules [dryrun]
 ##   DP               data-parallel replicas
@@ -86,10 +86,10 @@
 ##   RANKS            first,middle,last or numbers
 ##   MICROBATCHES     microbatches in an iteration [schedules]
 ##   SVG              write a picture to this file [plan schedules]
-##   JSON             1 prints JSON [also plan schedules validate audit]
+##   JSON             1 prints JSON [also plan advise schedules validate audit]
 ##   LAYOUT           times this layout alone, tp8pp16dp8-zero1 [plan]
 ##   WHAT_IF          another beside LAYOUT=, "GPU=b200 MICRO_BATCH=2" [plan]
-##   EXTRA            Megatron flags of the planned model and layout [plan]
+##   EXTRA            Megatron flags of the planned model and layout [plan advise]
 ##   TABLE            a CSV or Markdown table of figures [audit]
 ##   LEAVE_OUT        the source that constants are fitted without (each reading's own) [validate]
 ##   READINGS         a file of readings of your own [validate]

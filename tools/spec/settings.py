@@ -43,6 +43,7 @@ _TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE, _VERIFY)
 _OWN_BATCH = tuple(target for target in _TRAIN if target != "compare-pipelines")
 """Where a batch may be chosen: PipeDream's micro batch follows from the others' global one."""
 _DATA = ("prepare-ds", "prepare-ds-sample", "prepare-ds-openwebtext-10k")
+_PLANS = ("plan", "advise")
 _NODES = ("train-*", "resume")
 _SLURM = ("train-*", "sweep", "doctor")
 
@@ -61,7 +62,7 @@ GLOBAL_BATCH = Setting(
     positive,
     _NUMBER,
     "samples in an iteration",
-    (*_OWN_BATCH, "plan", "dryrun"),
+    (*_OWN_BATCH, *_PLANS, "dryrun"),
     "--global-batch",
 )
 SEED = Setting(
@@ -267,7 +268,7 @@ LAUNCHER = Setting(
     "slurm submits a job instead of training here",
     _SLURM,
 )
-NODES = Setting("NODES", positive, _NUMBER, "machines", (*_SLURM, "plan"), "--nodes")
+NODES = Setting("NODES", positive, _NUMBER, "machines", (*_SLURM, *_PLANS), "--nodes")
 SLURM_PARTITION = Setting("SLURM_PARTITION", str, _TEXT, "as in sbatch", _SLURM)
 SLURM_ACCOUNT = Setting("SLURM_ACCOUNT", str, _TEXT, "as in sbatch", _SLURM)
 SLURM_QOS = Setting("SLURM_QOS", str, _TEXT, "as in sbatch", _SLURM)
@@ -294,23 +295,23 @@ MODEL = Setting(
     str,
     _TEXT,
     "a model of make list, or an .args file or config.json (not compare-*)",
-    ("plan", "dryrun", *_COMPARE, _VERIFY),
+    (*_PLANS, "dryrun", *_COMPARE, _VERIFY),
     "--model",
 )
-GPUS = Setting("GPUS", int, "a whole number", "number of devices", ("plan",), "--gpus")
-GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", ("plan",), "--gpu")
+GPUS = Setting("GPUS", int, "a whole number", "number of devices", _PLANS, "--gpus")
+GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", _PLANS, "--gpu")
 GPUS_PER_NODE = Setting(
-    "GPUS_PER_NODE", int, "a whole number", "devices per machine (8)", ("plan",), "--gpus-per-node"
+    "GPUS_PER_NODE", int, "a whole number", "devices per machine (8)", _PLANS, "--gpus-per-node"
 )
-INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", ("plan",), "--intra")
-INTER = Setting("INTER", str, _TEXT, "link between machines", ("plan",), "--inter")
-SEQ = Setting("SEQ", int, "a whole number", "sequence length", ("plan", "dryrun"), "--seq")
-DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", ("plan", "dryrun"), "--dtype")
+INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", _PLANS, "--intra")
+INTER = Setting("INTER", str, _TEXT, "link between machines", _PLANS, "--inter")
+SEQ = Setting("SEQ", int, "a whole number", "sequence length", (*_PLANS, "dryrun"), "--seq")
+DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", (*_PLANS, "dryrun"), "--dtype")
 TOKENS = Setting(
     "TOKENS", above_zero, "a number above 0", "tokens to train on", ("plan",), "--tokens"
 )
 CALIBRATION = Setting(
-    "CALIBRATION", Path, "a file", "file of measured constants", ("plan",), "--calibration"
+    "CALIBRATION", Path, "a file", "file of measured constants", _PLANS, "--calibration"
 )
 VERIFY = Setting(
     "VERIFY",
@@ -362,7 +363,7 @@ JSON = Setting(
     switch,
     _SWITCH,
     "1 prints JSON",
-    ("plan", "dryrun", "schedules", "validate", "audit"),
+    (*_PLANS, "dryrun", "schedules", "validate", "audit"),
     "--json",
 )
 LAYOUT = Setting(
@@ -377,7 +378,7 @@ WHAT_IF = Setting(
     "--what-if",
 )
 PLANNED_EXTRA = Setting(
-    "EXTRA", str, _TEXT, "Megatron flags of the planned model and layout", ("plan",), "--extra"
+    "EXTRA", str, _TEXT, "Megatron flags of the planned model and layout", _PLANS, "--extra"
 )
 TABLE = Setting("TABLE", str, "a file", "a CSV or Markdown table of figures", ("audit",), "*")
 LEAVE_OUT = Setting(

@@ -1,0 +1,239 @@
+"""The questions of somebody who has to choose, answered by searches over the same model.
+
+What is changed to see what would change the choice is said in the answer; every figure is a prediction,
+and the last answer says how far predictions like these were off.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tools.plan.advice import (
+    StrategyFamily,
+    best_of_each_family,
+    binding_sentence,
+    family_of,
+    no_fit_sentence,
+    runner_up_sentence,
+)
+from tools.plan.readings.near import uncertainty
+from tools.plan.request import RequestError, RequestParser, request_from_options
+from tools.plan.search import Candidate, Plan, Request, resized, search
+from tools.plan.show import plan_command
+from tools.plan.tensors import parameters_total
+from tools.spec.settings import add_options, program
+from tools.spec.strategy import Parallelism, Sharding
+from tools.text.units import GIB, duration, joined
+
+_PLAIN = (StrategyFamily.SINGLE, StrategyFamily.DATA, StrategyFamily.SHARDED_DATA)
+"""What PyTorch's DDP and FSDP and DeepSpeed have too."""
+_CLEAR = 1.05
+"""A lead below this is less than the planner's own error."""
+_KEPT = 8
+"""Layouts in which the winner's is looked for under other circumstances."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question and what the figures say."""
+
+    question: str
+    text: str
+
+
+def main(arguments: list[str]) -> int:
+    """Print the answers; 1 if nothing fits, 2 and one sentence for what cannot be."""
+    try:
+        options = command_line().parse_args(arguments)
+        plan = search(request_from_options(options))
+    except (RequestError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if plan.winner is None:
+        print(no_fit_sentence(plan), file=sys.stderr)
+        return 1
+    found = answers(plan)
+    if options.json:
+        print(json.dumps({each.question: each.text for each in found}, indent=2))
+    else:
+        _print(found)
+    return 0
+
+
+def command_line() -> RequestParser:
+    """The command line, for `--help` and completion."""
+    parser = RequestParser(
+        prog=program("tools.plan advise"),
+        description="What to use on these devices, what second, what to avoid, and why.",
+    )
+    add_options(parser, "advise", required={"MODEL"}, GPU="h200")
+    return parser
+
+
+def answers(plan: Plan) -> list[Answer]:
+    """Ten answers for a plan that has a winner."""
+    winner = plan.winner
+    assert winner is not None
+    kinds = best_of_each_family(plan.request)
+    return [
+        Answer("Use", _use(plan, winner)),
+        Answer("Second", _second(plan)),
+        Answer("Avoid", _avoid(winner, kinds)),
+        Answer("Why", binding_sentence(plan)),
+        Answer("Megatron for this?", _is_megatron_worth_it(winner, kinds, plan)),
+        Answer("ZeRO or TP?", _zero_or_tensor(kinds)),
+        Answer("Micro batches", _micro_batches(winner)),
+        Answer("What would change it", _changes(plan, winner)),
+        Answer("For inference", _inference(plan.request)),
+        Answer("How sure", uncertainty(plan.request, winner)),
+    ]
+
+
+def _use(plan: Plan, winner: Candidate) -> str:
+    device = plan.request.cluster.device
+    return (
+        f"{winner.strategy}: {duration(winner.seconds.total)} an iteration of "
+        f"{plan.request.global_batch} samples, {winner.memory.total / GIB:.1f} of "
+        f"{device.memory_bytes / GIB:.0f} GiB, MFU {winner.mfu:.0%}. "
+        f"{plan_command(plan.request.model, winner.spec)}"
+    )
+
+
+def _second(plan: Plan) -> str:
+    winner, *others = plan.ranked
+    if not others:
+        return "No other layout fits."
+    # Another sharding of the same split is hardly another choice.
+    split = next((one for one in others if _split(one) != _split(winner)), others[0])
+    return runner_up_sentence(winner, split)
+
+
+def _avoid(winner: Candidate, kinds: dict[StrategyFamily, Candidate]) -> str:
+    """The families that do not fit, else the slowest."""
+    heavy = [(kind, found) for kind, found in kinds.items() if not found.fits]
+    if heavy:
+        texts = [f"{kind} alone ({c.memory.total / GIB:.0f} GiB a device)" for kind, c in heavy]
+        return f"{joined(texts)}: does not fit."
+    others = {k: c for k, c in kinds.items() if c.strategy != winner.strategy}
+    if not others:
+        return "Nothing: one device has no alternatives."
+    kind = max(others, key=lambda kind: others[kind].seconds.total)
+    return (
+        f"{kind} alone ({others[kind].strategy}) takes "
+        f"{_ratio(others[kind], winner):.2f} times as long."
+    )
+
+
+def _is_megatron_worth_it(
+    winner: Candidate, kinds: dict[StrategyFamily, Candidate], plan: Plan
+) -> str:
+    chosen = family_of(winner.spec.parallelism)
+    if chosen in _PLAIN:
+        split = next((c for c in plan.ranked if family_of(c.spec.parallelism) not in _PLAIN), None)
+        text = f"Not needed: {chosen} is what PyTorch's DDP and FSDP and DeepSpeed have too"
+        if split is None:
+            return f"{text}."
+        ratio = _ratio(split, winner)
+        return f"{text}; its best own layout, {split.strategy}, takes {ratio:.2f} times as long."
+    plain = [found for kind, found in kinds.items() if kind in _PLAIN and found.fits]
+    if not plain:
+        return "Yes: without splitting layers or sequences the model does not fit."
+    best = min(plain, key=lambda found: found.seconds.total)
+    ratio = _ratio(best, winner)
+    verdict = "Yes" if ratio > _CLEAR else "Hardly"
+    return (
+        f"{verdict}: without it the best is {best.strategy}, which takes {ratio:.2f} times as long."
+    )
+
+
+def _zero_or_tensor(kinds: dict[StrategyFamily, Candidate]) -> str:
+    sharded, tensor = (kinds.get(k) for k in (StrategyFamily.SHARDED_DATA, StrategyFamily.TENSOR))
+    if sharded is None or tensor is None:
+        lacking = StrategyFamily.TENSOR if tensor is None else StrategyFamily.SHARDED_DATA
+        return f"Over all devices {lacking} alone cannot be split evenly."
+    if sharded.fits != tensor.fits:
+        fitting = sharded if sharded.fits else tensor
+        return f"{fitting.strategy}: the other does not fit."
+    faster, slower = sorted((sharded, tensor), key=lambda found: found.seconds.total)
+    return f"{faster.strategy}: {slower.strategy} takes {_ratio(slower, faster):.2f} times as long."
+
+
+def _micro_batches(winner: Candidate) -> str:
+    spec = winner.spec
+    text = f"{spec.microbatches} of {spec.batch.micro_batch_size} sample(s) a replica"
+    if spec.parallelism.pipeline == 1:
+        return f"{text}; without stages there is no bubble, so as few as fit."
+    bubble = winner.seconds.bubble / winner.seconds.total
+    return f"{text}; the bubble is {bubble:.0%} of the iteration and halves with twice as many."
+
+
+def _changes(plan: Plan, winner: Candidate) -> str:
+    """The choice under other circumstances, of those that make it another one."""
+    changed, same = [], []
+    for what, request in _variations(plan.request):
+        ranked = search(request, kept=_KEPT).ranked
+        if not ranked:
+            changed.append(f"with {what} nothing fits")
+        elif any(
+            _split(one) == _split(winner) for one in ranked if _ratio(one, ranked[0]) < _CLEAR
+        ):
+            same.append(what)
+        else:
+            changed.append(f"with {what}: {ranked[0].strategy}")
+    if same:
+        changed.append(f"the same with {joined(same)}")
+    text = "; ".join(changed)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _variations(request: Request) -> Iterator[tuple[str, Request]]:
+    cluster = request.cluster
+    outer = "inter" if cluster.nodes > 1 else "intra"
+    link = getattr(cluster, outer)
+    slow = replace(link, bytes_per_second=link.bytes_per_second / 4)
+    if cluster.devices > 1:
+        yield (
+            f"a quarter of {link.key}'s rate",
+            replace(request, cluster=replace(cluster, **{outer: slow})),
+        )
+    small = replace(cluster.device, memory_bytes=cluster.device.memory_bytes // 2)
+    yield "half the memory", replace(request, cluster=replace(cluster, device=small))
+    yield "twice the global batch", resized(request, cluster.devices, 2 * request.global_batch)
+    yield "twice the devices", resized(request, 2 * cluster.devices)
+
+
+def _inference(request: Request) -> str:
+    weights = 2 * parameters_total(request.template.shape)
+    capacity = request.capacity
+    devices = 1
+    while weights > devices * capacity:
+        devices *= 2
+    return (
+        f"There are no gradients, optimizer and kept activations: weights take {weights / GIB:.1f} GiB "
+        f"in bf16, so {devices} device(s) hold them. TP then lowers latency, replicas raise throughput; "
+        "pipelines and ZeRO do neither."
+    )
+
+
+def _split(candidate: Candidate) -> Parallelism:
+    """How one replica is split, however many there are and whatever they shard."""
+    return replace(candidate.spec.parallelism, data=1, sharding=Sharding.NONE)
+
+
+def _ratio(slower: Candidate, faster: Candidate) -> float:
+    return slower.seconds.total / faster.seconds.total
+
+
+def _print(found: Sequence[Answer]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for each in found:
+        table.add_row(each.question, each.text)
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
