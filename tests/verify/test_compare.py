@@ -128,6 +128,21 @@ def test_a_reference_of_several_ranks_averages_local_gradients_as_the_layout_doe
             assert not compare(reference, single).wrong()
 
 
+def test_steps_of_a_tied_copy_are_those_of_the_parameter_that_the_reference_has(tmp_path):
+    def tensors(name, steps):
+        weight = (Site(Stage.WEIGHTS, name, "weight"), random(4, 3), place((0, 0, 0)))
+        return [weight, (Site(Stage.OPTIMIZER_STATE, name, "step"), np.array([steps]))]
+
+    ours = [
+        (rank(0, pipeline=(0, 2), world_size=2), tensors(WEIGHT, 2)),
+        (rank(1, pipeline=(1, 2), world_size=2), tensors("output_layer.weight", 3)),
+    ]
+    found = compare(*pair(tmp_path, ours, tensors(WEIGHT, 2)))
+    assert not found.not_aligned
+    (wrong,) = found.wrong()
+    assert (wrong.key[1:], wrong.wrong_ranks) == ((WEIGHT, "step"), {1})
+
+
 def test_steps_of_a_parameter_that_the_references_first_rank_lacks_are_compared(tmp_path):
     step = Site(Stage.OPTIMIZER_STATE, WEIGHT, "step")
 

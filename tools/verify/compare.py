@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tools.records.capture import (
@@ -238,15 +239,27 @@ class _Comparer:
         theirs: dict[Site, tuple[RankCapture, TensorRecord]] = {}
         for one, record in _scalars(self._reference):
             theirs.setdefault(record.site, (one, record))
+        tied = self._names_there()
         for one, record in _scalars(self._layout):
             self._seen += 1
             site = Site(*NORM) if record.site.stage is Stage.NORM else record.site
+            site = msgspec.structs.replace(site, name=tied.get(site.name, site.name))
             if site not in theirs:
                 self._skip("the reference has no such parameter", site.name)
                 continue
             there, like = theirs[site]
             pair = Pair(one.rank.rank, None, one.values(record), there.values(like))
             self._comparison(_key(site), like).add(pair)
+
+    def _names_there(self) -> dict[str, str]:
+        """The reference's name of each parameter, by the layout's: a tied copy has another."""
+        theirs = units(self._reference, Stage.WEIGHTS)
+        return {
+            piece.record.site.name: theirs[unit][0].record.site.name
+            for unit, pieces in units(self._layout, Stage.WEIGHTS).items()
+            for piece in pieces
+            if unit in theirs
+        }
 
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
