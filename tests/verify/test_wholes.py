@@ -239,25 +239,32 @@ def test_weights_are_one_piece_with_the_place_of_the_whole(tmp_path):
     assert record.shape == (4, 3)
 
 
-def test_what_cannot_be_put_together_is_listed_and_the_rest_compared(tmp_path):
-    odd, even = output("decoder.layers.0.odd"), output()
+@pytest.mark.parametrize("split", ["context", "tensor"])
+def test_what_cannot_be_put_together_is_listed_and_the_rest_compared(tmp_path, split):
+    odd, scalar, even = output("decoder.layers.0.odd"), output("decoder.scalar"), output()
     whole = random(SEQUENCE, BATCH, HIDDEN)
     reference = write(
         tmp_path / "reference",
         [
             (
-                rank(n, context=(n, 2), world_size=2),
-                [(odd, random(3, seed=n)), (even, zigzag(whole, (n, 2)))],
+                rank(n, **{split: (n, 2)}, world_size=2),
+                [
+                    (odd, random(3, seed=n)),
+                    (scalar, np.float32(n)),
+                    (even, zigzag(whole, (n, 2)) if split == "context" else whole),
+                ],
             )
             for n in range(2)
         ],
     )
-    layout = write(tmp_path / "layout", [(rank(), [(odd, random(3)), (even, whole)])])
-    verdict = judge(as_one_rank(reference, layout, tmp_path / "one"), layout).verdict
-    assert (verdict.verdict, verdict.compared, verdict.seen) == ("held", 1, 2)
-    assert "decoder.layers.0.odd output: the reference's parts [3] follow no known split" in (
-        verdict.not_aligned
+    layout = write(
+        tmp_path / "layout", [(rank(), [(odd, random(3)), (scalar, np.float32(0)), (even, whole)])]
     )
+    verdict = judge(as_one_rank(reference, layout, tmp_path / "one"), layout).verdict
+    assert (verdict.verdict, verdict.compared, verdict.seen) == ("held", 1, 3)
+    listed = " ".join(verdict.not_aligned)
+    assert "decoder.layers.0.odd output" in listed
+    assert "decoder.scalar output" in listed
 
 
 def test_a_tensor_parallel_reference_shows_what_a_sequence_parallel_layout_has_wrong(tmp_path):

@@ -89,6 +89,8 @@ class _Joiner:
     def __init__(self, reference: Capture, writer: CaptureWriter) -> None:
         self._reference, self._writer, self._rank = reference, writer, reference.first
         self._left: defaultdict[str, list[str]] = defaultdict(list)
+        self._scale = np.float32(scale_of(self.described()) / scale_of(self._rank))
+        """Of one rank's activation gradients to these."""
         self._written: dict[object, TensorRecord] = {}
         """By the parts' memory: a tensor that several modules have is written once."""
         self._by_place = {
@@ -184,13 +186,16 @@ class _Joiner:
             self._over_tensor(site, [held[c, t] for t in range(tensors)], sequence)
             for c in range(contexts)
         ]
-        whole = self._over_context(site, rows, sequence)
+        joined = [one for one in rows if one is not None]
+        whole = self._over_context(site, joined, sequence) if len(joined) == contexts else None
         if whole is None:
             self._leave(site, f"the reference's parts {list(shape)} follow no known split")
             return
         self._written[memory] = self._write(numbered, first[1], whole)
 
-    def _over_tensor(self, site: Site, parts: Sequence[_Held], sequence: _Sequence | None) -> Array:
+    def _over_tensor(
+        self, site: Site, parts: Sequence[_Held], sequence: _Sequence | None
+    ) -> Array | None:
         """What tensor-parallel ranks have together."""
         values = [one.values(record) for one, record in parts]
         if sequence is not None and sequence.split:
@@ -198,9 +203,9 @@ class _Joiner:
         if _alike(values):
             return values[0]
         axis = values[0].ndim - 1
-        if (
-            values[0].ndim == 4
-        ):  # Heads: of rows they stand before the width, of scores after the batch.
+        if axis < 0:
+            return None
+        if axis == 3:  # Heads: of rows they stand before the width, of scores after the batch.
             axis = 2 if sequence is not None and sequence.axis == 0 else 1
         return _joined(values, axis, gated=self._rank.gated and GATED in site.name)
 
@@ -278,7 +283,10 @@ class _Joiner:
             routed = sender.values(record)[:, int(expert.partition(".")[0])].astype(bool)
             samples = self._rank.micro_batch_size
             positions = positions_of(sender.rank, context, tensor)
-            tokens = (positions[:, None] * samples + np.arange(samples)).ravel()[routed]
+            tokens = (positions[:, None] * samples + np.arange(samples)).ravel()
+            if len(tokens) != len(routed):
+                return
+            tokens = tokens[routed]
             found.append((data, tokens, slice(begin, begin := begin + len(tokens))))
         if values.ndim and len(values) == begin:
             yield from ((data, tokens, values[rows]) for data, tokens, rows in found)
@@ -295,7 +303,7 @@ class _Joiner:
 
     def _write(self, site: Site, like: TensorRecord, whole: Array) -> TensorRecord:
         if site.stage is Stage.ACTIVATION_GRADIENTS:
-            whole = whole * np.float32(scale_of(self.described()) / scale_of(self._rank))
+            whole = whole * self._scale
         return self._add(site, like.dtype, whole)
 
     def _add(
