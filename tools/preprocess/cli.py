@@ -17,6 +17,7 @@ from tools.preprocess.errors import DatasetError, PreprocessError
 from tools.preprocess.hub import Hub
 from tools.preprocess.merge import merge
 from tools.preprocess.progress import Progress
+from tools.preprocess.published import HUB_NAME, comparison
 from tools.preprocess.run import PreprocessOptions, preprocess
 from tools.preprocess.sample import write_sample
 from tools.preprocess.source import parse_shard
@@ -211,16 +212,18 @@ def _hub(flags: Flags) -> int:
     Repeating it resumes. (--input hub:NAME streams instead.)
     """
     prefix: Path = flags.output_prefix
+    made = prefix.with_name(f"{prefix.name}_text_document")
     try:
-        made = open_dataset(prefix.with_name(f"{prefix.name}_text_document"))
-        print(f"{_describe(made)}, made before")
-        return 0
+        print(f"{_describe(open_dataset(made))}, made before")
+        code = 0
     except DatasetError:
-        pass
-    lines = prefix.with_name(prefix.name + ".jsonl")
-    if not lines.is_file():
-        Hub(flags.name, flags.hub_config, flags.hub_split).fetch("text", lines)
-    return _make(PreprocessOptions((str(lines),), prefix, append_eod=True))
+        lines = prefix.with_name(prefix.name + ".jsonl")
+        if not lines.is_file():
+            Hub(flags.name, flags.hub_config, flags.hub_split).fetch("text", lines)
+        code = _make(PreprocessOptions((str(lines),), prefix, append_eod=True))
+    if code == 0 and flags.name == HUB_NAME:
+        print(comparison(open_dataset(made)))
+    return code
 
 
 def _add_merge_flags(add: Add) -> None:

@@ -1,0 +1,40 @@
+"""The published data set is known by its documents and by the samples that Megatron draws from them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tools.preprocess.dataset import Dataset, open_dataset, write_index
+from tools.preprocess.published import DOCUMENTS, comparison, samples_drawn
+
+
+def dataset(folder: Path, lengths: list[int]) -> Dataset:
+    prefix = folder / "d_text_document"
+    np.zeros(sum(lengths), "<u2").tofile(f"{prefix}.bin")
+    boundaries = np.arange(1, len(lengths) + 1)
+    write_index(
+        Path(f"{prefix}.idx"),
+        "uint16",
+        lambda: [np.array(lengths, "<i4")],
+        lambda: [boundaries],
+    )
+    return open_dataset(prefix)
+
+
+def test_whole_epochs_are_drawn_until_there_are_enough_samples(tmp_path: Path) -> None:
+    made = dataset(tmp_path, [10] * 8 + [7, 5])
+    # 80 tokens an epoch: 9 samples of 8 need 73, 10 need 81.
+    assert list(samples_drawn(made, (8, 1, 1), (9, 1, 1), 8)) == [9, 1, 1]
+    assert list(samples_drawn(made, (8, 1, 1), (10, 1, 1), 8)) == [19, 1, 1]
+
+
+def test_another_number_of_documents_is_said(tmp_path: Path) -> None:
+    assert "3 documents instead of 10,000" in comparison(dataset(tmp_path, [4, 4, 4]))
+
+
+def test_other_documents_of_the_same_number_are_told_apart_by_the_samples_drawn(
+    tmp_path: Path,
+) -> None:
+    text = comparison(dataset(tmp_path, [3] * DOCUMENTS))
+    assert text.startswith("Not the published data set: Megatron draws 2,000,0")
+    assert "2,008,302 / 400,551 / 45" in text
