@@ -41,6 +41,11 @@ make_venv() { # a fitting one that was installed to its end is kept, with what w
   if [[ ! -e $UNFINISHED ]] && fits "$VENV/bin/python"; then
     return
   fi
+  [[ ! -L $VENV ]] || {
+    echo "$VENV is a link to an environment that was not installed to its end or has no Python 3.12 or 3.13;" \
+      "run 'make setup' where $(readlink -f "$VENV") belongs, or remove the link." >&2
+    return 1
+  }
   local python
   python=$(find_python)
   if [[ -e $VENV && ! -e $UNFINISHED ]]; then
@@ -108,9 +113,12 @@ fi
 wanted=$(sha256sum requirements.txt)
 ready && exit 0
 
-# Two at once would spoil each other's work. The folder is locked, also for what a killed set-up left running.
+# Two at once would spoil each other's work. The folder that .venv is in, also by a link, is locked, and stays
+# so while anything of a killed set-up still runs.
 if command -v flock > /dev/null; then
-  exec 9< .
+  place=.
+  [[ ! -L $VENV ]] || place=$(readlink -f "$VENV")/..
+  exec 9< "$place"
   flock --nonblock 9 || {
     echo "Another make is setting up $VENV; waiting for it." >&2
     flock 9

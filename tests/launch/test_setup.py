@@ -11,7 +11,7 @@ from tools.spec.files import ROOT
 
 SHELLS_TOOLS = (
     *("bash", "env", "dirname", "sha256sum", "cat", "cp", "rm", "mkdir", "touch", "tee", "grep"),
-    *("find", "wc", "tail", "sed", "awk", "uname", "flock"),
+    *("find", "wc", "tail", "sed", "awk", "uname", "flock", "readlink"),
 )
 
 
@@ -166,6 +166,20 @@ def test_a_folder_that_is_no_environment_is_not_cleared(bare_kit: Path) -> None:
     assert (answer.returncode, answer.stderr.count("\n")) == (1, 1)
     assert answer.stderr.startswith(".venv is there and is no virtual environment; move it away")
     assert (bare_kit / "kit/.venv/mine").exists()
+
+
+def test_an_environment_that_is_linked_is_never_cleared(bare_kit: Path) -> None:
+    installs(bare_kit)
+    set_up(bare_kit)
+    called(bare_kit)
+    (bare_kit / "kit/.venv").rename(bare_kit / "shared")
+    (bare_kit / "kit/.venv").symlink_to(bare_kit / "shared")
+    assert (set_up(bare_kit).returncode, set_up(bare_kit).stderr) == (0, "")
+    (bare_kit / "shared/.unfinished").touch()
+    answer = set_up(bare_kit)
+    assert (answer.returncode, answer.stderr.count("\n")) == (1, 1)
+    assert answer.stderr.startswith(".venv is a link to an environment that was not installed")
+    assert (bare_kit / "shared/bin/python").exists()
 
 
 def test_a_second_make_waits_for_the_first(bare_kit: Path) -> None:
