@@ -1,7 +1,18 @@
 import numpy as np
 import pytest
 
-from tests.verify.captures import KEY, WEIGHT, output, pair, place, random, rank, write
+from tests.verify.captures import (
+    BATCH,
+    KEY,
+    SEQUENCE,
+    WEIGHT,
+    output,
+    pair,
+    place,
+    random,
+    rank,
+    write,
+)
 from tools.records.capture import CapturedModule, Placement, Site, Stage
 from tools.verify.compare import RESPONSES, compare
 
@@ -288,3 +299,35 @@ def test_an_update_that_one_weight_misses_is_wrong_though_the_weight_hardly_diff
     (wrong,) = found(tmp_path / "m", [(rank(), updated(missing))], updated(moved)).wrong()
     assert wrong.key == (Stage.WEIGHTS, WEIGHT, "update")
     assert wrong.ratio > 1000
+
+
+def heads(name, slot, *shares):
+    """Gradients of keys on as many tensor-parallel ranks, which have a head of the sequence each."""
+    site = Site(Stage.ACTIVATION_GRADIENTS, f"decoder.layers.0.self_attention.{name}", slot, 0)
+    ranks = [
+        (rank(number, tensor=(number, len(shares)), world_size=len(shares)), [(site, share)])
+        for number, share in enumerate(shares)
+    ]
+    return ranks, site
+
+
+def test_ranks_that_share_a_key_head_have_shares_of_its_gradient(tmp_path):
+    first, second = random(SEQUENCE, BATCH, 1, 4), random(SEQUENCE, BATCH, 1, 4, seed=1)
+    both = np.concatenate([first, second], 2)
+    share = random(SEQUENCE, BATCH, 1, 4, seed=2)
+    for name, slot in (
+        ("core_attention", "input.key"),
+        ("core_attention", "input.value"),
+        ("k_layernorm", "output"),
+    ):
+        ours, site = heads(name, slot, first - share, share, second - share, share)
+        assert not found(tmp_path / f"{name} {slot}", ours, [(site, both)]).wrong()
+        lacking, site = heads(name, slot, first - share, share, second - share, 0 * share)
+        (wrong,) = found(tmp_path / f"- {name} {slot}", lacking, [(site, both)]).wrong()
+        assert wrong.wrong_ranks == {2, 3}
+
+
+def test_queries_gradients_of_ranks_are_no_shares(tmp_path):
+    ours, site = heads("core_attention", "input.query", *2 * [random(SEQUENCE, BATCH, 1, 4) / 2])
+    (wrong,) = found(tmp_path, ours, [(site, 2 * ours[0][1][0][1])]).wrong()
+    assert wrong.wrong_ranks == {0, 1}

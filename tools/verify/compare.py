@@ -50,6 +50,12 @@ _WHOLE_ON_EVERY_RANK = frozenset(
 """Modules whose output tensor-parallel ranks have alike, but for sequence parallelism."""
 _RESIDUAL = ("embedding_dropout", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
 """And modules inside them, whose class says nothing of it."""
+_ATTENTION, _KEY_NORM, _KEY_AND_VALUE = (
+    ".core_attention",
+    ".k_layernorm",
+    ("input.key", "input.value"),
+)
+"""Where heads of keys and values are apart from those of queries, of which each rank has its own."""
 
 
 def compare(reference: Capture, layout: Capture) -> Compared:
@@ -102,7 +108,7 @@ class _Comparer:
         return pairs
 
     def activations(self) -> None:
-        split: dict[object, list[tuple[TensorRecord, Pair]]] = {}
+        shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}
         for one in self._layout.ranks:
             for record in one.records:
                 site = record.site
@@ -119,21 +125,16 @@ class _Comparer:
                     self._skip(aligned.obstacle, f"{site.name} {site.slot}")
                     continue
                 pair = Pair(one.rank.rank, site.micro_batch, aligned.ours, aligned.reference)
-                if of_experts(site.name) and one.rank.expert_tensor[1] > 1:
-                    place = (site, one.rank.data, one.rank.context, one.rank.expert)
-                    split.setdefault(place, []).append((record, pair))
+                if _is_shared(one.rank, site):
+                    part = pair.reference.tobytes()
+                    place = (site, one.rank.data, one.rank.context, one.rank.expert, part)
+                    shared.setdefault(place, []).append((record, pair))
                 else:
                     self._comparison(_key(site), record).add(pair)
-        for parts in split.values():
-            # Tensor-parallel ranks that share an expert add up after it, not inside it.
-            record, first = parts[0]
+        for parts in shared.values():
+            record = parts[0][0]
             found = self._comparison(_key(record.site), record)
-            pairs = [pair for _, pair in parts]
-            if all(np.array_equal(pair.reference, first.reference) for pair in pairs[1:]):
-                self._summed_or_whole(found, pairs)
-            else:
-                for pair in pairs:
-                    found.add(pair)
+            self._summed_or_whole(found, [pair for _, pair in parts])
 
     def _choice(self, one: RankCapture, record: TensorRecord) -> None:
         """What a router chose, exactly, but for experts whose scores are equal within rounding."""
@@ -352,6 +353,20 @@ def _scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]]:
         for record in one.records:
             if record.placement is None and record.site.micro_batch is None:
                 yield one, record
+
+
+def _is_shared(rank: CapturedRank, site: Site) -> bool:
+    """Whether tensor-parallel ranks that have the same part may each have a share of its sum.
+
+    Those that share an expert add up after it, not inside it. Where there are fewer key/value heads than
+    ranks, the gradient of a head is the sum over the ranks whose queries attend to it.
+    """
+    if of_experts(site.name):
+        return rank.expert_tensor[1] > 1
+    if site.stage is not Stage.ACTIVATION_GRADIENTS or rank.tensor[1] == 1:
+        return False
+    of_heads = site.name.endswith(_ATTENTION) and site.slot in _KEY_AND_VALUE
+    return of_heads or site.name.endswith(_KEY_NORM)
 
 
 def _is_whole(rank: CapturedRank, site: Site) -> bool:
