@@ -58,8 +58,16 @@ def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
 
 
 def enter(code: CodeType, entry: str) -> None:
-    """Run an entry's code as if it had been started itself."""
-    exec(code, {"__name__": "__main__", "__file__": entry})  # noqa: S102 - as asked
+    """Run an entry's code as if it had been started itself; a sentence that it ends with is an error's.
+
+    Like argparse's, it names its file: so it is found in the log (`tools.report.read.failures`).
+    """
+    try:
+        exec(code, {"__name__": "__main__", "__file__": entry})  # noqa: S102 - as asked
+    except SystemExit as refusal:
+        if isinstance(refusal.code, str):
+            refusal.code = f"{Path(entry).name}: error: {refusal.code}"
+        raise
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ NO_CHECKOUT = pytest.mark.skipif(
 def test_what_the_entry_does_not_cover_it_refuses_by_name(refused: Run) -> None:
     assert refused.status.status is Status.CRASHED
     text = (refused.folder / "log.txt").read_text()
-    assert "--check-for-spiky-loss is not covered by this entry; set MEGATRON_LM" in text
+    sentence = "--check-for-spiky-loss is not covered by this entry; set MEGATRON_LM"
+    assert sentence in text
+    assert sentence in refused.status.reason
     assert refused.log.iterations == ()
 
 

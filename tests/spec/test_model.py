@@ -95,6 +95,8 @@ def test_flags_that_add_tensors_are_the_models_so_its_start_has_them() -> None:
     assert flags.text("--softmax-type") == "learnable"
     assert flags.text("--init-method-std") == "0.5"
     assert not flags.has("--clip-grad")
+    gates = ("--attention-output-gate", "--moe-shared-expert-gate", "--moe-latent-size", "32")
+    assert all(Flags(changed_model(tiny, gates).flags).has(flag) for flag in gates[:-1])
 
 
 def test_one_half_precision_takes_the_others_place() -> None:

@@ -20,7 +20,7 @@ from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, plan_command
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.flags import Flags, drop_flags
-from tools.spec.model import SHAPE_FLAGS
+from tools.spec.model import NOT_COUNTED, SHAPE_FLAGS
 from tools.spec.run import Recompute, recompute_of
 from tools.spec.setting import SettingError
 from tools.spec.settings import SETTINGS
@@ -186,7 +186,7 @@ def _overlaps(flags: Flags) -> dict[str, Any]:
 
 
 def _ignored(extra: Sequence[str]) -> tuple[str, ...]:
-    known = SHAPE_FLAGS | {
+    known = (SHAPE_FLAGS - NOT_COUNTED) | {
         *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
         *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
         *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),

@@ -22,41 +22,64 @@ MODEL_FILES = (".args", ".json")
 GPT2_VOCABULARY = 50257
 
 _HALVES = frozenset({"--fp16", "--bf16"})
-SHAPE_FLAGS = _HALVES | {
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--num-query-groups",
-    "--group-query-attention",
-    "--kv-channels",
-    "--ffn-hidden-size",
-    "--seq-length",
-    "--max-position-embeddings",
-    "--position-embedding-type",
-    "--normalization",
-    "--swiglu",
-    "--disable-bias-linear",
-    "--add-qkv-bias",
-    "--qk-layernorm",
-    "--softmax-type",
-    "--multi-latent-attention",
-    "--q-lora-rank",
-    "--kv-lora-rank",
-    "--qk-head-dim",
-    "--qk-pos-emb-head-dim",
-    "--v-head-dim",
-    "--mtp-num-layers",
-    "--num-experts",
-    "--moe-router-topk",
-    "--moe-router-pre-softmax",  # Megatron has one expert a token with it alone.
-    "--moe-ffn-hidden-size",
-    "--moe-shared-expert-intermediate-size",
-    "--moe-layer-freq",
-    "--moe-router-enable-expert-bias",
-    "--moe-router-score-function",  # Megatron has the bias with sigmoid alone.
-    "--init-method-std",
-}
-"""Flags that decide which tensors a model has, their precision, and their values at the start."""
+NOT_COUNTED = frozenset(
+    {
+        "--attention-output-gate",
+        "--quick-geglu",
+        "--moe-shared-expert-gate",
+        "--moe-latent-size",
+        "--moe-router-load-balancing-type",  # Of quantile_balancing the checkpoint has a buffer.
+        "--mtp-use-repeated-layer",
+        "--mla-down-proj-fusion",
+        "--apply-layernorm-1p",
+        "--init-method-xavier-uniform",
+        "--embedding-init-method-std",
+        "--use-mup",
+        "--mup-base-hidden-size",
+    }
+)
+"""Those of `SHAPE_FLAGS` that no formula has: parameters, FLOPs and memory are counted without them."""
+SHAPE_FLAGS = (
+    _HALVES
+    | NOT_COUNTED
+    | {
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--num-query-groups",
+        "--group-query-attention",
+        "--kv-channels",
+        "--ffn-hidden-size",
+        "--seq-length",
+        "--max-position-embeddings",
+        "--position-embedding-type",
+        "--normalization",
+        "--swiglu",
+        "--disable-bias-linear",
+        "--add-qkv-bias",
+        "--qk-layernorm",
+        "--softmax-type",
+        "--multi-latent-attention",
+        "--q-lora-rank",
+        "--kv-lora-rank",
+        "--qk-head-dim",
+        "--qk-pos-emb-head-dim",
+        "--v-head-dim",
+        "--mtp-num-layers",
+        "--num-experts",
+        "--moe-router-topk",
+        "--moe-router-pre-softmax",  # Megatron has one expert a token with it alone.
+        "--moe-ffn-hidden-size",
+        "--moe-shared-expert-intermediate-size",
+        "--moe-layer-freq",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-score-function",  # Megatron has the bias with sigmoid alone.
+        "--init-method-std",
+    }
+)
+"""Flags that decide which tensors a model has, their precision, and their values at the start.
+
+Of megatron-core 0.19's parser, but for what the kit's entry does not cover."""
 
 
 @dataclass(frozen=True)
