@@ -139,6 +139,11 @@ def exact_gpt2(gpt2):
     return choose_encoder(gpt2, [], pytest.fail)
 
 
+@pytest.fixture(scope="module")
+def regex_gpt2(gpt2):
+    return RegexEncoder(gpt2)
+
+
 def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2):
     """After a letter, a digit or a space 's is one token; after anything else ' belongs to that.
 
@@ -171,16 +176,18 @@ unassigned = st.sampled_from("\U0003dddb\U000323b0\u0558\ua7dd\U0003fc3f\U0001fa
         max_size=8,
     )
 )
-def test_texts_with_the_youngest_characters_are_encoded_as_by_megatron(exact_gpt2, gpt2, documents):
-    ours, theirs = exact_gpt2.encode(documents), RegexEncoder(gpt2).encode(documents)
+def test_texts_with_the_youngest_characters_are_encoded_as_by_megatron(
+    exact_gpt2, regex_gpt2, documents
+):
+    ours, theirs = exact_gpt2.encode(documents), regex_gpt2.encode(documents)
     np.testing.assert_array_equal(ours[0], theirs[0])
     np.testing.assert_array_equal(ours[1], theirs[1])
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents=st.lists(texts, min_size=1, max_size=10))
-def test_the_regex_encoder_agrees_with_hugging_face(gpt2, hugging_face_gpt2, documents):
-    ours, theirs = RegexEncoder(gpt2).encode(documents), hugging_face_gpt2.encode(documents)
+def test_the_regex_encoder_agrees_with_hugging_face(regex_gpt2, hugging_face_gpt2, documents):
+    ours, theirs = regex_gpt2.encode(documents), hugging_face_gpt2.encode(documents)
     np.testing.assert_array_equal(ours[0], theirs[0])
     np.testing.assert_array_equal(ours[1], theirs[1])
 
