@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock, Semaphore, Thread
+from threading import Event, Lock, Semaphore, Thread
 from typing import Any
 
 from rich.console import Console
@@ -134,12 +134,12 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
-    *("forked tp2", "undisturbed"),
+    *("forked tp2", "undisturbed", "pp2"),
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
 
 ALONE = "pp2"
-"""What it waits for is looked at, so it trains without another run beside it."""
+"""What it waits for is looked at, so it trains last, when nothing else does."""
 
 SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {"killed": killed}
 """What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
@@ -167,7 +167,7 @@ class SharedRuns:
         }
         self._names = list(wanted)
         scenarios = (name for name in SCENARIOS if name in asked)
-        names = (*scenarios, *(name for name in wanted if name != ALONE))
+        names = (*scenarios, *wanted)
         self._answer = runs / "shared.json"
         command = (sys.executable, "-m", "tests.examples.runs")
         self._process = subprocess.Popen(
@@ -182,12 +182,8 @@ class SharedRuns:
 
     @functools.cached_property
     def runs(self) -> dict[str, Run]:
-        """All runs; the one that must train alone is trained now."""
-        made = {name: Path(self._made(name)) for name in self._names if name != ALONE}
-        runs = {name: run_of(folder) for name, folder in made.items()}
-        if ALONE in self._names:
-            runs[ALONE] = self.trainer(dense(ALONE)[0])
-        return runs
+        """All runs."""
+        return {name: run_of(Path(self._made(name))) for name in self._names}
 
     def scenario(self, name: str) -> Any:
         """What a scenario found."""
@@ -221,11 +217,12 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
     """Make runs and scenarios by name, one at a time until all cores are free; write what was made."""
     trainer = Trainer(Path(runs), Path(data))
     wanted = {name: run for each in FIXTURES.values() for name, run in each.items()}
-    permits = Semaphore(1)
+    permits, others_ended = Semaphore(1), Event()
 
     def permit_all() -> None:
         while os.read(0, 1):
             permits.release(LANES - 1)
+            others_ended.set()
         os.killpg(0, signal.SIGTERM)  # The tests were killed: what they wait for would train on.
 
     def make(name: str, warm: WarmMegatron | None) -> dict[str, Any]:
@@ -244,15 +241,18 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
     Thread(target=permit_all, daemon=True).start()
     forked = [name for name in FORKED if name in names]
     started = [name for name in names if name not in forked]
+    beside = [name for name in forked if name != ALONE]
     with ExitStack() as around, ThreadPoolExecutor(LANES) as pool:
         warm = None
         if forked:
             first = trainer.compose(wanted[forked[0]][0])
             warm = WarmMegatron(first.entry.path, first.environment)
             around.callback(warm.close)
-        results = make_all(forked[:2], warm)  # They write the starts of both models.
-        further = pool.submit(make_all, forked[2:], warm)
+        results = make_all(beside[:2], warm)  # They write the starts of both models.
+        further = pool.submit(make_all, beside[2:], warm)
         results |= make_all(started, None) | further.result()
+        others_ended.wait()
+        results |= make_all(forked[len(beside) :], warm)
     Path(answer).write_text(json.dumps(results))
 
 

@@ -1,7 +1,6 @@
 from tests.launch.experiment.factory import measured, pair
 from tools.launch.experiment.tables.overtaking import fastest, verdicts
-from tools.launch.experiment.tables.picture import draw_sweep
-from tools.launch.experiment.tables.sweep import render
+from tools.launch.experiment.tables.sweep import draw_sweep, render
 from tools.spec.run import Backend, DeviceKind
 from tools.text.units import parameters
 
