@@ -11,6 +11,9 @@ because one with threads must not fork; it ends when its standard input ends.
 
 from __future__ import annotations
 
+import argparse
+import functools
+import inspect
 import json
 import os
 import select
@@ -56,6 +59,7 @@ def main(descriptor: int, entry: Path) -> None:
         applied = apply_patches(PATCHES, context)
         code = compile(entry.read_bytes(), str(entry), "exec")
         exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
+        _read_help_once()
         rank = _serve(listener)
     if rank is None:
         return
@@ -64,6 +68,15 @@ def main(descriptor: int, entry: Path) -> None:
     further = apply_patches([each for each in PATCHES if each.name not in applied], context)
     announce(context, [each.name for each in PATCHES if each.name in (*applied, *further)])
     enter(code, str(entry))
+
+
+def _read_help_once() -> None:
+    """The flags' help, which Megatron's parser finds in the source of 28 classes: not in every rank."""
+    from megatron.training import arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    if hasattr(arguments, "add_megatron_arguments"):
+        arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _serve(listener: socket.socket) -> Rank | None:

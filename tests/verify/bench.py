@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +41,7 @@ class Bench:
 
     data: str
     folder: Path
-    ranks: ForkedRanks = field(default_factory=ForkedRanks)
+    ranks: ForkedRanks
 
     def verify(
         self,
@@ -69,8 +69,9 @@ class Bench:
         )
         name = f"verify-{strategy}-{model}-{devices}cpu"
         verification = compose_verification(name, options, difference or Difference())
-        ensure_start_checkpoint(verification.reference, options, Console(file=sys.stderr))
-        batch = verification.reference.spec.batch.global_batch_size
+        reference = replace(verification.reference, warm=self.ranks.warm)
+        ensure_start_checkpoint(reference, options, Console(file=sys.stderr))
+        batch = reference.spec.batch.global_batch_size
         words = "_".join(
             (
                 verification.reference_name,
@@ -97,17 +98,16 @@ class _Training:
     """Whether the reference keeps the plant."""
 
     def __call__(self, part: str, launch: Launch) -> str:
-        logs = self.kept.with_name(f"{self.kept.name}.{part}.logs")
-        if part == "reference":
-            if not self.kept.is_dir():
-                codes = self.ranks.run(launch if self.planted else _without_plant(launch), logs)
-                if any(codes):
-                    return f"ended with {codes}, see {logs}"
-                shutil.move(self.scratch / part, self.kept)
-            (self.scratch / part).symlink_to(self.kept)
-            return ""
-        codes = self.ranks.run(launch, logs)
-        return f"ended with {codes}, see {logs}" if any(codes) else ""
+        log = self.kept.with_name(f"{self.kept.name}.{part}.txt")
+        if part != "reference":
+            return self.ranks.run(launch, log)
+        if not self.kept.is_dir():
+            launch = launch if self.planted else _without_plant(launch)
+            if failure := self.ranks.run(launch, log):
+                return failure
+            shutil.move(self.scratch / part, self.kept)
+        (self.scratch / part).symlink_to(self.kept)
+        return ""
 
 
 def _without_plant(launch: Launch) -> Launch:
@@ -245,7 +245,8 @@ def main() -> int:
         temporary = tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".bench-verify-")
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(given.data, folder.resolve())
+        ranks = around.enter_context(closing(ForkedRanks()))
+        bench = Bench(given.data, folder.resolve(), ranks)
         tables = {
             "plants": verify_plants(bench, given.only),
             "resumed": verify_stated(bench, given.only, "resumed.yaml"),

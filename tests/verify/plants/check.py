@@ -13,15 +13,17 @@ import json
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_patches.plant import FILE as PLANT
 from tests.verify.forked import ForkedRanks
-from tests.verify.plants.trace import STAGES, Trace, first_difference
+from tests.verify.plants.trace import STAGES, first_difference
 from tools.launch.compose import Launch
-from tools.launch.options import Options, read_plant
+from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.spec.files import read_yaml
@@ -77,12 +79,23 @@ def plants() -> tuple[Plant, ...]:
     return tuple(Plant(**entry) for entry in read_yaml(FOLDER / "plants.yaml"))
 
 
+_TRACED = """import os
+from pathlib import Path
+
+from megatron_patches.plant import FILE, execute_plant
+from tests.verify.plants.trace import Trace
+
+execute_plant({{FILE: {plant!r}}})
+Trace(Path({folder!r}) / f"trace{{os.environ['RANK']}}.json", {step}, {last}).install()
+"""
+"""What every rank executes as its plant: the plant itself, then the trace around all."""
+
+
 class Checker:
     """Trains with and without plants; what is trained without one is kept."""
 
-    def __init__(self, data: str, folder: Path) -> None:
-        self._data, self._folder = data, folder
-        self._ranks = ForkedRanks()
+    def __init__(self, data: str, folder: Path, ranks: ForkedRanks) -> None:
+        self._data, self._folder, self._ranks = data, folder, ranks
         self._unplanted = cache(self._train)
 
     def check(self, plant: Plant) -> tuple[str, str, str]:
@@ -120,20 +133,19 @@ class Checker:
         step: int,
         path: Path | None = None,
     ) -> list[dict[str, Any]]:
-        launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags, path)
+        launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags)
         name = "-".join((strategy, model, *(word.strip("-") for word in flags)))
         folder = self._folder / (f"{name}+{path.stem}" if path else name)
-        codes = self._ranks.run(
-            launch,
-            folder,
-            watch=lambda rank: Trace(folder / f"trace{rank}.json", step, STEPS).install(),
-        )
+        folder.mkdir(parents=True)
+        plant, traced = str(path or ""), folder / "traced.py"
+        traced.write_text(_TRACED.format(plant=plant, folder=str(folder), step=step, last=STEPS))
+        failure = self._ranks.run(launch, folder / "log.txt", {PLANT: str(traced)})
         traces = [folder / f"trace{rank}.json" for rank in range(devices)]
-        if any(codes) or not all(trace.is_file() for trace in traces):
-            raise RuntimeError(f"ranks ended with {codes}, see {folder}")
+        if failure or not all(trace.is_file() for trace in traces):
+            raise RuntimeError(failure or f"a rank has no trace, see {folder}")
         return [json.loads(trace.read_text()) for trace in traces]
 
-    def _launch(self, name: str, flags: Sequence[str], path: Path | None) -> Launch:
+    def _launch(self, name: str, flags: Sequence[str]) -> Launch:
         options = Options(
             iterations=STEPS,
             micro_batch_size=2,
@@ -143,7 +155,6 @@ class Checker:
             runs=self._folder,
             extra=tuple(flags),
             ledger=False,
-            plant=read_plant(str(path)) if path else None,
         )
         target = parse_target(name)
         return compose_target(target, flags_of_grammar(target), options)
@@ -156,8 +167,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for logs and traces")
     parser.add_argument("ids", nargs="*")
     given = parser.parse_args()
-    checker = Checker(given.data, given.folder)
-    failed = [plant.id for plant in chosen(given.ids) if not reported(checker, plant)]
+    with closing(ForkedRanks()) as ranks:
+        checker = Checker(given.data, given.folder.resolve(), ranks)
+        failed = [plant.id for plant in chosen(given.ids) if not reported(checker, plant)]
     print(f"{len(failed)} failed: {', '.join(failed) or 'none'}")
     raise SystemExit(bool(failed))
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from tools.spec.files import ROOT
 
@@ -61,6 +62,18 @@ class WarmMegatron:
         client = (sys.executable, "-m", "tools.launch.supervise.warm")
         return (*client, str(self._socket), str(ranks), "--", *arguments)
 
+    def run(
+        self,
+        ranks: int,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        seconds: float,
+    ) -> int:
+        """Fork ranks that print to `output`; their exit status. After `seconds` they are ended."""
+        address, printed = str(self._socket), output.fileno()
+        return ask(address, ranks, arguments, environment, printed, seconds)
+
     def close(self) -> None:
         """End the process; its ranks have ended before, with their runs."""
         assert self._process.stdin is not None
@@ -70,14 +83,28 @@ class WarmMegatron:
         shutil.rmtree(self._folder)
 
 
-def ask(address: str, ranks: int, arguments: Sequence[str]) -> int:
-    """Have ranks forked that print where this process prints; their exit status when they have ended."""
-    request = {"ranks": ranks, "arguments": list(arguments), "environment": dict(os.environ)}
+def ask(
+    address: str,
+    ranks: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
+    output: int = 1,
+    seconds: float | None = None,
+) -> int:
+    """Have ranks forked that print to a file descriptor; their exit status when they have ended.
+
+    They are ended where this process ends, or waits for more than `seconds`.
+    """
+    request = {"ranks": ranks, "arguments": list(arguments), "environment": dict(environment)}
     with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(seconds)
         try:
             server.connect(address)
-            socket.send_fds(server, [json.dumps(request).encode()], [1])
+            socket.send_fds(server, [json.dumps(request).encode()], [output])
             answer = server.recv(1)
+        except TimeoutError:
+            print(f"The ranks were ended after {seconds:.0f} s.", file=sys.stderr)
+            return FAILED
         except OSError as error:
             answer = b""
             print(f"{address}: {error.strerror}", file=sys.stderr)
