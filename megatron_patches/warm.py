@@ -74,7 +74,7 @@ def _read_help_once() -> None:
     """The flags' help, which Megatron's parser finds in the source of 28 classes: not in every rank."""
     from megatron.training import arguments
 
-    inspect.getsource = functools.cache(inspect.getsource)
+    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
     if hasattr(arguments, "add_megatron_arguments"):
         arguments.add_megatron_arguments(argparse.ArgumentParser())
 
