@@ -21,7 +21,7 @@ def test_runs_with_other_patches_are_not_pooled_and_say_which(tmp_path: Path) ->
     runs = [loaded(tmp_path, "a"), loaded(tmp_path, "b", "norm,adamw"), loaded(tmp_path, "c")]
     rows = build_report("r", runs, load_published()).entries
     assert sorted(len(entry.configuration.runs) for entry in rows) == [1, 2]
-    notes = {len(entry.configuration.runs): "; ".join(notes_of(entry)) for entry in rows}
+    notes = {len(entry.configuration.runs): notes_of(entry) for entry in rows}
     assert "patches: norm, adamw" in notes[1]
     assert "patches" not in notes[2]
 

@@ -94,7 +94,7 @@ def final_loss(run: Run) -> float | None:
     return None
 
 
-def notes_of(entry: Entry) -> list[str]:
+def notes_of(entry: Entry) -> str:
     """What a reader of the entry's row must know, most important first."""
     run, configuration, parity = entry.run, entry.configuration, entry.parity
     notes = [run.status.reason] if run.status.reason else []
@@ -111,7 +111,8 @@ def notes_of(entry: Entry) -> list[str]:
     shared = [SHARED] if shares_gpu(run.spec) else []
     patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
     planted = [f"changed by PLANT={plant_name(run.spec)}"] if is_planted(run.spec) else []
-    return [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
+    notes = [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
+    return "; ".join(notes).replace(".; ", "; ")
 
 
 def disagreement(entry: Entry) -> str:
@@ -221,6 +222,6 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("parameters_max_rank", lambda e: largest_parameters(e.run)),
     Column("final_loss", lambda e: final_loss(e.run)),
     Column("parity", lambda e: e.parity.verdict or None),
-    Column("notes", lambda e: "; ".join(notes_of(e))),
+    Column("notes", notes_of),
 )
 """The columns of `results.csv`, a contract: names and order. Unknown is None, an empty cell."""

@@ -103,7 +103,9 @@ def _difference(subject: Subject, whole: float, fair: float) -> str:
 
 
 def _seen(smallest: float | None) -> str:
-    return f" (below {smallest:.1%} nothing can be seen with these runs)" if smallest else ""
+    return (
+        f" (a difference below {smallest:.1%} cannot be seen with these runs)" if smallest else ""
+    )
 
 
 def _named_causes(costs: Sequence[ExtraTime], difference: float, noise: float) -> str:

@@ -78,9 +78,11 @@ def fold_of(path: Path) -> Fold | None:
 
 def unfolded(pieces: Iterable[Piece], fold: Fold) -> Iterator[Piece]:
     """The lines as they were before they were cut, each with the number of its first part."""
-    whole, number, last = b"", 0, None
+    whole, number = b"", 0
+    last: bytes | None = None
     for piece in pieces:
-        lines, numbers = [], []
+        lines: list[bytes] = []
+        numbers: list[int] = []
         for line, place in zip(piece.data.split(b"\n"), piece.numbers, strict=False):
             joint = fold.joint(last, line) if last is not None else None
             if joint is None or len(whole) > MAX_LINE:

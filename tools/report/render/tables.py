@@ -117,7 +117,7 @@ _MEMORY = Column[Entry]("Peak memory", lambda e: peak_memory(e.run)[0], size)
 _SENT = Column[Entry]("Sent/iteration", lambda e: sent_bytes(e.run), size)
 _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent)
 _PUBLISHED = Column[Entry]("Published ms", _published, _said)
-_NOTES = Column[Entry]("Notes", lambda e: "; ".join(notes_of(e)), right=False)
+_NOTES = Column[Entry]("Notes", notes_of, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
 
 _OF_PAGE = (

@@ -306,10 +306,10 @@ def _power_sentences(report: Report) -> list[str]:
     found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
     assumed = dict.fromkeys(each.scatter for each in found if each.freedom is None)
     return [
-        f"Rows of fewer than three runs cannot show how runs scatter; {scatter.assumed:.1%} is assumed"
-        f" ({scatter.source}). A difference below {smallest_difference(1, scatter.assumed):.1%} cannot"
-        f" be seen with one run each; three runs each see {smallest_difference(3, scatter.typical):.1%}"
-        f" where they scatter by {scatter.typical:.1%}."
+        f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
+        f" ({scatter.source}). With one run each, a difference below"
+        f" {smallest_difference(1, scatter.assumed):.1%} cannot be seen; with three runs each that"
+        f" scatter by {scatter.typical:.1%}, one below {smallest_difference(3, scatter.typical):.1%}."
         for scatter in assumed
     ]
 
