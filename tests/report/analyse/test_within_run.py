@@ -43,7 +43,7 @@ def test_a_slowdown_after_iteration_20_is_dated(tmp_path):
     assert (found.kind, found.iteration) == (Kind.STEP, 21)
     assert "from iteration 21 on iterations take 1" in found.text
     assert found.share == pytest.approx(0.09, abs=0.01)
-    assert f"longer: {found.share:.1%} of the time since" in found.text
+    assert f"longer, which costs {found.share:.1%} of the time from there on" in found.text
 
 
 def test_two_steps_are_two_changes(tmp_path):

@@ -1,5 +1,7 @@
 import csv
 
+from matplotlib.figure import Figure
+
 from tests.report.factory import log_text, run_record, write_run
 from tests.report.render.test_build import made, read_csv
 from tools.records import run as records
@@ -15,7 +17,10 @@ from tools.records.measurements import (
     RankMemory,
     algorithm,
 )
-from tools.report.read.runs import load_folder
+from tools.report.analyse.report import build_report
+from tools.report.read.runs import find_run_folders, load_folder, load_runs
+from tools.report.render.painters import draw_devices
+from tools.spec.published import Published
 
 
 def calls(wire_bytes):
@@ -90,3 +95,20 @@ def test_resident_memory_of_a_cpu_rank_is_no_device_memory(tmp_path):
     _, _, report = made(tmp_path)
     assert read_csv(report)["a"]["device_memory_bytes"] == ""
     assert (report / "devices.svg").exists()
+
+
+def test_every_reading_of_every_row_is_within_its_picture(tmp_path):
+    for name, memory_gib in (("a", 1), ("b", 3), ("c", 2)):
+        record = run_record(name)
+        record = run_record(name, argv=(*record.argv, "--variant", name))
+        folder = write_run(tmp_path, record, log_text([9.0] * 9))
+        rows = [f"{second}.0,0,cpu,{99 * memory_gib},{memory_gib << 30},,,," for second in (1, 2)]
+        text = "\n".join([",".join(records.SAMPLE_COLUMNS), *rows, ""])
+        (folder / records.SAMPLES_FILE).write_text(text)
+    runs, problems = load_runs(find_run_folders(tmp_path))
+    figure = Figure()
+    draw_devices(figure, build_report("r", runs, Published(), problems).entries)
+    for axes in figure.axes:
+        (line,) = axes.lines
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] >= max(line.get_ydata())

@@ -154,7 +154,11 @@ def test_on_paper_nothing_is_cut(page):
     assert not result["wide"]
     assert not result["sideways"]
     pdf = page[0].with_name("report.pdf")
-    chromium("--no-pdf-header-footer", f"--print-to-pdf={pdf}", page[0].as_uri())
+    for _ in range(3):
+        # On a machine that is much too busy it may leave an empty file.
+        chromium("--no-pdf-header-footer", f"--print-to-pdf={pdf}", page[0].as_uri())
+        if pdf.stat().st_size:
+            break
     assert pdf.read_bytes().startswith(b"%PDF")
 
 

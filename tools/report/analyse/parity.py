@@ -116,13 +116,10 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
 
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Iterations and losses; averaged lines and losses that are not numbers are left out."""
-    parts = []
-    for lines in (IterationTable.of(run.before), run.log.iterations):
-        losses = lines.values("lm_loss")
-        left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
-        kept = np.isfinite(losses) & ~left_out
-        parts.append((lines.numbers[kept], losses[kept]))
-    (earlier, before), (numbers, losses) = parts
+    numbers, losses = _points_of(run.log.iterations)
+    if not run.before:
+        return numbers, losses
+    earlier, before = _points_of(IterationTable.of(run.before))
     alone = ~np.isin(earlier, numbers)
     return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
 
@@ -131,6 +128,13 @@ def loss_curve(run: Run) -> Curve:
     """Loss by iteration, of what `loss_points` gives."""
     numbers, losses = loss_points(run)
     return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
+
+
+def _points_of(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    losses = lines.values("lm_loss")
+    left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
+    kept = np.isfinite(losses) & ~left_out
+    return lines.numbers[kept], losses[kept]
 
 
 def last_digit(value: float) -> float:
@@ -200,13 +204,16 @@ def _compared(row: Configuration, rows: Sequence[Configuration]) -> Parity | Non
 
 def _reference_of(run: Run, rows: Sequence[Configuration]) -> tuple[Configuration, Run] | None:
     """The row and the run that a run is compared with, which may be itself."""
-    candidates = [
-        (row, other)
-        for row in rows
-        for other in reversed(row.runs)
-        if loss_curve(other) and not _obstacle(other, run)
-    ]
-    return min(candidates, key=lambda found: _rank(found[0]), default=None)
+    # The best comes first, so that of a hundred rows few are looked at.
+    candidates = ((row, other) for row in sorted(rows, key=_rank) for other in reversed(row.runs))
+    return next(
+        (
+            (row, other)
+            for row, other in candidates
+            if len(loss_points(other)[0]) and not _obstacle(other, run)
+        ),
+        None,
+    )
 
 
 def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configuration]) -> str:

@@ -127,7 +127,7 @@ def _stretches(
 
 def _step(run: Run, first: int, before: float, after: float) -> Shift:
     share = 1 - before / after
-    cost = f"longer: {share:.1%} of the time since" if share > 0 else "less"
+    cost = f"longer, which costs {share:.1%} of the time from there on" if share > 0 else "less"
     text = (
         f"from iteration {first} on iterations take {number(after)} ms instead of {number(before)},"
         f" {abs(after / before - 1):.1%} {cost}{_cause(run, first)}"

@@ -99,9 +99,11 @@ def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
             _draw_series(left, series, series.utilisation_percent, 1)
             _draw_series(right, series, series.memory_bytes, 2**30)
         left.set_ylabel(label, rotation=0, ha="right", va="center")
-        for axes in (left, right):
-            axes.set_ylim(bottom=0)
-            grid(axes)
+        grid(left)
+        grid(right)
+    for axes in grid_of_axes[0]:
+        # Only now: it ends the search for a range that holds every row.
+        axes.set_ylim(bottom=0)
     cpu = all(entry.run.device == "cpu" for entry in entries)
     grid_of_axes[0][0].set_title("% of a core" if cpu else "% busy")
     grid_of_axes[0][1].set_title("resident memory, GiB" if cpu else "device memory, GiB")

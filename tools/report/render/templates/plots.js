@@ -22,7 +22,8 @@
   };
   const written = (value, digits = 5) => {
     const size = Math.abs(value);
-    if (value !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(Math.min(3, digits));
+    if (value !== 0 && (size < 9.99e-3 || size >= 1e7))
+      return value.toExponential(digits - 1).replace(/\.?0*e\+?/, "e");
     return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 8 });
   };
   const ticks = (low, high, count) => {
@@ -45,7 +46,8 @@
     constructor(figure, plot) {
       Object.assign(this, { figure, plot, hidden: new Set(), cursor: null });
       const ends = plot.series.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]);
-      this.whole = [Math.min(...ends), Math.max(...ends)];
+      const room = plot.dots ? 0.5 : 0;
+      this.whole = [Math.min(...ends) - room, Math.max(...ends) + room];
       this.range = [...this.whole];
       this.place = figure.querySelector(".plot");
       this.controls();
@@ -179,7 +181,7 @@
       this.axes();
       const id = `clip-${this.plot.name}`, clip = add(add(this.svg, "defs"), "clipPath", { id });
       add(clip, "rect", {
-        x: PAD.left, y: PAD.top - 4, width: this.width - PAD.left - PAD.right,
+        x: PAD.left - 4, y: PAD.top - 4, width: this.width - PAD.left - PAD.right + 8,
         height: HEIGHT - PAD.top - PAD.bottom + 8,
       });
       const lines = add(this.svg, "g", { "clip-path": `url(#${id})` });
@@ -207,8 +209,9 @@
 
     curve(parent, { series, place, kept }) {
       const [from, to] = kept, kind = `c${series.colour % 8}`, count = to - from + 1;
-      const points = [];
-      for (let k = from; k <= to; k++) points.push([this.at(series.x[k]), this.high(series.y[k]), series.y[k]]);
+      const points = [], aside = this.aside(place, count);
+      for (let k = from; k <= to; k++)
+        points.push([this.at(series.x[k]) + aside, this.high(series.y[k]), series.y[k]]);
       if (!this.plot.dots) {
         const path = points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L");
         add(parent, "path", { class: `line ${kind}`, d: `M${path}`, ...this.stroke(series, place) });
@@ -222,6 +225,12 @@
           add(parent, "circle", { class: `dot ${kind}`, cx: x.toFixed(1), cy: y.toFixed(1), r: 2.6 });
         }
       }
+    }
+
+    // Dots that lie on one another are drawn beside one another, as far as there is room for it.
+    aside(place, count) {
+      const rows = this.plot.series.length, span = this.width - PAD.left - PAD.right;
+      return this.plot.dots ? (place - (rows - 1) / 2) * Math.min(5, (0.7 * span) / count / rows) : 0;
     }
 
     stroke(series, place) {
@@ -262,24 +271,25 @@
       this.cursor = x;
       this.tip.hidden = x === null;
       if (x === null) return;
-      const parts = this.visible().map(({ series }) => ({ series, k: nearest(series.x, x) }));
+      const parts = this.visible().map((part) => ({ ...part, k: nearest(part.series.x, x) }));
       if (!parts.length) { this.tip.hidden = true; return; }
       const closest = parts.map(({ series, k }) => series.x[k])
         .reduce((best, each) => (Math.abs(each - x) < Math.abs(best - x) ? each : best));
       this.cursor = closest;
-      const place = this.at(closest);
-      add(this.hover, "line", { class: "cursor", x1: place, x2: place, y1: PAD.top, y2: HEIGHT - PAD.bottom });
+      const cursor = this.at(closest);
+      add(this.hover, "line", { class: "cursor", x1: cursor, x2: cursor, y1: PAD.top, y2: HEIGHT - PAD.bottom });
       this.tip.replaceChildren();
       html(this.tip, "strong", "", `iteration ${closest.toLocaleString("en")}`);
-      for (const { series, k } of parts) {
+      for (const { series, k, place, from, to } of parts) {
         const away = series.x[k] === closest ? "" : ` (at ${series.x[k].toLocaleString("en")})`;
         const value = `${written(series.y[k], 7)} ${this.plot.series.length > 1 ? series.label : this.plot.unit}`;
         const line = series.log_lines[k] ? `, log line ${series.log_lines[k].toLocaleString("en")}` : "";
         html(this.tip, "span", this.named(series), value + away + line);
         const y = Math.max(PAD.top, this.high(series.y[k]));
-        add(this.hover, "circle", { class: `dot c${series.colour % 8}`, cx: this.at(series.x[k]), cy: y, r: 4 });
+        const x = this.at(series.x[k]) + this.aside(place, to - from + 1);
+        add(this.hover, "circle", { class: `dot c${series.colour % 8}`, cx: x, cy: y, r: 4 });
       }
-      const share = place / this.width;
+      const share = cursor / this.width;
       this.tip.style.left = share > 0.5 ? "auto" : `${100 * share + 2}%`;
       this.tip.style.right = share > 0.5 ? `${100 * (1 - share) + 2}%` : "auto";
     }
