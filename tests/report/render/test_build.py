@@ -281,8 +281,8 @@ def test_a_refused_speedup_names_the_batches_and_that_they_were_scaled(tmp_path)
     _, printed, _ = made(tmp_path, width=1000)
     refused = "a speedup per iteration is refused, their iterations hold different work"
     assert (
-        f"{refused} (batch 2/4 | 4/8, scaled as published: the micro batch times the ranks of a "
-        "replica, the global batch times all ranks; MICRO_BATCH= and GLOBAL_BATCH= set one for all)"
+        f"{refused} (batch 2/4 | 4/8, scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH="
+        " set one for all)"
     ) in printed
     assert "dp2 ×2 is within noise of baseline ×1" in printed
 
