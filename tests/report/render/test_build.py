@@ -19,7 +19,7 @@ from tools.report.render.text import print_report
 from tools.spec.files import ROOT
 from tools.spec.published import load_published
 from tools.spec.run import DeviceKind
-from tools.spec.strategy import NAMED, Batch
+from tools.spec.strategy import BATCH_RULE, NAMED, Batch
 
 CONTRACT = (
     "run,status,backend,strategy,model,device,world_size,dp,tp,sp,pp,vpp,cp,ep,zero_stage,"
