@@ -7,7 +7,7 @@ from tests.native.small_model import settings
 from tools.native.model import GPT
 from tools.native.weights import load_start
 from tools.records.run import Status
-from tools.spec.run import Backend
+from tools.spec.run import Backend, OptimizerName
 
 
 @pytest.mark.parametrize("name", ["baseline", "tp2"])
@@ -59,3 +59,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(six: dict[str
     checkpoint = start / str(six["baseline"].record.start_checkpoint)
     with pytest.raises(SystemExit, match=r"is of another model: word_embeddings.weight should be"):
         load_start(GPT(settings()), checkpoint)
+
+
+@pytest.mark.slow
+def test_megatrons_muon_is_the_same_rule_on_both_sides(train: Trainer) -> None:
+    options = {"optimizer": OptimizerName.MEGATRON_MUON, "iterations": 20}
+    one, other = (
+        train("train-dp2-gpt2-tiny-2cpu", backend=backend, **options)
+        for backend in (Backend.MEGATRON, Backend.NATIVE)
+    )
+    assert len(one.losses) == 20
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)

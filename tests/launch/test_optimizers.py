@@ -58,10 +58,23 @@ def test_megatrons_muon_without_its_package_is_refused_with_the_way_to_get_it(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = optimizer_problems(launch(Backend.MEGATRON))
-    assert "pip install emerging-optimizers==0.3.0'" in problem
+    assert "'make setup' installs it" in problem
     assert "BACKEND=native" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert list(optimizer_problems(launch(Backend.MEGATRON))) == []
+
+
+def test_the_native_backend_needs_the_package_for_megatrons_rule_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    own, megatrons = (
+        launch(optimizer=name) for name in (OptimizerName.MUON, OptimizerName.MEGATRON_MUON)
+    )
+    assert list(optimizer_problems(own)) == []
+    assert parse_settings(own.arguments("run")).muon_rule == "pytorch"
+    assert len(list(optimizer_problems(megatrons))) == 1
+    assert parse_settings(megatrons.arguments("run")).muon_rule == "megatron"
 
 
 def test_megatrons_without_muon_are_refused() -> None:

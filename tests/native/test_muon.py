@@ -106,3 +106,31 @@ def test_muon_does_not_decay_weights(model: GPT) -> None:
         parameter.grad = torch.zeros_like(parameter)
     step_with_rate(optimizer, 1e-3)
     torch.testing.assert_close(weight.detach(), before)
+
+
+MEGATRONS = ("--optimizer", "muon", "--muon-rule", "megatron", "--decoupled-lr", "1e-4")
+
+
+def test_megatrons_rule_decays_matrices_and_leaves_only_the_vocabulary_to_the_decoupled_rate() -> (
+    None
+):
+    torch.manual_seed(0)
+    chosen = settings(*MEGATRONS, "--init-method-std", "1")
+    model = GPT(chosen)
+    optimizer = muon_adamw(model, chosen)
+    rates = {
+        id(p): (group.get("rate", 1.0), group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    decay = chosen.weight_decay
+    assert rates[id(model.word_embeddings.weight)] == (pytest.approx(0.1), decay)
+    assert rates[id(model.norm.weight)] == (1.0, 0.0)
+    assert rates[id(model.blocks[0].attention.proj.weight)] == (1.0, decay)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    positions = model.position_embeddings.weight
+    before = positions.detach().clone()
+    step_with_rate(optimizer, 1e-2)
+    assert "momentum_buffer" in optimizer.state[positions], "Megatron gives these to Muon"
+    torch.testing.assert_close(positions.detach(), before * (1 - 1e-2 * decay))

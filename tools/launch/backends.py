@@ -13,10 +13,10 @@ from dataclasses import replace
 from tools.launch.compose import Launch, start_checkpoint_path
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
-from tools.native.settings import refused_value, unknown_flags
+from tools.native.settings import MUON_RULE_FLAG, refused_value, unknown_flags
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
-from tools.spec.run import Backend, DeviceKind
+from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import UNTIED, Sharding, strategy_flags
 
 NO_DEEPSPEED = (
@@ -28,8 +28,6 @@ FIRST_MUON_RELEASE = (0, 17)
 """First Megatron whose Muon has the published coefficients, which it calls `simple`."""
 
 MUON_PACKAGE = "emerging_optimizers"
-MUON_DISTRIBUTION = "emerging-optimizers==0.3.0"
-"""On PyPI."""
 
 _ONLY_MEGATRON = frozenset(
     {
@@ -68,6 +66,7 @@ def for_backend(launch: Launch, options: Options) -> Launch:
         ("--vocab-size", str(launch.model.shape.vocabulary)),
         ("--make-vocab-size-divisible-by", str(max(1, multiple))),
         ("--start-weights", from_root(start)) if start else (),
+        _muon_rule(options),
     )
     environment = {k: v for k, v in launch.environment.items() if k != "KIT_START_WEIGHTS"}
     if options.backend is Backend.DEEPSPEED:
@@ -80,6 +79,11 @@ def for_backend(launch: Launch, options: Options) -> Launch:
         flags=flags,
         environment=environment,
     )
+
+
+def _muon_rule(options: Options) -> tuple[str, ...]:
+    megatrons = options.optimizer is OptimizerName.MEGATRON_MUON
+    return (MUON_RULE_FLAG, "megatron") if megatrons else ()
 
 
 def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
@@ -163,15 +167,19 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
         yield f"Muon needs whole matrices, which {sharding} shards; use dp2, or OPTIMIZER=adamw."
     if launch.spec.backend in ("deepspeed", "bare"):
         yield f"BACKEND={launch.spec.backend} has AdamW alone; use BACKEND=native for Muon."
-    if launch.spec.backend != "megatron":
-        return
-    if release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
+    flags, backend = Flags(launch.flags), launch.spec.backend
+    uses_package = backend == Backend.MEGATRON or flags.has(MUON_RULE_FLAG)
+    if backend == Backend.MEGATRON and release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
         yield (
             f"Megatron {launch.entry.megatron_version} has no Muon with the published coefficients, "
             "0.17 has; use BACKEND=native, or OPTIMIZER=adamw."
         )
-    elif launch.runtime.container is None and importlib.util.find_spec(MUON_PACKAGE) is None:
+    elif (
+        uses_package
+        and launch.runtime.container is None
+        and importlib.util.find_spec(MUON_PACKAGE) is None
+    ):
         yield (
-            f"Megatron's Muon needs the package {MUON_PACKAGE}, which is not installed: install it "
-            f"with '.venv/bin/python -m pip install {MUON_DISTRIBUTION}', or use BACKEND=native."
+            f"Megatron's Muon needs the package {MUON_PACKAGE}, which is not installed; 'make setup' "
+            "installs it, or use OPTIMIZER=muon BACKEND=native."
         )

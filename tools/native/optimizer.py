@@ -106,8 +106,11 @@ class MuonAdamW(torch.optim.Optimizer):
 def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
     """Muon at `--lr` without weight decay, AdamW at `--decoupled-lr` with `--weight-decay`.
 
-    Exits with a sentence where this PyTorch has no Muon.
+    `--muon-rule megatron` makes Megatron's choices instead. Exits with a sentence where this PyTorch has
+    no Muon.
     """
+    if settings.muon_rule == "megatron":
+        return _megatron_muon(model, settings)
     if not hasattr(torch.optim, "Muon"):
         sys.exit(f"torch {torch.__version__} has no Muon, 2.9 has; use OPTIMIZER=adamw.")
     hidden = muon_parameters(model)
@@ -127,6 +130,40 @@ def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
     for group in adamw.param_groups:
         group[RATE] = settings.decoupled_lr / settings.lr
     return MuonAdamW(muon, adamw)
+
+
+def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
+    """As `megatron.core.optimizer.emerging_optimizers` has it in 0.19.
+
+    Muon decays its matrices, and position embeddings are among them; norms and biases are AdamW's at
+    Muon's rate, only the two ends of the vocabulary have the decoupled one.
+    """
+    from emerging_optimizers.orthogonalized_optimizers import Muon  # type: ignore[import-untyped]
+
+    ends = [p for name, p in model.named_parameters() if _is_vocabulary(name)]
+    known = set(map(id, ends))
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    muon = Muon(
+        [parameter for parameter in rest if parameter.dim() == 2],
+        lr=0.0,
+        momentum=settings.muon_momentum,
+        weight_decay=settings.weight_decay,
+        nesterov=True,
+        coefficient_type="simple",
+        num_ns_steps=5,
+        scale_mode="shape_scaling",
+    )
+    groups: list[dict[str, Any]] = [
+        {"params": ends, "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.dim() != 2], "weight_decay": 0.0},
+    ]
+    groups[0][RATE] = settings.decoupled_lr / settings.lr
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return MuonAdamW(muon, torch.optim.AdamW(groups, lr=0.0, betas=betas))
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name.startswith(("word_embeddings", "output_layer"))
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:

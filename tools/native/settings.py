@@ -42,6 +42,10 @@ _IGNORED = {
 """Megatron's flags that choose kernels or output, with their number of values."""
 
 
+MUON_RULE_FLAG = "--muon-rule"
+"""The native backend's own."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """One run; sizes as in Megatron's arguments of the same names."""
@@ -112,6 +116,8 @@ class Settings:
     decoupled_lr: float
     """Peak rate of the AdamW beside Muon."""
     muon_momentum: float
+    muon_rule: str
+    """`pytorch` or `megatron`: whose Muon, and which parameters are left to AdamW."""
 
     @property
     def padded_vocabulary(self) -> int:
@@ -222,6 +228,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     parser.add_argument("--decoupled-lr", type=float)
     parser.add_argument("--muon-momentum", type=float, default=0.95)
+    parser.add_argument(MUON_RULE_FLAG, choices=("pytorch", "megatron"), default="pytorch")
     _add_muon_choices(parser)
     parser.add_argument("--lr-warmup-fraction", type=float, default=0.0)
     parser.add_argument("--lr-decay-style", choices=("cosine", "linear", "constant"), required=True)

@@ -43,6 +43,9 @@ class OptimizerName(StrEnum):
 
     ADAMW = "adamw"
     MUON = "muon"
+    """PyTorch's under `BACKEND=native`, Megatron's under Megatron."""
+    MEGATRON_MUON = "megatron-muon"
+    """Megatron's rule under both."""
 
 
 class DeviceKind(StrEnum):

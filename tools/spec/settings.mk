@@ -5,7 +5,7 @@
 ##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan advise dryrun]
 ##   SEED             seed of weights, dropout and sample order (1234)
 ##   DROPOUT          attention and hidden dropout
-##   OPTIMIZER        adamw or muon
+##   OPTIMIZER        adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too
 ##   DATA             data set, such as owt-ds/mine_text_document
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
 ##   DTYPE            fp32 or bf16 (fp32) [verify-*]

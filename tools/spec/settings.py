@@ -83,8 +83,8 @@ DROPOUT = Setting(
 OPTIMIZER = Setting(
     "OPTIMIZER",
     OptimizerName,
-    "adamw or muon",
-    "adamw or muon",
+    "adamw, muon or megatron-muon",
+    "adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too",
     _TRAIN,
     default=OptimizerName.ADAMW,
 )

@@ -1,4 +1,3 @@
-import importlib.util
 import math
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.moe import RoutedParity, parity, render
 from tools.launch.options import Options
-from tools.spec.run import Backend, OptimizerName
 
 
 def run(backend: str, milliseconds: float = 100, seed: int = 1, **changes: object) -> Measured:
@@ -130,21 +128,3 @@ def test_every_repeat_is_a_seed_of_its_own_and_two_are_the_fewest() -> None:
         found = [cell_options(cell, options).seed for cell in experiment.cells]
         assert list(dict.fromkeys(found)) == seeds == sorted(set(found))
         assert options.repeats == 1
-
-
-def test_megatrons_muon_is_left_out_where_its_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    every = load_experiment("moe", Options())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    left = load_experiment("moe", Options())
-    assert len(left.cells) == len(every.cells) - 2  # one a seed
-    assert every.left_out == ()
-    assert left.left_out == (
-        "Megatron's own Muon is left out: it needs the package emerging_optimizers.",
-    )
-    assert all(
-        (cell.backend, cell.optimizer) != (Backend.MEGATRON, OptimizerName.MUON)
-        for cell in left.cells
-    )

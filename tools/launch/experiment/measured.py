@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.native.settings import MUON_RULE_FLAG
 from tools.records.measurements import Counts, MemoryCategory, Phase, RankTime, choices
 from tools.records.run import RunRecord, Status
 from tools.report.analyse.configurations import scatter_of
@@ -201,7 +202,8 @@ def _implementation(record: RunRecord) -> str:
 def _optimizer(record: RunRecord) -> str:
     if Flags(record.argv).text("--optimizer") != "muon":
         return "AdamW"
-    return "Megatron's Muon" if record.spec.backend == "megatron" else "Muon + AdamW"
+    megatrons = record.spec.backend == "megatron" or MUON_RULE_FLAG in record.argv
+    return "Megatron's Muon" if megatrons else "Muon + AdamW"
 
 
 def _nccl_bytes(run: Run) -> int | None:
