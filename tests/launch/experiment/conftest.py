@@ -1,0 +1,14 @@
+"""The code does not change under these tests: its 10 MB are read once, not for every run."""
+
+import functools
+
+import pytest
+
+from tools.launch.code import tree_hash
+
+hash_once = functools.cache(tree_hash)
+
+
+@pytest.fixture(autouse=True)
+def code_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.launch.code.tree_hash", hash_once)
