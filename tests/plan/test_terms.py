@@ -4,12 +4,15 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from tools.plan.collectives.call import CollectiveCall
 from tools.plan.residuals import usual_cluster
 from tools.plan.time.cluster import Cluster, route
-from tools.plan.time.compute import product_seconds, rates
+from tools.plan.time.compute import product_seconds, rates, softmax_is_fused
 from tools.plan.time.constants import BOUNDS, constants_of, start_of
 from tools.plan.time.execution import Execution, Quantised
+from tools.plan.time.host import launch_seconds
 from tools.plan.time.iteration import IterationSeconds, iteration_seconds
+from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
 from tools.spec.model import load_model
@@ -88,6 +91,56 @@ def test_frozen_weights_have_no_gradients() -> None:
     trained, frozen = (seconds(Parallelism(data=8), on(8, frozen=way)) for way in (False, True))
     assert frozen.matmul < 0.7 * trained.matmul
     assert frozen.gradient_sync == frozen.optimizer == 0
+
+
+def test_a_call_of_more_ranks_waits_for_a_slower_host_and_a_graph_waits_for_none() -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0)
+    calls = {
+        ranks: CollectiveCall(
+            Group.TENSOR, ranks, Operation.ALL_REDUCE, Phase.FORWARD, "", 4, 1024, ""
+        )
+        for ranks in (1, 2, 4, 16)
+    }
+    host = {n: launch_seconds(spec, on(), 1, [call]) for n, call in calls.items()}
+    a_call = on().constants.call_launch_seconds
+    assert host[1] == pytest.approx(on().constants.layer_launch_seconds)
+    assert host[2] - host[1] == pytest.approx(4 * a_call)
+    assert host[16] - host[1] == pytest.approx(8 * a_call)
+    assert launch_seconds(spec, on(graphs=True), 1, [calls[16]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "samples", "fused"), [(1, 1, True), (8, 1, False), (8, 2, True), (16, 2, False)]
+)
+def test_unfused_attention_has_its_one_softmax_kernel_for_rows_in_fours(
+    tensor: int, samples: int, fused: bool
+) -> None:
+    shape = replace(load_model("gpt2-large").shape, heads=16, query_groups=16)
+    spec = RunSpec(
+        shape, Parallelism(tensor=tensor), Batch(samples, samples), "fp16", fused_attention=False
+    )
+    assert softmax_is_fused(spec) is fused
+    assert not softmax_is_fused(replace(spec, shape=replace(shape, seq_length=8192)))
+    assert softmax_is_fused(replace(spec, fused_attention=True))
+
+
+def test_torchs_own_softmax_costs_kernels_and_memory_traffic() -> None:
+    shape = replace(SHAPE, heads=40, query_groups=40)
+    split = Parallelism(tensor=8)
+    one, two = (
+        RunSpec(shape, split, Batch(samples, samples), "bf16", fused_attention=False)
+        for samples in (1, 4)
+    )
+    assert launch_seconds(one, on(), 1, []) > 1.1 * launch_seconds(two, on(), 1, [])
+    attention = [iteration_seconds(spec, on()).attention for spec in (one, two)]
+    assert attention[0] > attention[1] / 2
+
+
+def test_a_fused_loss_moves_fewer_bytes() -> None:
+    plain, fused = (
+        seconds(Parallelism(), on(1, fused_loss=way)).memory_bound for way in (False, True)
+    )
+    assert fused < plain
 
 
 def test_more_devices_wait_longer_for_their_slowest() -> None:

@@ -176,6 +176,7 @@ _OVERLAPS = {
     "--overlap-grad-reduce": "overlap_gradients",
     "--overlap-param-gather": "overlap_parameters",
     "--tp-comm-overlap": "overlap_tensor",
+    "--cross-entropy-loss-fusion": "fused_loss",
     "--deterministic-mode": "deterministic",
 }
 """Flags of `Execution`, by its fields."""

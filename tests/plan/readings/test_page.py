@@ -4,8 +4,9 @@ from pathlib import Path
 
 from tools.plan.readings.page import write_page
 from tools.plan.readings.residual import residuals
-from tools.plan.readings.summary import choices
+from tools.plan.readings.summary import by_kind, choices
 from tools.plan.readings.table import read_readings
+from tools.spec.files import ROOT
 
 
 def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
@@ -31,3 +32,14 @@ def test_a_choice_is_judged_by_what_its_layout_took() -> None:
     found = choices(residuals(small))
     assert found
     assert all(choice.regret >= 0 for choice in found)
+
+
+def test_every_kind_of_run_that_the_readme_names_has_readings_and_no_reading_two_kinds() -> None:
+    readings, unreadable = read_readings()
+    found = residuals(readings[::20], unreadable)
+    kinds = by_kind(found)
+    table = (ROOT / "tools" / "plan" / "README.md").read_text()
+    assert {kind.name for kind in kinds} <= {
+        line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()
+    }
+    assert 0 < sum(len(kind.errors) for kind in kinds) <= len(found.predicted)

@@ -110,3 +110,20 @@ def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
     counted = sum(group["readings"] for group in data["sources"].values())
     assert counted == len(lines)
     assert READINGS.stat().st_size < 100_000
+
+
+def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_some_paths(
+    tmp_path: Path,
+) -> None:
+    titan = {"source": "pytorch/torchtitan", "gpu": "H100"}
+    vanilla, hidden = (
+        express(one(tmp_path, **titan, notes=way)).cluster.execution.overlap_tensor
+        for way in ("vanilla TP", "async TP")
+    )
+    assert (vanilla, hidden) == (False, True)
+    card = {"source": "NVIDIA-NeMo/Megatron-Bridge verification cards", "gpu": "H100"}
+    graphs = [
+        express(one(tmp_path, **card, url_or_path=path)).cluster.execution.graphs
+        for path in ("card.yaml sft/H100", "card.yaml pretrain_performance/H100")
+    ]
+    assert graphs == [False, True]

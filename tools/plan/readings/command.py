@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
+from statistics import mean
 
 from rich.console import Console
 
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
+    Choice,
     Group,
     as_data,
     by_gpu,
+    by_kind,
     by_source,
     cause,
     choices,
@@ -87,21 +91,33 @@ def _source(name: str, known: set[str]) -> str:
 def _print(found: Residuals, console: Console) -> None:
     console.print(rich_table(_table("By source", by_source(found))))
     console.print(rich_table(_table("By GPU", by_gpu(found))))
+    console.print(rich_table(_table("By kind of run", by_kind(found))))
     console.print(rich_table(Table(_WORST_COLUMNS, tuple(worst(found, _WORST)), "Worst")))
-    regrets = [choice.regret for choice in choices(found)]
-    if regrets:
-        console.print(
-            f"Of {len(regrets)} groups of readings that differ in layout alone, the fastest predicted "
-            f"loses {sum(regrets) / len(regrets):.1%} in the mean and {max(regrets):.1%} at worst "
-            "over the fastest measured one.",
-            soft_wrap=True,
-        )
+    _print_regrets(choices(found), console)
     total = len(found.predicted) + len(found.refused)
     console.print(f"{len(found.predicted)} of {total} readings are predicted. Not predicted:")
     for source, reason, lines in reasons(found.refused):
         named = ", ".join(map(str, lines[:_NAMED_LINES]))
         more = ", …" if len(lines) > _NAMED_LINES else ""
         sentence = f"  {len(lines):3}  {source}: {reason} (row {named}{more})"
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_regrets(found: list[Choice], console: Console) -> None:
+    regrets = [choice.regret for choice in found]
+    if not regrets:
+        return
+    console.print(
+        f"Of {len(regrets)} groups of readings that differ in layout alone, the fastest predicted "
+        f"loses {mean(regrets):.1%} in the mean and {max(regrets):.1%} at worst over the fastest "
+        "measured one:",
+        soft_wrap=True,
+    )
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for choice in found:
+        by_source[choice.chosen.reading.source].append(choice.regret)
+    for source, own in sorted(by_source.items()):
+        sentence = f"  {len(own):3}  {source}: {mean(own):.1%}, at worst {max(own):.1%}"
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 

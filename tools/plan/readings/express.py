@@ -284,21 +284,25 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
     return Execution(
         overlap_gradients=bool(source["overlap"]),
         overlap_parameters=bool(source["overlap"]),
-        overlap_tensor=bool(source["overlap_tensor"]),
-        graphs=_release(reading) >= source["graphs_since"],
+        overlap_tensor=bool(source["overlap_tensor"]) or "async" in reading.notes.lower(),
+        graphs=_release(reading, source) >= source["graphs_since"],
         quantised=_quantised(reading.dtype),
         frozen="lora" in reading.notes.lower() or "/peft" in reading.where,
         portable_attention=eager,
         unfused=eager and "compile" not in reading.notes,
         scatter_gather=bool(source["scatter_gather"]),
         deduplicated=bool(source["deduplicated"]) and not reading.notes.startswith("A2A"),
+        fused_loss=bool(source["fused_loss"]),
     )
 
 
-def _release(reading: Reading) -> float:
-    """Of NVIDIA's container, as its notes say (26.06); 0 where they do not."""
+def _release(reading: Reading, source: dict[str, Any]) -> float:
+    """Of NVIDIA's container, as its notes say (26.06) or its path implies; 0 where neither does."""
     found = re.search(r"release (\d+\.\d+)", reading.notes)
-    return float(found[1]) if found else 0.0
+    if found:
+        return float(found[1])
+    implied: dict[str, float] = source.get("released", {})
+    return next((release for part, release in implied.items() if part in reading.where), 0.0)
 
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:
@@ -371,4 +375,5 @@ def _golden_execution(case: str) -> Execution:
         deduplicated=flags.has("--moe-flex-dispatcher-backend"),
         grouped_experts=flags.has("--moe-grouped-gemm"),
         deterministic=flags.has("--deterministic-mode"),
+        fused_loss=flags.has("--cross-entropy-loss-fusion"),
     )

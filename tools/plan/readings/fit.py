@@ -35,10 +35,10 @@ FITTED = ("ampere", "hopper", "blackwell")
 """Generations with readings enough; the others borrow."""
 
 _METRICS = ("step_time_s", "tokens_per_s_per_gpu", "mfu_percent", "matmul_tflops")
-_EVERY = 9
-"""Of a source with many readings of a few small models only every so many are fitted: a frozen split."""
-_MANY = 200
-_OWN_WEIGHT = 3
+_NOT_FITTED = ("NVIDIA/Megatron-LM golden values", "VIA-Research/vTrain single-node")
+"""Megatron's functional tests: deterministic mode, and steps of a few milliseconds that log. vTrain's
+small runs: sums of one profile each, no separate measurements (README, "vTrain's small runs")."""
+_OWN_WEIGHT = 4
 _STEPS, _STEPS_FROM_NEAR = 6, 2
 _HUBER = 0.15
 _PRIOR = 0.5
@@ -90,21 +90,11 @@ def _step(source: str, seconds: float) -> Reading:
 def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
     """The named part of the readings that constants are fitted to.
 
-    Times of training, in bits that the formulas know, on devices of a fitted generation. Megatron's
-    functional tests are left out: deterministic mode, and steps of a few milliseconds that log.
+    Times of training, in bits that the formulas know, on devices of a fitted generation.
     """
-    counts = Counter(reading.source for reading in readings)
-    seen: Counter[str] = Counter()
     found = []
     for reading in readings:
-        if reading.metric not in _METRICS or "golden" in reading.source:
-            continue
-        seen[reading.source] += 1
-        if (
-            counts[reading.source] > _MANY
-            and "vTrain" in reading.source
-            and seen[reading.source] % _EVERY
-        ):
+        if reading.metric not in _METRICS or reading.source in _NOT_FITTED:
             continue
         try:
             expressed = express(reading)

@@ -84,6 +84,46 @@ def by_gpu(residuals: Residuals) -> list[Group]:
     )
 
 
+def by_kind(residuals: Residuals) -> list[Group]:
+    """A group for each kind of run that the README names, times in seconds or tokens and bytes."""
+    named = [(_kind_of_run(item), item) for item in residuals.predicted]
+    groups = _groups([item for kind, item in named if kind], _kind_of_run, Counter())
+    return sorted(groups, key=lambda group: _KINDS.index(group.name))
+
+
+_KINDS = (
+    *("vTrain 64-512", "vTrain 2-8", "H100 BF16 recipes", "H100 FP8 recipes"),
+    *("B200, GB200 dense", "B300, GB300 dense", "FSDP, dense", "MoE, H100", "MoE, Blackwell"),
+    *("memory allocated between iterations, Megatron's tests", "peak memory, Megatron's tests"),
+)
+_TESTS = "NVIDIA/Megatron-LM golden values"
+_RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
+_FSDP = ("mosaicml/llm-foundry", "pytorch/torchtitan", "foundation-model-stack/fms-fsdp")
+_BY_SOURCE = {
+    "VIA-Research/vTrain multi-node": _KINDS[0],
+    "VIA-Research/vTrain single-node": _KINDS[1],
+    **dict.fromkeys(_FSDP, _KINDS[6]),
+}
+_BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}
+
+
+def _kind_of_run(item: Residual) -> str:
+    """Empty where the README names none."""
+    reading, cluster = item.reading, item.expressed.cluster
+    if reading.source == _TESTS:
+        return _BY_BYTES.get(reading.metric, "")
+    if reading.metric not in _DIRECT:
+        return ""
+    if reading.source not in _RECIPES:
+        return _BY_SOURCE.get(reading.source, "")
+    hopper = cluster.device.generation == "hopper"
+    if item.expressed.spec.shape.experts:
+        return _KINDS[7 if hopper else 8]
+    if hopper:
+        return _KINDS[3 if cluster.execution.quantised else 2]
+    return _KINDS[5 if "B300" in cluster.device.name else 4]
+
+
 def worst(residuals: Residuals, count: int) -> list[Residual]:
     """Those that are missed most."""
     return sorted(residuals.predicted, key=lambda item: -abs(item.error))[:count]
@@ -131,6 +171,7 @@ def choices(residuals: Residuals) -> list[Choice]:
     return found
 
 
+_DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 

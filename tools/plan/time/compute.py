@@ -21,6 +21,9 @@ _FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
 """fp32 passes over the logits in `VocabParallelCrossEntropy`: copy out, maximum, subtract,
 exponential, sum, divide."""
 _BACKWARD_CROSS_ENTROPY_BYTES = 8 + 4
+_FUSED_CROSS_ENTROPY_PASSES = 5
+"""Over the half-precision logits themselves: read for the sum, read and overwritten by their gradient,
+which backward reads and scales (`te_parallel_cross_entropy`, flash-attn's `xentropy`)."""
 _ADAM_BYTES = 28
 """Read weight, both moments and gradient; write the first three."""
 _NORM_AND_CLIP_BYTES = 4 + 8
@@ -61,10 +64,12 @@ class DeviceRates:
     quantised: Quantised
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
+    fused_loss: bool = False
 
 
-_UNFUSED_KERNELS = 2.0
-"""A norm, an activation or a residual is read and written once fused, about twice in eager PyTorch."""
+_UNFUSED_KERNELS = 2.5
+"""Times that eager PyTorch moves what a fused kernel moves for a norm, an activation or a residual: each
+step reads and writes, and autocast copies between precisions (an estimate)."""
 
 
 def rates(cluster: Cluster, dtype: str) -> DeviceRates:
@@ -95,6 +100,7 @@ def rates(cluster: Cluster, dtype: str) -> DeviceRates:
         processors=device.processors,
         quantised=quantised,
         elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
+        fused_loss=cluster.execution.fused_loss,
     )
 
 
@@ -178,6 +184,8 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     passes = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
+    if rate.fused_loss:
+        passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
     return matmul, passes * logit_elements(spec) / rate.bytes_per_second
 
 
@@ -351,6 +359,26 @@ def _routed_bytes(spec: RunSpec) -> tuple[int, int]:
     return 4 * moved + scores, 4 * moved + scores
 
 
+_LONGEST_FUSED_SOFTMAX = 4096
+_FUSED_SOFTMAX_ROWS = 4
+_TORCH_SOFTMAX_BYTES = 33, 34
+"""More a score, forward and backward: casts, scale, mask and softmax in fp32, each read and written."""
+
+
+def softmax_is_fused(spec: RunSpec) -> bool:
+    """Whether unfused attention has one kernel for scale, mask and softmax.
+
+    Megatron's takes four rows of heads times samples at once, and keys up to 4,096
+    (`fused_softmax.py: is_kernel_available`). True where attention itself is fused, and in fp32, whose
+    softmax has no casts.
+    """
+    if spec.fused_attention or spec.dtype == "fp32":
+        return True
+    rows = spec.shape.heads // spec.parallelism.tensor * spec.batch.micro_batch_size
+    short = spec.shape.seq_length <= _LONGEST_FUSED_SOFTMAX
+    return short and rows % _FUSED_SOFTMAX_ROWS == 0
+
+
 def _scores_bytes(spec: RunSpec) -> tuple[int, int]:
     """Unfused attention writes its scores and reads them back, four times over."""
     if spec.fused_attention:
@@ -359,7 +387,9 @@ def _scores_bytes(spec: RunSpec) -> tuple[int, int]:
     heads = shape.heads // spec.parallelism.tensor
     scores = heads * spec.tokens * shape.seq_length
     dropout = 2 * element + 1 if spec.dropout else 0
-    return (4 * element + dropout) * scores, (6 * element + dropout) * scores
+    more = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
+    forward, backward = 4 * element + dropout + more[0], 6 * element + dropout + more[1]
+    return forward * scores, backward * scores
 
 
 def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:

@@ -46,3 +46,5 @@ class Execution:
     """`--moe-grouped-gemm`: one kernel computes all experts of a rank."""
     deterministic: bool = False
     """`--deterministic-mode`."""
+    fused_loss: bool = False
+    """`--cross-entropy-loss-fusion`: one kernel reads the logits and writes their gradient in place."""

@@ -36,6 +36,7 @@ from tools.plan.time.compute import (
     optimizer_seconds,
     rates,
 )
+from tools.plan.time.host import launch_seconds
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
@@ -236,8 +237,7 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
         context_parallel=_context_seconds(spec, cluster, layer),
         expert_parallel=_expert_seconds(spec, cluster, expert_calls),
     )
-    calls = sum(call.calls for call in (*tensor_calls, *expert_calls) if call.ranks > 1)
-    waiting = _launching(cluster, passes, calls)
+    waiting = launch_seconds(spec, cluster, passes, (*tensor_calls, *expert_calls))
     if spec.shape.experts:
         # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
         waiting *= _EXPERT_KERNELS
@@ -261,16 +261,6 @@ def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]
     places = nodes if nodes > 1 else ranks
     reached = places * (1 - (1 - 1 / places) ** chosen)
     return seconds * min(1.0, reached / chosen)
-
-
-def _launching(cluster: Cluster, passes: int, calls: int) -> float:
-    """The host's time for a layer: forward is about a third of its kernels, recomputing launches them
-    again. CUDA graphs take it away."""
-    if cluster.execution.graphs:
-        return 0.0
-    constants = cluster.constants
-    kernels = constants.layer_launch_seconds * (2 + passes) / 3
-    return kernels + calls * constants.call_launch_seconds
 
 
 def _tensor_seconds(

@@ -1,0 +1,33 @@
+"""The host's part of a layer: the kernels and collective calls that it launches one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import log2, sqrt
+
+from tools.plan.collectives.call import CollectiveCall
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.compute import softmax_is_fused
+from tools.spec.run import RunSpec
+
+_TORCH_SOFTMAX_KERNELS = 0.15
+"""More kernels of a layer, of about a hundred: two casts, scale, mask and softmax, three to make the
+mask, and the gradients of five (`fused_softmax.py: forward_torch_softmax`)."""
+
+
+def launch_seconds(
+    spec: RunSpec, cluster: Cluster, passes: int, calls: Iterable[CollectiveCall]
+) -> float:
+    """The host's time for one layer and micro batch; CUDA graphs take it away.
+
+    Forward is about a third of the kernels, and recomputing launches them again. A call starts when
+    the slowest host of its ranks has launched it: how far that one lies behind the average grows with
+    the root of the logarithm of their number, as the largest of so many chances does.
+    """
+    if cluster.execution.graphs:
+        return 0.0
+    kernels = 1.0 if softmax_is_fused(spec) else 1.0 + _TORCH_SOFTMAX_KERNELS
+    waits = sum(call.calls * sqrt(log2(call.ranks)) for call in calls if call.ranks > 1)
+    constants = cluster.constants
+    launches = constants.layer_launch_seconds * kernels * (2 + passes) / 3
+    return launches + waits * constants.call_launch_seconds
