@@ -97,7 +97,7 @@ def test_a_difference_within_noise_names_no_cost(tmp_path: Path, baseline: Path)
     folder = write(tmp_path, "dp2", times=(50.0, 70.0, 40.0, 60.0, 30.0) * 4)
     write_times(folder, seconds(0, {Phase.FORWARD: 0.055}))
     said = sentence(COST, baseline, folder)
-    assert "which is within noise (below " in said
+    assert "which is within noise (a difference below " in said
     assert "so no cost can be named." in said
 
 
