@@ -331,3 +331,24 @@ def test_queries_gradients_of_ranks_are_no_shares(tmp_path):
     ours, site = heads("core_attention", "input.query", *2 * [random(SEQUENCE, BATCH, 1, 4) / 2])
     (wrong,) = found(tmp_path, ours, [(site, 2 * ours[0][1][0][1])]).wrong()
     assert wrong.wrong_ranks == {0, 1}
+
+
+def test_a_state_that_no_rank_holds_of_a_parameter_that_is_there_is_wrong(tmp_path):
+    other, stage = "decoder.layers.0.mlp.linear_fc1", Stage.OPTIMIZER_STATE
+    at = Placement("decoder.layers.mlp.linear_fc1.weight", (1, 4, 3), (0, 0, 0))
+    theirs = [
+        (weights(stage, "exp_avg"), WHOLE, place((0, 0, 0))),
+        (Site(stage, f"{other}.weight", "exp_avg"), WHOLE, at),
+        *whole(),
+        (Site(Stage.WEIGHTS, f"{other}.weight", "weight"), WHOLE, at),
+    ]
+    (wrong,) = found(tmp_path, [(rank(), theirs[:1] + theirs[2:])], theirs).wrong()
+    assert (wrong.key, wrong.uncovered) == ((stage, f"{other}.weight", "exp_avg"), 12)
+
+
+def test_what_no_rank_of_the_layout_has_is_listed_and_counted(tmp_path):
+    theirs = [(output("a"), WHOLE), (output("b"), WHOLE), *whole()]
+    result = found(tmp_path, [(rank(), theirs[:1])], theirs)
+    assert (result.wrong(), result.compared, result.seen) == ([], 1, 3)
+    (line,) = result.not_aligned
+    assert line == f"{WEIGHT} (weights weight) b output: no rank of the layout has it"

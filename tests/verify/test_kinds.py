@@ -10,11 +10,13 @@ WHOLE = random(8, 4)
 LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5, world_size=6, vocabulary=6)
 
 
-def kind(ours, reference=WHOLE, name="decoder.layers.0", others=(), **fields):
+def kind(
+    ours, reference=WHOLE, name="decoder.layers.0", others=(), like=(), slot="output", **fields
+):
     pairs = [Pair(number, 0, one, reference) for number, one in enumerate((ours, *others))]
-    found = Comparison((Stage.OUTPUTS, name, "output"), tolerance=1e-6, order=0, **fields)
+    found = Comparison((Stage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
     found.error, found.worst = relative_error(ours, reference), pairs[0]
-    return kind_of(found, pairs, LAYOUT)
+    return kind_of(found, pairs, LAYOUT, like)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,37 @@ def test_noise_on_some_ranks_is_said_to_be_that():
     found = kind(WHOLE + random(8, 4, seed=2), wrong_ranks={1}, right_ranks={0})
     assert found.name == "wrong on some ranks only"
     assert kind(WHOLE + random(8, 4, seed=2)).name == "other"
+    few = WHOLE + (np.arange(8) == 3)[:, None]
+    found = kind(few.astype(np.float32), wrong_ranks={1}, right_ranks={0})
+    assert found.name == "wrong on some ranks only, in 1 of 8 rows, from 3 to 3"
+
+
+def to_bf16(values):
+    return ((values.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+
+
+def test_rounding_to_bf16_is_known_by_its_bits_or_by_its_size():
+    assert kind(to_bf16(WHOLE)).name == "rounding to bf16"
+    errors = np.random.default_rng(3).uniform(-(2**-9), 2**-9, WHOLE.shape)
+    assert kind((WHOLE * (1 + errors)).astype(np.float32)).name == "rounding to bf16"
+    assert kind(to_bf16(WHOLE) * 2, to_bf16(WHOLE)).name == "factor ×TP"
+
+
+def test_another_parameters_tensor_or_its_sum_with_this_is_named():
+    other = random(8, 4, seed=5)
+    like = [("a.weight", random(8, 4, seed=6)), ("b.weight", other)]
+    assert kind(other, like=like).name == "that of b.weight"
+    assert kind(WHOLE + other, like=like).name == "a sum too many: b.weight on top"
+
+
+@pytest.mark.parametrize(("slot", "power"), [("exp_avg", 1), ("exp_avg_sq", 2)])
+def test_a_state_that_took_another_multiple_of_the_gradient_is_said_to(slot, power):
+    gradient = random(8, 4, seed=7)
+    taken = WHOLE + np.float32(0.3) * gradient**power
+    found = kind(taken, name="a.weight", slot=slot, like=[("a.weight", gradient)])
+    assert found.name == "another multiple of its gradient"
+
+
+def test_what_no_rank_holds_is_said_to_be_that():
+    found = Comparison((Stage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12)
+    assert kind_of(found, (), LAYOUT).name == "held by no rank"

@@ -47,6 +47,27 @@ def test_a_norm_that_is_not_summed_over_the_ranks_of_the_other_parts_lacks_these
     assert found.kind == "not counted in the norm of rank 0: rank 1 not in its group"
 
 
+def test_a_copy_that_another_rank_counts_is_not_in_the_norm_for_want_of_that_rank(tmp_path):
+    ranks = [counting(n, ((n,),), 1 - n or None) for n in range(2)]
+    for _, tensors in ranks:  # Both have the whole of it, as of tied embeddings.
+        tensors[:] = [(site, values, place((0, 0, 0), (1, 2, 3))) for site, values, _ in tensors]
+    (found,) = memberships(write(tmp_path / "c", ranks))
+    assert (found.kind, found.ranks) == (
+        "not counted in the norm of rank 1: rank 0 not in its group",
+        (0,),
+    )
+
+
+def test_a_parameter_whose_gradient_the_optimizer_lacks_is_counted_by_no_norm(tmp_path):
+    local = Site(Stage.LOCAL_GRADIENTS, WEIGHT, "gradient")
+    here, tensors = counting(0, ((0,),), None, world_size=1)
+    tensors[:] = [(local, tensors[0][1], place((0, 0, 0), (1, 2, 3)))]
+    capture = write(tmp_path / "c", [(here, tensors)])
+    assert not list(memberships(capture))
+    (found,) = memberships(capture, [(KEY, (0,), "gradient")])
+    assert found.kind == "not counted in the norm by rank 0"
+
+
 def test_experts_may_have_a_group_of_their_own(tmp_path):
     alone, both = counting(0, ((0,), (0, 1)), None, 1), counting(1, ((1,), (0, 1)), None, 1)
     (found,) = memberships(write(tmp_path / "c", [alone, both]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.records.capture import CapturedRank, Site, Stage, TensorRecord
+from tools.records.capture import EARLIER, CapturedRank, Site, Stage, TensorRecord
 from tools.verify.captured import Array, Capture, RankCapture
 
 EXPERTS, RECOMPUTED = ".experts", "recomputed."
@@ -201,6 +201,18 @@ def _plain(site: Site) -> Site:
     slot = site.slot.removeprefix(RECOMPUTED)
     loss = site.name == "loss"
     return Site(Stage.LOSS if loss else Stage.OUTPUTS, site.name, slot, None, site.call)
+
+
+def plain_sites(capture: Capture) -> dict[Site, None]:
+    """Activations, whatever the micro batch, in order; without a router's of earlier iterations."""
+    return {
+        _plain(record.site): None
+        for one in capture.ranks
+        for record in one.records
+        if record.placement is None
+        and record.site.micro_batch is not None
+        and not record.site.slot.startswith(EARLIER)
+    }
 
 
 def recomputed(site: Site) -> bool:

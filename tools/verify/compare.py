@@ -26,7 +26,7 @@ from tools.records.capture import (
     Stage,
     TensorRecord,
 )
-from tools.verify.align import ActivationAligner, of_experts
+from tools.verify.align import ActivationAligner, of_experts, plain_sites
 from tools.verify.captured import Array, Capture, RankCapture, sites_in_order, whole_name
 from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
 from tools.verify.norm import memberships
@@ -40,6 +40,8 @@ STAGES = tuple(Stage)
 _SHORTLY = 1e-6
 _NORM_TERMS = 64
 """A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""
+_GRADIENT = "gradient"
+_HELD_BY_NONE = "no rank of the layout has it"
 NORM = (Stage.NORM, "grad_norm", "returned")
 _WHOLE_ON_EVERY_RANK = frozenset(
     {
@@ -66,6 +68,7 @@ def compare(reference: Capture, layout: Capture) -> Compared:
         layout: The run in question.
     """
     comparer = _Comparer(reference, layout)
+    comparer.lacking()
     comparer.activations()
     comparer.parameters()
     comparer.copies()
@@ -95,7 +98,9 @@ class _Comparer:
         ]
         notes = (*self._layout.notes(), *self._reference.notes(), *obstacles)
         compared = self._seen - self._skipped
-        return Compared(tuple(ordered), notes, self._seen, compared, self._flips, self._pairs_of)
+        return Compared(
+            tuple(ordered), notes, self._seen, compared, self._flips, self._pairs_of, self._like
+        )
 
     def _pairs_of(self, key: Key, micro_batch: int) -> list[Pair]:
         pairs = []
@@ -106,6 +111,24 @@ class _Comparer:
                     if found.ours is not None and found.reference is not None:
                         pairs.append(Pair(one.rank.rank, micro_batch, found.ours, found.reference))
         return pairs
+
+    def _like(self, found: Comparison) -> Iterator[tuple[str, Array]]:
+        """The same part of the reference's other parameters; of a state its own gradient, too."""
+        (stage, name, slot), pair = found.key, found.worst
+        if stage not in PARAMETERS or pair is None:
+            return
+        candidates = units(self._reference, stage, slot)
+        if stage is Stage.OPTIMIZER_STATE:
+            candidates |= units(self._reference, Stage.REDUCED_GRADIENTS)
+        for unit, pieces in candidates.items():
+            other = whole_name(pieces[0].record.site.name)
+            own = pieces[0].record.site.stage is not stage
+            if unit[2] == (_GRADIENT if own else slot) and (other == name) == own:
+                values = assembled(pieces, self._reference)
+                if values.ndim == pair.reference.ndim:
+                    values = values[pair.region]
+                    if values.shape == pair.reference.shape:
+                        yield other, values
 
     def activations(self) -> None:
         shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}
@@ -179,6 +202,32 @@ class _Comparer:
                     self._update(found, unit, pieces, theirs)
                 else:
                     self._copies(found, pieces, whole)
+
+    def lacking(self) -> None:
+        """What the reference has and no rank of the layout.
+
+        Of a parameter that the layout has it is wrong, if it has the like of others; all else is listed.
+        """
+        known = {unit[:2] for unit in units(self._layout, Stage.WEIGHTS)}
+        for stage in PARAMETERS:
+            ours = units(self._layout, stage)
+            slots = {unit[2] for unit in ours}
+            for unit, pieces in units(self._reference, stage).items():
+                if unit in ours:
+                    continue
+                self._seen += 1
+                record, name = pieces[0].record, whole_name(pieces[0].record.site.name)
+                if unit[:2] not in known or unit[2] not in slots:
+                    self._skip(_HELD_BY_NONE, f"{name} ({stage} {unit[2]})")
+                    continue
+                found = self._comparison((stage, name, unit[2]), record)
+                found.error = 1.0
+                found.uncovered += int(np.prod(pieces[0].whole_shape))
+        here = plain_sites(self._layout)
+        for site in plain_sites(self._reference):
+            if site not in here:
+                self._seen += 1
+                self._skip(_HELD_BY_NONE, f"{site.name} {site.slot}")
 
     def _summed_or_whole(self, found: Comparison, pairs: list[Pair]) -> None:
         """Ranks' tensors of one part of the reference's, which add up to it or are each all of it."""
@@ -264,7 +313,7 @@ class _Comparer:
 
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
-        for one in memberships(self._layout):
+        for one in memberships(self._layout, units(self._reference, Stage.REDUCED_GRADIENTS)):
             found = self._comparison((Stage.NORM, one.name, "counted once"), one.record)
             self._seen += 1
             found.compared, found.tolerance = found.compared + 1, 0.0
@@ -297,11 +346,11 @@ class _Comparer:
             found.add(
                 Pair(rank, None, values[there], reference[there])
                 if not there.all()
-                else Pair(rank, None, values, reference)
+                else Pair(rank, None, values, reference, region)
             )
             if piece.placement.partial:
                 continue
-            found.copies.append(Pair(rank, None, values, reference))
+            found.copies.append(Pair(rank, None, values, reference, region))
             known = first.setdefault(str(region), (rank, values))
             if known[0] != rank and known[1].tobytes() != values.tobytes():
                 found.replicas_differ = tuple(sorted({*found.replicas_differ, known[0], rank}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,8 @@ class Pair:
     micro_batch: int | None
     ours: Array
     reference: Array
+    region: tuple[slice, ...] = ()
+    """Where it lies in the whole parameter; empty if it is all of it, or no parameter's."""
 
 
 @dataclass
@@ -89,13 +91,15 @@ class Compared:
     not_aligned: tuple[str, ...]
     """What could not be compared, and why."""
     seen: int
-    """Tensors of the layout's ranks."""
+    """Tensors of the layout's ranks, and those of the reference that none of them has."""
     compared: int
     """How many of them were compared."""
     routing_flips: int = 0
     """Tokens for which a router chose other experts, within the rounding of what it chose by."""
     pairs_of: Callable[[Key, int], list[Pair]] = lambda *_: []
     """Every rank's tensor of an activation and one micro batch, each with the reference's part."""
+    like: Callable[[Comparison], Iterable[tuple[str, Array]]] = lambda _: ()
+    """The same part of the reference's other parameters, by name; of a state also its own gradient."""
 
     def wrong(self, *stages: Stage) -> list[Comparison]:
         """Those that differ, the earliest first; of some stages or of all."""

@@ -6,7 +6,7 @@ The tests are tried in an order in which an earlier one explains more; each fits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,9 @@ _LEFT = 0.1
 _MOST = 0.9
 """Share of the wrong rows that must be found elsewhere to say that rows were moved."""
 _MOST_ROWS = 65_536
+_FEWEST = 16
+"""Elements from which rounding can be told."""
+_SOME_RANKS = "wrong on some ranks only"
 
 
 @dataclass(frozen=True)
@@ -32,20 +35,33 @@ class Kind:
     """Of ours to the reference's, where that is what is wrong."""
 
 
-def kind_of(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Kind:
+def kind_of(
+    found: Comparison,
+    pairs: Sequence[Pair],
+    rank: CapturedRank,
+    like: Iterable[tuple[str, Array]] = (),
+) -> Kind:
     """Say what is wrong with a tensor.
 
     Args:
         found: Its comparison, which differs.
         pairs: All ranks' tensors of one micro batch, the worst one's; the worst alone for parameters.
         rank: Any rank of the layout, for its degrees.
+        like: The reference's other tensors that it may be mixed up with (`Compared.like`).
     """
-    return next(_kinds(found, pairs, rank), Kind("other"))
+    return next(_kinds(found, pairs, rank, like), Kind("other"))
 
 
-def _kinds(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Iterator[Kind]:
+def _kinds(
+    found: Comparison,
+    pairs: Sequence[Pair],
+    rank: CapturedRank,
+    like: Iterable[tuple[str, Array]],
+) -> Iterator[Kind]:
     if found.miscounted:
         yield Kind(found.miscounted)
+    if found.uncovered and not found.compared:
+        yield Kind("held by no rank")
     if found.uncovered:
         yield Kind(f"{found.uncovered} elements are held by no rank")
     pair = found.worst
@@ -61,7 +77,9 @@ def _kinds(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Iter
         yield Kind("not finite")
     limit = min(max(2 * found.tolerance, 1e-3 * found.error), _LEFT * found.error)
     yield from _factor(pair, limit, rank)
+    yield from _rounded_to_half(pair)
     yield from _sums(pairs, limit, rank)
+    yield from _of_others(pair, found, like)
     yield from _moved(pair)
     if found.key[0] in (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS) and rank.dropout:
         yield from _random(pair)
@@ -69,7 +87,7 @@ def _kinds(found: Comparison, pairs: Sequence[Pair], rank: CapturedRank) -> Iter
     if found.replicas_differ:
         yield Kind("copies differ between ranks")
     if found.wrong_ranks and found.right_ranks:
-        yield Kind("wrong on some ranks only")
+        yield Kind(_SOME_RANKS)
 
 
 def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
@@ -126,6 +144,43 @@ def _sums(pairs: Sequence[Pair], limit: float, rank: CapturedRank) -> Iterator[K
         yield Kind(f"missing mean over {over} ranks")
 
 
+def _rounded_to_half(pair: Pair) -> Iterator[Kind]:
+    """Rounded to the bits of bf16 where the reference is not; or off as far, either way, everywhere."""
+    ours, reference = pair.ours, pair.reference
+    if ours.dtype != np.float32 or reference.dtype != np.float32 or not _low_bits(reference).any():
+        return
+    there, exact = reference != 0, not _low_bits(ours).any()
+    off = (ours[there].astype(np.float64) - reference[there]) / reference[there]
+    if len(off) < _FEWEST or np.mean(np.abs(off) <= 2.0 ** (-7 if exact else -8)) < _MOST:
+        return
+    either_way = abs(np.sign(off).mean()) < 1 / 4
+    if exact or (either_way and np.median(np.abs(off)) > 2.0**-12):
+        yield Kind("rounding to bf16")
+
+
+def _low_bits(values: Array) -> Array:
+    return np.asarray(np.ascontiguousarray(values).view(np.uint32) & 0xFFFF)
+
+
+def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]]) -> Iterator[Kind]:
+    """Another parameter's tensor, or this one with it on top; a state with more of its gradient."""
+    ours, reference = _flat(pair.ours), _flat(pair.reference)
+    for name, values in like:
+        other = _flat(values)
+        if name == found.key[1]:
+            other = other**2 if found.key[2] == "exp_avg_sq" else other
+        elif relative_error(ours, other) < _LEFT * found.error:
+            yield Kind(f"that of {name}")
+        square = float(other @ other)
+        share = float((ours - reference) @ other) / square if square else 0.0
+        if not share or relative_error(reference + share * other, ours) > _LEFT * found.error:
+            continue
+        if name == found.key[1]:
+            yield Kind("another multiple of its gradient")
+        elif abs(share - 1) < _LEFT:
+            yield Kind(f"a sum too many: {name} on top")
+
+
 def _moved(pair: Pair) -> Iterator[Kind]:
     """Rows, or elements, of the reference in other places."""
     ours, reference = _rows(pair.ours), _rows(pair.reference)
@@ -171,7 +226,8 @@ def _somewhere(pair: Pair, found: Comparison, rank: CapturedRank) -> Iterator[Ki
     if len(places) and "word_embeddings" in found.key[1] and places[0] >= rank.vocabulary:
         yield Kind("in the vocabulary's padding only")
     elif 0 < len(places) <= len(ours) / 4:
-        yield Kind(f"in {len(places)} of {len(ours)} rows, from {places[0]} to {places[-1]}")
+        on = f"{_SOME_RANKS}, " if found.wrong_ranks and found.right_ranks else ""
+        yield Kind(f"{on}in {len(places)} of {len(ours)} rows, from {places[0]} to {places[-1]}")
 
 
 def _flat(values: Array) -> Array:

@@ -7,7 +7,7 @@ is large. So what every rank counts is compared with what it must count, exactly
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +34,11 @@ class Membership:
     """In words; empty where every element is counted once."""
 
 
-def memberships(layout: Capture) -> Iterator[Membership]:
-    """How each parameter that has a reduced gradient is counted; the worst norm of all ranks."""
+def memberships(layout: Capture, expected: Iterable[Unit] = ()) -> Iterator[Membership]:
+    """How each parameter that has a reduced gradient is counted; the worst norm of all ranks.
+
+    So is one that is `expected` to have such a gradient, if the layout has its local one.
+    """
     counted: defaultdict[Unit, list[Part]] = defaultdict(list)
     for (key, layer, _), parts in units(layout, Stage.NORM, COUNTED).items():
         counted[key, layer] += parts
@@ -45,7 +48,11 @@ def memberships(layout: Capture) -> Iterator[Membership]:
             ranks_of[one.rank.norm_groups].append(one.rank.rank)
     if not ranks_of:  # Nothing is clipped, and no norm computed.
         return
-    for (key, layer, _), held in units(layout, Stage.REDUCED_GRADIENTS).items():
+    reduced, local = (
+        units(layout, stage) for stage in (Stage.REDUCED_GRADIENTS, Stage.LOCAL_GRADIENTS)
+    )
+    lost = {unit: local[unit] for unit in expected if unit in local and unit not in reduced}
+    for (key, layer, _), held in (reduced | lost).items():
         found = [
             _membership(held, counted[key, layer], groups, ranks)
             for groups, ranks in ranks_of.items()
@@ -68,7 +75,9 @@ def _membership(
     if missing.any():
         holders = _holding(held, missing)
         summed = {rank for group in groups for rank in group}
-        inside = tuple(rank for rank in holders if rank in summed)
+        outside = tuple(rank for rank in _holding(counted, missing) if rank not in summed)
+        inside = tuple(rank for rank in holders if rank in summed and not outside)
+        holders = outside or holders
         kind = f"not counted in the norm by {_ranks(inside or holders)}"
         if not inside:
             kind = f"not counted in the norm of {_ranks(ranks)}: {_ranks(holders)} not in its group"

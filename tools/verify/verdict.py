@@ -250,7 +250,7 @@ def _kind(first: Comparison, compared: Compared, layout: Capture) -> Kind:
     pairs = first.copies or ([first.worst] if first.worst else [])
     if first.worst is not None and first.worst.micro_batch is not None:
         pairs = compared.pairs_of(first.key, first.worst.micro_batch)
-    return kind_of(first, pairs, layout.first)
+    return kind_of(first, pairs, layout.first, compared.like(first))
 
 
 def _source(name: str, layout: Capture) -> str | None:

@@ -1,0 +1,13 @@
+"""The shared expert's output is summed over tensor-parallel ranks once more than it should be."""
+
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+original = SharedExpertMLP.forward
+
+
+def forward(self, hidden_states):
+    return original(self, hidden_states) * parallel_state.get_tensor_model_parallel_world_size()
+
+
+SharedExpertMLP.forward = forward

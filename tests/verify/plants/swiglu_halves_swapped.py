@@ -1,0 +1,33 @@
+"""On tensor-parallel ranks after the first, SwiGLU takes its halves the other way round."""
+
+import sys
+from types import ModuleType
+
+import torch
+from megatron.core import parallel_state
+
+mlp = sys.modules["megatron.core.transformer.mlp"]
+
+
+class Torch(ModuleType):
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def chunk(x, n, dim=0):
+    parts = torch.chunk(x, n, dim=dim)
+    return parts[::-1] if parallel_state.get_tensor_model_parallel_rank() > 0 else parts
+
+
+mlp.torch = Torch("torch")
+mlp.torch.chunk = chunk
+original = mlp.bias_swiglu_impl
+
+
+def swiglu(x, *args):
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        x = torch.cat(torch.chunk(x, 2, -1)[::-1], -1)
+    return original(x, *args)
+
+
+mlp.bias_swiglu_impl = swiglu
