@@ -139,7 +139,7 @@ fi
 packages=$(grep -c '^[a-zA-Z0-9]' "$requirements")
 echo "Setting up $VENV with $("$VENV/bin/python" --version), once: $packages packages, $size." >&2
 install --require-hashes --requirement "$requirements" || {
-  grep -v '^WARNING: Location' "$LOG" | tail -n 12 >&2
+  sed -n '/^ERROR/,$p' "$LOG" | sed '/^WARNING/d' | tail -n 12 >&2
   echo "Packages of requirements.txt could not be installed (see above, and $LOG); fix that and run 'make setup'." >&2
   exit 1
 }
