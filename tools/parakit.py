@@ -39,7 +39,6 @@ TOOLS = {
     "advise": Tool(
         "tools.plan.advise.command", (), "what to use, what second, what to avoid, and why"
     ),
-    "advise": Tool("tools.plan.advise.command", (), "what to use, second, avoid, and why"),
     "schedules": Tool("tools.plan.schedules.command", (), "pipeline schedules and bubbles"),
     "dryrun": Tool(
         "tools.plan.dryrun.command", (), "Megatron's iteration, no devices", ("torch", "megatron")
