@@ -87,6 +87,8 @@ class OptimizerPart:
     """The tensor that it updates: the parameter, or a master copy of it or of the range."""
     states: dict[str, torch.Tensor]
     gradient: torch.Tensor | None
+    group: dict[str, Any]
+    """The optimizer's parameter group, with its learning rate and weight decay."""
 
 
 def optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
@@ -105,14 +107,16 @@ def optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPa
             if gradient is not None:
                 gradient = gradient.view(-1)[held.start : held.end]
             group, place = one.model_param_group_index_map[parameter]
-            main = one.optimizer.param_groups[group]["params"][place]
-            return OptimizerPart(held.start, main, _kept(states, parameter), gradient)
+            settings = one.optimizer.param_groups[group]
+            main = settings["params"][place]
+            return OptimizerPart(held.start, main, _kept(states, parameter), gradient, settings)
         main = getattr(parameter, "main_param", None)
         main = parameter if main is None else main
-        if any(main is held for group in one.param_groups for held in group["params"]):
-            inner = getattr(one, "optimizer", one)
-            states = {**inner.state.get(main, {}), "param": main}
-            return OptimizerPart(None, main, _kept(states, parameter), _gradient(parameter))
+        for group in one.param_groups:
+            if any(main is held for held in group["params"]):
+                inner = getattr(one, "optimizer", one)
+                states = _kept({**inner.state.get(main, {}), "param": main}, parameter)
+                return OptimizerPart(None, main, states, _gradient(parameter), group)
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tools.capture.probe import Sink, probed
-from tools.records.capture import CapturedModule, Site, Stage
+from tools.records.capture import CALLED_BY, CapturedModule, Site, Stage
 
 RECOMPUTED = "recomputed"
 """Slot of what a recomputed forward pass gives, which must be what the first one gave."""
@@ -26,6 +27,19 @@ MODEL = "model"
 LOSS = "loss"
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module."""
+
+    name: str
+    micro_batch: int
+    number: int
+    """Of the calls in the micro batch by one caller, from 0."""
+    caller: str = ""
+    """The module that it, or what it is in, is called by and no part of; empty where there is none."""
+    recomputed: bool = False
+
+
 class Probes:
     """Hooks on all modules of all model chunks, for one iteration."""
 
@@ -34,9 +48,11 @@ class Probes:
         self._sink = sink
         self._micro_batches: Counter[int] = Counter()
         self._micro_batch: dict[int, int] = {}
-        self._calls: Counter[tuple[int, str, int]] = Counter()
-        """Of a chunk's module in a micro batch; several chunks have a `decoder`."""
-        self._to_recompute: dict[str, list[tuple[int, int]]] = {}
+        self._calls: Counter[tuple[int, str, int, str]] = Counter()
+        """Of a chunk's module in a micro batch by a caller; several chunks have a `decoder`."""
+        self._running: list[_Call] = []
+        """The innermost last."""
+        self._to_recompute: dict[str, list[_Call]] = {}
         self._handles: list[Any] = []
         for number, (chunk, names_of_chunk) in enumerate(zip(chunks, names, strict=True)):
             # What is in the middle of a pipeline is no input or output of the whole.
@@ -64,12 +80,11 @@ class Probes:
     def _hook(
         self, module: torch.nn.Module, name: str, chunk: int, takes: bool, gives: bool
     ) -> None:
-        pending: list[tuple[int, int, bool]] = []
         of_arguments = _names_of_arguments(module.forward)
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._begin_call(name, chunk)
-            pending.append(call)
+            self._running.append(call)
             if not takes:
                 return args, kwargs
             stage = Stage.INPUTS if name == MODEL else Stage.OUTPUTS
@@ -84,7 +99,7 @@ class Probes:
             return args, kwargs
 
         def after(_: Any, __: tuple[Any, ...], output: Any) -> Any:
-            call = pending.pop()
+            call = self._running.pop()
             if not gives:
                 return output
             if isinstance(output, torch.Tensor):
@@ -102,30 +117,34 @@ class Probes:
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
 
-    def _begin_call(self, name: str, chunk: int) -> tuple[int, int, bool]:
-        """Micro batch, number of the call in it, and whether it is recomputed, of a module's call."""
+    def _begin_call(self, name: str, chunk: int) -> _Call:
         # -1 outside of a backward pass, where forward passes are recomputed.
         if torch._C._current_graph_task_id() == -1:
-            micro_batch = self._micro_batch[chunk]
-            key = (chunk, name, micro_batch)
-            call = (micro_batch, self._calls[key], False)
+            micro_batch, caller = self._micro_batch[chunk], self._caller(name)
+            # A rank need not have all callers of a module, so each one's calls are counted alone.
+            key = (chunk, name, micro_batch, caller)
+            call = _Call(name, micro_batch, self._calls[key], caller)
             self._calls[key] += 1
             # Not only where gradients are off: inside of a checkpoint Megatron switches them on.
-            self._to_recompute.setdefault(name, []).append(call[:2])
+            self._to_recompute.setdefault(name, []).append(call)
             return call
         # Micro batches of a chunk go backward in the order in which they went forward, and of a
         # module that is recomputed every call is.
-        micro_batch, number = self._to_recompute[name].pop(0)
-        return (micro_batch, number, True)
+        return replace(self._to_recompute[name].pop(0), recomputed=True)
 
-    def _probe(
-        self, value: Any, stage: Stage, name: str, slot: str, call: tuple[int, int, bool]
-    ) -> Any:
+    def _caller(self, name: str) -> str:
+        if not self._running:
+            return ""
+        around = self._running[-1]
+        within = around.name == MODEL or name.startswith(f"{around.name}.")
+        return around.caller if within else around.name
+
+    def _probe(self, value: Any, stage: Stage, name: str, slot: str, call: _Call) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return value
-        micro_batch, number, recomputed = call
-        seen = slot
-        if recomputed:  # That is a part of the backward pass.
+        slot += CALLED_BY + call.caller if call.caller else ""
+        micro_batch, number, seen = call.micro_batch, call.number, slot
+        if call.recomputed:  # That is a part of the backward pass.
             stage, seen = Stage.ACTIVATION_GRADIENTS, f"{RECOMPUTED}.{slot}"
         replaced = self._sink.forward(Site(stage, name, seen, micro_batch, number), value.detach())
         if not value.is_floating_point():

@@ -18,6 +18,7 @@ from megatron_patches.capture.parameters import ParameterMap, optimizer_part
 from megatron_patches.capture.perturb import Snapshot, perturb
 from megatron_patches.capture.probes import LOSS, MODEL, Probes, described_modules, global_names
 from megatron_patches.capture.routing import watched_routing
+from megatron_patches.capture.start import Start, gather_weights
 from megatron_patches.registry import Patch, Replacement
 from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, forced_tensors
 from tools.records.capture import (
@@ -38,6 +39,8 @@ from tools.records.capture import (
 
 SCHEDULE = "schedule"
 """Name of the learning rate's schedule among the modules."""
+_RATES = {"lr": "learning rate", "weight_decay": "weight decay"}
+"""Keys of a parameter group, and their slots."""
 
 
 class _Batches:
@@ -74,6 +77,8 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(forward_step, data, model, *args, **kwargs)
         if not watch:
             watch.append(_Watch(model))
+        if _seeds() > 0:  # A reference; of it alone it is asked how far updates reach.
+            watch[0].start.follow(args[0])
         if iteration < wanted:
             # What a router chose otherwise is in the optimizer's state.
             with watch[0].routing(watch[0].recording, f"{EARLIER}{iteration} "):
@@ -84,10 +89,15 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
     return train_step
 
 
+def _seeds() -> int:
+    return int(os.environ.get(SEEDS_VARIABLE, "0"))
+
+
 class _Watch:
     """A rank's model and the folder that takes its tensors."""
 
     def __init__(self, model: Any) -> None:
+        self.model = list(model)
         self.folder = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{torch.distributed.get_rank()}"
         self.chunks = [_unwrapped(chunk) for chunk in model]
         self.names = _names(self.chunks)
@@ -95,6 +105,8 @@ class _Watch:
         forced = os.environ.get(FORCED_VARIABLE)
         given = forced_tensors(Path(forced) / self.folder.name) if forced else None
         self.recording = Recording(self.writer, given)
+        self.parameters = ParameterMap(self.chunks, self.names)
+        self.start = Start(self.parameters)
 
     def routing(self, sink: Sink, earlier: str = "") -> AbstractContextManager[None]:
         """Hand what routers choose in one iteration to the sink."""
@@ -125,12 +137,14 @@ def _call(
 
 def _capture(watch: _Watch, call: Any, data: Any, optimizer: Any, scheduler: Any) -> Any:
     """Run the iteration, writing its tensors; then again with changed weights, if that is asked for."""
-    seeds = int(os.environ.get(SEEDS_VARIABLE, "0"))
-    parameters = ParameterMap(watch.chunks, watch.names)
+    seeds = _seeds()
+    parameters = watch.parameters
+    gather_weights(watch.model)
+    watch.start.write(watch.recording, optimizer)
     snapshot = Snapshot(watch.chunks, optimizer, scheduler) if seeds else None
-    _write_schedule(watch.recording, optimizer, scheduler)
+    _write_schedule(watch.recording, parameters, optimizer, scheduler)
     with _replayed(data) as batches:
-        answer, groups = _run(watch, call, watch.recording, parameters, optimizer)
+        answer, groups = _run(watch, call, watch.recording, optimizer)
         watch.writer.flush()
         if snapshot is not None:
             responding = Responding(StoredTensors(watch.folder, watch.writer.records))
@@ -139,16 +153,17 @@ def _capture(watch: _Watch, call: Any, data: Any, optimizer: Any, scheduler: Any
                 perturb(parameters, seed)
                 for one in batches:
                     one.rewind()
-                _run(watch, call, responding, parameters, optimizer)
+                _run(watch, call, responding, optimizer)
             (watch.folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
     watch.writer.close(_rank(watch.chunks, watch.names, parameters, groups))
     return answer
 
 
 def _run(
-    watch: _Watch, call: Any, sink: Sink, parameters: ParameterMap, optimizer: Any
+    watch: _Watch, call: Any, sink: Sink, optimizer: Any
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """What the iteration returns, and the groups of ranks over which norms were summed."""
+    parameters = watch.parameters
     probes = Probes(watch.chunks, watch.names, sink)
     norms: list[Any] = []
     membership = NormMembership(parameters, optimizer)
@@ -176,6 +191,7 @@ def _run(
     finally:
         optimizer.step = step
         probes.remove()
+    gather_weights(watch.model)
     _write_states(sink, parameters, optimizer, before)
     return answer, membership.groups
 
@@ -298,15 +314,19 @@ def _write_states(
         _write(sink, parameters, Stage.WEIGHTS, buffer, BUFFER, buffer)
 
 
-def _write_schedule(sink: Recording, optimizer: Any, scheduler: Any) -> None:
-    """The rates that this iteration's update is made with: a resumed run must have them again."""
-    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
-    values = {
-        "steps": torch.tensor([scheduler.num_steps]),
-        "learning rate": torch.tensor([*rates[:1], *rates[-1:]]).double(),
-    }
-    for slot, value in values.items():
-        sink.write(Site(Stage.OPTIMIZER_STATE, SCHEDULE, slot), value)
+def _write_schedule(
+    sink: Recording, parameters: ParameterMap, optimizer: Any, scheduler: Any
+) -> None:
+    """What this iteration's update is made with: a resumed run must have it again, and every rank."""
+    steps = Site(Stage.OPTIMIZER_STATE, SCHEDULE, "steps")
+    sink.write(steps, torch.tensor([scheduler.num_steps]))
+    for parameter in parameters.parameters:
+        part = optimizer_part(optimizer, parameter)
+        if part is None:
+            continue
+        for key, slot in _RATES.items():
+            site = Site(Stage.OPTIMIZER_STATE, parameters.name(parameter), slot)
+            sink.write(site, torch.tensor([float(part.group[key])]).double())
 
 
 def _before_update(parameters: ParameterMap, optimizer: Any) -> dict[tuple[int, str], torch.Tensor]:

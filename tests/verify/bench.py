@@ -99,14 +99,16 @@ class _Training:
 
     def __call__(self, part: str, launch: Launch) -> str:
         log = self.kept.with_name(f"{self.kept.name}.{part}.txt")
-        if part != "reference":
+        if not part.startswith("reference"):
             return self.ranks.run(launch, log)
-        if not self.kept.is_dir():
+        # Of an earlier iteration its number follows.
+        kept = self.kept.with_name(f"{self.kept.name}{part.removeprefix('reference')}")
+        if not kept.is_dir():
             launch = launch if self.planted else _without_plant(launch)
             if failure := self.ranks.run(launch, log):
                 return failure
-            shutil.move(self.scratch / part, self.kept)
-        (self.scratch / part).symlink_to(self.kept)
+            shutil.move(self.scratch / part, kept)
+        (self.scratch / part).symlink_to(kept)
         return ""
 
 
@@ -212,7 +214,13 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                     flags=tuple(group.get("extra_b", "").split()),
                 )
                 judgement = bench.verify(
-                    strategy, group["model"], devices, flags, seed=seed, difference=difference
+                    strategy,
+                    group["model"],
+                    devices,
+                    flags,
+                    seed=seed,
+                    iteration=group.get("step", 2),
+                    difference=difference,
                 )
                 verdict = judgement.verdict
                 said = verdict.verdict if verdict.reason is None else verdict.reason

@@ -15,7 +15,7 @@ QUICK = (
         "weight-gradient-of-other-rows",
         "tied-embedding-not-summed",
     ),
-    *("norm-counts-replicas", "norms-decay-on-one-rank"),
+    *("norm-counts-replicas", "adam-epsilon-of-a-rank"),
 )
 """Of each stage but the optimizer's, of tp2 and pp2, which share a reference."""
 

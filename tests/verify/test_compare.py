@@ -13,7 +13,7 @@ from tests.verify.captures import (
     rank,
     write,
 )
-from tools.records.capture import CapturedModule, Placement, Site, Stage
+from tools.records.capture import REACH, START_WEIGHT, CapturedModule, Placement, Site, Stage
 from tools.verify.compare import RESPONSES, compare
 
 WHOLE = random(4, 3)
@@ -352,3 +352,43 @@ def test_what_no_rank_of_the_layout_has_is_listed_and_counted(tmp_path):
     assert (result.wrong(), result.compared, result.seen) == ([], 1, 3)
     (line,) = result.not_aligned
     assert line == f"{WEIGHT} (weights weight) b output: no rank of the layout has it"
+
+
+def begun(off, reach=0.01):
+    """A weight that the iteration begins with, and how far the reference's updates reached."""
+    at = place((0, 0, 0))
+    return [
+        (weights(slot=REACH), np.full_like(WHOLE, 1) * np.float32(reach), at),
+        (weights(slot=START_WEIGHT), WHOLE + np.float32(off), at),
+    ]
+
+
+def test_a_weight_that_begins_elsewhere_is_wrong_before_all_else(tmp_path):
+    ours = [(output(), WHOLE + 1), *begun(1e-4)]
+    result = found(tmp_path, [(rank(), ours)], [(output(), WHOLE), *begun(0)])
+    assert [one.key[2] for one in result.wrong()] == [START_WEIGHT, "output"]
+    assert (result.compared, result.seen) == (2, 2)  # How far it had moved is no tensor of its own.
+
+
+def test_a_weight_whose_gradient_was_rounding_may_begin_elsewhere(tmp_path):
+    third = np.arange(12).reshape(4, 3) % 3 == 1
+    reach = np.where(third, 1e6, 0.01).astype(np.float32)
+    ours = [(rank(), begun(np.where(third, 0.01, 0), reach))]
+    assert not found(tmp_path, ours, begun(0, reach)).wrong()
+
+
+def test_copies_of_a_weight_that_begin_one_bit_apart_are_wrong(tmp_path):
+    near = np.nextafter(WHOLE, np.float32(9)) - WHOLE
+    ours = [
+        (rank(number, data=(number, 2), world_size=2), begun(number * near)) for number in (0, 1)
+    ]
+    (wrong, *_) = found(tmp_path, ours, begun(0)).wrong()
+    assert (wrong.key[2], wrong.replicas_differ) == (START_WEIGHT, (0, 1))
+
+
+def test_a_weight_of_zero_that_no_update_has_reached_begins_as_it_is(tmp_path):
+    at = place((0, 0, 0))
+    zeros = [(weights(slot=slot), 0 * WHOLE, at) for slot in (REACH, START_WEIGHT)]
+    assert not found(tmp_path, [(rank(), zeros)], zeros).wrong()
+    other = [(weights(slot=START_WEIGHT), 0 * WHOLE + 1e-9, at)]
+    assert found(tmp_path / "o", [(rank(), other)], zeros).wrong()

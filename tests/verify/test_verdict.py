@@ -3,14 +3,16 @@ import json
 import numpy as np
 import pytest
 
-from tests.verify.captures import MODULE, output, pair, random, rank, write
-from tools.records.capture import RANK_FILE, Site, Stage
+from tests.verify.captures import MODULE, WEIGHT, output, pair, place, random, rank, write
+from tools.records.capture import RANK_FILE, START_WEIGHT, Site, Stage
 from tools.verify.captured import VerifyError, read_capture
+from tools.verify.compare import RESPONSES
 from tools.verify.verdict import (
+    begins_before,
     confirm,
     judge,
-    may_flip,
     may_have_spread,
+    needs_same_start,
     refused,
     write_forced,
     write_verdict,
@@ -67,6 +69,63 @@ def test_a_wrong_input_is_the_doing_of_the_module_around_if_that_got_what_is_rig
     theirs = [(third, WHOLE), (inner, WHOLE), (outer, WHOLE)]
     ours = [(rank(), [(third, WHOLE), (inner, WHOLE + 1), (outer, around)])]
     assert judge(*pair(tmp_path, ours, theirs)).verdict.module == name
+
+
+def test_a_wrong_input_of_what_is_in_no_module_is_the_models(tmp_path):
+    outer = output("model", slot="input.x", stage=Stage.INPUTS)
+    inner = output("embedding", slot="input.x")
+    ours = [(rank(), [(outer, WHOLE), (inner, WHOLE + 1)])]
+    judgement = judge(*pair(tmp_path, ours, [(outer, WHOLE), (inner, WHOLE)]))
+    assert judgement.verdict.module == "model"
+
+
+def test_a_wrong_input_of_what_another_module_calls_is_the_callers(tmp_path):
+    caller = output("mtp.layers.0", slot="input.x")
+    inner = output("embedding", slot="input.x@mtp.layers.0")
+    plain = output("embedding", slot="input.x")
+    theirs = [(plain, WHOLE), (caller, WHOLE), (inner, WHOLE)]
+    ours = [(rank(), [(plain, WHOLE), (caller, WHOLE), (inner, WHOLE + 1)])]
+    assert judge(*pair(tmp_path, ours, theirs)).verdict.module == "mtp.layers.0"
+
+
+def test_weights_that_an_iteration_begins_with_are_of_the_one_before(tmp_path):
+    begin = Site(Stage.WEIGHTS, WEIGHT, START_WEIGHT)
+    parts = [
+        (begin, np.ones((4, 3), np.float32), place((0, 0, 0))),
+        (
+            Site(Stage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"),
+            WHOLE[:4, 0, :3] ** 2,
+            place((0, 0, 0)),
+        ),
+    ]
+    moved = [(begin, parts[0][1] * 2, parts[0][2]), parts[1]]
+    reference, layout = pair(
+        tmp_path, [(rank(), [*moved, (output(), WHOLE + 1)])], [*parts, (output(), WHOLE)]
+    )
+    judgement = judge(reference, layout)
+    verdict = judgement.verdict
+    assert (verdict.stage, verdict.tensor, verdict.iteration) == (Stage.WEIGHTS, START_WEIGHT, 1)
+    assert begins_before(judgement)
+    write_forced(reference, layout, tmp_path / "given", start_alone=True)
+    (given,) = read_capture(tmp_path / "given").ranks
+    assert [record.site for record in given.records] == [begin]
+    assert (given.values(given.records[0]) == 1).all()
+
+
+@pytest.mark.parametrize(("times", "outcome"), [(1.5, "held"), (3, "differs")])
+def test_what_no_module_makes_is_wrong_only_if_it_is_well_above_the_tolerance(
+    tmp_path, times, outcome
+):
+    values = np.ones(4, np.float32)
+    reference = write(tmp_path / "r", [(rank(), [(output(), values)])], response=1e-3)
+    off = values * np.float32(1 + times * RESPONSES * 1e-3)
+    layout = write(tmp_path / "o", [(rank(), [(output(), off)])])
+    forced = write(tmp_path / "f", [(rank(), [(output(), values)])])
+    verdict = confirm(judge(reference, layout), reference, forced).verdict
+    assert verdict.verdict == outcome
+    assert (verdict.added_up is None) == (outcome == "differs")
+    if outcome == "held":
+        assert "at 1.50" in verdict.sentence
 
 
 def test_a_wrong_input_of_a_layer_is_the_layers(tmp_path):
@@ -174,8 +233,8 @@ def test_of_routing_alone_the_choices_are_forced_and_nothing_else(tmp_path):
 
     first, second = np.array([[True, False]]), np.array([[False, True]])
     reference, layout = pair(tmp_path, [(rank(), tensors(second))], tensors(first))
-    assert may_flip(judge(reference, layout))
-    write_forced(reference, layout, tmp_path / "given", choices_alone=True)
+    assert needs_same_start(judge(reference, layout))
+    write_forced(reference, layout, tmp_path / "given", start_alone=True)
     (given,) = read_capture(tmp_path / "given").ranks
     assert [record.site for record in given.records] == sites[2:]
     assert np.array_equal(given.values(given.records[0]), first)

@@ -132,6 +132,11 @@ class Recording:
             return None
         return stored.to(device=like.device, dtype=like.dtype)
 
+    def begin(self, site: Site, piece: Piece) -> torch.Tensor | None:
+        """Write a part of what the iteration begins with; return what it shall, if that is forced."""
+        self.write_piece(site, piece)
+        return self._stored(site, piece.values)
+
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:
         """Write which experts a router would choose; return which it shall, if that is forced."""
         self.write(site, chosen)
@@ -200,6 +205,21 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
     """Rows of a matrix, or a vector as one; NaN, where another rank holds the element, as 0."""
     flat = values.detach().cpu().double().nan_to_num()
     return flat.reshape(-1, flat.shape[-1]) if flat.ndim > 1 else flat.reshape(1, -1)
+
+
+def reach(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """How far an update would have moved each weight by a gradient of the size that its row has.
+
+    Adam divides by the gradient's size: where that is all rounding, a weight moves as far as any other.
+
+    Args:
+        moved: By the update.
+        squares: The optimizer's average of the squared gradient.
+    """
+    roots = squares.detach().float().sqrt()
+    followed = moved.detach().float() * roots
+    size = followed.square().mean(-1, keepdim=True).sqrt()
+    return torch.where(roots > 0, size / roots, 0)
 
 
 Sink = Recording | Responding

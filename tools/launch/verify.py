@@ -42,10 +42,11 @@ from tools.verify.captured import VerifyError, read_capture
 from tools.verify.page import write_page
 from tools.verify.verdict import (
     Judgement,
+    begins_before,
     confirm,
     judge,
-    may_flip,
     may_have_spread,
+    needs_same_start,
     refused,
     write_forced,
     write_verdict,
@@ -114,44 +115,71 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
 def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
     """Train both with `train`, compare their tensors; where errors spread, train the layout again.
 
+    Where the iteration begins with wrong weights, the one in which they became wrong is looked for.
+
     Args:
         verification: What is compared.
         scratch: A folder for the tensors.
         train: Trains a launch.
     """
-    iteration, layout = verification.iteration, verification.layout
+    judgement = _judged_at(verification.iteration, "", verification, scratch, train)
+    right, wrong = 0, verification.iteration
+    while begins_before(judgement) and verification.saving is None and wrong - right > 1:
+        tried = (right + wrong) // 2
+        earlier = _judged_at(tried, f"-{tried}", verification, scratch, train)
+        if earlier.first is None and earlier.verdict.verdict is not Outcome.HELD:
+            break  # It could not be compared.
+        if earlier.first is None:
+            right = tried
+        else:
+            judgement, wrong = earlier, tried
+    return judgement
+
+
+def _judged_at(
+    iteration: int, suffix: str, verification: Verification, scratch: Path, train: Train
+) -> Judgement:
+    """The judgement on one iteration; the names of what is trained for it end with `suffix`."""
+    layout = verification.layout
+
+    def trained(part: str, launch: Launch) -> str:
+        return train(f"{part}{suffix}", launch)
+
+    def tensors(part: str) -> Path:
+        return scratch / f"{part}{suffix}"
+
     parts = [
-        ("reference", _capturing(verification.reference, scratch / "reference", iteration, SEEDS))
+        ("reference", _capturing(verification.reference, tensors("reference"), iteration, SEEDS))
     ]
     if verification.saving is not None:
         checkpoint = scratch / "checkpoint"
         parts.append(("saved", verification.saved(verification.saving, checkpoint)))
         layout = verification.resumed(layout, checkpoint)
-    parts.append(("layout", _capturing(layout, scratch / "layout", iteration, 0)))
+    parts.append(("layout", _capturing(layout, tensors("layout"), iteration, 0)))
     for part, launch in parts:
-        failure = train(part, launch)
+        failure = trained(part, launch)
         if failure:
             return refused(f"The {part} {failure}")
     try:
-        ours = read_capture(scratch / "layout")
-        captured = read_capture(scratch / "reference")
-        captured = as_one_rank(captured, ours, scratch / "whole" / "reference")
+        ours = read_capture(tensors("layout"))
+        captured = read_capture(tensors("reference"))
+        captured = as_one_rank(captured, ours, scratch / f"whole{suffix}" / "reference")
         judgement = judge(captured, ours)
-        if may_flip(judgement):
-            write_forced(captured, ours, scratch / "choices", choices_alone=True)
-            layout = _capturing(layout, scratch / "routed", iteration, 0, scratch / "choices")
-            if failure := train("routed", layout):
-                raise VerifyError(f"The layout with the reference's routing {failure}")
-            ours = read_capture(scratch / "routed")
+        if needs_same_start(judgement):
+            write_forced(captured, ours, tensors("start"), start_alone=True)
+            layout = _capturing(layout, tensors("begun"), iteration, 0, tensors("start"))
+            if failure := trained("begun", layout):
+                raise VerifyError(f"The layout with the reference's routing and weights {failure}")
+            ours = read_capture(tensors("begun"))
             judgement = judge(captured, ours)
         if not may_have_spread(judgement):
             return judgement
-        write_forced(captured, ours, scratch / "given")
-        again = _capturing(layout, scratch / "forced", iteration, 0, scratch / "given")
-        failure = train("forced", again)
+        write_forced(captured, ours, tensors("given"))
+        again = _capturing(layout, tensors("forced"), iteration, 0, tensors("given"))
+        failure = trained("forced", again)
         if failure:
             return judgement
-        return confirm(judgement, captured, read_capture(scratch / "forced"))
+        return confirm(judgement, captured, read_capture(tensors("forced")))
     except VerifyError as error:
         return refused(str(error))
     except OSError as error:
@@ -232,6 +260,7 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
             say(f"  {verdict.routing_flips} routing choices within rounding differ")
     else:
         say(f"differs at: {verdict.stage}, {verdict.module} ({verdict.tensor})", "red")
+        say(f"  iteration  {verdict.iteration}")
         say(f"  kind       {verdict.kind}")
         say(f"  ranks      {', '.join(map(str, verdict.ranks))}")
         say(f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")

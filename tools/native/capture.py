@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tools.capture.sinks import Piece, Recording, Responding, StoredTensors
+from tools.capture.sinks import Piece, Recording, Responding, StoredTensors, reach
 from tools.native.batches import MicroBatch
 from tools.native.engines import Engine, Update
 from tools.native.model import GPT, mixtures
@@ -28,8 +28,10 @@ from tools.native.weights import source_of
 from tools.records.capture import (
     FOLDER_VARIABLE,
     ITERATION_VARIABLE,
+    REACH,
     RESPONSES_FILE,
     SEEDS_VARIABLE,
+    START_WEIGHT,
     UPDATE,
     CapturedRank,
     CaptureWriter,
@@ -81,6 +83,7 @@ class CapturingEngine:
         self._batches: Sequence[MicroBatch] = ()
         self._before: _Snapshot | None = None
         self._writer: CaptureWriter | None = None
+        self._reach = [torch.zeros_like(one) for one in model.parameters()]
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The engine's; in the wanted iteration every tensor is written."""
@@ -90,17 +93,19 @@ class CapturingEngine:
         self._batches = batches
         self._before = _Snapshot(self._model, self._engine.optimizer)
         self._writer = CaptureWriter(self._folder)
-        return self._pass(Recording(self._writer))
+        recording = Recording(self._writer)
+        self._write_start(recording)
+        return self._pass(recording)
 
     def update(self, learning_rate: float) -> Update:
         """The engine's; in the wanted iteration followed by the repetitions."""
         writer, before = self._writer, self._before
         if writer is None or before is None:
-            return self._engine.update(learning_rate)
+            return self._follow(learning_rate)
         self._writer = self._before = None
         recording = Recording(writer)
-        self._write_schedule(recording, learning_rate)
         update = self._step(recording, learning_rate)
+        self._write_schedule(recording)
         writer.flush()
         after = _Snapshot(self._model, self._engine.optimizer)
         responding = Responding(StoredTensors(self._folder, writer.records))
@@ -147,14 +152,37 @@ class CapturingEngine:
             self._write(sink, Stage.WEIGHTS, name, "weight", parameter.data)
         return update
 
-    def _write_schedule(self, sink: Sink, learning_rate: float) -> None:
-        steps = (self._iteration - 1) * self._settings.global_batch_size
-        values = {
-            "steps": torch.tensor([steps]),
-            "learning rate": torch.tensor([learning_rate, learning_rate]).double(),
+    def _follow(self, learning_rate: float) -> Update:
+        """Update; note how far that reaches."""
+        before = [parameter.detach().clone() for parameter in self._model.parameters()]
+        update = self._engine.update(learning_rate)
+        state = self._engine.optimizer.state
+        for number, parameter in enumerate(self._model.parameters()):
+            squares = state[parameter].get("exp_avg_sq")
+            if squares is not None:
+                self._reach[number] += reach(parameter - before[number], squares)
+        return update
+
+    def _write_start(self, sink: Sink) -> None:
+        """Weights before the update, and how far earlier ones reached."""
+        named = self._model.named_parameters()
+        for (name, parameter), reached in zip(named, self._reach, strict=True):
+            self._write(sink, Stage.WEIGHTS, name, START_WEIGHT, parameter.data)
+            self._write(sink, Stage.WEIGHTS, name, REACH, reached)
+
+    def _write_schedule(self, sink: Sink) -> None:
+        """What the update was made with."""
+        steps = torch.tensor([(self._iteration - 1) * self._settings.global_batch_size])
+        sink.write(Site(Stage.OPTIMIZER_STATE, "schedule", "steps"), steps)
+        rates = {
+            id(parameter): {"learning rate": group["lr"], "weight decay": group["weight_decay"]}
+            for group in self._engine.optimizer.param_groups
+            for parameter in group["params"]
         }
-        for slot, value in values.items():
-            sink.write(Site(Stage.OPTIMIZER_STATE, "schedule", slot), value)
+        for name, parameter in self._model.named_parameters():
+            for slot, rate in rates[id(parameter)].items():
+                site = Site(Stage.OPTIMIZER_STATE, megatron_name(name), slot)
+                sink.write(site, torch.tensor([rate]).double())
 
     def _write(self, sink: Sink, stage: Stage, name: str, slot: str, values: Tensor) -> None:
         """Write what has a parameter's shape, at its place in Megatron's checkpoints."""

@@ -37,6 +37,13 @@ EARLIER = "iteration "
 """Begins these slots in an iteration before the captured one; its number and a blank follow."""
 UPDATE = "update"
 """Ends the slot of how far a weight, or a master copy (`param`), moved."""
+START_WEIGHT, START_BUFFER = "weight at the start", "buffer at the start"
+"""Slots, in the stage of weights, of what the captured iteration begins with."""
+STARTS = (START_WEIGHT, START_BUFFER)
+REACH = "reach of earlier updates"
+"""Slot of how far earlier updates would have moved each weight by a gradient of its row's size."""
+CALLED_BY = "@"
+"""Ends the slot of a module that one which it is no part of calls; that one's name follows."""
 
 
 class Stage(StrEnum):
@@ -64,7 +71,7 @@ class Site(msgspec.Struct, frozen=True):
     micro_batch: int | None = None
     """Of this rank, from 0."""
     call: int = 0
-    """Of the module in this micro batch, from 0; a recomputed forward pass is another slot."""
+    """Of the module by one caller in this micro batch, from 0; a recomputed pass is another slot."""
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -42,6 +42,8 @@ class Verdict:
     tolerance: float | None = None
     source: str | None = None
     """File and line of the module's forward pass in the Megatron in use."""
+    iteration: int | None = None
+    """After or in which it is wrong: weights that an iteration begins with are of the one before."""
     confirmed: bool | None = None
     """Whether the module is wrong by itself, with the reference's own input or upstream gradient."""
     worst_ratio: float | None = None
@@ -51,6 +53,8 @@ class Verdict:
     """Tensors that the layout's ranks had; `compared` of them were compared."""
     routing_flips: int = 0
     """Tokens for which a router chose other experts within rounding; the reference's were used."""
+    added_up: str | None = None
+    """A tensor that is off by little more than its tolerance, where no module is wrong by itself."""
     not_aligned: tuple[str, ...] = ()
     reason: str | None = None
     """Why nothing could be compared."""
@@ -72,7 +76,8 @@ class Verdict:
         if self.verdict is Outcome.HELD:
             within = f", {self.routing_flips} routing choices within rounding differ"
             ratio = f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
-            return ratio + (within if self.routing_flips else "")
+            small = f", but {self.added_up}, where errors of several modules add up"
+            return ratio + (within if self.routing_flips else "") + (small if self.added_up else "")
         if self.verdict is Outcome.NOT_COMPARABLE:
             return f"tensors not comparable: {self.reason}"
         return f"first wrong tensor: {self.stage}, {self.module} {self.tensor} ({self.kind})"

@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from tools.records.capture import (
+    BUFFER,
     CHOICE,
     EARLIER,
+    REACH,
     SCORES,
+    START_BUFFER,
+    START_WEIGHT,
+    STARTS,
     UPDATE,
     CapturedRank,
     Site,
@@ -31,18 +35,22 @@ from tools.verify.captured import Array, Capture, RankCapture, sites_in_order, w
 from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
 from tools.verify.norm import memberships
 from tools.verify.parameters import PARAMETERS, Part, Unit, assembled, local_gradients, units
-from tools.verify.rounding import flips_within, spacing, update_error
+from tools.verify.rounding import flips_within, in_reaches, spacing, update_error, worst_row
 
 RESPONSES = 6.0
 """Times its response that a tensor may be off. Healthy layouts stay below 2 (README, bench-verify)."""
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 STAGES = tuple(Stage)
 _SHORTLY = 1e-6
+_Copies = dict[str, tuple[int, Array]]
+"""Of each part of a parameter the first rank that has it, and its values."""
 _NORM_TERMS = 64
 """A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""
 _GRADIENT = "gradient"
 _HELD_BY_NONE = "no rank of the layout has it"
 NORM = (Stage.NORM, "grad_norm", "returned")
+_AS = {START_WEIGHT: UPDATE, START_BUFFER: BUFFER}
+"""Slots whose response is that of another."""
 _WHOLE_ON_EVERY_RANK = frozenset(
     {
         *("LanguageModelEmbedding", "VocabParallelEmbedding", "TransformerBlock"),
@@ -90,8 +98,13 @@ class _Comparer:
     def result(self) -> Compared:
         ordered = sorted(
             self._found.values(),
-            # What a norm counts is wrong before its value is.
-            key=lambda one: (STAGES.index(one.key[0]), one.key == NORM, one.order),
+            # An iteration's start comes first. What a norm counts is wrong before its value is.
+            key=lambda one: (
+                one.key[2] not in STARTS,
+                STAGES.index(one.key[0]),
+                one.key == NORM,
+                one.order,
+            ),
         )
         obstacles = [
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
@@ -187,6 +200,8 @@ class _Comparer:
         for stage in PARAMETERS:
             theirs = units(self._reference, stage)
             for unit, pieces in units(self._layout, stage).items():
+                if unit[2] == REACH:
+                    continue
                 self._seen += len(pieces)
                 if unit not in theirs:
                     name = pieces[0].record.site.name
@@ -200,6 +215,8 @@ class _Comparer:
                     self._local(found, pieces, whole)
                 elif unit[2].endswith(UPDATE):
                     self._update(found, unit, pieces, theirs)
+                elif unit[2] == START_WEIGHT:
+                    self._start(found, unit, pieces, theirs)
                 else:
                     self._copies(found, pieces, whole)
 
@@ -213,7 +230,7 @@ class _Comparer:
             ours = units(self._layout, stage)
             slots = {unit[2] for unit in ours}
             for unit, pieces in units(self._reference, stage).items():
-                if unit in ours:
+                if unit in ours or unit[2] == REACH:
                     continue
                 self._seen += 1
                 record, name = pieces[0].record, whole_name(pieces[0].record.site.name)
@@ -264,6 +281,29 @@ class _Comparer:
             ours, reference = (np.where(there, one, 0) for one in (values, moved[region]))
             error = update_error(ours, reference, scale[region], least[region])
             found.add(Pair(piece.one.rank.rank, None, ours, reference), error)
+
+    def _start(
+        self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
+    ) -> None:
+        """Where earlier updates have brought a weight, if rounding of gradients lets it be seen."""
+        whole = assembled(theirs[unit], self._reference)
+        reached = theirs.get((*unit[:2], REACH))
+        if reached is None and (*unit[:2], "exp_avg_sq") not in self._second_moments:
+            self._copies(found, pieces, whole)
+            return
+        reach = assembled(reached, self._reference) if reached else np.zeros_like(whole)
+        updates = max(self._reference.first.iteration - 1, 1)
+        least = updates * spacing(whole, EPSILON[theirs[unit][0].record.dtype])
+        first: _Copies = {}
+        for piece in pieces:
+            values, region = piece.values(), piece.region()
+            there = piece.held(values)
+            if there.all():
+                _note_copies(found, first, piece, values)
+            off = np.where(there, values - whole[region], 0)
+            off = in_reaches(off, reach[region], least[region])
+            pair = Pair(piece.one.rank.rank, None, off, np.zeros_like(off))
+            found.add(pair, worst_row(off))
 
     def copies(self) -> None:
         """Outputs that tensor-parallel ranks have alike, bit for bit, whatever the reference has."""
@@ -336,7 +376,7 @@ class _Comparer:
 
     def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
         held = np.zeros(whole.shape, bool)
-        first: dict[Any, tuple[int, Array]] = {}
+        first: _Copies = {}
         for piece in pieces:
             values, region = piece.values(), piece.region()
             there = piece.held(values)
@@ -351,9 +391,7 @@ class _Comparer:
             if piece.placement.partial:
                 continue
             found.copies.append(Pair(rank, None, values, reference, region))
-            known = first.setdefault(str(region), (rank, values))
-            if known[0] != rank and known[1].tobytes() != values.tobytes():
-                found.replicas_differ = tuple(sorted({*found.replicas_differ, known[0], rank}))
+            _note_copies(found, first, piece, values)
         found.uncovered = int((~held).sum())
         if not found.differs:
             found.copies.clear()
@@ -375,12 +413,21 @@ class _Comparer:
         if key[0] in PARAMETERS:
             terms = first.sequence_length * first.micro_batch_size * first.micro_batches
         epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
-        response = self._responses.get(key, 0.0)
+        of = (key[0], key[1], _AS.get(key[2], key[2]))
+        response = self._responses.get(of, 0.0)
         return RESPONSES * max(response, epsilon * float(np.sqrt(terms)) / 4)
 
     def _skip(self, why: str, name: str, tensors: int = 1) -> None:
         self._skipped += tensors
         self._not_aligned[why].append(name)
+
+
+def _note_copies(found: Comparison, first: _Copies, piece: Part, values: Array) -> None:
+    """Compare a rank's copy with the first one of the same part, bit for bit."""
+    rank = piece.one.rank.rank
+    known = first.setdefault(str(piece.region()), (rank, values))
+    if known[0] != rank and known[1].tobytes() != values.tobytes():
+        found.replicas_differ = tuple(sorted({*found.replicas_differ, known[0], rank}))
 
 
 def _orders(reference: Capture, layout: Capture) -> dict[Key, float]:

@@ -39,7 +39,7 @@ COLUMNS = (
     *(Column(stage) for stage in STAGES[STAGES.index(Stage.LOCAL_GRADIENTS) :]),
 )
 _SIDED = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
-_SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?")
+_SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")
 _LEAVES = (".weight", ".bias")
 _PARAMETERS = tuple(c.stage for c in COLUMNS[6:] if c.stage is not Stage.NORM)
 

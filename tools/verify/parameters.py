@@ -36,6 +36,13 @@ class Part:
         return self.record.placement
 
     @property
+    def unit(self) -> Unit:
+        """Key of the whole, offset of a layer where layers are stacked, and slot."""
+        place = self.placement
+        stacked = len(place.global_shape) - len(self.record.shape)
+        return (place.key, place.global_offset[:stacked], self.record.site.slot)
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the parameter that it is a part of, of which stacked layers are no dimension."""
         return self.placement.global_shape[-len(self.record.shape) :]
@@ -74,9 +81,8 @@ def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Par
             if record.site.stage is stage and place is not None:
                 if not record.site.slot.startswith(slot):
                     continue
-                stacked = len(place.global_shape) - len(record.shape)
-                unit = (place.key, place.global_offset[:stacked], record.site.slot)
-                found[unit].append(Part(one, record))
+                part = Part(one, record)
+                found[part.unit].append(part)
     return dict(found)
 
 

@@ -78,3 +78,24 @@ def update_error(ours: Array, reference: Array, scale: Array, least: Array) -> f
     if not np.isfinite(wrong).all() or (wrong[size == 0] > 0).any():
         return np.inf
     return float((wrong[size > 0] / size[size > 0]).max(initial=0.0))
+
+
+def in_reaches(off: Array, reach: Array, least: Array) -> Array:
+    """By how much weights are off, in terms of how far their updates reach; 0 within rounding.
+
+    Args:
+        off: The difference.
+        reach: How far the updates would have moved each by a gradient of the size that its row has.
+        least: How far a weight may be off because it was rounded.
+    """
+    beyond = np.maximum(np.abs(off) - least, 0) * np.sign(off)
+    smallest = float(np.finfo(np.float32).tiny)  # Of a weight of zero.
+    return np.asarray(beyond / np.maximum(reach + least, smallest), np.float64)
+
+
+def worst_row(values: Array) -> float:
+    """The largest quadratic mean of a row."""
+    if not np.isfinite(values).all():
+        return np.inf
+    rows = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
+    return float(np.sqrt(np.square(rows).mean(1)).max(initial=0.0))

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from tools.records.capture import CHOICE, CapturedRank, CaptureWriter, Stage, TensorRecord
+from tools.records.capture import (
+    CALLED_BY,
+    CHOICE,
+    STARTS,
+    CapturedRank,
+    CaptureWriter,
+    Stage,
+    TensorRecord,
+)
 from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
-from tools.verify.captured import Capture, VerifyError, as_stored
+from tools.verify.captured import Array, Capture, VerifyError, as_stored
 from tools.verify.compare import compare
 from tools.verify.comparison import Compared, Comparison
 from tools.verify.kinds import Kind, kind_of
+from tools.verify.parameters import Part, Unit, assembled, units
 
 TENSOR_FILE = "first.npz"
+MODEL = "model"
+"""Name of the whole, whose inputs are a stage of their own."""
 _LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
 _LAYER = re.compile(r"\.layers\.\d+$")
+_EDGE = 2.0
+"""Errors over tolerance up to which modules' errors, each within its own tolerance, may add up."""
 _MOST_KEPT_BYTES = 64 * 2**20
 
 
@@ -104,6 +118,10 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
     check_same_work(reference, layout)
     compared = compare(reference, layout)
     _check_aligned(compared, layout)
+    return _judged(compared, layout)
+
+
+def _judged(compared: Compared, layout: Capture) -> Judgement:
     wrong = compared.wrong()
     worst = max((one.ratio for one in compared.comparisons), default=0.0)
     base = Verdict(
@@ -111,6 +129,7 @@ def judge(reference: Capture, layout: Capture) -> Judgement:
         worst_ratio=worst,
         compared=compared.compared,
         seen=compared.seen,
+        iteration=layout.first.iteration,
         routing_flips=compared.routing_flips,
         not_aligned=compared.not_aligned,
     )
@@ -142,37 +161,69 @@ def may_have_spread(judgement: Judgement) -> bool:
     return judgement.first is not None and judgement.first.key[0] in spreading
 
 
-def may_flip(judgement: Judgement) -> bool:
-    """Whether a router chose otherwise within rounding, after which nothing can be compared."""
-    return judgement.verdict.routing_flips > 0
+def begins_before(judgement: Judgement) -> bool:
+    """Whether the weights that the iteration begins with are already wrong."""
+    return judgement.first is not None and judgement.first.key[2] in STARTS
+
+
+def needs_same_start(judgement: Judgement) -> bool:
+    """Whether a difference may follow from what rounding made of choices, or of earlier updates.
+
+    A router that chose otherwise within rounding leaves nothing to compare. A weight whose gradient is
+    all rounding moves as far as any other, and with it what is computed from it.
+    """
+    if judgement.verdict.routing_flips > 0:
+        return True
+    if judgement.first is None or judgement.compared is None or begins_before(judgement):
+        return False
+    return any(one.key[2] in STARTS and one.error > 0 for one in judgement.compared.comparisons)
 
 
 def write_forced(
-    reference: Capture, layout: Capture, folder: Path, choices_alone: bool = False
+    reference: Capture, layout: Capture, folder: Path, *, start_alone: bool = False
 ) -> None:
-    """Write what the layout's ranks shall use in the place of their own tensors.
+    """Write the reference's tensors as the layout's ranks would have them, to take their place.
 
-    That is the reference's input of every module in the forward pass, and its gradient of every output
-    in the backward pass, each the part that the rank would hold; and which experts its routers choose.
+    Weights at the start, inputs of modules, gradients of their outputs, and what routers choose.
 
     Args:
         reference: Whose tensors are used.
         layout: Whose ranks shall use them.
         folder: Takes them.
-        choices_alone: Write the routers' choices, and no other tensor.
+        start_alone: Write weights at the start and routers' choices, and no other tensor.
     """
-    aligner = ActivationAligner(reference, layout)
+    aligner, starts = ActivationAligner(reference, layout), _Starts(reference)
     for one in layout.ranks:
         with CaptureWriter(folder / one.folder.name) as writer:
             for record in one.by_site.values():
-                choice = record.site.slot.endswith(CHOICE)
-                if not choice and (choices_alone or not _is_forced(record)):
+                if record.site.slot in STARTS:
+                    values = starts.part(Part(one, record))
+                elif record.site.slot.endswith(CHOICE) or (_is_forced(record) and not start_alone):
+                    values = aligner.align(one, record).reference
+                else:
                     continue
-                aligned = aligner.align(one, record)
-                if aligned.reference is not None:
-                    values = memoryview(as_stored(aligned.reference, record.dtype).view(np.uint8))
-                    writer.add(record.site, record.dtype, record.shape, values)
+                if values is not None:
+                    stored = memoryview(as_stored(values, record.dtype).view(np.uint8))
+                    writer.add(record.site, record.dtype, record.shape, stored)
             writer.close(one.rank)
+
+
+class _Starts:
+    """What the reference's iteration begins with."""
+
+    def __init__(self, reference: Capture) -> None:
+        self._reference = reference
+        self._pieces = units(reference, Stage.WEIGHTS)
+        self._wholes: dict[Unit, Array] = {}
+
+    def part(self, piece: Part) -> Array | None:
+        """The reference's values of a part; None if it has no such parameter."""
+        unit = piece.unit
+        if unit not in self._pieces:
+            return None
+        if unit not in self._wholes:
+            self._wholes[unit] = assembled(self._pieces[unit], self._reference)
+        return self._wholes[unit][piece.region()]
 
 
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
@@ -185,6 +236,13 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
     """
     compared = compare(reference, forced)
     own = compared.wrong(*_LOCAL)
+    before = judgement.first
+    if not own and before is not None and before.ratio <= _EDGE:
+        # What follows from it is compared where it is not off.
+        stage, name, slot = before.key
+        found = _judged(compared, forced)
+        added = f"{stage}, {name} {slot} at {before.ratio:.2f}"
+        return replace(found, verdict=replace(found.verdict, added_up=added))
     if not own:
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
     first = own[0]
@@ -218,14 +276,15 @@ def _located(base: Verdict, first: Comparison, compared: Compared, layout: Captu
         error=first.error,
         tolerance=first.tolerance,
         source=_source(module, layout),
+        iteration=layout.first.iteration - int(slot in STARTS),
     )
 
 
 def _module(first: Comparison, compared: Compared) -> str:
     """The module whose code is between what was right and what is wrong.
 
-    A wrong input of a module, or gradient of its output, is the doing of the module around it, if what
-    that one got was right; but for a layer's, which come from another stage or from nowhere else.
+    A wrong input of a module, or gradient of its output, is the doing of the module that calls it, if
+    what that one got was right; but for a layer's, which come from another stage or from nowhere else.
     """
     stage, name, slot = first.key
     side = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
@@ -233,17 +292,32 @@ def _module(first: Comparison, compared: Compared) -> str:
         side = f"{RECOMPUTED}input."
     if stage not in _LOCAL or not slot.startswith(side):
         return name
-    around = name
-    while "." in around and not _LAYER.search(around):
-        around = around.rpartition(".")[0]
+    for around, caller in _callers(name, slot):
+        of = Stage.INPUTS if around == MODEL else stage
         got = [
             one
             for one in compared.comparisons
-            if one.key[:2] == (stage, around) and one.key[2].startswith(side)
+            if one.key[:2] == (of, around)
+            and one.key[2].startswith(side)
+            and one.key[2].partition(CALLED_BY)[2] == caller
         ]
         if got:
             return name if any(one.differs for one in got) else around
     return name
+
+
+def _callers(name: str, slot: str) -> Iterator[tuple[str, str]]:
+    """The modules around a module's call, the innermost first, each with what it is called by.
+
+    Those that it is in, then the one that calls them, or the model.
+    """
+    _, _, caller = slot.partition(CALLED_BY)
+    around = name
+    while "." in around and not _LAYER.search(around):
+        around = around.rpartition(".")[0]
+        yield around, caller
+    if caller or not _LAYER.search(around):
+        yield caller or MODEL, ""
 
 
 def _kind(first: Comparison, compared: Compared, layout: Capture) -> Kind:

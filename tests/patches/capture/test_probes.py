@@ -121,3 +121,44 @@ def test_layers_and_experts_have_their_global_numbers():
     described = dict(described_modules([stage], [names]))
     assert described[names[own]].kind == "Inner"
     assert described[names[own]].source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
+
+
+class Borrower(torch.nn.Module):
+    """Calls a module of another, once more than that one does."""
+
+    def __init__(self, lender):
+        super().__init__()
+        self.own, self.lender = Inner(), [lender]
+
+    def forward(self, x):
+        return self.own(self.lender[0](x))
+
+
+class Lending(torch.nn.Module):
+    def __init__(self, lends):
+        super().__init__()
+        self.first, self.lends = Inner(), lends
+        self.borrower = Borrower(self.first)
+
+    def forward(self, x):
+        return self.borrower(x if self.lends else self.first(x))
+
+
+def test_calls_are_numbered_by_caller_as_a_rank_need_not_have_every_one(tmp_path):
+    inputs = []
+    for lends in (False, True):
+        model, writer = Lending(lends), CaptureWriter(tmp_path / str(lends))
+        names = {own: own or "model" for own, _ in model.named_modules()}
+        probes = Probes([model], [names], Recording(writer))
+        probes.begin_micro_batch(0)
+        model(torch.tensor([2.0]))
+        writer.close(rank())
+        inputs.append(
+            {
+                (site.slot, site.call)
+                for site in writer.records
+                if site.name == "first" and "input" in site.slot
+            }
+        )
+    assert inputs[0] == {("input.x", 0), ("input.x@borrower", 0)}
+    assert inputs[1] == {("input.x@borrower", 0)}

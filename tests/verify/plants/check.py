@@ -54,6 +54,7 @@ class Plant:
     both: bool = False
     """Whether the reference is planted as well."""
     trace: str | None = None
+    trace_stage: str = ""
     step: int = 2
     """The traced iteration: the first one's learning rate is 0."""
 
@@ -111,6 +112,7 @@ class Checker:
         stage, module = first_difference(before, after)
         expected = plant.module if plant.trace is None else plant.trace
         of_trace = "outputs" if plant.trace == "output_layer" else plant.stage
+        of_trace = plant.trace_stage or of_trace
         if not stage:
             return "changes nothing in its layout", stage, module
         if (stage, module) != (of_trace, expected):
