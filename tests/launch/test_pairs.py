@@ -14,6 +14,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.pairs import Difference, Verification, compose_verification, difference_of
 from tools.launch.verify import judged
+from tools.records.capture import ITERATION_VARIABLE, START_WEIGHT, Site, Stage
 from tools.records.verdict import Outcome
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
@@ -236,3 +237,32 @@ def test_a_training_that_fails_is_quoted_and_nothing_further_is_trained(
     verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
     assert verdict.reason == "The reference ended 'crashed': heads must divide"
     assert (asked, verdict.exit_code) == (["reference"], 2)
+
+
+def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_for(
+    composed: Composer, tmp_path: Path
+) -> None:
+    began, asked = 3, []
+    ones, at = np.ones((4, 3), np.float32), captures.place((0, 0, 0))
+
+    def train(part: str, launch: Launch) -> str:
+        """The layout's weights are wrong from the end of iteration 3 on, as its gradients are there."""
+        iteration = int(launch.environment[ITERATION_VARIABLE])
+        asked.append(part)
+        planted = part.startswith("layout")
+        sites = {
+            Site(Stage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration >= began,
+            Site(Stage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
+        }
+        tensors: captures.Tensors = [
+            (site, ones * (1 + (planted and wrong)), at) for site, wrong in sites.items()
+        ]
+        captures.write(tmp_path / part, [(captures.rank(iteration=iteration), tensors)])
+        return ""
+
+    pair = composed("tp2-gpt2-tiny-2cpu", iterations=8)
+    verdict = judged(pair, tmp_path, train).verdict
+    assert (verdict.iteration, verdict.stage) == (began, Stage.LOCAL_GRADIENTS)
+    # A search by halves: a reference and a layout each.
+    assert asked[-2:] == ["reference-3", "layout-3"]
+    assert len(asked) == 8
