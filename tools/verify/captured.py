@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,7 +116,8 @@ def sites_in_order(capture: Capture) -> list[Site]:
     """Every tensor, without its micro batches, in the order in which one rank would compute them.
 
     Layers that follow one another on a rank are a chunk; chunks follow one another over the ranks of a
-    pipeline, backward the other way. What a rank alone has follows what comes before it there.
+    pipeline, backward the other way. What a later rank of a stage alone has, such as its experts, stands
+    before what follows there, after what the earlier ranks have.
     """
     places: dict[Site, tuple[int, float, float]] = {}
     seen: set[int] = set()
@@ -125,19 +126,34 @@ def sites_in_order(capture: Capture) -> list[Site]:
             msgspec.structs.replace(record.site, micro_batch=None) for record in one.records
         )
         begins = _chunks(site.name for site in sites)
-        step = _SHORTLY if one.rank.pipeline[0] in seen else 1.0
+        is_later = one.rank.pipeline[0] in seen
         seen.add(one.rank.pipeline[0])
         for order, stage in enumerate(Stage):
             last, of_stage = -1.0, [site for site in sites if site.stage is stage]
             back = stage is Stage.ACTIVATION_GRADIENTS
             numbers = [begins.get(_layer(site.name)) for site in of_stage]
             chunk = next((-n if back else n for n in numbers if n is not None), 0) - 0.5
+            shortly_before = _shortly_before(of_stage, places) if is_later else {}
             for site, number in zip(of_stage, numbers, strict=True):
                 if number is not None:
                     chunk = -number if back else number
-                place = (order, chunk, last + step)
-                last = places.setdefault(site, place)[2]
+                place = shortly_before.get(site, last + (_SHORTLY if is_later else 1.0))
+                last = places.setdefault(site, (order, chunk, place))[2]
     return sorted(places, key=places.__getitem__)
+
+
+def _shortly_before(
+    sites: Sequence[Site], places: Mapping[Site, tuple[int, float, float]]
+) -> dict[Site, float]:
+    """Places for sites that have none yet and are followed by one that has."""
+    found: dict[Site, float] = {}
+    following: float | None = None
+    for site in reversed(sites):
+        if site in places:
+            following = places[site][2]
+        elif following is not None:
+            following = found[site] = following - _SHORTLY
+    return found
 
 
 def _chunks(names: Iterable[str]) -> dict[int | None, int]:

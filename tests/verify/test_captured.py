@@ -1,0 +1,25 @@
+"""The order in which tensors are compared."""
+
+import numpy as np
+
+from tests.verify.captures import output, rank, write
+from tools.verify.captured import sites_in_order
+
+
+def test_experts_of_a_later_rank_follow_those_of_the_first(tmp_path):
+    layer = "decoder.layers.0.mlp"
+    names = {
+        0: [f"{layer}.router", f"{layer}.experts.local_experts.0", layer],
+        1: [f"{layer}.router", f"{layer}.experts.local_experts.1", layer],
+    }
+    ranks = [
+        (
+            rank(n, expert=(n, 2), data=(n, 2), world_size=2),
+            [(output(name), np.zeros(1)) for name in found],
+        )
+        for n, found in names.items()
+    ]
+    ordered = [
+        site.name.removeprefix(f"{layer}.") for site in sites_in_order(write(tmp_path, ranks))
+    ]
+    assert ordered == ["router", "experts.local_experts.0", "experts.local_experts.1", layer]
