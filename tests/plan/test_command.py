@@ -143,7 +143,8 @@ def test_schedules_are_compared_and_drawn(
     words = f"schedules --pipeline 4 --microbatches 8 --json --svg {picture}"
     assert main(words.split()) == 0
     schedules = json.loads(capsys.readouterr().out)
-    assert [entry["bubble"] for entry in schedules] == pytest.approx([0.375, 0.375, 0.1875, 0.1875])
+    bubbles = [entry["bubble"] for entry in schedules]
+    assert bubbles == pytest.approx([0.375, 0.375, 0.1875, 0.1875, 0.1875])
     assert "up to 4 weight versions" in picture.read_text()
     assert main(["schedules", "--pipeline", "4", "--microbatches", "6"]) == 2
     assert "use 8" in capsys.readouterr().err

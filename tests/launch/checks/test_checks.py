@@ -158,7 +158,7 @@ def test_readme_setup_and_doctor_name_the_same_room_on_disk() -> None:
     readme = re.search(
         r"(\d+) GB of disk \(([\d.]+) GB of packages", (ROOT / "README.md").read_text()
     )
-    setup = re.search(r"([\d.]+) GB of packages", (ROOT / "tools/setup.sh").read_text())
+    setup = re.search(r"([\d.]+) GB on the disk", (ROOT / "tools/setup.sh").read_text())
     assert readme is not None
     assert setup is not None
     assert float(readme[1]) * 1e9 == host.SETUP_BYTES
