@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from tests.faults.killed import killed
+from tests.verify.benched import quick_plants
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.options import Options
@@ -141,7 +142,10 @@ FORKED = (
 ALONE = "pp2"
 """What it waits for is looked at, so it trains last, when nothing else does."""
 
-SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {"killed": killed}
+SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {
+    "killed": killed,
+    "quick_plants": quick_plants,
+}
 """What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
 
 LANES = 2

@@ -1,45 +1,22 @@
 """Plants are found, and healthy layouts are not called wrong, by the whole: ranks, capture, verdict."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tools.spec.files import ROOT
-
-QUICK = (
-    *("last-stage-one-batch-ahead", "row-linear-without-sum", "predicted-logit-not-summed"),
-    *(
-        "qkv-input-gradient-not-summed",
-        "weight-gradient-of-other-rows",
-        "tied-embedding-not-summed",
-    ),
-    *("norm-counts-replicas", "adam-epsilon-of-a-rank"),
-)
-"""Of each stage but the optimizer's, of tp2 and pp2, which share a reference."""
+from tests.examples.runs import SharedRuns
+from tests.verify.benched import QUICK, bench
 
 
-def bench(sample_prefix: Path, folder: Path, *words: str) -> str:
-    """What the benchmark prints; it ends with 0 only if all is as it should be."""
-    command = (sys.executable, "-m", "tests.verify.bench", *words, "--folder", str(folder))
-    ended = subprocess.run(
-        (*command, "--data", str(sample_prefix)),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
-    return ended.stdout
+@pytest.fixture
+def quick_plants(shared_runs: SharedRuns) -> str:
+    """What the benchmark prints of the plants of the default suite."""
+    printed: str = shared_runs.scenario("quick_plants")
+    return printed
 
 
-def test_eight_plants_of_all_kinds_are_found_at_their_stage_and_module(
-    sample_prefix: Path, starting_weights: Path, tmp_path: Path
-) -> None:
-    (tmp_path / ".start").symlink_to(starting_weights)
-    printed = bench(sample_prefix, tmp_path, "plants", "--only", *QUICK)
-    assert printed.count("| yes |") == len(QUICK)
+def test_eight_plants_of_all_kinds_are_found_at_their_stage_and_module(quick_plants: str) -> None:
+    assert quick_plants.count("| yes |") == len(QUICK)
 
 
 @pytest.mark.slow

@@ -1,0 +1,40 @@
+"""The verify benchmark as a command, and the plants of the default suite."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.spec.files import ROOT
+
+QUICK = (
+    *("last-stage-one-batch-ahead", "row-linear-without-sum", "predicted-logit-not-summed"),
+    *(
+        "qkv-input-gradient-not-summed",
+        "weight-gradient-of-other-rows",
+        "tied-embedding-not-summed",
+    ),
+    *("norm-counts-replicas", "adam-epsilon-of-a-rank"),
+)
+"""Of each stage but the optimizer's, of tp2 and pp2, which share a reference."""
+
+
+def bench(sample_prefix: Path, folder: Path, *words: str) -> str:
+    """What the benchmark prints; it ends with 0 only if all is as it should be."""
+    command = (sys.executable, "-m", "tests.verify.bench", *words, "--folder", str(folder))
+    ended = subprocess.run(
+        (*command, "--data", str(sample_prefix)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+    return ended.stdout
+
+
+def quick_plants(runs: Path, data: Path) -> str:
+    """What is printed of `QUICK`."""
+    folder = runs / "quick_plants"
+    folder.mkdir()
+    (folder / ".start").symlink_to(runs / ".start")
+    return bench(data, folder, "plants", "--only", *QUICK)
