@@ -15,7 +15,7 @@ from tools.spec.files import ROOT
 if TYPE_CHECKING:
     from tests.examples.runs import SharedRuns
 
-REAL_RUNS = {"all_runs", "killed", "quick_plants"}
+REAL_RUNS = {"all_runs", "killed", "quick_plants", "pipelines"}
 """Fixtures that wait for the shared runs."""
 
 

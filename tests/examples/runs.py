@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from tests.faults.killed import killed
+from tests.native.pipelined import pipelines
 from tests.verify.benched import quick_plants
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
@@ -145,6 +146,7 @@ ALONE = "pp2"
 SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {
     "killed": killed,
     "quick_plants": quick_plants,
+    "pipelines": pipelines,
 }
 """What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
 

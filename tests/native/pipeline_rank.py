@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.native.pipelined import STAGES
 from tests.native.small_model import settings
 from tools.native.batches import MicroBatch
 from tools.native.model import GPT, initialise
@@ -16,7 +17,6 @@ from tools.native.parallel import RankLayout
 from tools.native.pipelines import Stages, cut_into_stages, pipeline_engine
 from tools.native.settings import Settings
 
-STAGES = 3
 ITERATIONS = 6
 MICRO_BATCHES = 3
 """One for PipeDream, which makes an update after each."""

@@ -1,8 +1,7 @@
 """Pipelines of three stages, trained over gloo, against the same updates made in one process."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from tests.examples.runs import SharedRuns
 from tests.native.pipeline_rank import (
     ITERATIONS,
-    STAGES,
     TIED,
     batches,
     chosen,
     whole_model,
 )
+from tests.native.pipelined import STAGES
 from tools.native.model import GPT, mean_loss
 from tools.native.optimizer import adamw, clip_gradients, learning_rate
 from tools.native.settings import Settings
-from tools.spec.files import ROOT
 from tools.spec.strategy import PipelineSchedule
 
 ROUNDING = 1e-4
@@ -32,11 +31,9 @@ Trained = Mapping[tuple[str, bool], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("pipelines")
-    command = [sys.executable, "-m", "tests.native.pipeline_rank", str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(STAGES)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0] * STAGES
+def pipelines(shared_runs: SharedRuns) -> Trained:
+    """Trained beside the other tests."""
+    folder = Path(shared_runs.scenario("pipelines"))
     of_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(STAGES)]
     return {key: [found[key] for found in of_rank] for key in of_rank[0]}
 
@@ -102,9 +99,9 @@ def _renumbered(name: str, first: int) -> str:
 
 @pytest.mark.parametrize("schedule", TIED)
 def test_a_pipeline_that_flushes_trains_as_one_process_does(
-    trained: Trained, schedule: str
+    pipelines: Trained, schedule: str
 ) -> None:
-    ranks = trained[schedule, True]
+    ranks = pipelines[schedule, True]
     losses, model = train_alone(chosen(schedule, tied=True), PipelineSchedule(schedule))
     assert ranks[-1][0] == pytest.approx(losses, rel=1e-6)
     torch.testing.assert_close(joined(ranks), dict(model.state_dict()), rtol=1e-3, atol=ROUNDING)
@@ -112,9 +109,9 @@ def test_a_pipeline_that_flushes_trains_as_one_process_does(
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_without_flushes_gradients_are_of_weights_as_old_as_the_schedule_says(
-    trained: Trained, schedule: str
+    pipelines: Trained, schedule: str
 ) -> None:
-    ranks = trained[schedule, False]
+    ranks = pipelines[schedule, False]
     asynchronous = PipelineSchedule(schedule)
     losses, model = train_alone(chosen(schedule, tied=False), asynchronous)
     assert ranks[-1][0] == pytest.approx(losses, rel=1e-6)
@@ -127,15 +124,15 @@ def test_without_flushes_gradients_are_of_weights_as_old_as_the_schedule_says(
     ("schedule", "versions"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])]
 )
 def test_a_stage_keeps_a_buffer_for_each_version_between_forward_and_update(
-    trained: Trained, schedule: str, versions: list[int]
+    pipelines: Trained, schedule: str, versions: list[int]
 ) -> None:
-    assert [len(kept) for _, _, kept, _ in trained[schedule, False]] == versions
+    assert [len(kept) for _, _, kept, _ in pipelines[schedule, False]] == versions
 
 
-def test_every_rank_gets_the_logits_of_the_whole_model(trained: Trained) -> None:
+def test_every_rank_gets_the_logits_of_the_whole_model(pipelines: Trained) -> None:
     for schedule in TIED:
         of = chosen(schedule, tied=True)
         _, model = train_alone(of, PipelineSchedule(schedule))
         expected = model(batches(of, 0)[0][0]).detach()
-        for *_, logits in trained[schedule, True]:
+        for *_, logits in pipelines[schedule, True]:
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
