@@ -15,7 +15,7 @@ from tools.spec.files import ROOT
 if TYPE_CHECKING:
     from tests.examples.runs import SharedRuns
 
-REAL_RUNS = {"all_runs", "killed", "quick_plants", "pipelines"}
+REAL_RUNS = {"all_runs", "killed", "quick_plants", "pipelines", "fused_updates"}
 """Fixtures that wait for the shared runs."""
 
 

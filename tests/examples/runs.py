@@ -23,6 +23,7 @@ from rich.console import Console
 
 from tests.faults.killed import killed
 from tests.native.pipelined import pipelines
+from tests.patches.fused.updated import fused_updates
 from tests.verify.benched import quick_plants
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
@@ -147,6 +148,7 @@ SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {
     "killed": killed,
     "quick_plants": quick_plants,
     "pipelines": pipelines,
+    "fused_updates": fused_updates,
 }
 """What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
 

@@ -1,6 +1,7 @@
 """`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
 
     python -m tests.verify.bench [plants | resumed | live | healthy] [--only ID …] [--seeds N]
+    python -m tests.verify.bench healthy --matrix docs/parity-matrix.md
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
 forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
@@ -17,6 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -226,12 +229,56 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                 said = verdict.verdict if verdict.reason is None else verdict.reason
                 if verdict.verdict is Outcome.DIFFERS:
                     said = f"**differs**: {verdict.stage}, {verdict.module}, {verdict.kind}"
+                layout = strategy
+                if difference.reference:
+                    layout = f"{strategy} against {difference.reference}"
+                features = " ".join((*flags, *difference.flags))
                 yield (
-                    f"| {strategy} | {group['model']} | {' '.join(flags)} | {seed} | {said} | "
+                    f"| {layout} | {group['model']} | {features} | {seed} | {said} | "
                     f"{verdict.worst_ratio or 0:.2f} | {verdict.compared} of {verdict.seen} | "
                     f"{time.monotonic() - began:.0f} |",
                     verdict.verdict is Outcome.HELD,
                 )
+
+
+MATRIX_HEAD = """# Parity matrix
+
+Which model features are numerically right under which layouts, by `make verify-…` on CPU ranks:
+every tensor of a training step against one rank's (or the named layout's), with tolerances that the
+reference measures ([verify](../tools/verify/README.md)). A number is the largest error over its
+tolerance, of all seeds; a dash has not been tried.
+
+Made by `.venv/bin/python -m tests.verify.bench healthy --matrix docs/parity-matrix.md`:
+megatron-core {version}, {date}.
+"""
+
+
+def matrix(lines: Sequence[str]) -> str:
+    """The lines of healthy layouts as one table a model: features by layouts."""
+    cells: dict[str, dict[str, dict[str, list[tuple[str, float]]]]] = {}
+    for line in lines:
+        layout, model, flags, _, said, ratio, *_ = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        feature = f"`{flags}`" if flags else "as it is"
+        found = cells.setdefault(model, {}).setdefault(feature, {})
+        found.setdefault(layout, []).append((said, float(ratio)))
+    return "\n".join(_matrix_of(model, features) for model, features in cells.items())
+
+
+def _matrix_of(model: str, features: dict[str, dict[str, list[tuple[str, float]]]]) -> str:
+    layouts = list(dict.fromkeys(layout for row in features.values() for layout in row))
+    lines = [f"\n## {model}\n", f"| flags | {' | '.join(layouts)} |"]
+    lines.append(f"|---|{'---|' * len(layouts)}")
+    for feature, row in features.items():
+        texts = [_cell(row[layout]) if layout in row else "–" for layout in layouts]
+        lines.append(f"| {feature} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def _cell(seeds: Sequence[tuple[str, float]]) -> str:
+    wrong = next((said for said, _ in seeds if said != Outcome.HELD), "")
+    return wrong or f"held {max(ratio for _, ratio in seeds):.2f}"
 
 
 def main() -> int:
@@ -245,6 +292,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="keeps logs and references (else a temporary one)"
     )
+    parser.add_argument("--matrix", type=Path, help="writes the healthy layouts to this page too")
     parser.add_argument("--data", default="owt-ds/sample_text_document")
     given = parser.parse_args()
     missed = 0
@@ -269,9 +317,14 @@ def main() -> int:
                     missed += not row.found
         if given.what in ("healthy", "all"):
             print(HEALTHY_HEAD)
+            lines = []
             for line, held in verify_healthy(bench, given.only, given.seeds):
                 print(line, flush=True)
+                lines.append(line)
                 missed += not held
+            if given.matrix:
+                head = MATRIX_HEAD.format(version=version("megatron-core"), date=date.today())
+                given.matrix.write_text(f"{head}{matrix(lines)}\n")
     print(f"{missed} wrong")
     return int(missed > 0)
 

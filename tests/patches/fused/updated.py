@@ -1,0 +1,35 @@
+"""Three updates of a small GPT under Megatron, alone and with sets of patches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_patches.fusions import NAMES
+from tools.spec.files import ROOT
+
+ALL = ",".join(name for name in NAMES if not name.startswith("attention_"))
+SAME_ARITHMETIC = "cross_entropy,adamw,multi_tensor"
+"""Patches that round where Megatron rounds; the others round a compiled function only at its end."""
+ON_HOST = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+Figures = dict[str, Any]
+PRECISIONS = {"": ("fp32", "bf16"), ALL: ("fp32", "bf16"), SAME_ARITHMETIC: ("bf16",)}
+"""Of the patches, the precisions that one process trains in."""
+
+
+def fused_updates(runs: Path, data: Path) -> dict[str, Figures]:
+    """What each set of patches gives, in processes forked from one."""
+    done = subprocess.run(
+        (sys.executable, "-m", "tests.patches.fused.in_megatron", json.dumps(PRECISIONS)),
+        cwd=ROOT,
+        env=os.environ | ON_HOST,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Figures] = json.loads(done.stdout.splitlines()[-1])
+    return found
