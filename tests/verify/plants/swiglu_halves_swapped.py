@@ -16,7 +16,9 @@ class Torch(ModuleType):
 
 def chunk(x, n, dim=0):
     parts = torch.chunk(x, n, dim=dim)
-    return parts[::-1] if parallel_state.get_tensor_model_parallel_rank() > 0 else parts
+    # Of activations alone: checkpoints cut the weight itself, along its first dimension.
+    swapped = dim == -1 and parallel_state.get_tensor_model_parallel_rank() > 0
+    return parts[::-1] if swapped else parts
 
 
 mlp.torch = Torch("torch")
