@@ -60,11 +60,10 @@ def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> Stages
 
 def pipeline_engine(stages: Stages, settings: Settings, ranks: RankLayout) -> Engine:
     """The engine of `--pipeline-schedule`; every rank must call it."""
-    ends = _ends(ranks)
     schedule = PipelineSchedule(settings.pipeline_schedule)
     if schedule.is_asynchronous or schedule is PipelineSchedule.PIPEDREAM_FLUSH:
-        return StashingPipeline(stages, settings, ranks, ends)
-    return ScheduledPipeline(stages, settings, ranks, ends)
+        return StashingPipeline(stages, settings, ranks)
+    return ScheduledPipeline(stages, settings, ranks)
 
 
 def tied_matrix(stages: Stages) -> nn.Parameter | None:
@@ -81,14 +80,9 @@ def tied_matrix(stages: Stages) -> nn.Parameter | None:
 class _Pipeline:
     """What both kinds share: the optimizer, the tied matrix, and forward passes alone."""
 
-    def __init__(
-        self,
-        stages: Stages,
-        settings: Settings,
-        ranks: RankLayout,
-        ends: dist.ProcessGroup | None,
-    ) -> None:
-        self._stages, self._settings, self._ranks, self._ends = stages, settings, ranks, ends
+    def __init__(self, stages: Stages, settings: Settings, ranks: RankLayout) -> None:
+        self._stages, self._settings, self._ranks = stages, settings, ranks
+        self._ends = _ends(ranks)
         self._timers = LedgerTimers()
         self.optimizer: torch.optim.Optimizer = adamw(stages, settings)
         self._first = ranks.pipeline_rank == 0
@@ -140,14 +134,8 @@ class _Pipeline:
 class ScheduledPipeline(_Pipeline):
     """PyTorch's schedules, which flush: every gradient is of the weights that it changes."""
 
-    def __init__(
-        self,
-        stages: Stages,
-        settings: Settings,
-        ranks: RankLayout,
-        ends: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(stages, settings, ranks, ends)
+    def __init__(self, stages: Stages, settings: Settings, ranks: RankLayout) -> None:
+        super().__init__(stages, settings, ranks)
         # Not at the top: it loads a compiler, which other layouts need not wait for.
         from torch.distributed import pipelining
 
@@ -222,14 +210,8 @@ class StashingPipeline(_Pipeline):
     full) and makes version n + 1. A stage has a buffer for each version between the two.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        settings: Settings,
-        ranks: RankLayout,
-        ends: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(stages, settings, ranks, ends)
+    def __init__(self, stages: Stages, settings: Settings, ranks: RankLayout) -> None:
+        super().__init__(stages, settings, ranks)
         schedule = PipelineSchedule(settings.pipeline_schedule)
         stage, count = ranks.pipeline_rank, ranks.pipeline_size
         self._stage = stages[0]
