@@ -57,6 +57,7 @@ sweep: ## MODELS × STRATEGIES × BACKENDS × DEVICES; resumable
 advise: ## what to use, second, avoid, why, what would change it: MODEL= GPUS= GPU=
 plan: ##! layouts, ranked, with reasons: MODEL= GPUS= GPU= …
 dryrun: ## Megatron's own iteration without devices: MODEL= TP= PP= DP= …
+calibrate: ## the planner's constants measured on this machine, kept: DEVICES=2cpu
 validate: ## every public reading predicted, and by how much it is missed; READINGS= for your own
 audit: ## what a table of performance figures contradicts in itself: TABLE=
 schedules: ## GPipe, 1F1B, interleaved and PipeDream: PP=4 MICROBATCHES=8 VPP=2
@@ -88,7 +89,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
-	compare-zero compare-backends compare-moe compare-pipelines sweep plan advise dryrun schedules validate audit report explain \
+	compare-zero compare-backends compare-moe compare-pipelines sweep plan advise calibrate dryrun schedules validate audit report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@

@@ -7,15 +7,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tools.launch import auto
-from tools.launch.auto import (
-    as_options,
-    calibration_path,
-    from_figures,
-    plan_here,
-    request_here,
-    train_auto,
-)
+from tools.launch import calibrate
+from tools.launch.auto import as_options, plan_here, request_here, train_auto
+from tools.launch.calibrate import calibration_path, from_figures
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
@@ -141,13 +135,13 @@ def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_
 def test_what_cannot_be_planned_here_says_what_can(
     monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
-    monkeypatch.setattr(auto, "visible_gpus", tuple)
+    monkeypatch.setattr(calibrate, "visible_gpus", tuple)
     with pytest.raises(LaunchError, match=message):
         train_auto(name, Options(), QUIET)
 
 
 def test_a_gpu_without_published_rates_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "visible_gpus", lambda: (SimpleNamespace(name="Tesla T4"),))
+    monkeypatch.setattr(calibrate, "visible_gpus", lambda: (SimpleNamespace(name="Tesla T4"),))
     with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to tools/spec/hardware"):
         train_auto("train-auto-gpt2-large-1gpu", Options(), QUIET)
 

@@ -9,7 +9,7 @@ python -m tools.launch experiment NAME [--model NAME]        a file of examples/
 python -m tools.launch resume runs/…  [--strategy pp2]       continue from the newest valid checkpoint
 python -m tools.launch stop runs/…                           end a run that is on
 python -m tools.launch idle                                  refuses where a run is on
-python -m tools.launch demo | parity | list | image | reproduce | sweep | status
+python -m tools.launch demo | parity | list | image | reproduce | sweep | status | calibrate
 python -m tools.launch bench-gpu | bench-ledger | loss-curve
 """
 
@@ -33,6 +33,7 @@ from tools.launch.supervise.interruption import Interrupted, interruptible
 from tools.launch.target import Target
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
+from tools.spec.settings import MEASURED_DEVICES
 
 INTERRUPTED_EXIT = 130
 
@@ -158,6 +159,12 @@ def _train(command: argparse.Namespace, options: Options, console: Console) -> i
     return train(target, command.flags, options, console)
 
 
+def _calibrate(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.calibrate import calibrate_here
+
+    return calibrate_here(MEASURED_DEVICES.value(os.environ), options.runs, console)
+
+
 def _resume(command: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.resume import resume
 
@@ -189,6 +196,7 @@ _HANDLERS = {
     "verify": _verify,
     "run": _train,
     "status": _status,
+    "calibrate": _calibrate,
     "resume": _resume,
     "stop": _stop,
     "idle": _idle,
@@ -242,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="models, strategies, and what runs here")
     status = commands.add_parser("status", help="every run: waiting, running or ended")
     status.add_argument("--quiet", action="store_true", help="only record which jobs Slurm ended")
+    commands.add_parser("calibrate", help="measure the planner's constants on this machine")
     commands.add_parser("image", help="build the container's image")
     reproduce = commands.add_parser("reproduce", help="the six published runs, then the report")
     reproduce.set_defaults(name="published", model=None)

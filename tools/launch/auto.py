@@ -5,56 +5,22 @@ With CALIBRATE=1 the planner's constants are measured on this machine first, and
 
 from __future__ import annotations
 
-import json
-import platform
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
-import psutil
 from rich.console import Console
 
-from tools.launch import microbenchmark
+from tools.launch.calibrate import calibrate, calibration_of, cpu_core, gpu_here
 from tools.launch.compose import DEFAULT_DATA, model_for
-from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.microbenchmark import Figures, Workload
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import train
-from tools.plan.request import load_calibration
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
-from tools.spec.hardware import (
-    Device,
-    Link,
-    calibration_file,
-    device_by_key,
-    find_device,
-    link_by_key,
-)
+from tools.spec.hardware import Device, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, cp_comm_flags, recompute_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
-
-TIMEOUT_SECONDS = 600.0
-WORKLOADS = {
-    DeviceKind.CPU: Workload(
-        matmul_size=1024,
-        attention_shape=(8, 256, 64),
-        copy_bytes=64 << 20,
-        layer=True,
-        all_reduce_bytes=16 << 20,
-        latency=True,
-    ),
-    DeviceKind.GPU: Workload(
-        matmul_size=8192,
-        attention_shape=(32, 2048, 128),
-        copy_bytes=1 << 30,
-        layer=True,
-        all_reduce_bytes=16 << 20,
-        latency=True,
-    ),
-}
 
 
 def train_auto(name: str, options: Options, console: Console) -> int:
@@ -133,82 +99,18 @@ def as_options(chosen: Candidate, target: Target, options: Options) -> Options:
 
 def _device(target: Target) -> Device:
     if target.device is DeviceKind.CPU:
-        nominal = device_by_key("cpu")
-        share = psutil.virtual_memory().available // target.devices
-        return replace(nominal, memory_bytes=share)
-    names = [gpu.name for gpu in visible_gpus()]
-    if len(names) < target.devices:
-        raise LaunchError(
-            f"{target.devices} GPU(s) are wanted and {len(names)} found; run 'make plan "
-            f"MODEL={target.model} GPUS={target.devices} GPU=h200' for a plan without them, or "
-            f"'make train-auto-gpt2-tiny-{target.devices}cpu'."
-        )
-    device = find_device(names[0])
-    if device is None:
-        raise LaunchError(
-            f"The planner has no rates of '{names[0]}'; add it to tools/spec/hardware.yaml, or name "
-            f"a strategy: 'make train-dp{target.devices}-{target.model}-{target.devices}gpu'."
-        )
-    return device
+        return cpu_core(target.devices)
+    instead = (
+        f"run 'make plan MODEL={target.model} GPUS={target.devices} GPU=h200' for a plan without "
+        f"them, or 'make train-auto-gpt2-tiny-{target.devices}cpu'"
+    )
+    named = f"'make train-dp{target.devices}-{target.model}-{target.devices}gpu'"
+    return gpu_here(target.devices, instead, f", or name a strategy: {named}")
 
 
 def _calibration(target: Target, device: Device, options: Options, console: Console) -> Calibration:
-    if options.calibrate:
-        console.print(f"Measuring {target.devices} {target.device} rank(s) …", highlight=False)
-        link = link_by_key(device.link)
-        return calibrate(options.runs, target.device, target.devices, device, link)
-    kept = calibration_path(options.runs, device)
-    if kept.is_file():
-        return load_calibration(kept)
-    if target.device is DeviceKind.CPU:
-        return Calibration(source="nominal ones of a CPU core; CALIBRATE=1 measures this machine's")
-    return Calibration()
-
-
-def calibration_path(runs: Path, device: Device) -> Path:
-    """Where this machine's constants for a device are kept; `make plan GPU=<key>` looks there too."""
-    return runs / calibration_file(device.key)
-
-
-def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Link) -> Calibration:
-    """Measure for a few seconds on `ranks` devices at once, keep the result, return it.
-
-    Raises:
-        LaunchError: The measurement failed; with the last error of a rank.
-    """
-    try:
-        figures = microbenchmark.measure(
-            WORKLOADS[kind], kind, ranks, timeout_seconds=TIMEOUT_SECONDS
-        )
-    except LaunchError as error:
-        raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {error}") from None
-    assert figures is not None  # There is one node.
-    calibration = from_figures(figures, kind, device, link)
-    path = calibration_path(runs, device)
-    runs.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
-    return calibration
-
-
-def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link) -> Calibration:
-    """Shares of the datasheet's (for a CPU: nominal) rates; what was not measured keeps its default."""
-    peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
-    assert peak_flops is not None
-    measured = {
-        "matmul": _share(figures.matmul_flops, peak_flops),
-        "attention": _share(figures.attention_flops, peak_flops),
-        "memory": _share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
-        "link": _share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
-        "layer_launch_seconds": figures.layer_seconds,
-        "link_latency_seconds": figures.all_reduce_latency_seconds,
-    }
-    known = {name: value for name, value in measured.items() if value is not None}
-    calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
-    if kind is DeviceKind.GPU:
-        return calibration
-    # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
-    return replace(calibration, contention=1.0, launch_beside_work=False)
-
-
-def _share(measured: float | None, nominal: float) -> float | None:
-    return None if measured is None else measured / nominal
+    if not options.calibrate:
+        return calibration_of(options.runs, device)
+    console.print(f"Measuring {target.devices} {target.device} rank(s) …", highlight=False)
+    link = link_by_key(device.link)
+    return calibrate(options.runs, target.device, target.devices, device, link)

@@ -15,7 +15,7 @@ from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.records.run import is_run_folder
 from tools.spec import settings
 from tools.spec.files import ROOT
-from tools.spec.hardware import calibration_file
+from tools.spec.hardware import UnknownHardwareError, calibration_file, device_by_key
 from tools.spec.setting import Setting
 from tools.spec.settings import check_given, options_of
 
@@ -91,7 +91,7 @@ TOOLS = {
 
 COMMANDS = frozenset(
     (
-        *("demo", "parity", "list", "image", "reproduce", "sweep", "status"),
+        *("demo", "parity", "list", "image", "reproduce", "sweep", "status", "calibrate"),
         *("bench-gpu", "bench-ledger", "loss-curve"),
     )
 )
@@ -154,9 +154,12 @@ def _single_runs_named(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _measured_here(environment: Mapping[str, str]) -> list[str]:
-    """What CALIBRATE=1 measured on this machine's own devices, if it did."""
-    gpu = settings.GPU.value(environment) or "h200"
-    path = Path("runs") / calibration_file(gpu)
+    """What `make calibrate` measured on this machine's own devices, if it did."""
+    try:
+        gpu = device_by_key(settings.GPU.value(environment) or "h200")
+    except UnknownHardwareError:  # The planner says so, for every way to call it.
+        return []
+    path = Path("runs") / calibration_file(gpu.key)
     return ["--calibration", str(path)] if (ROOT / path).is_file() else []
 
 

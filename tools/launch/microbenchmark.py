@@ -1,9 +1,9 @@
 """Timed kernels and transfers: what this machine's devices multiply, copy and send in a second.
 
-The only place where the kit times hardware outside of training. The planner's constants (`auto.py`), the
-rates that `make doctor` prints (`exchange.py`) and the ceilings of `make bench-gpu` each describe a
-`Workload` and take what they need of its `Figures`. All ranks measure at once, because they also train
-at once; one rank alone needs no torchrun and no process group.
+The only place where the kit times hardware outside of training. The planner's constants
+(`calibrate.py`), the rates that `make doctor` prints (`exchange.py`) and the ceilings of
+`make bench-gpu` each describe a `Workload` and take what they need of its `Figures`. All ranks measure
+at once, because they also train at once; one rank alone needs no torchrun and no process group.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@
 ##   UNTRIED          1 trains with a Megatron version that was not tried
 ## Variables: where and how it is trained [every training target]
 ##   DRY_RUN          1 prints the command and trains nothing [also prepare-ds* image]
-##   RUNS             folder of run folders (runs) [also status report explain]
+##   RUNS             folder of run folders (runs) [also status report explain calibrate]
 ##   RUN              run folders to explain (all) [explain]
 ##   RUNTIME          docker or host, on GPUs [also prepare-ds*]
 ##   IMAGE            one of docker/versions.env [also prepare-ds* image]
@@ -58,6 +58,7 @@
 ##   SLURM_SITE       file of shell lines for every job (site.slurm)
 ## Variables: several runs [sweep]
 ##   MODELS STRATEGIES BACKENDS DEVICES  every combination is trained, DEVICES="1cpu 2cpu"
+##   DEVICES          2gpu or 2cpu (all of this machine) [calibrate]
 ##   ONLY             these settings alone [bench-gpu]
 ##   BUDGET           seconds for all settings (510) [bench-gpu]
 ##   TARGET           the training target to use [loss-curve bench-ledger]

@@ -180,7 +180,7 @@ RUNS = Setting(
     str,
     "a folder",
     "folder of run folders (runs)",
-    (*_TRAIN, "status", "report", "explain"),
+    (*_TRAIN, "status", "report", "explain", "calibrate"),
     "--runs",
 )
 EXPLAINED = Setting("RUN", words, _TEXT, "run folders to explain (all)", ("explain",), "*")
@@ -285,6 +285,9 @@ MODELS = Setting("MODELS", str, _TEXT, _AXES, ("sweep",))
 STRATEGIES = Setting("STRATEGIES", str, _TEXT, _AXES, ("sweep",))
 BACKENDS = Setting("BACKENDS", str, _TEXT, _AXES, ("sweep",))
 DEVICES = Setting("DEVICES", str, _TEXT, _AXES, ("sweep",))
+MEASURED_DEVICES = Setting(
+    "DEVICES", str, "devices such as 2gpu", "2gpu or 2cpu (all of this machine)", ("calibrate",)
+)
 ONLY = Setting("ONLY", str, _TEXT, "these settings alone", ("bench-gpu",))
 BUDGET = Setting("BUDGET", str, _TEXT, "seconds for all settings (510)", ("bench-gpu",))
 TARGET = Setting("TARGET", str, _TEXT, "the training target to use", ("loss-curve", "bench-ledger"))

@@ -1,0 +1,65 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools.launch import calibrate
+from tools.launch.calibrate import WORKLOADS, calibrate_here, calibration_of
+from tools.launch.errors import LaunchError
+from tools.launch.make import calls_of
+from tools.spec.hardware import calibration_file, device_by_key
+from tools.spec.run import DeviceKind
+
+CPU = device_by_key("cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ("2", "DEVICES=2 is no number of devices; use DEVICES=2cpu or 2gpu"),
+        ("0cpu", "DEVICES=0cpu is no number of devices"),
+        ("8gpu", "8 GPU.s. are wanted and 0 found; DEVICES=2cpu measures CPU ranks"),
+    ],
+)
+def test_devices_that_are_not_here_are_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: str, message: str
+) -> None:
+    monkeypatch.setattr(calibrate, "visible_gpus", tuple)
+    with pytest.raises(LaunchError, match=message):
+        calibrate_here(devices, tmp_path, Console(quiet=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replace(
+        WORKLOADS[DeviceKind.CPU],
+        matmul_size=64,
+        copy_bytes=1 << 20,
+        seconds_each=0.001,
+    )
+    monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)
+    assert calibrate_here("1cpu", tmp_path, Console(width=100)) == 0
+    said = capsys.readouterr().out
+    kept = calibration_of(tmp_path, CPU)
+    assert kept.matmul is not None
+    assert [line.split()[:3] for line in said.splitlines() if "matmul" in line] == [
+        ["matmul", "0.50", f"{kept.matmul:.2f}"]
+    ]
+    assert "link" not in said.partition("Kept in")[0]  # One rank sends nothing.
+
+
+def test_a_plan_finds_the_constants_by_an_alias_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tools.launch.make.ROOT", tmp_path)
+    kept = tmp_path / "runs" / calibration_file("h100")
+    kept.parent.mkdir()
+    kept.write_text("{}")
+    asked = {"MODEL": "gpt2-large", "GPUS": "2"}
+    (call,) = calls_of("plan", asked | {"GPU": "H100-SXM"})
+    assert call.words[-2:] == ("--calibration", f"runs/{kept.name}")
+    (call,) = calls_of("plan", asked | {"GPU": "a100"})
+    assert "--calibration" not in call.words

@@ -1,0 +1,210 @@
+"""`make calibrate`: the planner's constants as this machine's devices reach them, in a minute.
+
+They are kept by machine and device in the folder of runs, where `make plan GPU=<device>`, `make advise`,
+`make report` and `train-auto-…` find them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from tools.launch import microbenchmark
+from tools.launch.devices import visible_gpus
+from tools.launch.errors import LaunchError
+from tools.launch.microbenchmark import Figures, Workload
+from tools.plan.request import load_calibration
+from tools.plan.time.cluster import Calibration
+from tools.plan.time.constants import NAMES, constants_of
+from tools.records.io import write_record
+from tools.spec.files import from_root
+from tools.spec.hardware import (
+    Device,
+    Link,
+    calibration_file,
+    device_by_key,
+    find_device,
+    link_by_key,
+)
+from tools.spec.run import DeviceKind
+from tools.text.table import Column, Table, rich_table
+from tools.text.units import DASH
+
+TIMEOUT_SECONDS = 600.0
+WORKLOADS = {
+    DeviceKind.CPU: Workload(
+        matmul_size=1024,
+        attention_shape=(8, 256, 64),
+        copy_bytes=64 << 20,
+        layer=True,
+        all_reduce_bytes=16 << 20,
+        latency=True,
+    ),
+    DeviceKind.GPU: Workload(
+        matmul_size=8192,
+        attention_shape=(32, 2048, 128),
+        copy_bytes=1 << 30,
+        layer=True,
+        all_reduce_bytes=16 << 20,
+        latency=True,
+    ),
+}
+
+
+def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
+    """Measure this machine's GPUs, or where it has none its cores, and print what was shipped beside.
+
+    Args:
+        devices: `2gpu` or `2cpu`; None takes all GPUs, or a CPU rank for each core.
+        runs: Folder of run folders.
+        console: For the table.
+
+    Raises:
+        LaunchError: There are no such devices here, the planner knows no rates of them, or the
+            measurement failed.
+    """
+    ranks, kind = _devices(devices)
+    device = (
+        cpu_core(ranks)
+        if kind is DeviceKind.CPU
+        else gpu_here(ranks, "DEVICES=2cpu measures CPU ranks")
+    )
+    console.print(f"Measuring {ranks} {kind} rank(s) …", highlight=False)
+    measured = calibrate(runs, kind, ranks, device, link_by_key(device.link))
+    console.print(rich_table(_compared(measured, device)))
+    kept = from_root(calibration_path(runs, device))
+    console.print(
+        f"Kept in {kept}: 'make plan GPU={device.key}', 'make report' and train-auto-… use them.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def calibration_of(runs: Path, device: Device) -> Calibration:
+    """What was measured of a device on this machine; without that, what is shipped."""
+    kept = calibration_path(runs, device)
+    if kept.is_file():
+        return load_calibration(kept)
+    if device.key == "cpu":
+        return Calibration(
+            source="nominal ones of a CPU core; 'make calibrate' or CALIBRATE=1 measures this machine's"
+        )
+    return Calibration()
+
+
+def cpu_core(ranks: int) -> Device:
+    """A core as one of so many ranks has it: with its share of the memory that is free."""
+    share = psutil.virtual_memory().available // ranks
+    return replace(device_by_key("cpu"), memory_bytes=share)
+
+
+def gpu_here(ranks: int, instead: str, otherwise: str = "") -> Device:
+    """The kind of this machine's GPUs.
+
+    Args:
+        ranks: GPUs that are wanted.
+        instead: What to do where there are fewer; the end of a sentence.
+        otherwise: What to do about a GPU without rates, beside adding it.
+
+    Raises:
+        LaunchError: There are not so many, or the planner knows no rates of them.
+    """
+    names = [gpu.name for gpu in visible_gpus()]
+    if len(names) < ranks:
+        raise LaunchError(f"{ranks} GPU(s) are wanted and {len(names)} found; {instead}.")
+    device = find_device(names[0])
+    if device is None:
+        raise LaunchError(
+            f"The planner has no rates of '{names[0]}'; add it to tools/spec/hardware.yaml{otherwise}."
+        )
+    return device
+
+
+def calibration_path(runs: Path, device: Device) -> Path:
+    """Where this machine's constants for a device are kept; `make plan GPU=<key>` looks there too."""
+    return runs / calibration_file(device.key)
+
+
+def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Link) -> Calibration:
+    """Measure for a few seconds on `ranks` devices at once, keep the result, return it.
+
+    Raises:
+        LaunchError: The measurement failed; with the last error of a rank.
+    """
+    try:
+        figures = microbenchmark.measure(
+            WORKLOADS[kind], kind, ranks, timeout_seconds=TIMEOUT_SECONDS
+        )
+    except LaunchError as error:
+        raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {error}") from None
+    assert figures is not None  # There is one node.
+    calibration = from_figures(figures, kind, device, link)
+    path = calibration_path(runs, device)
+    runs.mkdir(parents=True, exist_ok=True)
+    write_record(path, calibration)
+    return calibration
+
+
+def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link) -> Calibration:
+    """Shares of the datasheet's (for a CPU: nominal) rates; what was not measured keeps its default."""
+    peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
+    assert peak_flops is not None
+    measured = {
+        "matmul": _share(figures.matmul_flops, peak_flops),
+        "attention": _share(figures.attention_flops, peak_flops),
+        "memory": _share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
+        "link": _share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
+        "layer_launch_seconds": figures.layer_seconds,
+        "link_latency_seconds": figures.all_reduce_latency_seconds,
+    }
+    known = {name: value for name, value in measured.items() if value is not None}
+    calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
+    if kind is DeviceKind.GPU:
+        return calibration
+    # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
+    return replace(calibration, contention=1.0, launch_beside_work=False)
+
+
+def _share(measured: float | None, nominal: float) -> float | None:
+    return None if measured is None else measured / nominal
+
+
+def _devices(text: str | None) -> tuple[int, DeviceKind]:
+    if text is None:
+        gpus = len(visible_gpus())
+        return (gpus, DeviceKind.GPU) if gpus else (len(os.sched_getaffinity(0)), DeviceKind.CPU)
+    match = re.fullmatch(r"([1-9]\d*)(gpu|cpu)", text.strip())
+    if match is None:
+        raise LaunchError(f"DEVICES={text} is no number of devices; use DEVICES=2cpu or 2gpu.")
+    return int(match[1]), DeviceKind(match[2])
+
+
+def _compared(measured: Calibration, device: Device) -> Table[str]:
+    """A row for each constant that was measured, beside what is shipped: shares of the datasheet's
+    rates, and times."""
+    shipped = asdict(constants_of(device.generation)) | {"link_latency_seconds": None}
+    found = {name: getattr(measured, name) for name in (*NAMES, "link_latency_seconds")}
+    columns = (
+        Column[str]("constant", _called, right=False),
+        Column[str]("shipped", lambda name: _text(name, shipped[name])),
+        Column[str]("measured", lambda name: _text(name, found[name])),
+    )
+    rows = tuple(name for name, value in found.items() if value is not None)
+    return Table(columns, rows, device.name)
+
+
+def _called(name: str) -> str:
+    return name.removesuffix("_seconds").replace("_", " ")
+
+
+def _text(name: str, value: float | None) -> str:
+    if value is None:
+        return DASH
+    return f"{1e6 * value:,.0f} µs" if name.endswith("_seconds") else f"{value:.2f}"
