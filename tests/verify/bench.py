@@ -10,7 +10,6 @@ forked from one process, so that a verification takes seconds. Prints the tables
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.launch.verify import judged
 from tools.records.verdict import Outcome
 from tools.spec.files import ROOT, read_yaml
+from tools.verify.findings import Finding, Judged, findings
 from tools.verify.verdict import Judgement
 
 HEALTHY = Path(__file__).with_name("healthy.yaml")
@@ -132,6 +132,8 @@ class Row:
     def found(self) -> bool:
         """Whether stage and module are those that the plant has."""
         verdict = self.judgement.verdict
+        if not self.plant.stage:
+            return verdict.verdict is Outcome.HELD
         return (verdict.stage, verdict.module) == (self.plant.stage, self.plant.module)
 
     def line(self) -> str:
@@ -178,27 +180,52 @@ def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
         yield Row(plant, judgement, time.monotonic() - began)
 
 
-def verify_stated(bench: Bench, only: Sequence[str], table: str) -> Iterator[Row]:
-    """Verify the pairs of a table: unmodified Megatron's own bugs, or resumed runs with plants."""
-    for entry in read_yaml(FOLDER / table):
-        of_pair = {name: entry.pop(name, "") for name in ("extra_b", "resumed_from", "shown")}
-        stated = Plant(**{"file": "", "catalogue": "live", **entry})
-        if only and stated.id not in only:
+def verify_resumed(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
+    """Verify the resumed runs that have a plant."""
+    for entry in read_yaml(FOLDER / "resumed.yaml"):
+        resumed = entry.pop("resumed_from", "")
+        plant = Plant(**entry)
+        if only and plant.id not in only:
             continue
         began = time.monotonic()
-        resumed = of_pair["resumed_from"]
+        difference = Difference(flags=plant.own_flags, resumed_from=resumed)
         judgement = bench.verify(
-            stated.strategy,
-            stated.model,
-            stated.devices,
-            stated.flags,
-            stated.path if stated.file else None,
+            *(plant.strategy, plant.model, plant.devices, plant.flags, plant.path),
             iteration=None,
-            difference=Difference(
-                flags=tuple(shlex.split(of_pair["extra_b"])), resumed_from=resumed
-            ),
+            difference=difference,
         )
-        yield Row(stated, judgement, time.monotonic() - began)
+        yield Row(plant, judgement, time.monotonic() - began)
+
+
+def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
+    """Verify unmodified Megatron where it is known to be wrong, and cured, where it must hold."""
+    for finding in findings():
+        if finding.verdict is not Judged.REPRODUCED or (only and finding.id not in only):
+            continue
+        for patch, stated in ((finding.shown_with, True), (finding.patch, False)):
+            began = time.monotonic()
+            judgement = bench.verify(
+                *(finding.layouts[0], finding.model, finding.devices, finding.flags, patch),
+                iteration=None,
+                difference=Difference(reference=finding.reference, flags=finding.own_flags),
+                both=True,
+            )
+            yield Row(_of_finding(finding, stated), judgement, time.monotonic() - began)
+
+
+def _of_finding(finding: Finding, stated: bool) -> Plant:
+    """As a row of the table: what is to be found, or that nothing is once it is cured."""
+    return Plant(
+        id=finding.id if stated else f"{finding.id}, cured",
+        file="",
+        catalogue=finding.thread or "new",
+        strategy=finding.layouts[0],
+        model=finding.model,
+        stage=finding.stage or "" if stated else "",
+        module=finding.module if stated else "",
+        kind=finding.kind if stated else "",
+        devices=finding.devices,
+    )
 
 
 def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tuple[str, bool]]:
@@ -305,12 +332,11 @@ def main() -> int:
         bench = Bench(given.data, folder.resolve(), ranks)
         tables = {
             "plants": verify_plants(bench, given.only),
-            "resumed": verify_stated(bench, given.only, "resumed.yaml"),
-            # Only where they are asked for: one of them lies behind another.
-            "live": verify_stated(bench, given.only, "live.yaml"),
+            "resumed": verify_resumed(bench, given.only),
+            "live": verify_live(bench, given.only),
         }
         for what, rows in tables.items():
-            if given.what == what or (given.what == "all" and what != "live"):
+            if given.what in (what, "all"):
                 print(PLANTS_HEAD)
                 for row in rows:
                     print(row.line(), flush=True)

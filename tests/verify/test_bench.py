@@ -30,12 +30,5 @@ def test_every_plant_of_a_resumed_run_is_found(sample_prefix: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_loss_that_depends_on_the_micro_batch_is_found_unplanted(
-    sample_prefix: Path, tmp_path: Path
-) -> None:
-    bench(sample_prefix, tmp_path, "live", "--only", "tokens-ahead-by-micro-batch")
-
-
-@pytest.mark.slow
 def test_no_healthy_layout_is_called_wrong(sample_prefix: Path, tmp_path: Path) -> None:
     assert "differs" not in bench(sample_prefix, tmp_path, "healthy")

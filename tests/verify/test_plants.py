@@ -44,13 +44,6 @@ def test_every_plant_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exi
         read_plant(str(FOLDER / entry["file"]))
 
 
-def test_every_live_bug_names_a_layout_and_a_stage_that_exist() -> None:
-    for bug in read_yaml(FOLDER / "live.yaml"):
-        target = f"train-{bug['strategy']}-{bug['model']}-{bug.get('devices', 2)}cpu"
-        flags_of_grammar(parse_target(target))
-        assert bug["stage"] in STAGES
-
-
 def run_of(*events: tuple[str, str, str, str]) -> list[dict[str, object]]:
     return [{"events": [list(event) for event in events]}]
 

@@ -1,0 +1,50 @@
+"""Megatron's own bugs: each is judged for every version, and can be shown and cured (slow)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.verify.benched import bench
+from tools.launch.options import read_plant
+from tools.launch.target import parse_target
+from tools.launch.train import flags_of_grammar
+from tools.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
+
+REPRODUCED = [one for one in findings() if one.verdict is Judged.REPRODUCED]
+
+
+def test_every_finding_is_judged_for_every_version_and_has_a_name_of_its_own() -> None:
+    names = [one.id for one in findings()]
+    assert len(set(names)) == len(names)
+    for one in findings():
+        assert sorted((*one.present, *one.absent)) == sorted(VERSIONS), one.id
+        assert "" not in (one.title, one.why), one.id
+
+
+@pytest.mark.parametrize("one", REPRODUCED, ids=lambda one: one.id)
+def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: Finding) -> None:
+    for layout in one.layouts:
+        flags_of_grammar(parse_target(f"train-{layout}-{one.model}-{one.devices}cpu"))
+    assert not {"", None} & {one.stage, one.module, one.kind}
+    assert not one.behind or one.behind in {other.id for other in REPRODUCED}
+    assert read_plant(str(one.patch)).path == f"docs/upstream/{one.patch.name}"
+
+
+def test_every_patch_and_report_is_of_a_finding() -> None:
+    of_findings = {path for one in REPRODUCED for path in (one.patch, one.report) if path}
+    assert {*FOLDER.glob("*.py"), *FOLDER.glob("*.md")} - {FOLDER / "README.md"} == of_findings
+
+
+def test_the_command_of_a_finding_behind_another_applies_the_patch_of_that_one() -> None:
+    one = next(one for one in REPRODUCED if one.behind)
+    patch = f"docs/upstream/{one.behind.replace('-', '_')}.py"
+    assert one.command(one.shown_with).endswith(f'PLANT="{patch}"')
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_finding_differs_as_it_says_and_holds_with_its_patch(
+    sample_prefix: Path, tmp_path: Path
+) -> None:
+    printed = bench(sample_prefix, tmp_path, "live")
+    assert printed.count("| yes |") == 2 * len(REPRODUCED)

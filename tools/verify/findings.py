@@ -1,0 +1,135 @@
+"""What is known of Megatron's own numerical bugs: `docs/upstream/findings.yaml`, one entry a finding."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tools.records.capture import Stage
+from tools.spec.files import ROOT, from_root, read_yaml
+
+FOLDER = ROOT / "docs/upstream"
+VERSIONS = ("f4fa7d6b", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
+"""The Megatrons for which every finding is judged."""
+
+
+class Judged(StrEnum):
+    """What a finding comes to on CPU ranks."""
+
+    REPRODUCED = "reproduced"
+    ABSENT = "not present"
+    UNREACHABLE = "not reachable on CPU"
+
+
+class Basis(StrEnum):
+    """How it is known of a version."""
+
+    RUN = "run"
+    READ = "read"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Relative differences from one rank after some iterations, of the layout with the bug and cured.
+
+    Of the loss, and of all weights as one vector: the norm of the difference over the norm of how far
+    training moved one rank's weights.
+    """
+
+    iterations: int
+    loss: float
+    weights: float
+    cured_loss: float
+    cured_weights: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One bug, reported by others or found here."""
+
+    id: str
+    title: str
+    verdict: Judged
+    present: dict[str, Basis]
+    """Versions that have it."""
+    absent: dict[str, Basis]
+    why: str
+    """What is wrong; where it is not reproduced, why not."""
+    thread: str = ""
+    """Where it is described, such as `NVIDIA/Megatron-LM#7452 A8`; empty: in no thread that we know."""
+    model: str = "gpt2-tiny"
+    layouts: tuple[str, ...] = ()
+    """Strategies that show it, the smallest first."""
+    devices: int = 2
+    flags: tuple[str, ...] = ()
+    own_flags: tuple[str, ...] = ()
+    """Of the layout alone (`EXTRA_B=`)."""
+    reference: str = ""
+    """A strategy; empty is one rank."""
+    stage: Stage | None = None
+    """Of the first wrong tensor, as module and kind."""
+    module: str = ""
+    kind: str = ""
+    behind: str = ""
+    """Another finding that hides it; its patch is applied where this one is shown."""
+    effect: Effect | None = None
+
+    @property
+    def patch(self) -> Path:
+        """A `PLANT=` file that cures it, and what hides it."""
+        return FOLDER / f"{self.id.replace('-', '_')}.py"
+
+    @property
+    def report(self) -> Path | None:
+        """The report to upstream, where there is one."""
+        path = FOLDER / f"{self.id}.md"
+        return path if path.is_file() else None
+
+    @property
+    def shown_with(self) -> Path | None:
+        """The patch of what hides it."""
+        return FOLDER / f"{self.behind.replace('-', '_')}.py" if self.behind else None
+
+    def command(self, patch: Path | None = None) -> str:
+        """What verifies its smallest layout, with a patch or as it is."""
+        words = [f"make verify-{self.layouts[0]}-{self.model}-{self.devices}cpu"]
+        given = {
+            "REFERENCE": self.reference,
+            "EXTRA": shlex.join(self.flags),
+            "EXTRA_B": shlex.join(self.own_flags),
+            "PLANT": from_root(patch) if patch else "",
+        }
+        words += [f'{name}="{value}"' for name, value in given.items() if value]
+        return " ".join(words)
+
+
+def findings(path: Path = FOLDER / "findings.yaml") -> tuple[Finding, ...]:
+    """All, in the order of the file.
+
+    Raises:
+        TypeError: An entry lacks a field, or has one that is not known.
+        ValueError: A value is none of those that the field can have.
+    """
+    return tuple(_finding(entry) for entry in read_yaml(path))
+
+
+def _finding(entry: dict[str, Any]) -> Finding:
+    known = dict(entry)
+    for name in ("flags", "own_flags"):
+        known[name] = tuple(shlex.split(known.get(name) or ""))
+    for name in ("present", "absent"):
+        known[name] = {version: Basis(basis) for version, basis in known[name].items()}
+    effect, stage = known.get("effect"), known.get("stage")
+    return Finding(
+        **{
+            **known,
+            "verdict": Judged(known["verdict"]),
+            "layouts": tuple(known.get("layouts", ())),
+            "stage": Stage(stage) if stage else None,
+            "effect": Effect(**effect) if effect else None,
+            "why": known["why"].strip(),
+        }
+    )
