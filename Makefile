@@ -43,6 +43,7 @@ verify-%: setup ##! its first wrong tensor, if any: DTYPE= REFERENCE= EXTRA_B=
 status: ##! all runs: queued, running, ended; loss, time left
 stop: ## end a run that is on, from any terminal: RUN=runs/…
 resume: ##! a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2
+soak: ## HOURS= of a STRATEGY=: what grows or slows, and losses after random kills
 image: ## build the container for RUNTIME=docker
 reproduce: ## the six published runs on two GPUs, and a report; resumable
 
@@ -89,7 +90,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
-	compare-zero compare-backends compare-moe compare-pipelines sweep plan advise calibrate dryrun schedules validate audit report explain \
+	compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tools.launch.soak import processes_of
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import StatusRecord
@@ -56,24 +56,18 @@ class Victim:
 
     launcher: psutil.Popen
     folder: Path
-    processes: list[psutil.Process] = field(default_factory=list)
+    processes: dict[str, psutil.Process] = field(default_factory=dict)
+    """By their names, as `processes_of` gives them."""
+    family: list[psutil.Process] = field(default_factory=list)
+    """All that the launcher started."""
 
     @property
     def ranks(self) -> dict[int, psutil.Process]:
-        found: dict[int, psutil.Process] = {}
-        for process in self.processes:
-            rank = process.environ().get("RANK") if alive(process) else None
-            if rank is not None:
-                found.setdefault(int(rank), process)  # A rank comes before what it starts.
-        return found
-
-    @property
-    def torchrun(self) -> psutil.Process:
-        return self._running("torch.distributed.run")
-
-    @property
-    def supervisor(self) -> psutil.Process:
-        return self._running("tools.launch.supervise.supervisor")
+        return {
+            int(name.removeprefix("rank ")): process
+            for name, process in self.processes.items()
+            if name.startswith("rank ")
+        }
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
         """Wait until the log says something."""
@@ -83,22 +77,19 @@ class Victim:
             assert time.monotonic() < deadline, f"'{text}' did not appear in {log}"
             assert self.launcher.poll() is None, log.read_text()[-2000:]
             time.sleep(0.02)
-        self.processes = self.launcher.children(recursive=True)
+        self.processes = processes_of(self.launcher)
+        self.family = self.launcher.children(recursive=True)
 
     def end(self, seconds: float = END_SECONDS) -> Ended:
         """Wait for everybody's end, which must come in time."""
         began = time.monotonic()
         output, _ = self.launcher.communicate(timeout=seconds)
-        while any(alive(process) for process in self.processes):
+        while any(alive(process) for process in self.family):
             assert time.monotonic() - began < seconds, "processes are left"
             time.sleep(0.05)
         # The supervisor of a killed launcher ends after it has written the status.
         took = time.monotonic() - began
         return Ended(self.folder, self.launcher.returncode, took, output)
-
-    def _running(self, module: str) -> psutil.Process:
-        # The supervisor's command line holds torchrun's; torchrun's module comes first in its own.
-        return next(p for p in self.processes if p.cmdline()[1:3] == ["-m", module])
 
 
 class Kit:
@@ -198,14 +189,8 @@ def kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
 
 
-Kill = Callable[[Victim], psutil.Process]
-WHO: dict[str, Kill] = {
-    "rank 0": lambda victim: victim.ranks[0],
-    "rank 1": lambda victim: victim.ranks[1],
-    "torchrun": lambda victim: victim.torchrun,
-    "launcher": lambda victim: victim.launcher,
-    "supervisor": lambda victim: victim.supervisor,
-}
+WHO = ("launcher", "rank 0", "rank 1", "supervisor", "torchrun")
+"""Names of a run's processes, as `processes_of` gives them."""
 
 
 def moment(seed: int) -> tuple[str, float]:

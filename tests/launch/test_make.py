@@ -22,6 +22,15 @@ def test_a_target_is_a_command_with_its_variables_as_options() -> None:
     assert calls_of(train, {}) == [ToolCall("tools.launch", ("target", train))]
 
 
+@pytest.mark.parametrize("target", ["compare-zero", "compare-moe", "resume"])
+def test_what_a_tool_reads_from_the_environment_does_not_become_an_option(target: str) -> None:
+    variables = {"RUNS": "elsewhere", "MICRO_BATCH": "2", "MODEL": "gpt3-64m", "RUN": "runs/x"}
+    (call,) = calls_of(target, variables)
+    assert call.words[-2:] == (
+        ("resume", "runs/x") if target == "resume" else ("--model", "gpt3-64m")
+    )
+
+
 def test_tracing_trains_few_iterations_and_then_draws_them() -> None:
     train, trace = calls_of("trace-tp2-gpt2-tiny-2cpu", {"RUNS": "elsewhere"})
     assert train.words == ("target", "train-tp2-gpt2-tiny-2cpu")

@@ -9,7 +9,7 @@ python -m tools.launch experiment NAME [--model NAME]        a file of examples/
 python -m tools.launch resume runs/…  [--strategy pp2]       continue from the newest valid checkpoint
 python -m tools.launch stop runs/…                           end a run that is on
 python -m tools.launch idle                                  refuses where a run is on
-python -m tools.launch demo | parity | list | image | reproduce | sweep | status | calibrate
+python -m tools.launch demo | parity | list | image | reproduce | sweep | soak | status | calibrate
 python -m tools.launch bench-gpu | bench-ledger | loss-curve
 """
 
@@ -171,6 +171,12 @@ def _resume(command: argparse.Namespace, options: Options, console: Console) -> 
     return resume(command.run, command.strategy, options, console)
 
 
+def _soak(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.soak import soak, soak_from_environment
+
+    return soak(soak_from_environment(options), console)
+
+
 def _stop(command: argparse.Namespace, _: Options, console: Console) -> int:
     from tools.launch.stop import stop
 
@@ -198,6 +204,7 @@ _HANDLERS = {
     "status": _status,
     "calibrate": _calibrate,
     "resume": _resume,
+    "soak": _soak,
     "stop": _stop,
     "idle": _idle,
     "bench-gpu": _bench_gpu,
@@ -238,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     named.add_argument("name")
     named.add_argument("--model", help="instead of its own")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
+    commands.add_parser("soak", help="STRATEGY= for HOURS=, undisturbed and with processes killed")
     commands.add_parser(
         "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"
     )

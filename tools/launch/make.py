@@ -43,6 +43,8 @@ class Tool:
     words: tuple[str, ...] = ()
     needs: tuple[tuple[Setting[str], str], ...] = ()
     """Variables that the target requires, each with the sentence that asks for it."""
+    given: tuple[Setting[str], ...] | None = None
+    """Variables that become its words; it reads the others from the environment. None is all."""
 
 
 _MODEL_OF_PLAN = "Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200"
@@ -52,6 +54,9 @@ _WHICH_RUN = "Say which run: make resume RUN=runs/…"
 _WHICH_TO_STOP = "Say which run: make stop RUN=runs/…; 'make status' shows those that are running."
 _WHICH_TEXT = "Say which text: make prepare-ds INPUT=file.jsonl NAME=name"
 _WHICH_NAME = "Say its name: make prepare-ds INPUT=file.jsonl NAME=name"
+
+_OF_EXPERIMENTS = (settings.MODEL,)
+_OF_RESUME = (settings.RUN, settings.STRATEGY)
 
 TOOLS = {
     "plan": Tool("tools.plan", needs=((settings.MODEL, _MODEL_OF_PLAN),)),
@@ -64,11 +69,13 @@ TOOLS = {
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tools.report", ("bench",)),
     "bench-preprocess": Tool("tools.bench.preprocess"),
-    "compare-zero": Tool("tools.launch", ("experiment", "zero")),
-    "compare-backends": Tool("tools.launch", ("experiment", "backends")),
-    "compare-moe": Tool("tools.launch", ("experiment", "moe")),
-    "compare-pipelines": Tool("tools.launch", ("experiment", "pipelines")),
-    "resume": Tool("tools.launch", ("resume",), needs=((settings.RUN, _WHICH_RUN),)),
+    "compare-zero": Tool("tools.launch", ("experiment", "zero"), given=_OF_EXPERIMENTS),
+    "compare-backends": Tool("tools.launch", ("experiment", "backends"), given=_OF_EXPERIMENTS),
+    "compare-moe": Tool("tools.launch", ("experiment", "moe"), given=_OF_EXPERIMENTS),
+    "compare-pipelines": Tool("tools.launch", ("experiment", "pipelines"), given=_OF_EXPERIMENTS),
+    "resume": Tool(
+        "tools.launch", ("resume",), needs=((settings.RUN, _WHICH_RUN),), given=_OF_RESUME
+    ),
     "stop": Tool("tools.launch", ("stop",), needs=((settings.RUN, _WHICH_TO_STOP),)),
     "prepare-ds": Tool(
         "tools.launch",
@@ -91,7 +98,7 @@ TOOLS = {
 
 COMMANDS = frozenset(
     (
-        *("demo", "parity", "list", "image", "reproduce", "sweep", "status", "calibrate"),
+        *("demo", "parity", "list", "image", "reproduce", "sweep", "soak", "status", "calibrate"),
         *("bench-gpu", "bench-ledger", "loss-curve"),
     )
 )
@@ -137,7 +144,9 @@ def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
     for setting, sentence in tool.needs:
         if setting.value(environment) is None:
             raise LaunchError(sentence)
-    words = [*tool.words, *options_of(target, environment)]
+    known = None if tool.given is None else {setting.name for setting in tool.given}
+    passed = {k: v for k, v in environment.items() if known is None or k in known}
+    words = [*tool.words, *options_of(target, passed)]
     if target in ("plan", "advise") and settings.CALIBRATION.value(environment) is None:
         words += _measured_here(environment)
     return ToolCall(tool.module, tuple(words))

@@ -1,6 +1,6 @@
 # Made by `python -m tools.spec.settings > tools/spec/settings.mk`; a test compares.
 ## Variables: what is trained [every training target]
-##   ITERS            iterations (100; 25 for a tiny model)
+##   ITERS            iterations (100; 25 for a tiny model) [not soak]
 ##   MICRO_BATCH      samples in a rank's forward pass [every training target but compare-pipelines, dryrun plan]
 ##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan advise dryrun]
 ##   SEED             seed of weights, dropout and sample order (1234)
@@ -29,20 +29,22 @@
 ##   HOST_NETWORK     1 gives containers this host's network
 ##   SHARE_GPU        1 puts all ranks on one GPU
 ##   NET              shaped link between CPU ranks, 1gbps; needs root
-##   REPEATS          repetitions of the run; the report pools them
+##   REPEATS          repetitions of the run; the report pools them [not soak]
 ##   WANDB            1 logs to Weights & Biases
 ##   WANDB_PROJECT WANDB_ENTITY  the names in W&B
 ##   WANDB_MODE       online or offline
 ##   LEDGER           0 switches the ledgers off
 ##   CALIBRATE        1 measures this machine before planning [train-auto-*]
 ##   HANG_TIMEOUT     seconds without a log line before the run is ended (900)
-## Variables: checkpoints [train-* trace-* resume sweep loss-curve bench-gpu bench-ledger]
+## Variables: checkpoints [train-* trace-* resume sweep soak loss-curve bench-gpu bench-ledger]
 ##   SAVE_EVERY       iterations between checkpoints
 ##   KEEP             checkpoints to keep (2)
 ##   ASYNC_SAVE       1 saves in the background, on GPUs
 ##   RUN_FOLDER       an existing folder for this run [train-*]
 ##   RUN              the run folder to resume or stop [resume stop]
 ##   STRATEGY         resume in another layout [resume]
+##   STRATEGY         what to train for HOURS= [soak]
+##   HOURS            hours of a soak, 0.33 or 24 [soak]
 ## Variables: several machines without Slurm [train-* resume]
 ##   NNODES           number of machines
 ##   NODE_RANK        0 to NNODES-1, another on each machine
@@ -63,7 +65,7 @@
 ##   BUDGET           seconds for all settings (510) [bench-gpu]
 ##   TARGET           the training target to use [loss-curve bench-ledger]
 ## Variables: planning [plan]
-##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-*]
+##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-* soak]
 ##   GPUS             number of devices [also advise]
 ##   GPU              h200, a100-80g, … (h200) [also advise]
 ##   GPUS_PER_NODE    devices per machine (8) [also advise]

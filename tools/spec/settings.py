@@ -37,18 +37,20 @@ COMMAND_VARIABLE = "KIT_COMMAND"
 _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
 _COMPARE = ("compare-zero", "compare-backends", "compare-moe", "compare-pipelines")
 _BENCH = ("loss-curve", "bench-gpu", "bench-ledger")
-_ONE_RUN = ("train-*", "trace-*", "resume", "sweep", *_BENCH)
+_ONE_RUN = ("train-*", "trace-*", "resume", "sweep", "soak", *_BENCH)
 _VERIFY = "verify-*"
 _TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE, _VERIFY)
 _OWN_BATCH = tuple(target for target in _TRAIN if target != "compare-pipelines")
 """Where a batch may be chosen: PipeDream's micro batch follows from the others' global one."""
+_COUNTED = tuple(target for target in _TRAIN if target != "soak")
+"""Where iterations and repetitions may be chosen: a soak's follow from its time."""
 _DATA = ("prepare-ds", "prepare-ds-sample", "prepare-ds-openwebtext-10k")
 _PLANS = ("plan", "advise")
 _NODES = ("train-*", "resume")
 _SLURM = ("train-*", "sweep", "doctor")
 
 # What is trained.
-ITERS = Setting("ITERS", positive, _NUMBER, "iterations (100; 25 for a tiny model)", _TRAIN)
+ITERS = Setting("ITERS", positive, _NUMBER, "iterations (100; 25 for a tiny model)", _COUNTED)
 MICRO_BATCH = Setting(
     "MICRO_BATCH",
     positive,
@@ -204,7 +206,12 @@ NET = Setting(
     _TRAIN,
 )
 REPEATS = Setting(
-    "REPEATS", positive, _NUMBER, "repetitions of the run; the report pools them", _TRAIN, default=1
+    "REPEATS",
+    positive,
+    _NUMBER,
+    "repetitions of the run; the report pools them",
+    _COUNTED,
+    default=1,
 )
 WANDB = Setting("WANDB", switch, _SWITCH, "1 logs to Weights & Biases", _TRAIN, default=False)
 WANDB_PROJECT = Setting("WANDB_PROJECT", str, _TEXT, "the names in W&B", _TRAIN)
@@ -242,6 +249,8 @@ RUN_FOLDER = Setting(
 )
 RUN = Setting("RUN", str, _TEXT, "the run folder to resume or stop", ("resume", "stop"), "*")
 STRATEGY = Setting("STRATEGY", str, _TEXT, "resume in another layout", ("resume",), "--strategy")
+SOAKED = Setting("STRATEGY", str, _TEXT, "what to train for HOURS=", ("soak",))
+HOURS = Setting("HOURS", above_zero, "a number above 0", "hours of a soak, 0.33 or 24", ("soak",))
 
 # Several machines.
 NNODES = Setting(
@@ -298,7 +307,7 @@ MODEL = Setting(
     str,
     _TEXT,
     "a model of make list, or an .args file or config.json (not compare-*)",
-    (*_PLANS, "dryrun", *_COMPARE, _VERIFY),
+    (*_PLANS, "dryrun", *_COMPARE, _VERIFY, "soak"),
     "--model",
 )
 GPUS = Setting("GPUS", int, "a whole number", "number of devices", _PLANS, "--gpus")

@@ -1,0 +1,61 @@
+"""`make soak`: both runs for real, and what is refused before either."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Kit
+from tools.launch.errors import LaunchError
+from tools.launch.options import Options
+from tools.launch.soak import READINGS_FILE, TEXT_FILE, soak_from_environment
+from tools.spec.files import ROOT
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({}, "make soak STRATEGY=dp2 HOURS=0.33"),
+        ({"STRATEGY": "dp2"}, "make soak STRATEGY=dp2 HOURS=0.33"),
+        ({"STRATEGY": "dp2", "HOURS": "-1"}, "HOURS=-1 is not a number above 0."),
+        ({"STRATEGY": "xp2", "HOURS": "1"}, "Unknown strategy 'xp2'"),
+    ],
+)
+def test_a_soak_that_cannot_be_composed_is_refused(
+    variables: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        soak_from_environment(Options(), variables)
+
+
+def test_experts_are_soaked_in_the_model_that_has_them() -> None:
+    ep2 = soak_from_environment(Options(), {"STRATEGY": "ep2", "HOURS": "1"})
+    dp4 = soak_from_environment(Options(), {"STRATEGY": "dp4", "HOURS": "1"})
+    assert [each.target.name for each in (ep2, dp4)] == [
+        "train-ep2-moe-tiny-2cpu",
+        "train-dp4-gpt2-tiny-4cpu",
+    ]
+
+
+@pytest.mark.slow
+def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
+    kit: Kit, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / ".start").symlink_to(kit.runs / ".start")
+    given = {"STRATEGY": "dp2", "HOURS": "0.02", "SAVE_EVERY": "4", "RUNS": str(runs)}
+    ended = subprocess.run(
+        (sys.executable, "-m", "tools.launch", "soak"),
+        cwd=ROOT,
+        env={**kit.environment, **given, "ITERS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (folder,) = runs.glob("2*-soak-dp2-gpt2-tiny-2cpu")
+    text = (folder / TEXT_FILE).read_text()
+    assert "all equal to the last digit" in text, ended.stdout
+    assert " killed " in " ".join(ended.stdout.split())
+    assert "rank 1" in (folder / READINGS_FILE).read_text()
