@@ -25,6 +25,7 @@ PRODUCTS = (
     "train-pp4-gpt3-345m-4gpu",
     "train-vpp4-gpt3-13b-4gpu",
     "train-tp8pp16dp8-gpt3-175b-1024gpu",
+    "train-sp2dp4-zero1-llama3-8b-fp8-8gpu",
 )
 EXPERTS = (
     "train-baseline-moe-tiny-1cpu",
@@ -83,6 +84,7 @@ AREAS: dict[str, list[str]] = {
         target(TP2_GPU, "FUSED=bias_gelu,cross_entropy EXTRA=--bf16 RUNTIME=host"),
         target(TP2_GPU, "SHARE_GPU=1 RUNTIME=host"),
         target(TP2_GPU, "RUNTIME=docker IMAGE=25.06-py3 HOST_NETWORK=1"),
+        target("train-sp2-llama3-8b-fp8-2gpu", "RUNTIME=docker"),
         target(TP2_GPU, "RUNTIME=docker DATA=/data/mine_text_document RUNS=/data/runs"),
         target(DP2_CPU, "NET=1gbps"),
         target(DP2_CPU, "WANDB=1"),
@@ -109,6 +111,7 @@ AREAS: dict[str, list[str]] = {
         target(TP2_CPU, 'EXTRA="--lr \'1"'),
         target(TP2_CPU, "MEGATRON_LM=nowhere"),
         target(TP2_CPU, "OPTIMIZER=sgd"),
+        target("train-dp2-llama3-8b-fp8-2cpu"),
         target(TP2_GPU, "RUNTIME=docker IMAGE=1.2-py3"),
         target(TP2_GPU, "RUNTIME=podman"),
         target(DP2_CPU, "NNODES=2"),
@@ -159,6 +162,9 @@ AREAS: dict[str, list[str]] = {
         "tools.plan --model mixtral-8x7b --gpus 16 --gpu h100 --global-batch 64 --dtype bf16",
         "tools.plan --model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2",
         "tools.plan --model gpt2-larg --gpus 2",
+        "tools.plan --model llama3-8b-fp8 --gpus 8 --gpu h100 --global-batch 128",
+        "tools.plan --model llama3-8b-fp8 --gpus 8 --gpu a100 --global-batch 128",
+        "tools.plan dryrun --model llama3-8b-fp8 --tensor 2",
         "tools.plan schedules",
         "tools.plan schedules --pipeline 4 --microbatches 16 --virtual 2",
         "tools.plan residuals",

@@ -118,21 +118,26 @@ SEEN = [
     [1, 1, 2, 1, 0, 64, 64],
     [1, 2, 1, 1, 0, 64, 64],
 ]
+IN_FP8 = [2, 1, 1, 1, 1, 2, 2]
 
 
 def commands(version: str, folder: Path) -> list[tuple[int, tuple[str, ...]]]:
     """Devices and arguments of all commands of a version."""
+    published = [(runtime, target) for runtime in ("docker", "host") for target in TARGETS]
     return [
         (1 if "baseline" in target else 2, arguments(target, runtime, version, folder))
-        for runtime in ("docker", "host")
-        for target in TARGETS
+        for runtime, target in (*published, ("docker", "train-sp2-llama3-8b-fp8-2gpu"))
     ]
 
 
 def test_the_installed_megatron_accepts_every_command(
     checkout_of_the_commit: Path, megatron_parser: MegatronParser
 ) -> None:
-    assert megatron_parser.validated(commands("0.19", checkout_of_the_commit)) == SEEN * 2
+    assert megatron_parser.validated(commands("0.19", checkout_of_the_commit)) == [
+        *SEEN,
+        *SEEN,
+        IN_FP8,
+    ]
 
 
 @pytest.mark.skipif(
@@ -144,6 +149,6 @@ def test_a_checkout_accepts_every_command(checkout: Path, checkout_of_the_commit
     version = "f4fa7d6b" if "MINOR = 15" in info else "0.19"
     parser = MegatronParser(checkout)
     try:
-        assert parser.validated(commands(version, checkout_of_the_commit)) == SEEN * 2
+        assert parser.validated(commands(version, checkout_of_the_commit)) == [*SEEN, *SEEN, IN_FP8]
     finally:
         parser.close()

@@ -11,7 +11,8 @@ from tools.launch.checks import host
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
-from tools.launch.preflight import check, empty_splits
+from tools.launch.preflight import check, empty_splits, quantised_problems
+from tools.launch.runtime import Runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 
@@ -165,3 +166,17 @@ def test_the_newest_minor_version_that_was_tried_is_known(
     composed: Composer, checkout: Callable[[str], Path], tmp_path: Path
 ) -> None:
     check(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=checkout("20")), tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "told"),
+    [
+        (Runtime(), "set RUNTIME=docker, whose image has it, or train llama3-8b"),
+        (Runtime(transformer_engine=True, apex=True), None),
+    ],
+)
+def test_fp8_needs_transformer_engine(runtime: Runtime, told: str | None) -> None:
+    target = parse_target("train-dp2-llama3-8b-fp8-2gpu")
+    launch = compose_target(target, flags_of_grammar(target), Options(), runtime)
+    said = list(quantised_problems(launch))
+    assert [told in sentence for sentence in said] == ([True] if told else [])

@@ -13,9 +13,9 @@ from tools.plan.memory import (
     memory_of_rank,
 )
 from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
-from tools.plan.tensors import parameters_total
+from tools.plan.tensors import parameters_total, rank_parameters
 from tools.spec.model import Model, load_model
-from tools.spec.run import DeviceKind, Recompute, RunSpec, spec_of_model
+from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import MIB
 
@@ -55,6 +55,22 @@ def test_a_layer_keeps_what_the_paper_counts(
     spec = tiny(parallelism, fused_attention=fused)
     statistics = 4 * 4 * spec.tokens // parallelism.tensor if fused else 0
     assert layer_activation_bytes(spec) == coefficient * 16 * 2 * 8 + statistics
+
+
+def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
+    plain, fp8 = tiny(), tiny(quantised=Quantised.TENSORWISE)
+    hidden = plain.tokens * TINY.hidden
+    # Two norms' outputs and the activated MLP become bytes; attention's output is kept once more.
+    saved = 2 * hidden + plain.tokens * TINY.ffn_hidden
+    more = plain.tokens * TINY.heads * TINY.head_width
+    kept = [layer_activation_bytes(spec) for spec in (plain, fp8)]
+    assert kept[0] - kept[1] == saved - more
+    held = rank_parameters(plain)
+    one, other = memory_of_rank(plain), memory_of_rank(fp8)
+    assert other.weights - one.weights == 2 * (held.attention + held.dense_mlp)
+    # Gradients, fp32 weights and Adam are bf16's.
+    for name in ("gradients", "main_parameters", "optimizer_state"):
+        assert getattr(other, name) == getattr(one, name)
 
 
 def test_full_recomputation_keeps_the_input_of_a_layer_alone() -> None:

@@ -122,6 +122,26 @@ def expert_problems(launch: Launch) -> Iterator[str]:
         )
 
 
+def quantised_problems(launch: Launch) -> Iterator[str]:
+    """Why products in fewer bits are not computed here, a sentence."""
+    if not launch.spec.quantised:
+        return
+    name = launch.model.name.removesuffix("-fp8")
+    if name == launch.model.name:
+        instead = "leave --fp8-format out"
+    else:
+        instead = f"train {name}, or plan this with 'make plan MODEL={launch.model.name}'"
+    if launch.spec.backend is not Backend.MEGATRON:
+        yield f"fp8 is Megatron's, and BACKEND={launch.spec.backend} trains without it; {instead}."
+    elif launch.spec.device is DeviceKind.CPU:
+        yield f"fp8 is Transformer Engine's, on GPUs alone; {instead}."
+    elif not launch.runtime.transformer_engine:
+        yield (
+            "fp8 is Transformer Engine's, which does not work here; set RUNTIME=docker, whose image has "
+            f"it, or {instead}."
+        )
+
+
 def data_path(launch: Launch) -> Path:
     """The data set's prefix; relative ones are seen from the repository root, as the ranks see them."""
     return ROOT / launch.data
@@ -145,6 +165,7 @@ def _composition_problems(launch: Launch, data_is_to_come: bool) -> Iterator[str
     yield from version_problems(launch)
     yield from violations(launch.spec, release(launch.entry.megatron_version))
     yield from expert_problems(launch)
+    yield from quantised_problems(launch)
     yield from backend_problems(launch)
     if launch.saving is not None:
         yield from saving_problems(

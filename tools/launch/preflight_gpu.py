@@ -24,6 +24,7 @@ from tools.launch.flags import FSDP
 from tools.plan.constraints import divisors
 from tools.plan.memory import memory_of_rank
 from tools.records.run import MegatronEntry
+from tools.spec.hardware import find_device
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Batch
 
@@ -43,6 +44,10 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
             "ranks, or 'make plan' for what it would need."
         )
         return
+    if launch.spec.quantised:
+        device = find_device(gpus[0].name)
+        if device is not None and device.peak_flops("fp8") is None:
+            yield f"{device.name} computes no fp8; leave --fp8-format out, or use a newer GPU (H100)."
     machine = {gpu.index: gpu_use(gpu) for gpu in all_gpus()}
     used = [machine[gpu.index] for gpu in gpus[: launch.local_devices]]
     yield from refusals(check_busy(used, list(machine.values())))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
-from tools.spec.run import DeviceKind, Recompute, RunSpec
+from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.units import MIB
@@ -124,18 +124,45 @@ def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     return min(warmup + 1, microbatches * virtual)
 
 
+QUANTISED_BYTES = {
+    Quantised.NONE: 2.0,
+    Quantised.TENSORWISE: 1.0,
+    Quantised.BLOCKWISE: 1.03,
+    Quantised.MXFP8: 1.03,
+    Quantised.NVFP4: 0.56,
+}
+"""Of an operand's element, scales included."""
+
+
+def _operand_bytes(spec: RunSpec, elements: int) -> int:
+    """What linear layers keep of inputs for the gradients of their weights: quantised ones in the layout
+    that backward reads, and those alone (Transformer Engine, `pytorch/module/linear.py`)."""
+    if not spec.quantised:
+        return spec.element_bytes * elements
+    return int(QUANTISED_BYTES[spec.quantised] * elements)
+
+
 def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
-    """Inputs and outputs of two norms, masks of two dropouts: what SP splits and TP does not."""
+    """Inputs and outputs of two norms, masks of two dropouts: what SP splits and TP does not.
+
+    Outputs are inputs of linear layers; a router's, before experts, is not quantised.
+    """
     elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
     masks = 2 if spec.dropout else 0
-    return (4 * spec.element_bytes + masks) * elements
+    routed = 1 if spec.shape.experts else 0
+    norms = spec.element_bytes * (2 + routed) + masks
+    return norms * elements + _operand_bytes(spec, (2 - routed) * elements)
 
 
 def _attention_bytes(spec: RunSpec) -> int:
     shape = spec.shape
     heads = 2 * shape.heads + 2 * shape.query_groups  # Q, K, V and the output
     width = heads * shape.head_width // spec.parallelism.tensor
-    return spec.element_bytes * spec.tokens * width
+    kept = spec.element_bytes * spec.tokens * width
+    if spec.quantised:  # Attention keeps its output, and the projection its own copy.
+        output = spec.tokens * shape.heads * shape.head_width // spec.parallelism.tensor
+        kept += _operand_bytes(spec, output)
+    return kept
 
 
 def _scores_bytes(spec: RunSpec) -> int:
@@ -152,9 +179,10 @@ def _scores_bytes(spec: RunSpec) -> int:
 
 
 def _mlp_bytes(spec: RunSpec) -> int:
-    shape = spec.shape
-    width = shape.ffn_hidden * (3 if shape.gated else 2) // spec.parallelism.tensor
-    return spec.element_bytes * spec.tokens * width
+    shape, tensor = spec.shape, spec.parallelism.tensor
+    first = shape.ffn_hidden * (2 if shape.gated else 1) // tensor
+    activated = spec.tokens * shape.ffn_hidden // tensor
+    return spec.element_bytes * spec.tokens * first + _operand_bytes(spec, activated)
 
 
 def _expert_bytes(spec: RunSpec) -> int:
@@ -163,10 +191,11 @@ def _expert_bytes(spec: RunSpec) -> int:
     shape, split = spec.shape, spec.parallelism.tensor_of_experts
     own = spec.tokens // spec.sequence_shards
     routed = own * split * shape.experts_per_token
-    wide = shape.expert_ffn_hidden * (3 if shape.gated else 2) // split
-    ends = 4 * shape.hidden // split
+    ffn, hidden = shape.expert_ffn_hidden // split, shape.hidden // split
+    first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
     router = 2 * _FP32_BYTES * spec.tokens * shape.experts // spec.sequence_shards
-    return spec.element_bytes * routed * (wide + ends) + router
+    kept = spec.element_bytes * routed * (first + 4 * shape.hidden // split - hidden)
+    return kept + _operand_bytes(spec, routed * (ffn + hidden)) + router
 
 
 DEVICE_BASE_BYTES = 3870 * MIB
@@ -281,7 +310,8 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     weights, gradients, optimizer = _shards(parallelism)
     last = pipeline_rank == parallelism.pipeline - 1
     return PredictedMemory(
-        weights=precision.weights * _held(parameters, parallelism, weights),
+        weights=precision.weights * _held(parameters, parallelism, weights)
+        + _quantised_weight_bytes(spec, parameters),
         gradients=precision.gradients * _held(parameters, parallelism, gradients),
         main_parameters=_main_parameter_bytes(precision, parallelism)
         * _held(parameters, parallelism, optimizer),
@@ -291,6 +321,15 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
         communication=_communication_bytes(spec),
         allocator=_allocator_bytes(spec, parameters, last),
     )
+
+
+def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters) -> int:
+    """Copies of linear layers' weights in fewer bits, as forward and as backward reads them: each module
+    keeps its own over an iteration's micro batches, sharded or not (biases are counted with them)."""
+    if not spec.quantised:
+        return 0
+    linear = parameters.attention + parameters.dense_mlp + parameters.experts
+    return int(2 * QUANTISED_BYTES[spec.quantised] * linear)
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:

@@ -59,6 +59,8 @@ SHAPE_FLAGS = (
         "--add-qkv-bias",
         "--qk-layernorm",
         "--softmax-type",
+        "--fp8-format",
+        "--fp8-recipe",
         "--multi-latent-attention",
         "--q-lora-rank",
         "--kv-lora-rank",

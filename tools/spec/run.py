@@ -65,6 +65,18 @@ class Recompute(StrEnum):
     """Every layer keeps its input only (`--recompute-method uniform --recompute-num-layers 1`)."""
 
 
+class Quantised(StrEnum):
+    """Products of linear layers in fewer bits (`--fp8-recipe`, `--fp4-format`); attention, norms, the
+    router, embeddings, the output layer, gradients and the optimizer stay as they are."""
+
+    NONE = ""
+    TENSORWISE = "tensorwise"
+    """One scale a tensor, delayed or current."""
+    BLOCKWISE = "blockwise"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+
 class Transport(StrEnum):
     """The library that moves the bytes: it decides what an operation puts on the wire."""
 
@@ -100,6 +112,7 @@ class RunSpec:
     batch: Batch
     dtype: str = "bf16"
     """`fp16`, `bf16` or `fp32`."""
+    quantised: Quantised = Quantised.NONE
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
     fused_attention: bool = True
@@ -209,6 +222,7 @@ def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSp
         parallelism=parallelism,
         batch=batch,
         dtype=model.dtype,
+        quantised=quantised_of(Flags(model.flags)),
         dropout=model.dropout,
         recompute=recompute_of(Flags(model.flags)),
         model=model.name,
@@ -241,6 +255,7 @@ def spec_of_flags(
         parallelism=parallelism,
         batch=Batch(micro, flags.integer("--global-batch-size", micro * parallelism.data)),
         dtype=next((half for half in ("fp16", "bf16") if flags.has(f"--{half}")), "fp32"),
+        quantised=quantised_of(flags),
         dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
         fused_attention=not local or parallelism.context > 1,
@@ -325,6 +340,16 @@ def recompute_of(flags: Flags) -> Recompute:
         return Recompute.SELECTIVE
     granularity = flags.text("--recompute-granularity")
     return Recompute(granularity) if granularity in set(Recompute) else Recompute.NONE
+
+
+def quantised_of(flags: Flags) -> Quantised:
+    """How the flags quantise the products of linear layers; Megatron's own recipe is `delayed`."""
+    if flags.has("--fp4-format"):
+        return Quantised.NVFP4
+    if not flags.has("--fp8-format"):
+        return Quantised.NONE
+    recipe = flags.text("--fp8-recipe")
+    return Quantised(recipe) if recipe in set(Quantised) else Quantised.TENSORWISE
 
 
 def _cp_comm_type(flags: Flags) -> str:

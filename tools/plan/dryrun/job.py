@@ -101,6 +101,11 @@ def check(spec: RunSpec) -> None:
             "All-to-all context parallelism needs Transformer Engine; dry-run p2p or all_gather, "
             "and take 'make plan' for its closed form."
         )
+    if spec.quantised:
+        problems.append(
+            "Products in fewer bits are Transformer Engine's, which the dry run computes without; leave "
+            "--fp8-format out here, and take 'make plan' for its closed form."
+        )
     if problems:
         raise DryRunError("\n".join(problems))
 

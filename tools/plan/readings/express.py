@@ -12,12 +12,12 @@ from typing import Any
 
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import Execution, Quantised
+from tools.plan.time.execution import Execution
 from tools.spec.files import read_yaml
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import GPT2_VOCABULARY, LatentAttention, ModelShape
-from tools.spec.run import DeviceKind, Recompute, RunSpec, spec_of_flags
+from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_flags
 from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -140,6 +140,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         parallelism=parallelism,
         batch=batch,
         dtype=_dtype(reading),
+        quantised=_quantised(reading.dtype),
         dropout=source["dropout"],
         recompute=_recompute(reading, fused),
         fused_attention=fused,
@@ -286,7 +287,6 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
         overlap_parameters=bool(source["overlap"]),
         overlap_tensor=bool(source["overlap_tensor"]) or "async" in reading.notes.lower(),
         graphs=_release(reading, source) >= source["graphs_since"],
-        quantised=_quantised(reading.dtype),
         frozen="lora" in reading.notes.lower() or "/peft" in reading.where,
         portable_attention=eager,
         unfused=eager and "compile" not in reading.notes,
@@ -362,16 +362,11 @@ def _golden_shape(shape: ModelShape, flags: Flags) -> ModelShape:
 
 def _golden_execution(case: str) -> Execution:
     flags = Flags(case.split())
-    recipes = {"blockwise": Quantised.BLOCKWISE, "mxfp8": Quantised.MXFP8}
-    quantised = Quantised.NONE
-    if flags.has("--fp8-format"):
-        quantised = recipes.get(flags.text("--fp8-recipe"), Quantised.TENSORWISE)
     return Execution(
         overlap_gradients=flags.has("--overlap-grad-reduce"),
         overlap_parameters=flags.has("--overlap-param-gather"),
         overlap_tensor=flags.has("--tp-comm-overlap"),
         graphs=flags.has("--cuda-graph-impl") or flags.has("--enable-cuda-graph"),
-        quantised=quantised,
         deduplicated=flags.has("--moe-flex-dispatcher-backend"),
         grouped_experts=flags.has("--moe-grouped-gemm"),
         deterministic=flags.has("--deterministic-mode"),

@@ -75,7 +75,7 @@ def _row(item: Residual) -> list[Any]:
     reading, expressed = item.reading, item.expressed
     split, device = expressed.spec.parallelism, expressed.cluster.device
     published, predicted = _values(item)
-    quantised = expressed.cluster.execution.quantised
+    quantised = expressed.spec.quantised
     return [
         *(
             reading.line,

@@ -120,7 +120,7 @@ def _kind_of_run(item: Residual) -> str:
     if item.expressed.spec.shape.experts:
         return _KINDS[7 if hopper else 8]
     if hopper:
-        return _KINDS[3 if cluster.execution.quantised else 2]
+        return _KINDS[3 if item.expressed.spec.quantised else 2]
     return _KINDS[5 if "B300" in cluster.device.name else 4]
 
 
@@ -157,10 +157,10 @@ def choices(residuals: Residuals) -> list[Choice]:
         reading, spec = item.reading, item.expressed.spec
         if item.seconds is None or reading.metric in _DERIVED:
             continue
-        batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.recompute)
-        execution = item.expressed.cluster.execution.quantised
+        numbers = (spec.dtype, spec.quantised)
+        batch = (spec.shape, spec.batch.global_batch_size, *numbers, spec.recompute)
         what = (reading.source, reading.model, reading.gpu, reading.gpus, _origin(item))
-        groups[*what, *batch, execution].append(item)
+        groups[*what, *batch].append(item)
     found = []
     for items in groups.values():
         if len({item.expressed.spec for item in items}) < 2:

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.plan.memory import PRECISIONS, held_parameters, logit_elements
+from tools.plan.memory import PRECISIONS, QUANTISED_BYTES, held_parameters, logit_elements
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import Quantised
 from tools.spec.hardware import Device
 from tools.spec.model import LatentAttention
-from tools.spec.run import Recompute, RunSpec
+from tools.spec.run import Quantised, Recompute, RunSpec
 
 _FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
 """fp32 passes over the logits in `VocabParallelCrossEntropy`: copy out, maximum, subtract,
@@ -72,13 +71,13 @@ _UNFUSED_KERNELS = 2.5
 step reads and writes, and autocast copies between precisions (an estimate)."""
 
 
-def rates(cluster: Cluster, dtype: str) -> DeviceRates:
+def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -> DeviceRates:
     """Achieved rates.
 
     Raises:
         NoPeakError: The device has no matrix rate in this dtype.
     """
-    device, constants, quantised = cluster.device, cluster.constants, cluster.execution.quantised
+    device, constants = cluster.device, cluster.constants
     peak = device.peak_flops(dtype)
     if peak is None:
         raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
@@ -88,7 +87,10 @@ def rates(cluster: Cluster, dtype: str) -> DeviceRates:
         name = "nvfp4" if quantised is Quantised.NVFP4 else "fp8"
         found = device.peak_flops(name)
         if found is None:
-            raise NoPeakError(f"{device.name} has no {name} rate; use another --dtype.")
+            raise NoPeakError(
+                f"{device.name} has no {name} rate; plan the model without --{name[-3:]}-format, or on "
+                "another GPU."
+            )
         fewer = found * _power_share(device) * constants.matmul_fp8
     return DeviceRates(
         flops=peak * constants.matmul,
@@ -241,7 +243,7 @@ def product_seconds(
     flops = rate.quantised_flops if fewer else rate.flops
     fill = rate.fill * (flops / rate.flops)
     seconds = 2 * steps * rate.processors * (inner + fill) / flops
-    width = _QUANTISED_BYTES[rate.quantised] if fewer else element_bytes
+    width = QUANTISED_BYTES[rate.quantised] if fewer else element_bytes
     operands = width * (rows * inner + inner * columns) + element_bytes * rows * columns
     return seconds + copies * operands / rate.bytes_per_second
 
@@ -288,16 +290,6 @@ def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Produc
     yield _Product(tokens, values, hidden)
 
 
-_QUANTISED_BYTES = {
-    Quantised.NONE: 2.0,
-    Quantised.TENSORWISE: 1.0,
-    Quantised.BLOCKWISE: 1.03,
-    Quantised.MXFP8: 1.03,
-    Quantised.NVFP4: 0.56,
-}
-"""Of an operand's element, scales included."""
-
-
 def _cast_bytes(products: Sequence[_Product], quantised: Quantised) -> tuple[int, int]:
     """Memory traffic of quantising a layer's operands, forward and backward.
 
@@ -307,7 +299,7 @@ def _cast_bytes(products: Sequence[_Product], quantised: Quantised) -> tuple[int
     if not quantised:
         return 0, 0
     read = 4 if quantised is Quantised.TENSORWISE else 2
-    width = int(read + 2 * _QUANTISED_BYTES[quantised])
+    width = int(read + 2 * QUANTISED_BYTES[quantised])
     inputs = sum(p.copies * p.rows * p.inner for p in products if p.quantised)
     outputs = sum(p.copies * p.rows * p.columns for p in products if p.quantised)
     return width * inputs, width * outputs

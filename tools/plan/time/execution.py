@@ -3,19 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class Quantised(StrEnum):
-    """Products of linear layers in fewer bits (`--fp8-recipe`, `--fp4-format`); attention, norms, the
-    output layer and the optimizer stay as they are."""
-
-    NONE = ""
-    TENSORWISE = "tensorwise"
-    """One scale a tensor, delayed or current."""
-    BLOCKWISE = "blockwise"
-    MXFP8 = "mxfp8"
-    NVFP4 = "nvfp4"
 
 
 @dataclass(frozen=True)
@@ -30,7 +17,6 @@ class Execution:
     """`--tp-comm-overlap`: TP's calls run beside the products that they feed, through user buffers."""
     graphs: bool = False
     """Kernels are launched as CUDA graphs: the host costs nothing."""
-    quantised: Quantised = Quantised.NONE
     frozen: bool = False
     """The weights are not trained (LoRA): backward computes no weight gradients, nothing is reduced."""
     portable_attention: bool = False

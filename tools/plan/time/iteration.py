@@ -205,7 +205,7 @@ def _one_layer(spec: RunSpec) -> RunSpec:
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    rate, execution = rates(cluster, spec.dtype), cluster.execution
+    rate, execution = rates(cluster, spec.dtype, spec.quantised), cluster.execution
     head_matmul, head_memory = head_seconds(spec, rate)
     batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
@@ -354,7 +354,7 @@ def _after_backward(
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
     gathered = _seconds(spec, cluster, (c for c in moved if c.phase is Phase.OPTIMIZER))
     reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
-    update = optimizer_seconds(spec, rates(cluster, spec.dtype), rank)
+    update = optimizer_seconds(spec, rates(cluster, spec.dtype, spec.quantised), rank)
     return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
 
 
@@ -371,7 +371,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     gradients = sum(call.total_payload_bytes for call in beside if call.phase is Phase.BACKWARD)
     weights = sum(call.total_payload_bytes for call in beside if call.phase is Phase.FORWARD)
     copied = _UNFUSED_PASSES * gradients + _COPIED_OUT * weights
-    copying = copied / rates(cluster, spec.dtype).bytes_per_second
+    copying = copied / rates(cluster, spec.dtype, spec.quantised).bytes_per_second
     moving = _seconds(spec, cluster, beside)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
     alone = moving / max(1, spec.shape.layers)
