@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.native.small_model import REQUIRED, settings
+from tools.dataset.split import Split, split_documents
 from tools.native.batches import SplitSamples
 from tools.native.model import GPT, initialise
 from tools.native.optimizer import learning_rate
 from tools.native.settings import unknown_flags
-from tools.preprocess.dataset import Part, split_documents
 
 
 def test_the_first_update_has_no_learning_rate_and_the_warm_up_is_linear() -> None:
@@ -34,7 +34,7 @@ def test_labels_are_the_tokens_one_place_further(sample_prefix: Path) -> None:
 
 def test_documents_of_the_training_split_are_the_first_share() -> None:
     assert np.array_equal(split_documents("949,50,1", 1000), np.arange(949))
-    assert np.array_equal(split_documents("949,50,1", 1000, Part.TEST), [999])
+    assert np.array_equal(split_documents("949,50,1", 1000, Split.TEST), [999])
 
 
 def test_fresh_weights_are_scaled_down_where_they_enter_the_residual() -> None:

@@ -4,8 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from tools.preprocess.dataset import largest_token, open_dataset, strip_suffix
-from tools.preprocess.errors import DatasetError
+from tools.dataset.indexed import DatasetError, largest_token, open_dataset, strip_suffix
 
 
 @pytest.fixture
@@ -93,8 +92,8 @@ def test_a_prefix_may_be_given_with_a_suffix(tmp_path):
 
 def test_neither_checking_nor_preprocessing_imports_torch():
     code = (
-        "import sys, tools.preprocess.dataset, tools.preprocess.cli, tools.preprocess.run, "
-        "tools.preprocess.verify, tools.preprocess.merge; "
+        "import sys, tools.dataset.indexed, tools.preprocess.cli, tools.preprocess.run, "
+        "tools.dataset.verify, tools.dataset.merge; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

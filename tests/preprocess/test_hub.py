@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hub_server import Hub, parquet, serving
-from tools.preprocess.dataset import open_dataset
+from tools.dataset.indexed import open_dataset
 from tools.spec.files import ROOT
 
 # The client keeps what it has in steps of 10 MiB: half of the file must be more than that.

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.dataset import open_dataset, token_dtype, write_index
-from tools.preprocess.errors import DatasetError
+from tools.dataset.indexed import DatasetError, open_dataset, token_dtype, write_index
 
 
 def test_uint16_below_65500_entries_and_int32_from_there_on():

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from tools.preprocess import folder
-from tools.preprocess.verify import verify
+from tools.dataset import folder
+from tools.dataset.verify import verify
 
 DOCUMENTS = [f"Document {i} " + "and words " * (i % 5) for i in range(60)] + [""]
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.preprocess.dataset import Dataset, open_dataset, write_index
-from tools.preprocess.published import DOCUMENTS, comparison, samples_drawn
+from tools.dataset.indexed import Dataset, open_dataset, write_index
+from tools.dataset.split import draws, samples_of
+from tools.preprocess.hub import DOCUMENTS, comparison
 
 
 def dataset(folder: Path, lengths: list[int]) -> Dataset:
@@ -24,8 +25,9 @@ def dataset(folder: Path, lengths: list[int]) -> Dataset:
 def test_whole_epochs_are_drawn_until_there_are_enough_samples(tmp_path: Path) -> None:
     made = dataset(tmp_path, [10] * 8 + [7, 5])
     # 80 tokens an epoch: 9 samples of 8 need 73, 10 need 81.
-    assert list(samples_drawn(made, (8, 1, 1), (9, 1, 1), 8)) == [9, 1, 1]
-    assert list(samples_drawn(made, (8, 1, 1), (10, 1, 1), 8)) == [19, 1, 1]
+    for asked, drawn in ((9, [9, 1, 1]), (10, [19, 1, 1])):
+        parts = draws(made, "8,1,1", 8, asked, 1, 1)
+        assert [samples_of(part.epochs, part.tokens, 8) for part in parts] == drawn
 
 
 def test_another_number_of_documents_is_said(tmp_path: Path) -> None:

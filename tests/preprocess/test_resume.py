@@ -177,7 +177,7 @@ def test_a_part_whose_index_is_cut_short_is_noticed_before_anything_is_published
 
 
 def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
-    from tools.preprocess.folder import locked
+    from tools.dataset.folder import locked
 
     with locked(tmp_path / "o.partial"):
         assert tool(*interrupted) == 1
@@ -188,7 +188,7 @@ def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path,
 def test_killed_while_renaming_it_finishes_the_renames(
     tool, english, undisturbed, tmp_path, monkeypatch, moves
 ):
-    from tools.preprocess import folder
+    from tools.dataset import folder
 
     arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.preprocess.dataset import open_dataset
-from tools.preprocess.stats import draws, label, measure, text_histogram
+from tools.dataset.indexed import open_dataset
+from tools.dataset.split import draws
+from tools.dataset.stats import label, measure, text_histogram
 
 # GPT-2 tokens: 1, 2, 0, 4; with the end tokens: 2, 3, 0, 5.
 DOCUMENTS = ["one", "one two", "", "one two three four"]
@@ -34,7 +35,7 @@ def test_without_a_manifest_the_end_token_is_the_one_all_sequences_share(prefix)
 
 
 def test_documents_of_many_sentences_are_measured_whole(tool, tmp_path, write_lines, monkeypatch):
-    monkeypatch.setattr("tools.preprocess.stats.CHUNK", 2)
+    monkeypatch.setattr("tools.dataset.stats.CHUNK", 2)
     documents = [["one", "two"], ["one"], [], ["one", "two", "three"], ["one"]]
     assert tool("--input", write_lines(documents), "--output-prefix", tmp_path / "o") == 0
     stats = measure(replace(open_dataset(tmp_path / "o_text_document"), manifest=None))

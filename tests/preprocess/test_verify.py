@@ -3,8 +3,8 @@ import struct
 import numpy as np
 import pytest
 
-from tools.preprocess.dataset import open_dataset
-from tools.preprocess.verify import common_end, verify
+from tools.dataset.indexed import open_dataset
+from tools.dataset.verify import common_end, verify
 
 DOCUMENTS = ["One two three", "", "Four five", "Six", "Seven eight nine ten"]
 
@@ -104,8 +104,8 @@ def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
 
 
 def test_chunks_make_no_difference(bare, monkeypatch):
-    for module in ("dataset", "verify"):
-        monkeypatch.setattr(f"tools.preprocess.{module}.CHUNK", 3)
+    for module in ("indexed", "verify"):
+        monkeypatch.setattr(f"tools.dataset.{module}.CHUNK", 3)
     assert common_end(open_dataset(bare)) == 50256
     assert not verify(bare).problems
     path = bare.with_name(bare.name + ".idx")

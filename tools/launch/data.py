@@ -11,10 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.dataset.indexed import DatasetError, idx_path, open_dataset
 from tools.launch.compose import DEFAULT_DATA, UNIQUE_SAMPLE, Launch
 from tools.launch.errors import LaunchError
-from tools.preprocess.dataset import idx_path, open_dataset
-from tools.preprocess.errors import DatasetError
 from tools.records.io import lock
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.dataset.indexed import DatasetError, open_dataset
 from tools.launch.cluster.nodes import INTERFACES, Nodes, node_folder
 from tools.launch.cluster.rendezvous.coordinator import Coordinator
 from tools.launch.cluster.rendezvous.messages import NodeRecord
@@ -24,8 +25,6 @@ from tools.launch.options import Options
 from tools.launch.preflight import check, data_path
 from tools.launch.progress import RunProgress
 from tools.launch.start import ensure_start_checkpoint
-from tools.preprocess.dataset import open_dataset
-from tools.preprocess.errors import DatasetError
 from tools.records.run import LEDGER_FOLDER, LOG_FILE, StatusRecord
 from tools.spec.run import DeviceKind
 

@@ -11,6 +11,7 @@ import psutil
 from packaging.version import Version
 
 from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, is_known
+from tools.dataset.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
 from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
@@ -31,8 +32,6 @@ from tools.launch.preflight_gpu import (
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import UnevenSplitError, parameters_total
-from tools.preprocess.dataset import Dataset, idx_path, largest_token, open_dataset
-from tools.preprocess.errors import DatasetError
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import Backend, DeviceKind

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from tools.dataset.indexed import open_dataset
 from tools.launch.checkpoint.stored import quarantine, verified_weights
 from tools.launch.checks.docker import image_id
 from tools.launch.cluster.nodes import Nodes
@@ -36,7 +37,6 @@ from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight import data_path
 from tools.launch.supervise.exit_status import reserve_room
-from tools.preprocess.dataset import open_dataset
 from tools.records import run as records
 from tools.records.io import lock, write_record
 from tools.spec.files import ROOT, from_root

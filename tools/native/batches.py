@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tools.dataset.indexed import open_dataset
+from tools.dataset.split import Split, epochs_for, samples_of, split_documents
 from tools.native.parallel import RankLayout
 from tools.native.settings import Settings
-from tools.preprocess.dataset import Part, open_dataset, split_documents
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels, each [micro batch, sequence]."""
@@ -37,7 +38,7 @@ class SplitSamples:
         samples: int,
         seq_length: int,
         seed: int,
-        part: Part = Part.TRAINING,
+        part: Split = Split.TRAINING,
     ) -> None:
         dataset = open_dataset(prefix)
         lengths = np.array(dataset.lengths)
@@ -46,9 +47,9 @@ class SplitSamples:
         self._seq_length = seq_length
         documents = split_documents(split, len(lengths), part)
         per_epoch = int(lengths[documents].sum(dtype=np.int64))
-        epochs = -(-(samples * seq_length + 1) // per_epoch)
-        before_last = ((epochs - 1) * per_epoch - 1) // seq_length
-        a_whole_epoch = (per_epoch - 1) // seq_length
+        epochs = epochs_for(samples, per_epoch, seq_length)
+        before_last = samples_of(epochs - 1, per_epoch, seq_length)
+        a_whole_epoch = samples_of(1, per_epoch, seq_length)
         separate = epochs > 1 and samples - before_last < int(
             SEPARATE_LAST_EPOCH_BELOW * a_whole_epoch
         )
@@ -56,7 +57,7 @@ class SplitSamples:
         self._documents = _document_order(documents, epochs, separate, random)
         # Where each document of the order begins in the stream.
         self._offsets = np.concatenate(([0], np.cumsum(lengths[self._documents], dtype=np.int64)))
-        total = (epochs * per_epoch - 1) // seq_length
+        total = samples_of(epochs, per_epoch, seq_length)
         self._samples = _sample_order(before_last if separate else total, total, random)
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from tools.dataset.split import Split
 from tools.native.batches import SplitSamples, micro_batches
 from tools.native.capture import capturing
 from tools.native.engines import DeepSpeedEngine, Engine, TorchEngine, count_parameters
@@ -21,7 +22,6 @@ from tools.native.parallel import RankLayout, start_ranks
 from tools.native.pipelines import cut_into_stages, pipeline_engine
 from tools.native.settings import Settings, parse_settings
 from tools.native.weights import load_start
-from tools.preprocess.dataset import Part
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     settings = parse_settings(sys.argv[1:])
     ranks = start_ranks(settings)
     torch.manual_seed(settings.seed + ranks.data_rank)
-    samples = _samples(settings, Part.TRAINING, settings.train_iters * settings.global_batch_size)
+    samples = _samples(settings, Split.TRAINING, settings.train_iters * settings.global_batch_size)
     train(settings, ranks, build_engine(settings, ranks), samples)
     dist.destroy_process_group()
 
@@ -95,7 +95,7 @@ class Evaluator:
         # (`get_train_valid_test_num_samples`).
         evaluations = settings.train_iters // settings.eval_interval + 1
         count = evaluations * settings.eval_iters * settings.global_batch_size
-        self._samples = _samples(settings, Part.VALIDATION, count)
+        self._samples = _samples(settings, Split.VALIDATION, count)
 
     def score(self, engine: Engine) -> tuple[float, float]:
         """Mean loss, and share of next tokens that the largest logit names; `--eval-iters` batches."""
@@ -126,6 +126,6 @@ def _evaluator(settings: Settings, ranks: RankLayout) -> Evaluator | None:
     return Evaluator(settings, ranks)
 
 
-def _samples(settings: Settings, part: Part, count: int) -> SplitSamples:
+def _samples(settings: Settings, part: Split, count: int) -> SplitSamples:
     prefix = Path(settings.data_path)
     return SplitSamples(prefix, settings.split, count, settings.seq_length, settings.seed, part)

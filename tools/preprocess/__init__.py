@@ -2,7 +2,6 @@
 
 Takes JSON lines (plain, gzip, zstd), parquet files or data sets of the hub; gives
 `PREFIX_KEY_document.bin`, `.idx` and `.manifest.json`. `source` yields blocks, `pipeline` makes ids of
-their documents, `parts` writes them and `merge` joins them, `dataset` knows the finished files; `run`
-ties them together and `cli` is the command line. Every refusal is a `PreprocessError`. Of the kit it
-uses only `tools.records`, and no torch. Whoever trains imports `tools.preprocess.dataset`.
+their documents, `parts` writes them as data sets, which `tools.dataset` joins; `run` ties them together
+and `cli` is the command line. Every refusal is a `PreprocessError` or a `DatasetError`. No torch.
 """

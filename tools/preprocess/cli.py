@@ -7,21 +7,16 @@ import sys
 from argparse import Namespace as Flags
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from tools.preprocess import stats
-from tools.preprocess.dataset import Dataset, open_dataset, strip_suffix
-from tools.preprocess.errors import DatasetError, PreprocessError
-from tools.preprocess.hub import Hub
-from tools.preprocess.merge import merge
+from tools.dataset.commands import COMMANDS as DATASET_COMMANDS
+from tools.dataset.commands import Add, Commands, summary, whole_number
+from tools.dataset.indexed import DatasetError, open_dataset
+from tools.preprocess.errors import PreprocessError
+from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.progress import Progress
-from tools.preprocess.published import HUB_NAME, comparison
 from tools.preprocess.run import PreprocessOptions, preprocess
 from tools.preprocess.sample import write_sample
 from tools.preprocess.source import parse_shard
-from tools.preprocess.verify import verify
 from tools.spec.settings import program
 
 INTERRUPTED = 130
@@ -61,10 +56,8 @@ def main(arguments: Sequence[str]) -> int:
                     f"{_UPSTREAM[flag]}."
                 )
         flags = command_line().parse_args(words)
-        command: Callable[[Flags], int] = flags.command
-        del flags.command
-        return command(flags)
-    except PreprocessError as error:
+        return int(flags.command(flags))
+    except (PreprocessError, DatasetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -91,19 +84,6 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-Add = Callable[..., Any]
-"""argparse's `add_argument`."""
-
-
-def _whole(flag: str, least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if (value := int(text)) >= least:
-            return value
-        raise PreprocessError(f"{flag} {value} is {'not positive' if least else 'negative'}.")
-
-    return whole
-
-
 def _bytes(flag: str, unit: float) -> Callable[[str], int]:
     def number(text: str) -> int:
         if (value := float(text)) <= 0:
@@ -126,7 +106,8 @@ def _add_run_flags(add: Add) -> None:
     part = "only this part, from 0; or 'slurm'"
     add("--shard", type=parse_shard, default="0/1", metavar="I/N", help=part)
     both = "documents encoded by Hugging Face tokenizers too, and compared"
-    add("--cross-check", type=_whole("--cross-check", 0), default=64, metavar="N", help=both)
+    count = whole_number("--cross-check", 0)
+    add("--cross-check", type=count, default=64, metavar="N", help=both)
     large = "refuse documents larger than this"
     size = _bytes("--max-document-mb", 1e6)
     add("--max-document-mb", dest="max_document_bytes", type=size, metavar="MB", help=large)
@@ -134,12 +115,11 @@ def _add_run_flags(add: Add) -> None:
     size = _bytes("--commit-mib", 2**20)
     add("--commit-mib", dest="part_bytes", type=size, default="64", metavar="MIB", help=commit)
     threads = "threads; 0 is one for each core"
-    count = _whole("--workers", 0)
+    count = whole_number("--workers", 0)
     add("--workers", dest="threads", type=count, default=0, metavar="N", help=threads)
     _add_hub_split(add)
     add("--restart", action="store_true", help="drop what an unfinished run has left")
     add("--overwrite", action="store_true", help="replace a finished data set")
-    add("--json", action="store_true", help="print the summary as JSON")
 
 
 def _add_hub_split(add: Add) -> None:
@@ -149,32 +129,15 @@ def _add_hub_split(add: Add) -> None:
 
 def _run(flags: Flags) -> int:
     """Make data sets from JSON lines, parquet or the hub; resumes where it was cut off."""
-    fields = vars(flags)
-    as_json = fields.pop("json")
-    fields |= {"inputs": tuple(flags.inputs), "keys": tuple(flags.keys)}
-    return _make(PreprocessOptions(**fields), as_json)
-
-
-def _make(options: PreprocessOptions, as_json: bool = False) -> int:
-    """Preprocess with progress on stderr and a summary on stdout."""
+    fields = vars(flags) | {"inputs": tuple(flags.inputs), "keys": tuple(flags.keys)}
+    del fields["command"]
     progress = Progress()
     try:
-        datasets = preprocess(options, progress)
+        datasets = preprocess(PreprocessOptions(**fields), progress)
     finally:
         progress.clear()
-    if as_json:
-        summary = {
-            "seconds": progress.seconds,
-            "text_bytes": progress.text_bytes,
-            "datasets": [
-                {"prefix": str(d.prefix), "documents": d.documents, "tokens": d.tokens}
-                for d in datasets
-            ],
-        }
-        print(msgspec.json.encode(summary).decode())
-        return 0
     for dataset in datasets:
-        print(_describe(dataset))
+        print(summary(dataset))
         for kind, count in (dataset.manifest.problems if dataset.manifest else {}).items():
             print(f"  {count:,} × {kind}")
     if progress.text_bytes:
@@ -182,8 +145,8 @@ def _make(options: PreprocessOptions, as_json: bool = False) -> int:
     return 0
 
 
-def _describe(dataset: Dataset) -> str:
-    return f"{dataset.prefix}: {dataset.documents:,} documents, {dataset.tokens:,} tokens"
+def _run_gpt2(text: Path, prefix: Path) -> int:
+    return main(["--input", str(text), "--output-prefix", str(prefix), "--append-eod"])
 
 
 def _add_sample_flags(add: Add) -> None:
@@ -197,11 +160,11 @@ def _sample(flags: Flags) -> int:
     prefix: Path = flags.output_prefix
     text = prefix.with_name(prefix.name + ".jsonl")
     write_sample(text, unique=flags.unique)
-    return _make(PreprocessOptions((str(text),), prefix, append_eod=True))
+    return _run_gpt2(text, prefix)
 
 
 def _add_hub_flags(add: Add) -> None:
-    add("name", help="such as vuiseng9/openwebtext-10k")
+    add("name", help=f"such as {OPENWEBTEXT}")
     add("--output-prefix", type=Path, required=True, help="writes PREFIX.jsonl and the data set")
     _add_hub_split(add)
 
@@ -214,86 +177,21 @@ def _hub(flags: Flags) -> int:
     prefix: Path = flags.output_prefix
     made = prefix.with_name(f"{prefix.name}_text_document")
     try:
-        print(f"{_describe(open_dataset(made))}, made before")
+        print(f"{summary(open_dataset(made))}, made before")
         code = 0
     except DatasetError:
         lines = prefix.with_name(prefix.name + ".jsonl")
         if not lines.is_file():
             Hub(flags.name, flags.hub_config, flags.hub_split).fetch("text", lines)
-        code = _make(PreprocessOptions((str(lines),), prefix, append_eod=True))
-    if code == 0 and flags.name == HUB_NAME:
+        code = _run_gpt2(lines, prefix)
+    if code == 0 and flags.name == OPENWEBTEXT:
         print(comparison(open_dataset(made)))
     return code
 
 
-def _add_merge_flags(add: Add) -> None:
-    add("prefix", type=Path, nargs="+", help="such as part-0_text_document")
-    add("--output-prefix", type=Path, required=True, help="writes PREFIX.bin/.idx")
-    add("--overwrite", action="store_true", help="replace a finished data set")
-
-
-def _merge(flags: Flags) -> int:
-    """Join data sets in the order given, in bounded memory: the parts of --shard i/n, or others."""
-    dataset = merge(
-        [strip_suffix(path) for path in flags.prefix],
-        strip_suffix(flags.output_prefix),
-        flags.overwrite,
-        say=lambda sentence: print(sentence, file=sys.stderr),
-    )
-    print(_describe(dataset))
-    return 0
-
-
-def _add_verify_flags(add: Add) -> None:
-    add("prefix", type=Path, nargs="+", help="such as owt-ds/sample_text_document")
-    add("--vocabulary", type=int, help="entries; the manifest's if not given")
-
-
-def _verify(flags: Flags) -> int:
-    """Check every byte of a data set; exits with 1 if anything is wrong."""
-    status = 0
-    for prefix in map(strip_suffix, flags.prefix):
-        verdict = verify(prefix, flags.vocabulary)
-        for problem in verdict.problems:
-            print(f"damaged: {problem}")
-            status = 1
-        if not verdict.problems:
-            print(f"{prefix}: {verdict.describe()}")
-    return status
-
-
-def _add_stats_flags(add: Add) -> None:
-    add("prefix", type=Path, help="such as owt-ds/sample_text_document")
-    for flag, default, what in (
-        ("--seq-length", 1024, "tokens of a sample"),
-        ("--steps", 100, "iterations of the run"),
-        ("--global-batch-size", 32, "samples of an iteration"),
-    ):
-        add(flag, type=_whole(flag, 1), default=default, help=what)
-    add("--split", default="949,50,1", help="Megatron's --split")
-    add("--json", action="store_true", help="print as JSON")
-
-
-def _stats(flags: Flags) -> int:
-    """Describe a data set: counts, document lengths, and what a training run will draw from it."""
-    dataset = open_dataset(strip_suffix(flags.prefix))
-    found = stats.measure(dataset)
-    samples = flags.steps * flags.global_batch_size
-    drawn = stats.draws(dataset, flags.split, flags.seq_length, samples)
-    if flags.json:
-        print(msgspec.json.encode({"stats": found, "draws": drawn}).decode())
-        return 0
-    print(*stats.describe_counts(dataset, found), "", sep="\n")
-    print(*stats.text_histogram(found.length_histogram), "", sep="\n")
-    print(*stats.describe_draws(drawn, flags.seq_length, flags.steps), sep="\n")
-    return 0
-
-
-_COMMANDS: dict[str, tuple[Callable[[Flags], int], Callable[[Add], None]]] = {
+_COMMANDS: Commands = {
     "run": (_run, _add_run_flags),
     "sample": (_sample, _add_sample_flags),
     "hub": (_hub, _add_hub_flags),
-    "merge": (_merge, _add_merge_flags),
-    "verify": (_verify, _add_verify_flags),
-    "stats": (_stats, _add_stats_flags),
+    **DATASET_COMMANDS,
 }

@@ -53,7 +53,7 @@ class Parser:
     """Rows out of the content of blocks, for a fixed set of keys."""
 
     def __init__(self, keys: Sequence[str], max_bytes: int | None = None) -> None:
-        self._keys = tuple(keys)
+        self.keys = tuple(keys)
         self._max_bytes = max_bytes
         fields = [f"k{i}" for i in range(len(keys))]
         row = msgspec.defstruct(
@@ -110,13 +110,13 @@ class Parser:
             return Problem(ProblemKind.BROKEN_JSON, str(error))
         if not isinstance(row, dict):
             return Problem(ProblemKind.BROKEN_JSON, "the line is no JSON object")
-        return _check_texts(self._keys, row)
+        return _check_texts(self.keys, row)
 
     def _parse_columns(self, columns: Any) -> list[Row]:
         """Columns of a table: Arrow arrays, one for each key."""
         values = [column.to_pylist() for column in columns]
-        rows = (dict(zip(self._keys, row, strict=True)) for row in zip(*values, strict=True))
-        return [_check_texts(self._keys, row) for row in rows]
+        rows = (dict(zip(self.keys, row, strict=True)) for row in zip(*values, strict=True))
+        return [_check_texts(self.keys, row) for row in rows]
 
     def _refuse_large(self, row: Row, limit: int) -> Row:
         if isinstance(row, Problem):

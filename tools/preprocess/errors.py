@@ -1,9 +1,5 @@
-"""What can go wrong, each as one sentence that names the thing, the value and the remedy."""
+"""The package's one refusal."""
 
 
 class PreprocessError(Exception):
-    """The command line prints the message and exits with 1."""
-
-
-class DatasetError(PreprocessError):
-    """A data set on disk is missing, damaged or not what its manifest says."""
+    """One sentence that names the thing, the value and the remedy; the command exits with 1."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tools.preprocess.dataset import InputIdentity
+from tools.dataset.indexed import InputIdentity
 from tools.preprocess.errors import PreprocessError
 
 BLOCK_BYTES = 4 << 20

@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tools.preprocess.dataset import InputIdentity
+from tools.dataset.indexed import Dataset, InputIdentity
+from tools.dataset.split import draws, samples_of
 from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Block
 from tools.records.io import written_whole
@@ -27,6 +28,17 @@ _CACHE = ".hub"
 _STREAMED_ROWS = 64
 """Rows asked for at a time; few, because one may be large."""
 _FETCHED_ROWS = 1000
+
+OPENWEBTEXT = "vuiseng9/openwebtext-10k"
+"""What the published runs read. No count of its tokens and no hash was published; their author's log
+(gpt2-xl over four GPUs, 2025-10-11) has its documents and the samples that Megatron drew, which follow
+from the documents' lengths."""
+DOCUMENTS = 10_000
+_SPLIT, _SEQ_LENGTH = "949,50,1", 1024
+_ASKED = (2_000_000, 400_040, 40)
+"""Samples that the published run asked of the training, validation and test split."""
+_DRAWN = (2_008_302, 400_551, 45)
+"""Samples that whole epochs of each had."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +131,28 @@ class Hub:
 def _reason(error: Exception) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return f"{type(error).__name__}: {first}"
+
+
+def comparison(dataset: Dataset) -> str:
+    """A sentence: this is the published `OPENWEBTEXT`, or what differs."""
+    differs = "losses cannot be compared with the published ones."
+    if dataset.documents != DOCUMENTS:
+        return (
+            f"Not the published data set: {dataset.documents:,} documents instead of {DOCUMENTS:,}; "
+            f"{differs}"
+        )
+    found = draws(dataset, _SPLIT, _SEQ_LENGTH, *_ASKED)
+    drawn = tuple(samples_of(part.epochs, part.tokens, _SEQ_LENGTH) for part in found)
+    if drawn != _DRAWN:
+        return (
+            f"Not the published data set: Megatron draws {_listed(drawn)} samples from its splits where "
+            f"its author's run drew {_listed(_DRAWN)}; {differs}"
+        )
+    return (
+        f"As published: {DOCUMENTS:,} documents, and {_listed(_DRAWN)} samples of {_SEQ_LENGTH:,} "
+        "tokens in whole epochs of the splits, as in its author's log."
+    )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return " / ".join(f"{number:,}" for number in numbers)

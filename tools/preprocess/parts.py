@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tools.preprocess.dataset import (
+from tools.dataset.folder import WHOLE, written_folder
+from tools.dataset.indexed import (
+    DatasetError,
     RunIdentity,
     ShardHash,
     bin_path,
@@ -25,16 +27,15 @@ from tools.preprocess.dataset import (
     write_index,
     write_manifest,
 )
-from tools.preprocess.errors import DatasetError, PreprocessError
+from tools.dataset.merge import join
+from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Position
-from tools.preprocess.folder import WHOLE, written_folder
-from tools.preprocess.merge import join
 from tools.preprocess.pipeline import Encoded, Packed
 from tools.records.io import flush_to_disk, write_record
 
 
 @dataclass(frozen=True)
-class Part:
+class FinishedPart:
     """`part.json`: where in the input the next part starts."""
 
     end: Position
@@ -42,17 +43,17 @@ class Part:
     """Whether the input ends here."""
 
 
-def read_parts(folder: Path) -> list[Part]:
+def read_parts(folder: Path) -> list[FinishedPart]:
     """The parts that earlier processes have left in the folder of a run."""
-    parts: list[Part] = []
+    parts: list[FinishedPart] = []
     while (file := _part_folder(folder, len(parts)) / "part.json").exists():
-        parts.append(decoded(file, Part))
+        parts.append(decoded(file, FinishedPart))
     return parts
 
 
 def write_parts(
     folder: Path,
-    parts: list[Part],
+    parts: list[FinishedPart],
     blocks: Iterator[tuple[Position, Encoded]],
     identity: RunIdentity,
     engine: str,
@@ -68,7 +69,7 @@ def write_parts(
 
 def _write_part(
     folder: Path, blocks: Iterator[tuple[Position, Encoded]], identity: RunIdentity, engine: str
-) -> Part:
+) -> FinishedPart:
     """Write blocks until the part is full or there are no more of them."""
     end, size, final = Position(0, 0, 0), 0, False
     problems: Counter[str] = Counter()
@@ -85,7 +86,7 @@ def _write_part(
         for key, output in zip(identity.json_keys, outputs, strict=True):
             shard = output.finish()
             write_manifest(folder / key, key, engine, problems, identity, [shard])
-    return Part(end, final)
+    return FinishedPart(end, final)
 
 
 class _Output:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tools.preprocess.dataset import IntArray, TokenType
+from tools.dataset.indexed import IntArray, TokenType
 from tools.preprocess.documents import Parser, Problem, ProblemKind, Text, utf8_size
 from tools.preprocess.encoders import Encoder
 from tools.preprocess.files import BLOCK_BYTES, Block
@@ -74,7 +74,6 @@ class Pipeline:
     """Parses, encodes and packs blocks on several threads, keeping their order."""
 
     parser: Parser
-    keys: int
     encoder: Encoder
     dtype: TokenType
     eod: int | None
@@ -108,7 +107,7 @@ class Pipeline:
         documents = [(at, row) for at, row in enumerate(rows) if not isinstance(row, Problem)]
         packed = tuple(
             pack([row[key] for _, row in documents], self.encoder, self.dtype, self.eod)
-            for key in range(self.keys)
+            for key in range(len(self.parser.keys))
         )
         problems += [
             (documents[index][0], Problem(ProblemKind.EMPTY_DOCUMENT))

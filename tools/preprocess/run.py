@@ -9,8 +9,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Literal
 
-from tools.preprocess.dataset import (
+from tools.dataset.folder import WHOLE, locked, publish, retire, working_folder
+from tools.dataset.indexed import (
     Dataset,
+    DatasetError,
     RunIdentity,
     bin_path,
     idx_path,
@@ -19,15 +21,14 @@ from tools.preprocess.dataset import (
 )
 from tools.preprocess.documents import HARMLESS, Parser, Problem, ProblemKind
 from tools.preprocess.encoders import choose_encoder
-from tools.preprocess.errors import DatasetError, PreprocessError
+from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Block, Position, Slice
-from tools.preprocess.folder import WHOLE, locked, publish, retire, working_folder
 from tools.preprocess.lines import lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.progress import Progress
-from tools.preprocess.source import WHOLE_INPUT, InputShard, Source, open_source
-from tools.preprocess.tokenizer import GPT2, TokenizerSpec, load_tokenizer
+from tools.preprocess.source import InputShard, Source, open_source
+from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
 
 ANNOUNCED_BYTES = 64 << 20
@@ -42,27 +43,27 @@ _NAMED_PROBLEMS = 10
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Flags of a run."""
+    """Flags of a run; `cli` has their defaults."""
 
     inputs: tuple[str, ...]
     """Files, folders, globs; or one `hub:NAME`."""
     output_prefix: Path
-    keys: tuple[str, ...] = ("text",)
-    shard: InputShard = WHOLE_INPUT
-    max_document_bytes: int | None = None
-    hub_config: str | None = None
-    hub_split: str = "train"
-    tokenizer: str = GPT2
-    append_eod: bool = False
-    on_error: Literal["stop", "skip"] = "stop"
-    cross_check: int = 64
+    keys: tuple[str, ...]
+    shard: InputShard
+    max_document_bytes: int | None
+    hub_config: str | None
+    hub_split: str
+    tokenizer: str
+    append_eod: bool
+    on_error: Literal["stop", "skip"]
+    cross_check: int
     """Documents encoded by two tokenizers before the run."""
-    part_bytes: int = 64 << 20
+    part_bytes: int
     """Input between two commits."""
-    threads: int = 0
+    threads: int
     """0 is every core this process may use."""
-    restart: bool = False
-    overwrite: bool = False
+    restart: bool
+    overwrite: bool
 
 
 def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
@@ -127,7 +128,7 @@ def _fill(
     encoder = choose_encoder(spec, source.samples(options.cross_check, parser), progress.say)
     threads = options.threads or default_threads()
     dtype = token_dtype(spec.vocabulary)
-    pipeline = Pipeline(parser, len(options.keys), encoder, dtype, identity.eod, threads)
+    pipeline = Pipeline(parser, encoder, dtype, identity.eod, threads)
     progress.total_bytes = source.size_bytes
     encoded = pipeline.run(_announced(source, start, progress))
     named = _named(source, start, encoded, options.on_error == "skip", progress)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from tools.preprocess.dataset import InputIdentity
+from tools.dataset.indexed import InputIdentity
 from tools.preprocess.documents import Parser, Problem, ProblemKind
 from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Block, Format, Position, Slice, expand, identify, whole_file

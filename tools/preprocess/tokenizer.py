@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.preprocess.dataset import token_dtype
+from tools.dataset.indexed import token_dtype
 from tools.preprocess.errors import PreprocessError
 
 GPT2 = "gpt2"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools.dataset.split import Split, split_documents
 from tools.launch.experiment.tables.windows import shared_windows, window_hashes
-from tools.preprocess.dataset import Part, split_documents
 from tools.spec.files import ROOT
 
 SPLIT = "949,50,1"
@@ -35,7 +35,7 @@ def test_paragraphs_that_topics_share_are_found_in_both_parts(sample_prefix: Pat
 
 
 def test_every_document_is_in_one_part() -> None:
-    parts = [split_documents(SPLIT, 1000, part) for part in Part]
+    parts = [split_documents(SPLIT, 1000, part) for part in Split]
     assert [len(part) for part in parts] == [949, 50, 1]
     assert np.array_equal(np.concatenate(parts), np.arange(1000))
 

@@ -11,6 +11,7 @@ from statistics import median
 
 from rich.console import Console
 
+from tools.dataset.indexed import idx_path
 from tools.launch import microbenchmark
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.container.versions import installed_versions
@@ -37,7 +38,6 @@ from tools.launch.preflight_gpu import compiler_problem, torch_problem
 from tools.launch.run_folder import utc_now
 from tools.launch.target import parse_target
 from tools.plan.time.flops import model_flops
-from tools.preprocess.dataset import idx_path
 from tools.records.gpu_bench import (
     FOLDER,
     BenchRun,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.preprocess.dataset import Part, open_dataset, split_documents
+from tools.dataset.indexed import open_dataset
+from tools.dataset.split import Split, split_documents
 
 _BASE = 0x9E3779B97F4A7C15
 _MODULUS = 2**64
@@ -36,7 +37,7 @@ def shared_windows(prefix: Path, split: str, seq_length: int) -> Shared:
     """
     length = seq_length + 1
     training, validation = (
-        _stream(prefix, split, part) for part in (Part.TRAINING, Part.VALIDATION)
+        _stream(prefix, split, part) for part in (Split.TRAINING, Split.VALIDATION)
     )
     ours = window_hashes(validation, length)
     shared = np.isin(ours, window_hashes(training, length))
@@ -61,7 +62,7 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
     return np.cumprod(factors, dtype=np.uint64)
 
 
-def _stream(prefix: Path, split: str, part: Part) -> NDArray[Any]:
+def _stream(prefix: Path, split: str, part: Split) -> NDArray[Any]:
     dataset = open_dataset(prefix)
     lengths = np.array(dataset.lengths)
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -74,5 +75,5 @@ def _stream(prefix: Path, split: str, part: Part) -> NDArray[Any]:
 
 def commonest_share(prefix: Path, split: str) -> float:
     """Share of the validation tokens that are the commonest one: the accuracy of saying it always."""
-    counts = np.bincount(_stream(prefix, split, Part.VALIDATION))
+    counts = np.bincount(_stream(prefix, split, Split.VALIDATION))
     return float(counts.max() / counts.sum())

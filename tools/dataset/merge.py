@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.preprocess.dataset import (
+from tools.dataset.folder import WHOLE, locked, publish, working_folder, written_folder
+from tools.dataset.indexed import (
     Dataset,
+    DatasetError,
     IntArray,
     RunIdentity,
     ShardHash,
@@ -21,8 +23,6 @@ from tools.preprocess.dataset import (
     write_index,
     write_manifest,
 )
-from tools.preprocess.errors import DatasetError, PreprocessError
-from tools.preprocess.folder import WHOLE, locked, publish, working_folder, written_folder
 from tools.records.io import flush_to_disk
 
 _KEY = "data"
@@ -89,12 +89,12 @@ def merge(
     datasets = [open_dataset(prefix) for prefix in prefixes]
     _check_kin(datasets, say)
     if output in prefixes:
-        raise PreprocessError(f"--output-prefix {output} is one of the inputs; choose another.")
+        raise DatasetError(f"--output-prefix {output} is one of the inputs; choose another.")
     folder = working_folder(output)
     # A folder says that a merge was cut off; before its index is in place, the rest is its own.
     there = [idx_path(output)] if folder.exists() else [idx_path(output), bin_path(output)]
     if not overwrite and any(path.exists() for path in there):
-        raise PreprocessError(f"{output} exists already; choose another, or give --overwrite.")
+        raise DatasetError(f"{output} exists already; choose another, or give --overwrite.")
     with locked(folder):
         shutil.rmtree(folder / WHOLE, ignore_errors=True)
         with written_folder(folder / WHOLE) as whole:

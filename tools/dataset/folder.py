@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.preprocess.dataset import bin_path, idx_path, manifest_path
-from tools.preprocess.errors import PreprocessError
+from tools.dataset.indexed import DatasetError, bin_path, idx_path, manifest_path
 from tools.records.io import flush_names_to_disk, lock
 
 WHOLE = "whole"
@@ -35,17 +34,17 @@ def locked(folder: Path) -> Iterator[None]:
             lock(stream)
             yield
     except BlockingIOError:
-        raise PreprocessError(
+        raise DatasetError(
             f"Another process is writing in {folder}; wait for it, or stop it."
         ) from None
     except OSError as error:
         if error.errno in _FULL:
-            raise PreprocessError(
+            raise DatasetError(
                 f"The disk is full or limited while writing {folder} ({error.strerror}); free some "
                 "space and run the same command again: it resumes after the last finished part."
             ) from None
         if error.errno in _FORBIDDEN:
-            raise PreprocessError(
+            raise DatasetError(
                 f"{error.filename or folder} cannot be written ({error.strerror}); "
                 "choose another --output-prefix."
             ) from None

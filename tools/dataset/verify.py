@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.preprocess.dataset import CHUNK, Dataset, IntArray, Manifest, open_dataset
-from tools.preprocess.errors import DatasetError
+from tools.dataset.indexed import CHUNK, Dataset, DatasetError, IntArray, Manifest, open_dataset
 
 
 @dataclass(frozen=True)

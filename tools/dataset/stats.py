@@ -1,4 +1,4 @@
-"""What a data set holds and how much of it a training run draws."""
+"""What a data set holds and how much of it a training run draws, in figures and as lines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.preprocess.dataset import CHUNK, Dataset, IntArray, split_bounds
-from tools.preprocess.verify import common_end
+from tools.dataset.indexed import CHUNK, Dataset
+from tools.dataset.split import Draw
+from tools.dataset.verify import common_end
 
 LENGTH_BINS = 32
 """Bin 0 is length 0, bin k is lengths from 2^(k-1) to 2^k - 1."""
-SPLITS = ("train", "valid", "test")
 _BAR_CHARACTERS = 40
 
 
@@ -35,26 +35,12 @@ class Stats:
     """UTF-8 bytes of the documents; only a manifest tells."""
 
 
-@dataclass(frozen=True)
-class Draw:
-    """What Megatron's GPT data set draws from one split (`megatron/core/datasets/gpt_dataset.py`)."""
-
-    split: str
-    sequences: int
-    tokens: int
-    samples_an_epoch: int
-    samples: int
-    """Asked for: iterations times global batch; 0 for the other splits."""
-    epochs: int
-    """Passes over the split that it takes Megatron to have that many."""
-
-
 def measure(dataset: Dataset) -> Stats:
     """Read a data set once, in bounded memory."""
     histogram = np.zeros(LENGTH_BINS + 1, dtype=np.int64)
     longest = 0
     for start in range(0, dataset.documents, CHUNK):
-        lengths = np.diff(_token_offsets(dataset, dataset.boundaries[start : start + CHUNK + 1]))
+        lengths = np.diff(dataset.tokens_before(dataset.boundaries[start : start + CHUNK + 1]))
         # frexp's exponent is the number of binary digits.
         histogram += np.bincount(np.frexp(lengths)[1], minlength=len(histogram))
         longest = max(longest, int(lengths.max()))
@@ -71,37 +57,6 @@ def measure(dataset: Dataset) -> Stats:
         eod_tokens=0 if eod is None else sum(int((t == eod).sum()) for t in dataset.token_chunks()),
         text_bytes=manifest.text_bytes if manifest else None,
     )
-
-
-def draws(dataset: Dataset, split: str, seq_length: int, samples: int) -> tuple[Draw, ...]:
-    """What each split holds, and what a run draws from the first.
-
-    Args:
-        dataset: The data set.
-        split: Megatron's `--split`, such as `949,50,1`; it cuts by sequences.
-        seq_length: Tokens of a sample.
-        samples: To be drawn for training: iterations times global batch.
-    """
-    bounds = split_bounds(split, dataset.sequences)
-    sizes = np.diff(_token_offsets(dataset, np.array(bounds))).tolist()
-    found: list[Draw] = []
-    for index, (name, tokens) in enumerate(zip(SPLITS, sizes, strict=True)):
-        wanted = samples if index == 0 else 0
-        # One token more than the samples: the last one is only predicted.
-        epochs = -(-(wanted * seq_length + 1) // tokens) if wanted and tokens else 0
-        sequences = bounds[index + 1] - bounds[index]
-        an_epoch = max(0, (tokens - 1) // seq_length)
-        found.append(Draw(name, sequences, tokens, an_epoch, wanted, epochs))
-    return tuple(found)
-
-
-def _token_offsets(dataset: Dataset, sequences: IntArray) -> IntArray:
-    """Tokens before each of these sequences; before one that is past the last, all of them."""
-    offsets = np.full(len(sequences), dataset.tokens, np.int64)
-    inside = sequences < dataset.sequences
-    pointers = dataset.pointers[sequences[inside]]
-    offsets[inside] = pointers // np.dtype(dataset.dtype).itemsize
-    return offsets
 
 
 def describe_counts(dataset: Dataset, stats: Stats) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """A finished `.bin/.idx` pair: its format, its manifest, and cheap checks before a run, without torch.
 
-Takes a path without suffix, such as `owt-ds/sample_text_document`. Whoever trains on data sets imports
-from here; the rest of the package builds on it.
+Takes a path without suffix, such as `owt-ds/sample_text_document`.
 
 The `.idx` is that of `megatron/core/datasets/indexed_dataset.py`:
 `magic[9] version:u64 dtype:u8 sequences:u64 boundaries:u64`, then for each sequence its length
@@ -12,12 +11,9 @@ sequences before it (int64; documents + 1 of them). All little-endian.
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.preprocess.errors import DatasetError, PreprocessError
 from tools.records.io import flush_to_disk, write_record
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,6 +37,10 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
 """By their code in the header, which counts from 1."""
 _REMAKE = "make the data set again"
+
+
+class DatasetError(Exception):
+    """A data set is missing, damaged, not what its manifest says, or cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,13 @@ class Dataset:
     def boundaries(self) -> IntArray:
         """Sequences before each document boundary: documents + 1 numbers."""
         return _index_array(self.idx_path, "<i8", 12 * self.sequences, self.documents + 1)
+
+    def tokens_before(self, sequences: IntArray) -> IntArray:
+        """Tokens before each of these sequences; before one that is past the last, all of them."""
+        offsets = np.full(len(sequences), self.tokens, np.int64)
+        inside = sequences < self.sequences
+        offsets[inside] = self.pointers[sequences[inside]] // np.dtype(self.dtype).itemsize
+        return offsets
 
     def token_chunks(self) -> Iterator[IntArray]:
         """All tokens, a chunk at a time; read, because mapped pages would count as resident memory."""
@@ -378,31 +384,3 @@ def _check_size(path: Path, wanted: int, by: str) -> None:
             f"{path} is {found} bytes where {by} {wanted}; "
             f"it is {'cut short' if found < wanted else 'too long'}, so {_REMAKE}."
         )
-
-
-class Part(IntEnum):
-    """A data set's parts, in the order of Megatron's `--split`, such as `949,50,1`."""
-
-    TRAINING = 0
-    VALIDATION = 1
-    TEST = 2
-
-
-def split_bounds(split: str, count: int) -> list[int]:
-    """Where each part of `count` documents (or sequences) begins, and where the last one ends.
-
-    As `BlendedMegatronDatasetBuilder` rounds them; weights that are left out are 0.
-    """
-    weights = [float(number) for number in re.findall(r"[.0-9]+", split)]
-    if not weights or len(weights) > len(Part) or sum(weights) <= 0:
-        raise PreprocessError(f"--split {split} is not of the form 949,50,1.")
-    weights += [0.0] * (len(Part) - len(weights))
-    total = sum(weights)
-    ends = accumulate((weight / total for weight in weights), initial=0.0)
-    return [round(end * count) for end in ends]
-
-
-def split_documents(split: str, documents: int, part: Part = Part.TRAINING) -> NDArray[np.int32]:
-    """The numbers of a part's documents."""
-    bounds = split_bounds(split, documents)
-    return np.arange(bounds[part], bounds[part + 1], dtype=np.int32)
