@@ -3,10 +3,10 @@
 `python -m megatron_patches.warm DESCRIPTOR ENTRY`
 
 Importing torch and Megatron takes most of a short run. This process does it once, patched as ranks are,
-and listens. Each request names a run: its arguments, its environment, its number of ranks and the file
-that they print to. A leader in a session of its own is forked for it, and forks the ranks; it ends them
-all when one fails or when whoever asked is gone, as torchrun does. The process begins no threads,
-because one with threads must not fork; it ends when its standard input ends.
+and listens. Each request names a run: its arguments, its environment, its number of ranks, a free port
+for them and the file that they print to. A leader in a session of its own is forked for it, and forks
+the ranks; it ends them all when one fails or when whoever asked is gone, as torchrun does. The process
+begins no threads, because one with threads must not fork; it ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def _lead(caller: socket.socket) -> Rank:
         request = json.loads(words)
         os.dup2(files[0], 1)
         os.dup2(files[0], 2)
-        port, children = free_port(), {}
+        children: dict[int, int] = {}
         for number in range(request["ranks"]):
             child = os.fork()
             if child == 0:
                 caller.close()
-                return Rank(number, port=port, **request)
+                return Rank(number, **request)
             children[child] = number
         status = _watch(children, caller)
         caller.send(bytes([status]))
@@ -169,13 +169,6 @@ def _report(rank: int, pid: int, code: int) -> None:
         f"  traceback : {how}",
     )
     print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tools.report.read.lines import split_lines
 from tools.report.read.runs import find_run_folders
 from tools.report.read.sources import read_samples
 from tools.text.table import Column, Table, rich_table
-from tools.text.units import GIB
+from tools.text.units import GIB, clock
 
 TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8
@@ -58,7 +58,7 @@ def _done(seen: RunStatus) -> str | None:
 
 
 def _left_of(seen: RunStatus) -> str | None:
-    return None if seen.left_seconds is None else _duration(seen.left_seconds)
+    return None if seen.left_seconds is None else clock(seen.left_seconds)
 
 
 def _memory_of(seen: RunStatus) -> str | None:
@@ -250,12 +250,6 @@ def _left(last: Sequence[Iteration], wanted: int | None) -> float | None:
         return None
     pace = statistics.median(times) / 1000
     return max(0, wanted - last[-1].iteration) * pace
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _printable(text: str) -> str:

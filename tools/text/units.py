@@ -60,6 +60,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 10 else f"{1e3 * seconds:.0f} ms"
 
 
+def clock(seconds: float) -> str:
+    """Seconds as a clock shows them: `2:03`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def interval(low: float | None, high: float | None) -> str:
     """`12.1–12.9`."""
     return DASH if low is None or high is None else f"{number(low)}–{number(high)}"

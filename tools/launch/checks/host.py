@@ -207,4 +207,5 @@ def _limit(value: int, unit: int, suffix: str) -> str:
 
 
 def _size(size_bytes: int) -> str:
+    # `tools.text.units` needs a younger Python than these checks, which are there to say so.
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 2**20:.0f} MiB"

@@ -95,7 +95,12 @@ def ask(
 
     They are ended where this process ends, or waits for more than `seconds`.
     """
-    request = {"ranks": ranks, "arguments": list(arguments), "environment": dict(environment)}
+    request = {
+        "ranks": ranks,
+        "port": free_port(),
+        "arguments": list(arguments),
+        "environment": dict(environment),
+    }
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(seconds)
         try:
@@ -111,6 +116,12 @@ def ask(
     if not answer:
         print("The process that forks the ranks has ended; train once more.", file=sys.stderr)
     return answer[0] if answer else FAILED
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
+    with socket.create_server(("", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":

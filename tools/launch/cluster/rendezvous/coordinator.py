@@ -13,6 +13,7 @@ from tools.launch.cluster.rendezvous import messages
 from tools.launch.cluster.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
 from tools.launch.errors import LaunchError
 from tools.launch.supervise.interruption import raise_if_asked
+from tools.launch.supervise.warm import free_port
 from tools.records.run import RUN_FILE, Status, StatusRecord
 from tools.spec.files import from_root
 
@@ -100,7 +101,7 @@ class Coordinator(BackgroundThread, NodeGroup):
                     )
         hosts = (own.host, *(other.host for other in others))
         here = filter(None, (messages.interface_of(other.reaches) for other in others))
-        port = messages.free_port()
+        port = free_port()
         self._state = replace(self._state, torchrun_port=port)
         return replace(self._nodes, hosts=hosts, port=port, interface=next(here, None))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,12 +140,6 @@ def interface_of(address: str) -> str | None:
     interfaces = psutil.net_if_addrs().items()
     found = (name for name, has in interfaces if address in {one.address for one in has})
     return next(found, None)
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.create_server(("", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def digest_of(file: Path) -> str:
