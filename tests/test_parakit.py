@@ -42,7 +42,7 @@ def test_train_without_a_name_shows_one(
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tool = parakit.Tool("tools.plan.__main__", (), "", ("a_package_that_nobody_has",))
+    tool = parakit.Command("tools.plan.__main__", (), "", ("a_package_that_nobody_has",))
     monkeypatch.setitem(parakit.TOOLS, "plan", tool)
     assert parakit.main(["plan"]) == parakit.REFUSED
     assert "needs a_package_that_nobody_has" in capsys.readouterr().err

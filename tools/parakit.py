@@ -20,7 +20,7 @@ REFUSED = 2
 
 
 @dataclass(frozen=True)
-class Tool:
+class Command:
     """A command that needs no clone: the module whose `main` and `command_line` it is."""
 
     module: str
@@ -35,20 +35,22 @@ EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 
 
 TOOLS = {
-    "plan": Tool("tools.plan.__main__", (), "every layout of a model on devices, ranked"),
-    "advise": Tool(
+    "plan": Command("tools.plan.__main__", (), "every layout of a model on devices, ranked"),
+    "advise": Command(
         "tools.plan.advise.command", (), "what to use, what second, what to avoid, and why"
     ),
-    "schedules": Tool("tools.plan.schedules.command", (), "pipeline schedules and bubbles"),
-    "dryrun": Tool(
+    "schedules": Command("tools.plan.schedules.command", (), "pipeline schedules and bubbles"),
+    "dryrun": Command(
         "tools.plan.dryrun.command", (), "Megatron's iteration, no devices", ("torch", "megatron")
     ),
-    "report": Tool("tools.report.cli", ("build",), "a report of runs or of anybody's logs"),
-    "scrape": Tool("tools.report.cli", ("scrape",), "what logs say, as text or JSON"),
-    "explain": Tool("tools.report.cli", ("explain",), "what a strategy costs, from its ledgers"),
-    "audit": Tool("tools.plan.audit.command", (), "what a table of figures contradicts in itself"),
-    "validate": Tool("tools.plan.readings.command", (), "public readings, predicted and missed"),
-    "prepare": Tool("tools.preprocess.cli", (), "text to Megatron's .bin/.idx", ("gigatoken",)),
+    "report": Command("tools.report.cli", ("build",), "a report of runs or of anybody's logs"),
+    "scrape": Command("tools.report.cli", ("scrape",), "what logs say, as text or JSON"),
+    "explain": Command("tools.report.cli", ("explain",), "what a strategy costs, from its ledgers"),
+    "audit": Command(
+        "tools.plan.audit.command", (), "what a table of figures contradicts in itself"
+    ),
+    "validate": Command("tools.plan.readings.command", (), "public readings, predicted and missed"),
+    "prepare": Command("tools.preprocess.cli", (), "text to Megatron's .bin/.idx", ("gigatoken",)),
 }
 TARGETS = {
     "train": ("train-{}", "train a strategy, such as tp2-gpt2-tiny-2cpu"),
@@ -98,7 +100,7 @@ def _import_the_kit() -> None:
         sys.path.insert(0, folder)
 
 
-def _run(name: str, tool: Tool, words: list[str]) -> int:
+def _run(name: str, tool: Command, words: list[str]) -> int:
     from tools.spec.settings import COMMAND_VARIABLE
 
     os.environ[COMMAND_VARIABLE] = f"parakit {name}"

@@ -14,7 +14,7 @@ from tests.native.small_model import settings
 from tools.native.batches import MicroBatch
 from tools.native.model import GPT, initialise
 from tools.native.parallel import RankLayout
-from tools.native.pipelines import Stages, cut_into_stages, pipeline_engine
+from tools.native.pipelines import StageModules, cut_into_stages, pipeline_engine
 from tools.native.settings import Settings
 
 ITERATIONS = 6
@@ -60,7 +60,7 @@ def whole_model(of: Settings) -> GPT:
     return model
 
 
-def _train(of: Settings, rank: int) -> tuple[list[float], Stages, torch.Tensor]:
+def _train(of: Settings, rank: int) -> tuple[list[float], StageModules, torch.Tensor]:
     ranks = RankLayout(rank, STAGES, 1, torch.device("cpu"), STAGES)
     stages = cut_into_stages(whole_model(of), of, ranks)
     engine = pipeline_engine(stages, of, ranks)

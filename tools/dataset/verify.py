@@ -13,7 +13,7 @@ from tools.dataset.indexed import CHUNK, Dataset, DatasetError, IntArray, Manife
 
 
 @dataclass(frozen=True)
-class Verification:
+class DatasetCheck:
     """What was checked and what was found."""
 
     dataset: Dataset | None
@@ -38,12 +38,12 @@ class Verification:
         return f"{how}. {counts}, {ids}."
 
 
-def verify(prefix: Path, vocabulary: int | None = None) -> Verification:
+def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
     """Check a data set; token ids against a vocabulary of so many entries, or the manifest's."""
     try:
         dataset = open_dataset(prefix)
     except DatasetError as error:
-        return Verification(None, vocabulary, (str(error),))
+        return DatasetCheck(None, vocabulary, (str(error),))
     vocabulary = vocabulary or dataset.vocabulary
     problems = [
         *(_check_hashes(dataset, dataset.manifest) if dataset.manifest else ()),
@@ -52,7 +52,7 @@ def verify(prefix: Path, vocabulary: int | None = None) -> Verification:
     ]
     if not problems:
         problems += _check_boundaries(dataset)
-    return Verification(dataset, vocabulary, tuple(problems))
+    return DatasetCheck(dataset, vocabulary, tuple(problems))
 
 
 def common_end(dataset: Dataset) -> int | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.launch.checkpoint.stored import Choice, select_checkpoint
+from tools.launch.checkpoint.stored import SelectedCheckpoint, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
@@ -59,7 +59,7 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         return 0 if train_once(launch, there, console, launch.spec.name) else 1
 
 
-def _tell(run: Path, launch: Launch, choice: Choice, console: Console) -> None:
+def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Console) -> None:
     for checkpoint, flaw in choice.skipped:
         console.print(
             f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used.",

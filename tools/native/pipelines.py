@@ -33,14 +33,14 @@ _SENDS_LEFT_OPEN = 2
 """A neighbour is at most two micro batches behind, so waiting for older messages never blocks."""
 
 
-class Stages(nn.ModuleList):
+class StageModules(nn.ModuleList):
     """A rank's stages, first to last."""
 
     weight_versions: Sequence[Sequence[Tensor]] = ()
     """Buffers of all versions of the weights that are kept, where the ledger finds them."""
 
 
-def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> Stages:
+def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> StageModules:
     """This rank's stages of a whole model, first to last; `model` is not usable after.
 
     Parameters know how many ranks hold them, so that a gradient's norm counts each once.
@@ -50,7 +50,7 @@ def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> Stages
     chunks = [deepcopy(model) for _ in range(virtual - 1)] + [model]
     for place, chunk in enumerate(chunks):
         chunk.keep_stage(place * ranks.pipeline_size + ranks.pipeline_rank, count)
-    stages = Stages(chunks)
+    stages = StageModules(chunks)
     for parameter in stages.parameters():
         setattr(parameter, COPIES, 1)
     if (tied := tied_matrix(stages)) is not None:
@@ -58,7 +58,7 @@ def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> Stages
     return stages
 
 
-def pipeline_engine(stages: Stages, settings: Settings, ranks: RankLayout) -> Engine:
+def pipeline_engine(stages: StageModules, settings: Settings, ranks: RankLayout) -> Engine:
     """The engine of `--pipeline-schedule`; every rank must call it."""
     schedule = PipelineSchedule(settings.pipeline_schedule)
     if schedule.is_asynchronous or schedule is PipelineSchedule.PIPEDREAM_FLUSH:
@@ -66,7 +66,7 @@ def pipeline_engine(stages: Stages, settings: Settings, ranks: RankLayout) -> En
     return ScheduledPipeline(stages, settings, ranks)
 
 
-def tied_matrix(stages: Stages) -> nn.Parameter | None:
+def tied_matrix(stages: StageModules) -> nn.Parameter | None:
     """This rank's copy of a tied embedding; None where it has none."""
     for stage in stages:
         assert isinstance(stage, GPT)
@@ -80,7 +80,7 @@ def tied_matrix(stages: Stages) -> nn.Parameter | None:
 class _Pipeline:
     """What both kinds share: the optimizer, the tied matrix, and forward passes alone."""
 
-    def __init__(self, stages: Stages, settings: Settings, ranks: RankLayout) -> None:
+    def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         self._stages, self._settings, self._ranks = stages, settings, ranks
         self._ends = _ends(ranks)
         self._timers = LedgerTimers()
@@ -134,14 +134,14 @@ class _Pipeline:
 class ScheduledPipeline(_Pipeline):
     """PyTorch's schedules, which flush: every gradient is of the weights that it changes."""
 
-    def __init__(self, stages: Stages, settings: Settings, ranks: RankLayout) -> None:
+    def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         super().__init__(stages, settings, ranks)
         # Not at the top: it loads a compiler, which other layouts need not wait for.
         from torch.distributed import pipelining
 
         timers = self._timers
 
-        class Stage(pipelining.PipelineStage):
+        class TimedStage(pipelining.PipelineStage):
             """Reports its passes to the ledger."""
 
             def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
@@ -155,7 +155,7 @@ class ScheduledPipeline(_Pipeline):
         count, group = len(stages) * ranks.pipeline_size, _group(ranks)
         places = range(ranks.pipeline_rank, count, ranks.pipeline_size)
         own: Any = [
-            Stage(stage, place, count, ranks.device, group=group)
+            TimedStage(stage, place, count, ranks.device, group=group)
             for place, stage in zip(places, stages, strict=True)
         ]
         micro_batches = settings.global_batch_size // settings.micro_batch_size
@@ -210,7 +210,7 @@ class StashingPipeline(_Pipeline):
     full) and makes version n + 1. A stage has a buffer for each version between the two.
     """
 
-    def __init__(self, stages: Stages, settings: Settings, ranks: RankLayout) -> None:
+    def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         super().__init__(stages, settings, ranks)
         schedule = PipelineSchedule(settings.pipeline_schedule)
         stage, count = ranks.pipeline_rank, ranks.pipeline_size

@@ -22,7 +22,7 @@ MOST_OPEN = 80
 
 
 @dataclass(frozen=True)
-class Column:
+class MapColumn:
     """A stage, or one side of it where modules have inputs and outputs."""
 
     stage: Stage
@@ -30,13 +30,13 @@ class Column:
 
 
 COLUMNS = (
-    Column(Stage.INPUTS),
-    Column(Stage.OUTPUTS, "in"),
-    Column(Stage.OUTPUTS, "out"),
-    Column(Stage.LOSS),
-    Column(Stage.ACTIVATION_GRADIENTS, "out"),
-    Column(Stage.ACTIVATION_GRADIENTS, "in"),
-    *(Column(stage) for stage in STAGES[STAGES.index(Stage.LOCAL_GRADIENTS) :]),
+    MapColumn(Stage.INPUTS),
+    MapColumn(Stage.OUTPUTS, "in"),
+    MapColumn(Stage.OUTPUTS, "out"),
+    MapColumn(Stage.LOSS),
+    MapColumn(Stage.ACTIVATION_GRADIENTS, "out"),
+    MapColumn(Stage.ACTIVATION_GRADIENTS, "in"),
+    *(MapColumn(stage) for stage in STAGES[STAGES.index(Stage.LOCAL_GRADIENTS) :]),
 )
 _SIDED = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
 _SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")
@@ -45,7 +45,7 @@ _PARAMETERS = tuple(c.stage for c in COLUMNS[6:] if c.stage is not Stage.NORM)
 
 
 @dataclass
-class Cell:
+class MapCell:
     """Tensors of one module in one stage."""
 
     tensors: list[Comparison] = field(default_factory=list)
@@ -67,15 +67,15 @@ class Cell:
 
 
 @dataclass
-class Row:
+class MapRow:
     """A module, with the parameters that are its own."""
 
     name: str
     label: str
     """Its name without that of the module it is in."""
-    parent: Row | None
-    cells: tuple[Cell, ...] = field(default_factory=lambda: tuple(Cell() for _ in COLUMNS))
-    children: list[Row] = field(default_factory=list)
+    parent: MapRow | None
+    cells: tuple[MapCell, ...] = field(default_factory=lambda: tuple(MapCell() for _ in COLUMNS))
+    children: list[MapRow] = field(default_factory=list)
     open: bool = True
 
     @property
@@ -88,7 +88,7 @@ class Row:
         """Whether all that it is in are open."""
         return self.parent is None or (self.parent.open and self.parent.shown)
 
-    def within(self) -> Iterator[Row]:
+    def within(self) -> Iterator[MapRow]:
         """This row and all in it, in order."""
         yield self
         for child in self.children:
@@ -117,7 +117,7 @@ def level_of(ratio: float, differs: bool) -> int:
     return 0 if ratio == 0 else min(WRONG - 1, 1 + bisect_right(BOUNDS, ratio))
 
 
-def rows_of(compared: Compared, first: Key | None) -> list[Row]:
+def rows_of(compared: Compared, first: Key | None) -> list[MapRow]:
     """Every row of the map, in order; folded where the whole map is long."""
     members: defaultdict[str, list[Comparison]] = defaultdict(list)
     for one in compared.comparisons:
@@ -144,7 +144,7 @@ def _module(key: Key) -> str:
 def _column(key: Key) -> int:
     stage, _, slot = key
     side = "in" if slot.removeprefix("recomputed.").startswith("input") else "out"
-    return COLUMNS.index(Column(stage, side if stage in _SIDED else ""))
+    return COLUMNS.index(MapColumn(stage, side if stage in _SIDED else ""))
 
 
 def _not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
@@ -160,12 +160,12 @@ def _not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
             found[name] |= {place for place, column in enumerate(COLUMNS) if column.side == side}
     for word in words:
         if word.endswith(_LEAVES):
-            stages = (COLUMNS.index(Column(stage)) for stage in _PARAMETERS)
+            stages = (COLUMNS.index(MapColumn(stage)) for stage in _PARAMETERS)
             found[word.rpartition(".")[0]] |= {*stages}
     return found
 
 
-def _tree(members: Mapping[str, Sequence[Comparison]], others: Iterable[str]) -> list[Row]:
+def _tree(members: Mapping[str, Sequence[Comparison]], others: Iterable[str]) -> list[MapRow]:
     """Rows that are in no other, in order of their first tensors, each with those in it."""
     when = {
         name: min((STAGES.index(one.key[0]), one.order) for one in found)
@@ -177,13 +177,13 @@ def _tree(members: Mapping[str, Sequence[Comparison]], others: Iterable[str]) ->
     for name in [*when]:
         for layer in _numbered(name):
             when[layer] = min(when[name], when.get(layer, when[name]))
-    rows: dict[str, Row] = {}
-    roots: list[Row] = []
+    rows: dict[str, MapRow] = {}
+    roots: list[MapRow] = []
     for name in sorted(when, key=lambda one: one.count(".")):
         above = [name[:place] for place, letter in enumerate(name) if letter == "."]
         parent = next((rows[one] for one in reversed(above) if one in rows), None)
         label = name.removeprefix(f"{parent.name}.") if parent else name
-        rows[name] = Row(name, label, parent)
+        rows[name] = MapRow(name, label, parent)
         (parent.children if parent else roots).append(rows[name])
     for siblings in (roots, *(row.children for row in rows.values())):
         siblings.sort(key=lambda row: when[row.name])
@@ -198,10 +198,10 @@ def _numbered(name: str) -> Iterator[str]:
             yield ".".join(parts[: place + 1])
 
 
-def _fold(rows: list[Row]) -> None:
+def _fold(rows: list[MapRow]) -> None:
     """Fold calm layers and experts, then those after the first wrong one, until the map is short."""
     layers = [row for row in rows if row.children and row.label.rpartition(".")[2].isdigit()]
-    keeps: tuple[Callable[[Row], bool], ...] = (lambda row: row.red, lambda row: row.has_first)
+    keeps: tuple[Callable[[MapRow], bool], ...] = (lambda row: row.red, lambda row: row.has_first)
     for keep in keeps:
         if sum(row.shown for row in rows) <= MOST_OPEN:
             return

@@ -13,7 +13,7 @@ from tools.records.verdict import Outcome, Verdict
 from tools.text.html import environment
 from tools.text.units import DASH, count
 from tools.verify.comparison import Compared, Comparison
-from tools.verify.map import BOUNDS, COLUMNS, WRONG, Cell, Column, Row, level_of, rows_of
+from tools.verify.map import BOUNDS, COLUMNS, WRONG, MapCell, MapColumn, MapRow, level_of, rows_of
 from tools.verify.picture import Picture, range_of
 from tools.verify.verdict import Judgement
 
@@ -118,7 +118,7 @@ def _stages() -> list[tuple[str, int]]:
     return [*found.items()]
 
 
-def _described(rows: Sequence[Row]) -> dict[str, list[object]]:
+def _described(rows: Sequence[MapRow]) -> dict[str, list[object]]:
     """What is shown of a cell when it is pointed at, by row and column."""
     return {
         f"{place}-{column}": [
@@ -132,16 +132,16 @@ def _described(rows: Sequence[Row]) -> dict[str, list[object]]:
     }
 
 
-def _listed(cell: Cell) -> list[Comparison]:
+def _listed(cell: MapCell) -> list[Comparison]:
     return sorted(cell.tensors, key=lambda one: (-one.differs, -one.ratio))[:_MOST_LISTED]
 
 
-def _column_text(column: Column) -> str:
+def _column_text(column: MapColumn) -> str:
     sides = {"in": " (of its inputs)", "out": " (of its outputs)", "": ""}
     return column.stage + sides[column.side]
 
 
-def _tensor_line(one: Comparison, row: Row) -> list[object]:
+def _tensor_line(one: Comparison, row: MapRow) -> list[object]:
     _, name, slot = one.key
     own = name.removeprefix(f"{row.name}.") if name != row.name else ""
     if one.replicas_differ:
@@ -157,7 +157,7 @@ def _tensor_line(one: Comparison, row: Row) -> list[object]:
     return [*texts, one.differs]
 
 
-def _shown_first(rows: Sequence[Row]) -> str:
+def _shown_first(rows: Sequence[MapRow]) -> str:
     """The cell whose tensors are described before one is pointed at: the first wrong, or the worst."""
     ranked = [
         ((cell.first, worst.differs, worst.ratio), f"{place}-{column}")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tools.plan.__main__ import main
-from tools.plan.audit.rules import Finding, audit
+from tools.plan.audit.rules import Contradiction, audit
 from tools.plan.audit.table import TableError, quantity, read_table
 from tools.plan.readings.table import READINGS
 
@@ -23,7 +23,7 @@ Text between.
 """
 
 
-def findings(tmp_path: Path, text: str) -> list[Finding]:
+def findings(tmp_path: Path, text: str) -> list[Contradiction]:
     file = tmp_path / "table"
     file.write_text(text)
     return list(audit(read_table(file)).findings)

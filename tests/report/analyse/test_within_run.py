@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.report.factory import iteration_line
-from tools.report.analyse.within_run import Kind, changes_within
+from tools.report.analyse.within_run import ChangeKind, changes_within
 from tools.report.read.runs import load_log
 
 
@@ -40,7 +40,7 @@ def test_a_single_hiccup_is_no_change(tmp_path):
 
 def test_a_slowdown_after_iteration_20_is_dated(tmp_path):
     (found,) = shifts(tmp_path, [*noisy(100, 20), *noisy(110, 60, 1)])
-    assert (found.kind, found.iteration) == (Kind.STEP, 21)
+    assert (found.kind, found.iteration) == (ChangeKind.STEP, 21)
     assert "from iteration 21 on iterations take 1" in found.text
     assert found.share == pytest.approx(0.09, abs=0.01)
     assert f"longer, which costs {found.share:.1%} of the time from there on" in found.text
@@ -49,8 +49,8 @@ def test_a_slowdown_after_iteration_20_is_dated(tmp_path):
 def test_two_steps_are_two_changes(tmp_path):
     times = [*noisy(100, 40), *noisy(120, 40, 1), *noisy(90, 40, 2)]
     assert [(f.kind, f.iteration) for f in shifts(tmp_path, times)] == [
-        (Kind.STEP, 41),
-        (Kind.STEP, 81),
+        (ChangeKind.STEP, 41),
+        (ChangeKind.STEP, 81),
     ]
 
 
@@ -59,7 +59,7 @@ def test_iterations_that_begin_to_alternate_are_named_as_that(tmp_path):
         level for pair in zip(noisy(195, 50), noisy(223, 50, 1), strict=True) for level in pair
     ]
     (found,) = shifts(tmp_path, [*noisy(214, 50, 2), *later])
-    assert (found.kind, found.iteration) == (Kind.ALTERNATING, 51)
+    assert (found.kind, found.iteration) == (ChangeKind.ALTERNATING, 51)
     assert "alternate between 19" in found.text
     assert "before they took 21" in found.text
 
@@ -95,7 +95,7 @@ def test_a_run_that_alternates_all_along_says_so_once(tmp_path):
 def test_slow_iterations_have_their_period_and_share(tmp_path):
     times = [100.0 if n % 10 else 200.0 for n in range(1, 101)]
     (found,) = shifts(tmp_path, times)
-    assert (found.kind, found.iteration) == (Kind.PERIODIC, 10)
+    assert (found.kind, found.iteration) == (ChangeKind.PERIODIC, 10)
     assert "every 10 iterations, from 10 on, one takes 200.0 ms instead of 100.0" in found.text
     assert found.share == pytest.approx(1000 / 10900, abs=1e-3)
     assert "does not say why" in found.text
@@ -112,5 +112,5 @@ def test_slow_iterations_after_checkpoints_are_named(tmp_path):
 def test_the_end_of_a_batch_ramp_is_no_slowdown(tmp_path):
     times = [*noisy(50, 20), *noisy(100, 60)]
     (found,) = shifts(tmp_path, times, [16] * 20 + [32] * 60)
-    assert (found.kind, found.iteration) == (Kind.RAMP, 21)
+    assert (found.kind, found.iteration) == (ChangeKind.RAMP, 21)
     assert "the global batch grows from 16 to 32 until iteration 21" in found.text

@@ -32,7 +32,7 @@ from tools.report.explain.closed_form import (
 )
 from tools.report.explain.predicted import (
     Findings,
-    Stages,
+    StageTimes,
     Unattributed,
     compare_calls,
     findings_of,
@@ -254,10 +254,10 @@ def test_no_pipeline_has_no_bubble_and_half_a_ledger_says_so(tmp_path: Path) -> 
 
 
 def test_more_micro_batches_approach_the_slowest_stage() -> None:
-    stages = Stages((0.1, 0.2), 4, 1)
+    stages = StageTimes((0.1, 0.2), 4, 1)
     assert stages.iteration_seconds(4) == pytest.approx(0.9)
     assert stages.iteration_seconds(400) / 400 == pytest.approx(0.2, rel=0.01)
-    assert Stages((0.1, 0.1), 4, 2).idle_over_work(0) == pytest.approx(1 / 8)
+    assert StageTimes((0.1, 0.1), 4, 2).idle_over_work(0) == pytest.approx(1 / 8)
 
 
 def test_times_of_a_gpu_are_the_hosts_and_nothing_is_concluded_from_them(tmp_path: Path) -> None:

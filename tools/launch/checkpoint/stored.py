@@ -152,7 +152,7 @@ def prune(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...
 
 
 @dataclass(frozen=True)
-class Choice:
+class SelectedCheckpoint:
     """A checkpoint to resume from, and newer ones that are skipped."""
 
     checkpoint: Checkpoint
@@ -160,7 +160,7 @@ class Choice:
     """Newer ones, each with what is wrong with it."""
 
 
-def select_checkpoint(run: Path) -> Choice:
+def select_checkpoint(run: Path) -> SelectedCheckpoint:
     """Look at a run's checkpoints from the newest on; nothing is changed but for missing manifests.
 
     Raises:
@@ -172,7 +172,7 @@ def select_checkpoint(run: Path) -> Choice:
     for checkpoint in stored:
         why_not = _flaw(checkpoint, newest_number)
         if why_not is None:
-            return Choice(checkpoint, tuple(skipped))
+            return SelectedCheckpoint(checkpoint, tuple(skipped))
         skipped.append((checkpoint, why_not))
     if not stored:
         raise LaunchError(

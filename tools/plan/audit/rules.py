@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tools.plan.audit.table import Row
+from tools.plan.audit.table import TableRow
 from tools.spec.hardware import UnknownHardwareError, device_by_key
 
 TOLERANCE = 0.03
@@ -16,7 +16,7 @@ _TERA = 1e12
 
 
 @dataclass(frozen=True)
-class Finding:
+class Contradiction:
     """One contradiction."""
 
     line: int
@@ -35,10 +35,10 @@ class Audit:
     """Comparisons that the stated figures allowed."""
     unchecked: int
     """Rows that state too little for any."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Contradiction, ...]
 
 
-def audit(rows: list[Row]) -> Audit:
+def audit(rows: list[TableRow]) -> Audit:
     """Check every row by every rule that its figures allow."""
     made, unchecked, findings = 0, 0, []
     for row in rows:
@@ -46,11 +46,11 @@ def audit(rows: list[Row]) -> Audit:
         checks = [(rule, text) for rule, found in results for text in found]
         made += len(checks)
         unchecked += not checks
-        findings += [Finding(row.line, row.name, rule, text) for rule, text in checks if text]
+        findings += [Contradiction(row.line, row.name, rule, text) for rule, text in checks if text]
     return Audit(len(rows), made, unchecked, tuple(findings))
 
 
-def _degrees(row: Row) -> Iterator[str]:
+def _degrees(row: TableRow) -> Iterator[str]:
     """An empty text is a check that held."""
     known = {
         name: int(row.numbers[name]) for name in ("tp", "pp", "cp", "dp") if name in row.numbers
@@ -69,7 +69,7 @@ def _degrees(row: Row) -> Iterator[str]:
         yield "" if whole else f"{words} = {product:,} does not divide the {gpus:,.0f} GPUs stated."
 
 
-def _divisibility(row: Row) -> Iterator[str]:
+def _divisibility(row: TableRow) -> Iterator[str]:
     n = row.numbers
     tensor, pipeline = n.get("tp", 1), n.get("pp", 1)
     for what, number in (("heads", "attention heads"), ("hidden", "hidden")):
@@ -90,7 +90,7 @@ def _divisibility(row: Row) -> Iterator[str]:
         yield _divides(ranks, n["ep"], "ranks of a stage", f"EP {n['ep']:g}")
 
 
-def _data(row: Row) -> float | None:
+def _data(row: TableRow) -> float | None:
     n = row.numbers
     if not {"gpus", "tp", "pp"} <= n.keys():
         return None
@@ -105,7 +105,7 @@ def _divides(whole: float, part: float, what: str, by: str) -> str:
 _NAMED = re.compile(r"(?<![a-z])(tp|pp|cp|ep|vpp)(\d+)|(?<=\d)(tp|pp|cp|ep|vpp)(\d+)")
 
 
-def _name(row: Row) -> Iterator[str]:
+def _name(row: TableRow) -> Iterator[str]:
     """Degrees that a case's own name spells."""
     for one, first, two, second in _NAMED.findall(row.name.lower()):
         name, degree = one or two, float(first or second)
@@ -115,7 +115,7 @@ def _name(row: Row) -> Iterator[str]:
             yield "" if stated == degree else differs
 
 
-def _tokens(row: Row) -> Iterator[str]:
+def _tokens(row: TableRow) -> Iterator[str]:
     n = row.numbers
     rate = tokens_per_second(row)
     if rate and {"gbs", "seq", "step_s"} <= n.keys():
@@ -140,7 +140,7 @@ def _tokens(row: Row) -> Iterator[str]:
         )
 
 
-def tokens_per_second(row: Row) -> float | None:
+def tokens_per_second(row: TableRow) -> float | None:
     """As the table states it, over all GPUs."""
     n = row.numbers
     if "tokens_s" in n:
@@ -148,7 +148,7 @@ def tokens_per_second(row: Row) -> float | None:
     return n["tokens_s_gpu"] * n["gpus"] if {"tokens_s_gpu", "gpus"} <= n.keys() else None
 
 
-def _flops(row: Row) -> Iterator[str]:
+def _flops(row: TableRow) -> Iterator[str]:
     """TFLOP/s against 6 FLOPs a parameter and token, and attention's; a mixture's active ones."""
     n, rate, active = row.numbers, _rate_of_gpu(row), _active_parameters(row)
     stated = n.get("tflops", n.get("hardware_tflops"))
@@ -172,7 +172,7 @@ _LOOSE = 0.25
 """Parameters are rounded, embeddings counted or not, formulas differ between releases."""
 
 
-def _mfu(row: Row) -> Iterator[str]:
+def _mfu(row: TableRow) -> Iterator[str]:
     n, peak = row.numbers, _peak(row)
     if "mfu" in n:
         share = n["mfu"]
@@ -195,7 +195,7 @@ def _mfu(row: Row) -> Iterator[str]:
         )
 
 
-def _rate_of_gpu(row: Row) -> float | None:
+def _rate_of_gpu(row: TableRow) -> float | None:
     n = row.numbers
     if "tokens_s_gpu" in n:
         return n["tokens_s_gpu"]
@@ -222,7 +222,7 @@ _MIXTURES = (
 )
 
 
-def _active_parameters(row: Row) -> float | None:
+def _active_parameters(row: TableRow) -> float | None:
     """Of a dense model all; of a mixture those that its name states."""
     if match := _ACTIVE.search(row.name):
         return float(match[1]) * 1e9
@@ -242,14 +242,14 @@ def _adapts(said: str) -> bool:
     return any(word in said for word in ("lora", "peft", "sft", "finetun", "fine-tun"))
 
 
-def _dense_parameters(row: Row) -> float | None:
+def _dense_parameters(row: TableRow) -> float | None:
     n = row.numbers
     if not {"layers", "hidden"} <= n.keys():
         return None
     return 12 * n["layers"] * n["hidden"] ** 2
 
 
-def _peak(row: Row) -> float | None:
+def _peak(row: TableRow) -> float | None:
     """Dense peak in TFLOP/s of the stated precision, of the fastest one where none is stated."""
     try:
         peaks = device_by_key(row.words.get("gpu", "").lower()).peak_tflops
@@ -262,7 +262,7 @@ def _peak(row: Row) -> float | None:
     return 2 * fastest if "fp4" in dtype else fastest
 
 
-def _slack(row: Row, *names: str) -> float:
+def _slack(row: TableRow, *names: str) -> float:
     return TOLERANCE + sum(row.slack.get(name, 0.0) for name in names)
 
 
@@ -270,7 +270,7 @@ def _agree(one: float, two: float, tolerance: float) -> bool:
     return two > 0 and abs(one / two - 1) <= tolerance
 
 
-_RULES: tuple[tuple[str, Callable[[Row], Iterator[str]]], ...] = (
+_RULES: tuple[tuple[str, Callable[[TableRow], Iterator[str]]], ...] = (
     ("degrees", _degrees),
     ("divisibility", _divisibility),
     ("name", _name),

@@ -53,7 +53,7 @@ class TableError(ValueError):
 
 
 @dataclass
-class Row:
+class TableRow:
     """One run as a table has it; what is not stated is in none of the three."""
 
     line: int
@@ -69,7 +69,7 @@ class Row:
         return self.words.get("model", "")
 
 
-def read_table(path: Path) -> list[Row]:
+def read_table(path: Path) -> list[TableRow]:
     """Every row of a file.
 
     Raises:
@@ -136,7 +136,7 @@ def _cells(line: str) -> list[str]:
     return [_MARKED.sub("", cell).strip() for cell in line.strip().strip("|").split("|")]
 
 
-def _rows(header: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> list[Row]:
+def _rows(header: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> list[TableRow]:
     places = {place: name for place, text in enumerate(header) if (name := quantity(text))}
     lower = [text.strip().lower() for text in header]
     if "metric" in lower and "value" in lower:
@@ -146,8 +146,8 @@ def _rows(header: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> list
     return [_row(places, line, cells) for line, cells in lines]
 
 
-def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> Row:
-    row = Row(line)
+def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> TableRow:
+    row = TableRow(line)
     for place, name in places.items():
         text = cells[place].strip() if place < len(cells) else ""
         if name in ("gpu", "dtype", "model", "notes"):
@@ -163,12 +163,12 @@ def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> Row:
     return row
 
 
-def _degrees_of(row: Row, text: str) -> None:
+def _degrees_of(row: TableRow, text: str) -> None:
     for name, degree in re.findall(r"(etp|vpp|tp|pp|cp|dp|ep|sp)[ =]*(\d+)", text.lower()):
         row.numbers["tp" if name == "sp" else name] = float(degree)
 
 
-def _put(row: Row, name: str, text: str) -> None:
+def _put(row: TableRow, name: str, text: str) -> None:
     match = _NUMBER.search(text)
     if match is None or (name == "ffn" and "/" in text):
         if name == "ffn" and "/" in text:
@@ -199,11 +199,11 @@ _PRINTED = (
 
 def _joined(
     places: dict[int, str], header: Sequence[str], lines: Sequence[tuple[int, list[str]]]
-) -> list[Row]:
+) -> list[TableRow]:
     """Figures of one run in several lines, and those that its notes quote."""
     metric, value = header.index("metric"), header.index("value")
     apart = {metric, value, *(header.index(name) for name in ("notes",) if name in header)}
-    rows: dict[tuple[str, ...], Row] = {}
+    rows: dict[tuple[str, ...], TableRow] = {}
     for line, cells in lines:
         if max(metric, value) >= len(cells):
             continue

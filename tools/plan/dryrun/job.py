@@ -66,7 +66,7 @@ class RankReport:
     """Largest resident size of the process that made it."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RankAnswer(msgspec.Struct, frozen=True):
     """A line that the dry run's process writes back: one of the two."""
 
     report: RankReport | None = None
@@ -212,7 +212,7 @@ class DryRunner:
             line = stdout.readline()
         except BrokenPipeError:
             line = b""
-        answer = msgspec.json.decode(line, type=Answer) if line else Answer(error=_DIED)
+        answer = msgspec.json.decode(line, type=RankAnswer) if line else RankAnswer(error=_DIED)
         if answer.report is None:
             raise DryRunError(f"The dry run of rank {job.rank} failed: {answer.error}")
         return answer.report

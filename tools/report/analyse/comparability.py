@@ -17,7 +17,7 @@ from tools.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """One thing that is not the same on both sides; None is unknown."""
 
     what: str
@@ -40,7 +40,7 @@ class SpeedComparison:
     """Time a token, over all devices; a sample where a log does not print its sequence length."""
     per_device: float | None
     """Tokens/s/device over the reference's: 1 is perfect scaling."""
-    differences: tuple[Difference, ...]
+    differences: tuple[Mismatch, ...]
     caution: str = ""
     """What the comparison takes for granted, or why there is none."""
 
@@ -83,24 +83,24 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     return (ours, theirs), f"{who} no arguments, so equal sequences are assumed"
 
 
-def differences(reference: Run, other: Run) -> list[Difference]:
+def differences(reference: Run, other: Run) -> list[Mismatch]:
     """Everything the runs should share for their times to be comparable, and do not."""
     ours, theirs = _conditions(reference), _conditions(other)
     found = [
-        Difference(what, _text(ours[what]), _text(theirs[what]), what in _OF_STRATEGY)
+        Mismatch(what, _text(ours[what]), _text(theirs[what]), what in _OF_STRATEGY)
         for what in ours
         if ours[what] != theirs[what]
     ]
     return found + _arguments(reference, other)
 
 
-def _arguments(reference: Run, other: Run) -> list[Difference]:
+def _arguments(reference: Run, other: Run) -> list[Mismatch]:
     """Printed arguments that differ, where one of the two is a foreign log."""
     one, two = essential(reference.arguments), essential(other.arguments)
     if not one or not two or not (reference.is_foreign or other.is_foreign):
         return []
     return [
-        Difference(
+        Mismatch(
             f"--{name.replace('_', '-')}",
             one.get(name, "not given"),
             two.get(name, "not given"),

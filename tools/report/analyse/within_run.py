@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 
-class Kind(StrEnum):
+class ChangeKind(StrEnum):
     """What a change is."""
 
     STEP = "step"
@@ -57,7 +57,7 @@ class Kind(StrEnum):
 class Shift:
     """One change within a run."""
 
-    kind: Kind
+    kind: ChangeKind
     iteration: int
     """The first iteration after it; the first slow one of periodic ones."""
     text: str
@@ -96,7 +96,7 @@ def _ramp(times: Floats, numbers: Numbers, batches: Floats) -> tuple[tuple[Shift
         f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
         f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
     )
-    return (Shift(Kind.RAMP, int(numbers[start]), text),), start
+    return (Shift(ChangeKind.RAMP, int(numbers[start]), text),), start
 
 
 def _stretches(
@@ -120,7 +120,7 @@ def _stretches(
                 f"{where} iterations alternate between {number(pair[0])} and {number(pair[1])} ms"
             )
             was = f", before they took {number(float(np.median(before)))} ms" if place else ""
-            yield Shift(Kind.ALTERNATING, first, text + was + _cause(run, first))
+            yield Shift(ChangeKind.ALTERNATING, first, text + was + _cause(run, first))
         elif place and _is_step(before, part):
             yield _step(run, first, float(np.median(before)), float(np.median(part)))
 
@@ -132,7 +132,7 @@ def _step(run: Run, first: int, before: float, after: float) -> Shift:
         f"from iteration {first} on iterations take {number(after)} ms instead of {number(before)},"
         f" {abs(after / before - 1):.1%} {cost}{_cause(run, first)}"
     )
-    return Shift(Kind.STEP, first, text, share)
+    return Shift(ChangeKind.STEP, first, text, share)
 
 
 def _cause(run: Run, first: int) -> str:
@@ -236,7 +236,7 @@ def _periodic(
         f"{number(usual)} ({len(places)} of them, {share:.1%} of the time)"
         f"{_name_of_period(run, slow_ones, every)}"
     )
-    yield Shift(Kind.PERIODIC, slow_ones[0], text, share)
+    yield Shift(ChangeKind.PERIODIC, slow_ones[0], text, share)
 
 
 def _name_of_period(run: Run, slow: Sequence[int], every: int) -> str:

@@ -29,7 +29,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Residual:
+class ComponentResidual:
     """A component of one rank; bytes or elements are whole numbers, shares are not."""
 
     rank: int
@@ -120,7 +120,7 @@ def fullest_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> P
 
 def compare_memory(
     configuration: RunSpec, rank: RankMemory, kernels: Kernels
-) -> Iterator[Residual]:
+) -> Iterator[ComponentResidual]:
     """Components in the order they are allocated, then their sum."""
     stage = pipeline_rank(configuration, rank.rank)
     model = memory_of_rank(configuration, stage)
@@ -139,7 +139,7 @@ def compare_memory(
         _buffers(held[MemoryCategory.COMMUNICATION], model.communication),
         ("peak of live tensors", rank.peak_bytes, peak, where),
     ):
-        yield Residual(rank.rank, component, measured, predicted, note)
+        yield ComponentResidual(rank.rank, component, measured, predicted, note)
     if rank.device is not None:
         yield from _on_device(rank.rank, rank.device, peak, model.allocator)
 
@@ -173,14 +173,18 @@ def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterato
         )
 
 
-def _on_device(rank: int, device: DeviceMemory, peak: int, allocator: int) -> Iterator[Residual]:
+def _on_device(
+    rank: int, device: DeviceMemory, peak: int, allocator: int
+) -> Iterator[ComponentResidual]:
     rounding = "live blocks, rounded up; the most since the start"
-    yield Residual(rank, "allocated", device.allocated_peak_bytes, peak, rounding)
+    yield ComponentResidual(rank, "allocated", device.allocated_peak_bytes, peak, rounding)
     parts = (
         f"reserved {amount(device.reserved_peak_bytes)}, of it the allocator's slack "
         f"{amount(device.slack_bytes)}; the rest is context, libraries and other processes"
     )
-    yield Residual(rank, "the device's own reading", device.used_bytes, peak + allocator, parts)
+    yield ComponentResidual(
+        rank, "the device's own reading", device.used_bytes, peak + allocator, parts
+    )
 
 
 def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
 from tools.report.analyse.statistics import Verdict, compare
-from tools.report.explain.predicted import Stages, ideal_bubble, measured_stages
+from tools.report.explain.predicted import StageTimes, ideal_bubble, measured_stages
 from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
 from tools.report.read.runs import Run
@@ -208,7 +208,7 @@ def _bubble_sentences(subject: Subject) -> list[str]:
     return sentences
 
 
-def _uneven(subject: Subject, stages: Stages) -> str:
+def _uneven(subject: Subject, stages: StageTimes) -> str:
     works = joined([milliseconds(value) for value in stages.seconds])
     explained = joined(
         [f"{stages.idle_over_work(s):.1%} on stage {s}" for s in range(len(stages.seconds))]
@@ -226,7 +226,7 @@ def _uneven(subject: Subject, stages: Stages) -> str:
     )
 
 
-def _more(subject: Subject, stages: Stages) -> str:
+def _more(subject: Subject, stages: StageTimes) -> str:
     count = stages.microbatches
     now = stages.iteration_seconds(count) / count
     configuration = subject.findings.configuration

@@ -16,8 +16,8 @@ from tools.plan.tensors import UnevenSplitError, rank_parameters
 from tools.records.measurements import Calls, Operation, Phase, RankCommunication, TimeRecord
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from tools.report.explain.closed_form import (
+    ComponentResidual,
     NoClosedFormError,
-    Residual,
     compare_memory,
     configuration_of_run,
     kernels_of_run,
@@ -44,7 +44,7 @@ _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 _ROUTED = (Group.EXPERT.value, Group.EXPERT_TENSOR.value)
 """How many tokens these calls move is the router's choice; the closed form has the mean."""
 
-Kind = tuple[str, str, int]
+CallKind = tuple[str, str, int]
 """Group, operation, payload bytes; payload is 0 where it depends on the router."""
 
 
@@ -132,7 +132,7 @@ def _rows(measured: Iterable[Calls], predicted: Iterable[CollectiveCall]) -> lis
 def _left_over(
     measured: Iterable[Calls], predicted: Iterable[CollectiveCall]
 ) -> list[Unattributed]:
-    found: Counter[Kind] = Counter()
+    found: Counter[CallKind] = Counter()
     for call in measured:
         found[_kind(call.group, call.operation.value, call.payload_bytes)] += call.calls
     for item in predicted:
@@ -140,7 +140,7 @@ def _left_over(
     return [Unattributed(*kind, calls) for kind, calls in sorted(found.items()) if calls]
 
 
-def _kind(group: str, operation: str, payload_bytes: int) -> Kind:
+def _kind(group: str, operation: str, payload_bytes: int) -> CallKind:
     return group, operation, 0 if group in _ROUTED else payload_bytes
 
 
@@ -153,10 +153,10 @@ class Findings:
     scale: float = 1.0
     """The row's time an iteration over the ledger's mean; the ledger's other seconds take it too."""
     shares: tuple[TimeShares, ...] = ()
-    parameters: tuple[Residual, ...] = ()
+    parameters: tuple[ComponentResidual, ...] = ()
     calls: tuple[CallComparison, ...] = ()
-    memory: tuple[Residual, ...] = ()
-    bubble: tuple[Residual, ...] = ()
+    memory: tuple[ComponentResidual, ...] = ()
+    bubble: tuple[ComponentResidual, ...] = ()
     configuration: RunSpec | None = None
     """None where no closed form applies; `notes` says why."""
     notes: tuple[str, ...] = ()
@@ -212,7 +212,7 @@ def _missing(run: Run) -> Iterator[str]:
         yield f"no usable {MEMORY_FILE}"
 
 
-def _parameters(run: Run, configuration: RunSpec) -> Iterator[Residual]:
+def _parameters(run: Run, configuration: RunSpec) -> Iterator[ComponentResidual]:
     """Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all."""
     split = configuration.parallelism
     for count in run.log.parameters:
@@ -221,7 +221,7 @@ def _parameters(run: Run, configuration: RunSpec) -> Iterator[Residual]:
         predicted = rank_parameters(configuration, count.pipeline_rank).total
         ranks_a_stage = split.world_size // split.pipeline
         rank = count.pipeline_rank * ranks_a_stage + count.tensor_rank
-        yield Residual(rank, "parameters", count.parameters, predicted)
+        yield ComponentResidual(rank, "parameters", count.parameters, predicted)
 
 
 def _calls(run: Run, configuration: RunSpec) -> Iterator[CallComparison]:
@@ -234,7 +234,7 @@ def _calls(run: Run, configuration: RunSpec) -> Iterator[CallComparison]:
             yield compare_calls(configuration, rank, megatron_of_run(run))
 
 
-def _memory(run: Run, configuration: RunSpec) -> Iterator[Residual]:
+def _memory(run: Run, configuration: RunSpec) -> Iterator[ComponentResidual]:
     record = run.ledgers.memory
     if record is None:
         return
@@ -245,7 +245,7 @@ def _memory(run: Run, configuration: RunSpec) -> Iterator[Residual]:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageTimes:
     """Seconds that each pipeline stage works on one micro batch, measured, and the split."""
 
     seconds: tuple[float, ...]
@@ -272,7 +272,7 @@ def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> flo
     return (split.pipeline - 1) / (count * split.virtual_stages)
 
 
-def measured_stages(configuration: RunSpec, times: TimeRecord) -> Stages | None:
+def measured_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | None:
     """Working seconds of every stage, the mean of its ranks; None if a stage has no ledger."""
     stages = range(configuration.parallelism.pipeline)
     by_stage: list[list[float]] = [[] for _ in stages]
@@ -283,17 +283,17 @@ def measured_stages(configuration: RunSpec, times: TimeRecord) -> Stages | None:
     if not all(by_stage):
         return None
     virtual = configuration.parallelism.virtual_stages
-    return Stages(tuple(map(mean, by_stage)), configuration.microbatches, virtual)
+    return StageTimes(tuple(map(mean, by_stage)), configuration.microbatches, virtual)
 
 
-def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Residual, ...]:
+def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[ComponentResidual, ...]:
     """Idle over working time of every rank of a pipeline; nothing without one."""
     if configuration.parallelism.pipeline == 1:
         return ()
     stages = measured_stages(configuration, times)
     ranks = [rank for rank in times.ranks if busy_seconds(rank) > 0]
     return tuple(
-        Residual(
+        ComponentResidual(
             rank.rank,
             "idle over work",
             rank.phase_seconds.get(Phase.PIPELINE, 0.0) / busy_seconds(rank),
@@ -304,7 +304,7 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Residual,
     )
 
 
-def _bubble_note(configuration: RunSpec, stages: Stages | None, rank: int) -> str:
+def _bubble_note(configuration: RunSpec, stages: StageTimes | None, rank: int) -> str:
     if stages is None:
         return "another stage has no time ledger"
     stage = pipeline_rank(configuration, rank)

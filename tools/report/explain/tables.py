@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tools.records.gpu_bench import MARK_MS, BenchRun, GpuBench, SettingResult
 from tools.records.measurements import Phase
-from tools.report.explain.closed_form import Residual
+from tools.report.explain.closed_form import ComponentResidual
 from tools.report.explain.subjects import Subject
 from tools.report.explain.time_shares import TimeShares
 from tools.text.table import TextTable
@@ -161,7 +161,7 @@ def _memory_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
             yield found.rank, _memory_line(found)
 
 
-def _memory_line(found: Residual) -> Line:
+def _memory_line(found: ComponentResidual) -> Line:
     exact = found.component in _EXACT
     show = count if exact else amount
     residual = (

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from tools.report.read.iteration_line import find_iterations
-from tools.report.read.lines import MAX_LINE, Piece, numbered_lines, read_chunks
+from tools.report.read.lines import MAX_LINE, LogPiece, numbered_lines, read_chunks
 
 _WIDEST, _NARROWEST = 250, 60
 _SAMPLE_BYTES = 1 << 21
@@ -76,7 +76,7 @@ def fold_of(path: Path) -> Fold | None:
     return best if best and found[best] > _GAIN * _numbers(sample) else None
 
 
-def unfolded(pieces: Iterable[Piece], fold: Fold) -> Iterator[Piece]:
+def unfolded(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
     """The lines as they were before they were cut, each with the number of its first part."""
     whole, number = b"", 0
     last: bytes | None = None
@@ -94,8 +94,8 @@ def unfolded(pieces: Iterable[Piece], fold: Fold) -> Iterator[Piece]:
                 whole += joint + line
             last = line
         if lines:
-            yield Piece(b"\n".join([*lines, b""]), numbers)
-    yield Piece(whole, (number,), whole=False)
+            yield LogPiece(b"\n".join([*lines, b""]), numbers)
+    yield LogPiece(whole, (number,), whole=False)
 
 
 def _candidates(lines: list[bytes], width: int) -> Iterator[Fold]:

@@ -71,7 +71,7 @@ _FIELDS |= {f" {name}": (field, power) for field, power, names in NAMES for name
 
 
 @dataclass(frozen=True)
-class Part:
+class LineField:
     """One `name: value |` of a line."""
 
     field: str
@@ -105,7 +105,7 @@ def iterations_in(line: str) -> list[tuple[Iteration, int]]:
     return found
 
 
-def parts_of(line: str, start: int, stop: int) -> list[Part]:
+def parts_of(line: str, start: int, stop: int) -> list[LineField]:
     """The parts of an iteration's text that are closed by a bar."""
     end = line.find("\n", start, stop)
     stop = end if end >= 0 else stop
@@ -116,7 +116,7 @@ def parts_of(line: str, start: int, stop: int) -> list[Part]:
         if colon >= 0:
             part = _part(line[start:colon], line[colon + 1 : bar], colon + 1)
             others += part.field.startswith(OTHER)
-            parts.append(part if others <= _MAX_OTHER else Part("", None, colon + 1, bar))
+            parts.append(part if others <= _MAX_OTHER else LineField("", None, colon + 1, bar))
         start = bar + 1
     if not any(part.field == "lm_loss" for part in parts):
         parts = [_as_lm_loss(part) for part in parts]
@@ -129,7 +129,7 @@ def time_stamp(line: str) -> tuple[str, bool] | None:
     return (found[1] + (found[2] or ""), found[2] is not None) if found else None
 
 
-def _part(name: str, text: str, start: int) -> Part:
+def _part(name: str, text: str, start: int) -> LineField:
     known = _FIELDS.get(name) or _FIELDS.get(_key(name))
     stop = start + len(text)
     match = VALUE.match(text)
@@ -137,20 +137,20 @@ def _part(name: str, text: str, start: int) -> Part:
         short = name.strip()
         kept = match and match.end(1) == len(text.rstrip()) and short not in _NOT_LOSSES
         if match and kept and _OTHER_NAME.match(short):
-            return Part(OTHER + short, _number(match[1], 0), start, stop)
-        return Part("", None, start, stop)
+            return LineField(OTHER + short, _number(match[1], 0), start, stop)
+        return LineField("", None, start, stop)
     field, power = known
     if match is None:
-        return Part(field, None, start, stop)
+        return LineField(field, None, start, stop)
     power += _UNITS[match[2] and match[2].upper()]
     whole = dtype_of(field) is dtype_of("iteration")
-    return Part(field, (_integer if whole else _number)(match[1], power), start, stop, power)
+    return LineField(field, (_integer if whole else _number)(match[1], power), start, stop, power)
 
 
-def _as_lm_loss(part: Part) -> Part:
+def _as_lm_loss(part: LineField) -> LineField:
     if part.field != OTHER + _IN_PLACE_OF_LM_LOSS:
         return part
-    return Part("lm_loss", part.value, part.start, part.stop)
+    return LineField("lm_loss", part.value, part.start, part.stop)
 
 
 def _integer(text: str, power: int) -> int | None:
@@ -171,7 +171,7 @@ def _number(text: str, power: int) -> float | None:
     return number if abs(number) < _MAX_NUMBER or text[-1].isalpha() else None
 
 
-def _iteration(number: int, total: int, parts: list[Part]) -> Iteration | None:
+def _iteration(number: int, total: int, parts: list[LineField]) -> Iteration | None:
     values: dict[str, int | float | None] = {}
     others: dict[str, float] = {}
     for part in parts:
@@ -194,15 +194,15 @@ def _is_whole(values: dict[str, int | float | None]) -> bool:
     return values.get("lm_loss") is not None and values.get("global_batch_size") is not None
 
 
-def fields_of(line: str) -> Iterator[Part]:
+def fields_of(line: str) -> Iterator[LineField]:
     """Number, total and parts of a line's one iteration; nothing where it holds several or none."""
     found = iterations_in(line)
     start = START.search(line)
     if len(found) == 1 and start is not None and start.start() == found[0][1]:
         # Behind "iteration" or "iteration=".
         first = start.start() + len(MARK) + (line[start.start() + len(MARK)] == "=")
-        yield Part("iteration", int(start[1]), first, start.end(1))
-        yield Part(
+        yield LineField("iteration", int(start[1]), first, start.end(1))
+        yield LineField(
             "total_iterations", int(start[2]), line.index("/", start.end(1)) + 1, start.end(2)
         )
         yield from parts_of(line, start.end(), len(line))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.report.read.iteration_line import MARK, Part, fields_of
+from tools.report.read.iteration_line import MARK, LineField, fields_of
 from tools.report.read.iterations import LOG_LINE, Columns, dtype_of
 
 Bytes = NDArray[np.uint8]
@@ -131,7 +131,7 @@ def learn(line: bytes) -> Layout | None:
     )
 
 
-def _number(part: Part, line: bytes) -> _Number | None:
+def _number(part: LineField, line: bytes) -> _Number | None:
     """Where the digits of a part are; None where its value is not one of digits alone."""
     if not part.field or part.value is None:
         return None
@@ -175,7 +175,7 @@ def _whole(digits: Bytes) -> NDArray[np.float64]:
     return found
 
 
-class Block:
+class LogBlock:
     """Whole lines of a log: which of them are plain iteration lines, and those as columns.
 
     Args:
@@ -231,9 +231,9 @@ class LayoutReader:
         self._count = 0
         self._failures = 0
 
-    def block(self, data: bytes, numbers: Sequence[int]) -> Block:
+    def block(self, data: bytes, numbers: Sequence[int]) -> LogBlock:
         """Whole lines as a block."""
-        block = Block(data, numbers)
+        block = LogBlock(data, numbers)
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):
                 block.fill(layout)
@@ -243,7 +243,7 @@ class LayoutReader:
                     self._learn(block, place)
         return block
 
-    def _learn(self, block: Block, place: int) -> None:
+    def _learn(self, block: LogBlock, place: int) -> None:
         if self._count >= _MAX_LAYOUTS or self._failures >= _MAX_FAILURES:
             return
         line = block.data[block.starts[place] : block.stops[place]]

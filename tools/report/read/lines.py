@@ -40,7 +40,7 @@ _ANSI = re.compile(
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogPiece:
     """Bytes of a log and where they stand in it."""
 
     data: bytes
@@ -176,26 +176,26 @@ def read_chunks(path: Path) -> Iterator[bytes]:
             size = min(2 * size, CHUNK_BYTES)
 
 
-def numbered_lines(chunks: Iterable[bytes]) -> Iterator[Piece]:
+def numbered_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
     """The bytes of a log in whole lines; a line too long to wait for its end comes in parts."""
     rest, inside_line, number = b"", False, 1
     for chunk in chunks:
         data = rest + chunk
         if inside_line:
             end = data.find(b"\n") + 1 or len(data)
-            yield Piece(data[:end], (number,), whole=False)
+            yield LogPiece(data[:end], (number,), whole=False)
             inside_line = not data.endswith(b"\n", 0, end)
             data, number = data[end:], number + (not inside_line)
         whole = data.rfind(b"\n") + 1
         if whole:
             numbers = range(number, number + data.count(b"\n"))
-            yield Piece(data[:whole], numbers)
+            yield LogPiece(data[:whole], numbers)
             number = numbers.stop
         rest = data[whole:]
         if len(rest) > MAX_LINE:
-            yield Piece(rest, (number,), whole=False)
+            yield LogPiece(rest, (number,), whole=False)
             rest, inside_line = b"", True
-    yield Piece(rest, (number,), whole=False)
+    yield LogPiece(rest, (number,), whole=False)
 
 
 def _zstd(raw: IO[bytes]) -> Callable[[int], bytes]:

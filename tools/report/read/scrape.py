@@ -16,7 +16,7 @@ from tools.report.read.events import OTHER_NEWS
 from tools.report.read.failures import ErrorCollector
 from tools.report.read.folded import fold_of, unfolded
 from tools.report.read.iteration_line import MARK, iterations_in, time_stamp
-from tools.report.read.layouts import Block, LayoutReader
+from tools.report.read.layouts import LayoutReader, LogBlock
 from tools.report.read.lines import LineSplitter, numbered_lines, read_chunks, unwrapped
 from tools.report.read.run_builder import RunBuilder
 from tools.report.read.scraped import ErrorTrace, ScrapedLog
@@ -72,7 +72,7 @@ class _Scraper:
             self._feed(line, numbers[place])
         self._last = numbers[-1]
 
-    def feed_block(self, block: Block) -> None:
+    def feed_block(self, block: LogBlock) -> None:
         """Look at the lines of a block; those that are plain iterations are taken together."""
         for first, behind, plain in block.runs():
             if plain and behind - first >= _MIN_TOGETHER:
@@ -87,7 +87,7 @@ class _Scraper:
             self._join()
         return [*self._done, (self._run, self._errors.trace())]
 
-    def _feed_plain(self, block: Block, first: int, behind: int) -> None:
+    def _feed_plain(self, block: LogBlock, first: int, behind: int) -> None:
         numbers = block.columns.values["iteration"]
         # Where a number does not rise something happens, which is seen line by line.
         breaks = first + 1 + np.flatnonzero(np.diff(numbers[first:behind]) <= 0)
@@ -99,7 +99,7 @@ class _Scraper:
             if begin < stop:
                 self._run.add_iterations(block.columns.part(begin, stop))
 
-    def _feed_singly(self, block: Block, first: int, behind: int) -> None:
+    def _feed_singly(self, block: LogBlock, first: int, behind: int) -> None:
         self.feed_lines(block.text(first, behind), block.numbers[first:behind])
 
     def _goes_on(self, iteration: int) -> bool:

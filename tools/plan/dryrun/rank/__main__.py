@@ -8,7 +8,7 @@ from types import ModuleType
 
 import msgspec
 
-from tools.plan.dryrun.job import Answer, Job
+from tools.plan.dryrun.job import Job, RankAnswer
 
 
 def main() -> None:
@@ -37,20 +37,20 @@ def _in_a_fork(entry: ModuleType, job: Job) -> bytes:
         text = answer.read()
     _, status = os.waitpid(child, 0)
     signal = f"its process was ended (wait status {status}); free some memory."
-    return text or msgspec.json.encode(Answer(error=signal))
+    return text or msgspec.json.encode(RankAnswer(error=signal))
 
 
-def _answer(entry: ModuleType, job: Job) -> Answer:
+def _answer(entry: ModuleType, job: Job) -> RankAnswer:
     from tools.plan.dryrun.rank.run import run_rank
 
     try:
-        return Answer(report=run_rank(entry, job))
+        return RankAnswer(report=run_rank(entry, job))
     except (Exception, SystemExit) as error:
         import traceback
 
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
-        return Answer(error=f"{type(error).__name__}: {lines[0]}")
+        return RankAnswer(error=f"{type(error).__name__}: {lines[0]}")
 
 
 if __name__ == "__main__":
