@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan.tensors import parameters_total
+from tools.plan.tensors import active_parameters, parameters_total
+from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import (
     UnknownModelError,
@@ -39,6 +40,10 @@ DIMENSIONS = [
         ("blueberry-79m", 79_059_840, Batch(16, 32), 1024),
         ("moe-tiny", 3_811_904, Batch(4, 4), 64),
         ("mixtral-8x7b", 46_702_792_704, Batch(1, 1), 4096),
+        ("dense-100m", 102_435_840, Batch(1, 256), 2048),
+        ("dense-500m", 499_916_800, Batch(1, 256), 2048),
+        ("dense-1b", 1_019_221_504, Batch(1, 256), 2048),
+        ("dense-5b", 5_121_629_184, Batch(1, 256), 2048),
     ],
 )
 def test_the_presets_are_what_they_say(
@@ -47,6 +52,31 @@ def test_the_presets_are_what_they_say(
     model = load_model(name)
     assert (parameters_total(model.shape), model.batch) == (parameters, batch)
     assert model.shape.seq_length == sequence
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "without_embeddings", "active"),
+    [
+        ("dense-1m", 8_256_096, 1_003_104, 1_003_104),
+        ("dense-4m", 18_502_848, 3_996_864, 3_996_864),
+        ("dense-16m", 44_968_320, 15_956_352, 15_956_352),
+        ("dense-64m", 121_787_136, 63_763_200, 63_763_200),
+        ("moe-1m", 4_205_120, 985_664, 297_536),
+        ("moe-4m", 10_376_320, 3_937_408, 1_184_896),
+        ("moe-16m", 28_616_960, 15_739_136, 4_729_088),
+        ("moe-64m", 88_691_200, 62_935_552, 18_895_360),
+    ],
+)
+def test_the_sizes_of_the_size_axis_are_exact(
+    name: str, parameters: int, without_embeddings: int, active: int
+) -> None:
+    shape = load_model(name).shape
+    embeddings = (shape.padded_vocabulary(1) + shape.positions) * shape.hidden
+    assert parameters_total(shape) == parameters
+    assert parameters - embeddings == without_embeddings
+    assert active_parameters(shape) - embeddings == active
+    text = (ROOT / f"examples/{load_model(name).family}/models/{name}.args").read_text()
+    assert f"{without_embeddings:,} parameters without embeddings" in text
 
 
 def test_an_unknown_model_names_the_near_ones() -> None:

@@ -34,3 +34,28 @@ def test_a_word_that_means_nothing_is_named(variables: dict[str, str], said: str
     with pytest.raises(LaunchError) as caught:
         sweep_from_environment(variables)
     assert said in str(caught.value)
+
+
+def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
+    size = sweep_from_environment({"NAME": "size"})
+    assert (size.report, size.defaults["micro_batch_size"]) == ("size", 1)
+    assert {cell.model for cell in size.cells} == {
+        f"{kind}-{millions}m" for kind in ("dense", "moe") for millions in (1, 4, 16, 64)
+    }
+    # `cpu` without a number: as many ranks as the strategy has.
+    assert {(cell.strategy, cell.devices) for cell in size.cells} == {
+        ("baseline", 1),
+        ("dp2", 2),
+        ("dp4", 4),
+    }
+    few = sweep_from_environment({"NAME": "size", "MODELS": "moe-1m", "BACKENDS": "native"})
+    assert [cell.name for cell in few.cells] == [
+        "native baseline moe-1m 1cpu",
+        "native dp2 moe-1m 2cpu",
+        "native dp4 moe-1m 4cpu",
+    ]
+
+
+def test_another_name_is_the_reports_alone() -> None:
+    assert sweep_from_environment({"NAME": "mine"}).report == "mine"
+    assert sweep_from_environment({"NAME": "demo"}).cells == sweep_from_environment({}).cells

@@ -1,5 +1,8 @@
+import pytest
+
 from tests.launch.experiment.factory import measured, pair
-from tools.launch.experiment.tables.overtaking import fastest, verdicts
+from tools.launch.experiment.measured import Comparison, Verdict
+from tools.launch.experiment.tables.overtaking import SizePoint, crossover, fastest, verdicts
 from tools.launch.experiment.tables.sweep import draw_sweep, render
 from tools.spec.run import Backend, DeviceKind
 from tools.text.units import parameters
@@ -7,15 +10,51 @@ from tools.text.units import parameters
 
 def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:
     assert verdicts(pair((110, 100), (200, 200.1), (1000, 1200))) == [
-        "On 1 CPU rank megatron overtakes native between gpt2-tiny (3.4M) and gpt3-355m (354.9M); "
-        "within noise of each other at gpt3-64m (63.8M)."
+        "On 1 CPU rank megatron overtakes native at 62.9M parameters [11.3M, 107.9M], between gpt2-tiny "
+        "(3.4M) and gpt3-355m (354.9M); within noise of each other at gpt3-64m (63.8M)."
     ]
 
 
-def test_one_sided_results_say_that_no_size_turns_it_round() -> None:
+def test_a_crossover_is_where_ratio_and_both_ends_of_its_interval_pass_one() -> None:
+    # A ratio that falls with the size from 4 to 1/4 within [ratio / 2, 2 ratio].
+    found = crossover([point(10, 4.0), point(1000, 0.25)])
+    # In logarithms the way from 10 to 1000 is 4 halvings of 10^0.5 each: one for the interval's end.
+    assert found.at == pytest.approx(100)
+    assert [found.low, found.high] == pytest.approx([10**1.5, 10**2.5])
+
+
+def test_dense_models_and_mixtures_are_two_axes_of_size() -> None:
+    cells = [
+        *pair((110, 100)),
+        measured(Backend.MEGATRON, 100, "moe-tiny"),
+        measured(Backend.NATIVE, 200, "moe-tiny"),
+    ]
+    assert [sentence.partition(" is")[0] for sentence in verdicts(cells)] == [
+        "On 1 CPU rank, dense models: native",
+        "On 1 CPU rank, mixtures of experts: megatron",
+    ]
+
+
+def test_layouts_of_one_backend_are_compared_along_the_sizes() -> None:
+    times = {("dp2", "gpt2-tiny"): 100, ("tp2", "gpt2-tiny"): 200}
+    times |= {("dp2", "gpt3-64m"): 200, ("tp2", "gpt3-64m"): 100}
+    cells = [
+        measured(Backend.MEGATRON, milliseconds, model, 2, strategy)
+        for (strategy, model), milliseconds in times.items()
+    ]
+    (said,) = verdicts(cells)
+    assert said.startswith("On 2 CPU ranks megatron tp2 overtakes megatron dp2 at 14.8M parameters")
+
+
+def point(parameters: int, ratio: float) -> SizePoint:
+    verdict = Verdict.SLOWER if ratio > 1 else Verdict.FASTER
+    return SizePoint("m", parameters, Comparison(ratio, ratio / 2, 2 * ratio, verdict))
+
+
+def test_one_sided_results_say_that_there_is_no_crossover() -> None:
     assert verdicts(pair((110, 100), (240, 200), devices=2)) == [
         "On 2 CPU ranks native is faster than megatron at gpt2-tiny (3.4M) and gpt3-64m (63.8M): "
-        "no size measured turns it round."
+        "no crossover in the range."
     ]
 
 

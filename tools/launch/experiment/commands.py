@@ -13,10 +13,11 @@ from tools.launch.compose import Launch
 from tools.launch.data import run_module
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import Planned, check_cells, plan_cells
-from tools.launch.experiment.definition import Experiment, load_experiment
+from tools.launch.experiment.definition import SWEEP, Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
 from tools.launch.experiment.runner import CellResult, Runner, say
+from tools.launch.experiment.sweep import sweep
 from tools.launch.experiment.tables import backends, ledger_cost, moe, pipelines, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
 from tools.launch.options import Options
@@ -117,6 +118,8 @@ def run_experiment(experiment: Experiment, options: Options, console: Console) -
     Raises:
         LaunchError: It cannot work here; nothing was trained.
     """
+    if experiment.table == SWEEP:
+        return sweep(experiment, options, console)
     options = experiment.settings(options)
     planned = plan_cells(experiment, options, console)
     output = OUTPUTS[experiment.table]

@@ -6,9 +6,11 @@ A file that holds a key or a setting that is not known is refused by that name.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
+from itertools import product
 from typing import Any, Literal
 
 import msgspec
@@ -16,13 +18,20 @@ import msgspec
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, options_from_environment
-from tools.launch.target import Target
+from tools.launch.target import Target, parse_target
+from tools.plan.tensors import parameters_total
 from tools.spec.files import ROOT, read_yaml
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import devices_of
 
 FOLDER = ROOT / "examples" / "experiments"
+
+SWEEP = "sweep"
+"""The file whose axes a sweep has that has no file of its own; also the table of sweeps."""
+
+_DEVICES = re.compile(r"([1-9]\d*)?(gpu|cpu)")
+_NAME = re.compile(r"\w[\w.-]*")
 
 VariableValue = str | int | float | bool
 """A make variable's value, as YAML has it."""
@@ -128,8 +137,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's keys; `examples/experiments/README.md` explains them."""
 
     report: str
-    model: str
-    cells: list[str | _Cell]
+    model: str = ""
+    cells: list[str | _Cell] = []
+    axes: dict[str, str] = {}
     device: Literal["cpu", "gpu", "any"] = "any"
     devices: int = 2
     batch: Literal["strategy", "model", "model_each_rank"] = "strategy"
@@ -161,6 +171,8 @@ def load_experiment(
         LaunchError: There is none of this name, or its file holds what is not known.
     """
     file, source = _read(name), f"{name}.yaml"
+    if file.axes:
+        return load_sweep(name, {})
     model = load_model(target.model if target else model or file.model).name
     device = target.device if target else _device(file)
     entries = [_Cell(entry) if isinstance(entry, str) else entry for entry in file.cells]
@@ -199,6 +211,67 @@ def load_experiment(
         environment=file.environment,
         left_out=tuple(file.packages[package] for package in sorted(lacking)),
     )
+
+
+def load_sweep(name: str, given: Mapping[str, str]) -> Experiment:
+    """Every combination of the axes of `NAME.yaml`, or of `sweep.yaml` where there is no such file.
+
+    Backends of one model are beside one another, small models come first. Words may be apart by spaces
+    or commas. The first backend is the one the others are compared with.
+
+    Args:
+        name: Of the file, and of the report's folder.
+        given: Axes of the caller's, which count in place of the file's.
+
+    Raises:
+        LaunchError: A word is no model, strategy, backend or number of devices; it is named.
+    """
+    if not _NAME.fullmatch(name):
+        raise LaunchError(f"NAME: {name} is not a folder's name.")
+    own = _read(name) if (FOLDER / f"{name}.yaml").is_file() else None
+    file = own if own and own.axes else _read(SWEEP)
+    axes = {axis: given.get(axis) or words for axis, words in file.axes.items()}
+    return Experiment(
+        report=name,
+        cells=_over_axes(axes),
+        defaults=option_fields(file.defaults, f"{name}.yaml"),
+        takes_finished=file.takes_finished,
+        skips_illegal=True,
+        table=file.table,
+        warm=file.warm,
+    )
+
+
+def _over_axes(axes: Mapping[str, str]) -> tuple[Cell, ...]:
+    def each[T](axis: str, convert: Callable[[str], T], wanted: str) -> tuple[T, ...]:
+        found = []
+        for word in dict.fromkeys(axes[axis].replace(",", " ").split()):
+            try:
+                found.append(convert(word))
+            except ValueError:
+                raise LaunchError(f"{axis}: {word} is not {wanted}.") from None
+        return tuple(found)
+
+    models, strategies = (each(axis, str, "a name") for axis in ("MODELS", "STRATEGIES"))
+    for model, strategy in product(models, strategies):
+        parse_target(f"train-{strategy}-{model}-1cpu")
+    backends = each("BACKENDS", Backend, "megatron, native, deepspeed or bare")
+    devices = each("DEVICES", _devices, "a number of devices such as 2cpu or 8gpu")
+    models = tuple(sorted(models, key=lambda name: parameters_total(load_model(name).shape)))
+    return tuple(
+        Cell(model, strategy, number or devices_of(strategy, otherwise=2), kind, backend)
+        for model, (number, kind), strategy, backend in product(
+            models, devices, strategies, backends
+        )
+    )
+
+
+def _devices(text: str) -> tuple[int | None, DeviceKind]:
+    """`2cpu`; `cpu` is as many as the strategy's name says."""
+    match = _DEVICES.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    return int(match[1]) if match[1] else None, DeviceKind(match[2])
 
 
 def _device(file: _File) -> DeviceKind:

@@ -1,11 +1,9 @@
-"""`make sweep`: an experiment whose cells are MODELS= × STRATEGIES= × BACKENDS= × DEVICES=."""
+"""`make sweep`: an experiment over MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, or a file's axes."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,76 +11,27 @@ from rich.console import Console
 
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import Planned, cell_options, check_cells, plan_cells
-from tools.launch.experiment.definition import Cell, Experiment
+from tools.launch.experiment.definition import SWEEP, Cell, Experiment, load_sweep
 from tools.launch.experiment.in_slurm import finished_in_slurm, submit_cells
 from tools.launch.experiment.runner import Runner, say
 from tools.launch.experiment.tables.sweep import CELLS_FILE, swept, write_results
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.plan.tensors import parameters_total
+from tools.spec import settings
 from tools.spec.files import ROOT
-from tools.spec.model import load_model
-from tools.spec.run import Backend, DeviceKind
 
-AXES = {
-    "MODELS": "gpt2-tiny gpt3-64m",
-    "STRATEGIES": "baseline dp2",
-    "BACKENDS": "megatron native",
-    "DEVICES": "1cpu 2cpu",
-    "NAME": "sweep",
-}
-"""What a sweep covers unless its variables say otherwise."""
-
-SETTINGS = {"iterations": 25, "dropout": 0.0}
-"""Enough for a bootstrapped interval after the lines that do not count; without dropout, so that
-backends can agree."""
-
+_AXES = (settings.MODELS, settings.STRATEGIES, settings.BACKENDS, settings.DEVICES)
 _OF_THE_SWEEP = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
 """Variables that say what the sweep does, not what a cell trains."""
-_DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
-_NAME = re.compile(r"\w[\w.-]*")
 
 
 def sweep_from_environment(environment: Mapping[str, str] = os.environ) -> Experiment:
-    """Every combination, backends of one model beside one another, small models first.
-
-    Words may be apart by spaces or commas. The first backend is the one the others are compared with.
+    """The sweep NAME= with the axes that are set.
 
     Raises:
         LaunchError: A word is no model, strategy, backend or number of devices; it is named.
     """
-
-    def words(variable: str) -> tuple[str, ...]:
-        text = environment.get(variable) or AXES[variable]
-        return tuple(dict.fromkeys(text.replace(",", " ").split()))
-
-    def each[T](variable: str, convert: Callable[[str], T], wanted: str) -> tuple[T, ...]:
-        found = []
-        for word in words(variable):
-            try:
-                found.append(convert(word))
-            except ValueError:
-                raise LaunchError(f"{variable}: {word} is not {wanted}.") from None
-        return tuple(found)
-
-    models, strategies = words("MODELS"), words("STRATEGIES")
-    for model, strategy in product(models, strategies):
-        parse_target(f"train-{strategy}-{model}-1cpu")
-    backends = each("BACKENDS", Backend, "megatron, native, deepspeed or bare")
-    devices = each("DEVICES", _devices, "a number of devices such as 2cpu or 8gpu")
-    models = tuple(sorted(models, key=lambda name: parameters_total(load_model(name).shape)))
-    return Experiment(
-        report=each("NAME", _name, "a folder's name")[0],
-        cells=tuple(
-            Cell(model, strategy, number, kind, backend)
-            for model, (number, kind), strategy, backend in product(
-                models, devices, strategies, backends
-            )
-        ),
-        defaults=SETTINGS,
-        takes_finished=True,
-        skips_illegal=True,
-    )
+    axes = {axis.name: environment.get(axis.name, "") for axis in _AXES}
+    return load_sweep(environment.get(settings.NAME.name) or SWEEP, axes)
 
 
 def sweep(
@@ -107,6 +56,7 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CELLS_FILE).write_bytes(cells + b"\n")
     runner = Runner(planned.launches, options, console, takes_finished=True, titles_in_full=True)
+    runner.warm = experiment.warm
     if options.slurm is not None:
         runner.finished = lambda _, launch: finished_in_slurm(launch, options)
         submit_cells(
@@ -130,8 +80,14 @@ def variables(cell: Cell, options: Options) -> dict[str, str]:
     """
     own = cell_options(cell, options)
     given = {name: value for name, value in options.given if name not in _OF_THE_SWEEP}
-    decided = {"BACKEND": own.backend, "ITERS": own.iterations, "DROPOUT": own.dropout}
-    return given | {name: str(value) for name, value in decided.items()}
+    decided = {
+        "BACKEND": own.backend,
+        "ITERS": own.iterations,
+        "DROPOUT": own.dropout,
+        "MICRO_BATCH": own.micro_batch_size,
+        "GLOBAL_BATCH": own.global_batch_size,
+    }
+    return given | {name: str(value) for name, value in decided.items() if value is not None}
 
 
 def as_data(planned: Planned, options: Options) -> dict[str, Sequence[dict[str, object]]]:
@@ -143,16 +99,3 @@ def as_data(planned: Planned, options: Options) -> dict[str, Sequence[dict[str, 
         ],
         "skipped": [{"name": one.cell.name, "rule": one.rule} for one in planned.skipped],
     }
-
-
-def _devices(text: str) -> tuple[int, DeviceKind]:
-    match = _DEVICES.fullmatch(text)
-    if match is None:
-        raise ValueError(text)
-    return int(match[1]), DeviceKind(match[2])
-
-
-def _name(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise ValueError(text)
-    return text

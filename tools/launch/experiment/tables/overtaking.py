@@ -1,13 +1,15 @@
-"""Cells over model sizes, and where one backend overtakes another; never beyond the noise."""
+"""Cells over model sizes, and where one backend or layout overtakes another; never beyond the noise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from math import exp, log
 
 from tools.launch.experiment.definition import Cell
 from tools.launch.experiment.measured import Comparison, Estimate, Measured, Verdict, compare
+from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
 from tools.text.units import joined, parameters
 
@@ -58,18 +60,62 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class SizeVerdict:
-    """Both backends at one size."""
+class SizePoint:
+    """Both sides at one size."""
 
     model: str
     parameters: int
-    verdict: Verdict
-    """On the second backend against the first."""
+    found: Comparison
+    """The second side's time a token over the first's."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """On the second side against the first."""
+        return self.found.verdict
 
     @property
     def text(self) -> str:
         """`gpt3-64m (63.8M)`."""
         return f"{self.model} ({parameters(self.parameters)})"
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Parameters at which both sides are as fast, with the 95% interval."""
+
+    at: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """`61.2M parameters [40.1M, 88.9M]`."""
+        at, low, high = (parameters(round(value)) for value in (self.at, self.low, self.high))
+        return f"{at} parameters [{low}, {high}]"
+
+
+def crossover(points: Sequence[SizePoint]) -> Crossover:
+    """Where the ratio of two sides passes 1, between a size at which one is clearly faster and a larger
+    one at which the other is.
+
+    Ratio and both ends of its interval are interpolated between sizes, all in logarithms. Each of the
+    three passes 1, because the interval of neither end holds it.
+
+    Args:
+        points: Both sizes and those between them, small to large.
+    """
+    curves = [[getattr(point.found, end) for point in points] for end in ("ratio", "low", "high")]
+    at, *ends = (_passes_one([point.parameters for point in points], each) for each in curves)
+    return Crossover(at, min(ends), max(ends))
+
+
+def _passes_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
+    logs = [log(ratio) for ratio in ratios]
+    for place, (one, two) in enumerate(pairwise(logs)):
+        if one * two <= 0 and one != two:
+            small, big = log(sizes[place]), log(sizes[place + 1])
+            return exp(small + (big - small) * one / (one - two))
+    raise AssertionError("the ratio is on one side of 1")
 
 
 def compare_tokens(reference: Swept, other: Swept) -> Comparison | None:
@@ -97,20 +143,42 @@ def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swep
 
 
 def verdicts(results: Sequence[Swept]) -> list[str]:
-    """One sentence for each pair of backends on each number of devices."""
-    lines = fastest(results)
-    backends = list(dict.fromkeys(result.backend for result in results))
+    """A sentence for each pair of backends, and of one backend's layouts, on each number of devices.
+
+    Dense models and mixtures of experts are two axes of size.
+    """
+    kinds = list(dict.fromkeys(map(_kind, results)))
     sentences = []
     for devices in dict.fromkeys(result.devices for result in results):
-        for one, two in combinations(backends, 2):
-            points = _points(lines.get((devices, one), []), lines.get((devices, two), []))
-            sentences.append(overtaking(devices, one, two, points))
+        for kind in kinds:
+            own = [r for r in results if (r.devices, _kind(r)) == (devices, kind)]
+            where = f"On {devices[0]} {devices[1].upper()} rank{'s' * (devices[0] > 1)}"
+            where += f", {kind}:" if len(kinds) > 1 else ""
+            for (one, first), (two, second) in _pairs(own):
+                sentences.append(overtaking(where, one, two, _points(first, second)))
     return sentences
 
 
-def overtaking(devices: Devices, one: Backend, two: Backend, points: Sequence[SizeVerdict]) -> str:
+def _kind(result: Swept) -> str:
+    experts = load_model(result.cell.model).shape.experts
+    return "mixtures of experts" if experts else "dense models"
+
+
+def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], ...]]:
+    """What is compared: backends by their fastest layout, then the layouts of each backend."""
+    best = {backend: line for (_, backend), line in fastest(results).items()}
+    backends = list(dict.fromkeys(result.backend for result in results))
+    yield from combinations([(each.value, best.get(each, [])) for each in backends], 2)
+    for backend in backends:
+        lines: dict[str, list[Swept]] = {}
+        for result in results:
+            if result.backend is backend:
+                lines.setdefault(f"{backend} {result.cell.strategy}", []).append(result)
+        yield from combinations(lines.items(), 2)
+
+
+def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
     """What the sizes, small to large, allow to say of the pair."""
-    where = f"On {devices[0]} {devices[1].upper()} rank{'s' * (devices[0] > 1)}"
     clear = [p for p in points if p.verdict in (Verdict.FASTER, Verdict.SLOWER)]
     unclear = [point.text for point in points if point.verdict is Verdict.NOISE]
     unknown = [point.text for point in points if point.verdict is Verdict.UNKNOWN]
@@ -126,25 +194,30 @@ def overtaking(devices: Devices, one: Backend, two: Backend, points: Sequence[Si
     for small, big in pairwise(clear):
         if small.verdict is not big.verdict:
             winner, loser = _in_order(big, one, two)
-            crossings.append(f"{winner} overtakes {loser} between {small.text} and {big.text}")
+            known = [p for p in points if p.verdict is not Verdict.UNKNOWN]
+            between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
+            crossings.append(
+                f"{winner} overtakes {loser} at {crossover(between).text}, between {small.text} and "
+                f"{big.text}"
+            )
     if crossings:
         return f"{where} {' and '.join(crossings)}{tail}."
     winner, loser = _in_order(clear[0], one, two)
     sizes = joined([point.text for point in clear])
-    return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no size measured turns it round."
+    return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no crossover in the range."
 
 
-def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizeVerdict]:
+def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
     others = {result.cell.model: result for result in two}
     points = []
     for result in one:
         other = others.get(result.cell.model)
         found = compare_tokens(result, other) if other else None
         if found:
-            points.append(SizeVerdict(result.cell.model, result.parameters, found.verdict))
+            points.append(SizePoint(result.cell.model, result.parameters, found))
     return points
 
 
-def _in_order(point: SizeVerdict, one: Backend, two: Backend) -> tuple[Backend, Backend]:
+def _in_order(point: SizePoint, one: str, two: str) -> tuple[str, str]:
     """The faster and the slower."""
     return (two, one) if point.verdict is Verdict.FASTER else (one, two)
