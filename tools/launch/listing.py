@@ -71,7 +71,8 @@ def show_list(console: Console) -> None:
     console.print(_scaling(models[0]), highlight=False)
     for label, name in ALIASES.items():
         console.print(f"{label} is another name of {name}.", highlight=False)
-    console.print(rich_table(_experts([model for model in models if model.shape.experts])))
+    mixtures = _experts([model for model in models if model.shape.experts])
+    console.print(rich_table(mixtures.fitting(console.width)))
     console.print(rich_table(_strategies(), console.width))
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
     console.print(
@@ -166,15 +167,23 @@ _SPLITS = {
 
 
 def _experts(models: Sequence[Model]) -> Table[ExpertsRow]:
-    """All, those a token uses, those of the fullest rank; ETP, else TP, ranks share an expert."""
+    """All, those a token uses, those of the fullest rank; ETP, else TP, ranks share an expert.
+
+    A narrow terminal leaves out first what differs from a smaller one in its width alone.
+    """
     rows: list[ExpertsRow] = [
         ("all", lambda model: parameters_total(model.shape)),
         ("active", lambda model: active_parameters(model.shape)),
     ]
     rows += [(f"a rank: {name}", partial(_fullest, split=split)) for name, split in _SPLITS.items()]
 
+    seen: set[tuple[int, int, int]] = set()
+
     def of_model(model: Model) -> Column[ExpertsRow]:
-        return Column(model.name, lambda row: row[1](model), count)
+        kind = model.shape.layers, model.shape.experts, model.shape.seq_length
+        rank = int(kind in seen)
+        seen.add(kind)
+        return Column(model.name, lambda row: row[1](model), count, rank=rank)
 
     columns = (Column[ExpertsRow]("", lambda row: row[0], right=False), *map(of_model, models))
     return Table(columns, tuple(rows), "Mixtures of experts: parameters")

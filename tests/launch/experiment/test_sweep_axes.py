@@ -42,7 +42,7 @@ def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
     assert {cell.model for cell in size.cells} == {
         f"{kind}-{millions}m" for kind in ("dense", "moe") for millions in (1, 4, 16, 64)
     }
-    # `cpu` without a number: as many ranks as the strategy has.
+    # Without DEVICES a strategy has as many as its name says.
     assert {(cell.strategy, cell.devices) for cell in size.cells} == {
         ("baseline", 1),
         ("dp2", 2),

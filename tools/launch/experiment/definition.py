@@ -30,7 +30,7 @@ FOLDER = ROOT / "examples" / "experiments"
 SWEEP = "sweep"
 """The file whose axes a sweep has that has no file of its own; also the table of sweeps."""
 
-_DEVICES = re.compile(r"([1-9]\d*)?(gpu|cpu)")
+_DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
 _NAME = re.compile(r"\w[\w.-]*")
 
 VariableValue = str | int | float | bool
@@ -230,10 +230,10 @@ def load_sweep(name: str, given: Mapping[str, str]) -> Experiment:
         raise LaunchError(f"NAME: {name} is not a folder's name.")
     own = _read(name) if (FOLDER / f"{name}.yaml").is_file() else None
     file = own if own and own.axes else _read(SWEEP)
-    axes = {axis: given.get(axis) or words for axis, words in file.axes.items()}
+    axes = {**file.axes, **{axis: words for axis, words in given.items() if words}}
     return Experiment(
         report=name,
-        cells=_over_axes(axes),
+        cells=_over_axes(axes, file),
         defaults=option_fields(file.defaults, f"{name}.yaml"),
         takes_finished=file.takes_finished,
         skips_illegal=True,
@@ -242,7 +242,7 @@ def load_sweep(name: str, given: Mapping[str, str]) -> Experiment:
     )
 
 
-def _over_axes(axes: Mapping[str, str]) -> tuple[Cell, ...]:
+def _over_axes(axes: Mapping[str, str], file: _File) -> tuple[Cell, ...]:
     def each[T](axis: str, convert: Callable[[str], T], wanted: str) -> tuple[T, ...]:
         found = []
         for word in dict.fromkeys(axes[axis].replace(",", " ").split()):
@@ -256,22 +256,25 @@ def _over_axes(axes: Mapping[str, str]) -> tuple[Cell, ...]:
     for model, strategy in product(models, strategies):
         parse_target(f"train-{strategy}-{model}-1cpu")
     backends = each("BACKENDS", Backend, "megatron, native, deepspeed or bare")
-    devices = each("DEVICES", _devices, "a number of devices such as 2cpu or 8gpu")
     models = tuple(sorted(models, key=lambda name: parameters_total(load_model(name).shape)))
+    if "DEVICES" in axes:
+        devices = each("DEVICES", _devices, "a number of devices such as 2cpu or 8gpu")
+        places = list(product(devices, strategies))
+    else:
+        numbers = [devices_of(strategy, otherwise=file.devices) for strategy in strategies]
+        kind = _device(file)
+        places = [((n, kind), each) for n, each in zip(numbers, strategies, strict=True)]
     return tuple(
-        Cell(model, strategy, number or devices_of(strategy, otherwise=2), kind, backend)
-        for model, (number, kind), strategy, backend in product(
-            models, devices, strategies, backends
-        )
+        Cell(model, strategy, number, kind, backend)
+        for model, ((number, kind), strategy), backend in product(models, places, backends)
     )
 
 
-def _devices(text: str) -> tuple[int | None, DeviceKind]:
-    """`2cpu`; `cpu` is as many as the strategy's name says."""
+def _devices(text: str) -> tuple[int, DeviceKind]:
     match = _DEVICES.fullmatch(text)
     if match is None:
         raise ValueError(text)
-    return int(match[1]) if match[1] else None, DeviceKind(match[2])
+    return int(match[1]), DeviceKind(match[2])
 
 
 def _device(file: _File) -> DeviceKind:
