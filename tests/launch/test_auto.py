@@ -9,12 +9,12 @@ from rich.console import Console
 
 from tools.launch import calibrate
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
-from tools.launch.calibrate import calibration_path, from_figures
+from tools.launch.calibrate import from_figures
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
 from tools.launch.target import parse_target
-from tools.plan.request import load_calibration
+from tools.plan.calibration import calibration_path, load_calibration
 from tools.plan.search import search
 from tools.plan.time.cluster import Calibration
 from tools.records import run as records

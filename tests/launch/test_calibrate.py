@@ -5,9 +5,10 @@ import pytest
 from rich.console import Console
 
 from tools.launch import calibrate
-from tools.launch.calibrate import WORKLOADS, calibrate_here, calibration_of
+from tools.launch.calibrate import WORKLOADS, calibrate_here
 from tools.launch.errors import LaunchError
 from tools.launch.make import calls_of
+from tools.plan.calibration import calibration_of
 from tools.spec.hardware import calibration_file, device_by_key
 from tools.spec.run import DeviceKind
 
@@ -55,6 +56,7 @@ def test_a_plan_finds_the_constants_by_an_alias_of_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tools.launch.make.ROOT", tmp_path)
+    monkeypatch.setattr("tools.launch.make.OWN_READINGS", tmp_path / "mine.csv")
     kept = tmp_path / "runs" / calibration_file("h100")
     kept.parent.mkdir()
     kept.write_text("{}")

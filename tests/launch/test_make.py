@@ -8,6 +8,11 @@ from tools.launch.make import COMMANDS, TOOLS, ToolCall, calls_of, given_names
 from tools.spec.files import ROOT
 
 
+@pytest.fixture(autouse=True)
+def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tools.launch.make.OWN_READINGS", tmp_path / "mine.csv")
+
+
 def test_names_are_read_from_makes_own_flags() -> None:
     assert given_names(r"ks -- ITERS=5 EXTRA=--lr\ 1\ B=2 Q=a\"b") == ["ITERS", "EXTRA", "Q"]
     assert given_names("") == given_names("k -j4") == []
@@ -77,6 +82,17 @@ def test_runs_is_the_folder_of_run_folders_for_every_target(target: str, tmp_pat
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "run.json").touch()
     assert calls_of(target, {"RUNS": str(tmp_path)})[-1].words[-2:] == ("--runs", str(tmp_path))
+
+
+def test_a_report_adds_to_ones_own_readings_and_a_plan_takes_them(tmp_path: Path) -> None:
+    own = tmp_path / "mine.csv"
+    asked = {"MODEL": "gpt2-large", "CALIBRATION": "c.json"}
+    assert calls_of("report", {})[-1].words == ("build", "--readings", str(own))
+    assert "--readings" not in calls_of("report", {"RUNS": str(tmp_path)})[-1].words
+    assert "--readings" not in calls_of("plan", asked)[0].words
+    own.touch()
+    assert calls_of("plan", asked)[0].words[-2:] == ("--readings", str(own))
+    assert calls_of("plan", asked | {"READINGS": "x.csv"})[0].words.count("--readings") == 1
 
 
 def test_single_runs_to_explain_are_named_by_run_or_as_before_by_runs(tmp_path: Path) -> None:

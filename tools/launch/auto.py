@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from tools.launch.calibrate import calibrate, calibration_of, cpu_core, gpu_here
+from tools.launch.calibrate import calibrate, cpu_core, gpu_here
 from tools.launch.compose import DEFAULT_DATA, model_for
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import train
+from tools.plan.calibration import calibration_of
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.spec.hardware import Device, link_by_key

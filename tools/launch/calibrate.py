@@ -19,7 +19,7 @@ from tools.launch import microbenchmark
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures, Workload
-from tools.plan.request import load_calibration
+from tools.plan.calibration import calibration_path
 from tools.plan.time.cluster import Calibration
 from tools.plan.time.constants import NAMES, constants_of
 from tools.records.io import write_record
@@ -27,7 +27,6 @@ from tools.spec.files import from_root
 from tools.spec.hardware import (
     Device,
     Link,
-    calibration_file,
     device_by_key,
     find_device,
     link_by_key,
@@ -87,18 +86,6 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
     return 0
 
 
-def calibration_of(runs: Path, device: Device) -> Calibration:
-    """What was measured of a device on this machine; without that, what is shipped."""
-    kept = calibration_path(runs, device)
-    if kept.is_file():
-        return load_calibration(kept)
-    if device.key == "cpu":
-        return Calibration(
-            source="nominal ones of a CPU core; 'make calibrate' or CALIBRATE=1 measures this machine's"
-        )
-    return Calibration()
-
-
 def cpu_core(ranks: int) -> Device:
     """A core as one of so many ranks has it: with its share of the memory that is free."""
     share = psutil.virtual_memory().available // ranks
@@ -125,11 +112,6 @@ def gpu_here(ranks: int, instead: str, otherwise: str = "") -> Device:
             f"The planner has no rates of '{names[0]}'; add it to tools/spec/hardware.yaml{otherwise}."
         )
     return device
-
-
-def calibration_path(runs: Path, device: Device) -> Path:
-    """Where this machine's constants for a device are kept; `make plan GPU=<key>` looks there too."""
-    return runs / calibration_file(device.key)
 
 
 def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Link) -> Calibration:

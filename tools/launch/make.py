@@ -14,7 +14,7 @@ from pathlib import Path
 from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.records.run import is_run_folder
 from tools.spec import settings
-from tools.spec.files import ROOT
+from tools.spec.files import OWN_READINGS, ROOT
 from tools.spec.hardware import UnknownHardwareError, calibration_file, device_by_key
 from tools.spec.setting import Setting
 from tools.spec.settings import check_given, options_of
@@ -147,8 +147,14 @@ def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
     known = None if tool.given is None else {setting.name for setting in tool.given}
     passed = {k: v for k, v in environment.items() if known is None or k in known}
     words = [*tool.words, *options_of(target, passed)]
-    if target in ("plan", "advise") and settings.CALIBRATION.value(environment) is None:
+    planning = target in ("plan", "advise")
+    if planning and settings.CALIBRATION.value(environment) is None:
         words += _measured_here(environment)
+    if settings.READINGS.value(environment) is None:
+        # Runs of another folder may be somebody else's: READINGS= adds them.
+        reporting = target == "report" and settings.RUNS.value(environment) is None
+        if reporting or (planning and OWN_READINGS.is_file()):
+            words += ["--readings", str(OWN_READINGS)]
     return ToolCall(tool.module, tuple(words))
 
 

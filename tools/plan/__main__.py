@@ -13,7 +13,8 @@ import json
 import sys
 from importlib import import_module
 
-from tools.plan.request import RequestError, RequestParser, request_from_options
+from tools.plan.parser import RequestError, RequestParser
+from tools.plan.request import request_from_options
 from tools.plan.search import Plan, Request, search
 from tools.spec.settings import add_options, program
 
@@ -90,18 +91,20 @@ def _plan(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace, plan: Plan) -> None:
     from tools.plan.dryrun.comparison import verify
     from tools.plan.dryrun.show import print_verified, verified_as_data
-    from tools.plan.readings.near import uncertainty, uncertainty_as_data
+    from tools.plan.readings.near import uncertainty
     from tools.plan.search import scaling, training_days
 
     days = training_days(plan, options.tokens) if options.tokens else None
     scaled = scaling(plan) if options.tokens else None
     verified = verify(plan, options.verify) if options.verify else []
+    request, winner = plan.request, plan.winner
+    known = uncertainty(winner.spec, request.cluster, request.own) if winner else None
     if options.json:
         from tools.plan.show import plan_as_data
 
         data = plan_as_data(plan, days, scaled)
-        if plan.winner:
-            data["uncertainty"] = uncertainty_as_data(plan.request, plan.winner)
+        if known:
+            data["uncertainty"] = known.as_data()
         print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
         return
     from rich.console import Console
@@ -109,8 +112,7 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
     from tools.plan.show import print_plan
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    error = uncertainty(plan.request, plan.winner) if plan.winner else ""
-    print_plan(plan, console, days, scaled, error)
+    print_plan(plan, console, days, scaled, str(known or ""))
     if verified:
         print_verified(verified, console)
 

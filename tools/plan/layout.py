@@ -14,8 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from tools.plan.constraints import violations
-from tools.plan.readings.near import uncertainty, uncertainty_as_data
-from tools.plan.request import RequestError, request_from_options
+from tools.plan.parser import RequestError
+from tools.plan.readings.near import Uncertainty, uncertainty
+from tools.plan.request import request_from_options
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, plan_command
 from tools.plan.time.iteration import TIME_COMPONENTS
@@ -47,6 +48,11 @@ class TimedLayout:
         """Layout, devices and their kind."""
         cluster = self.request.cluster
         return f"{self.candidate.strategy} on {cluster.devices:,} {cluster.device.name}"
+
+    @property
+    def uncertainty(self) -> Uncertainty:
+        """The error to expect of its time."""
+        return uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
 
 
 def time_layout(options: Namespace) -> TimedLayout:
@@ -121,7 +127,7 @@ def layout_as_data(timed: TimedLayout, other: TimedLayout | None) -> dict[str, A
         "gpu": timed.request.cluster.device.key,
         "gpus": timed.request.cluster.devices,
         "layout": candidate_as_data(timed.request, timed.candidate),
-        "uncertainty": uncertainty_as_data(timed.request, timed.candidate),
+        "uncertainty": timed.uncertainty.as_data(),
         "ignored_flags": list(timed.ignored),
         "what_if": layout_as_data(other, None) if other else None,
     }
@@ -132,7 +138,7 @@ def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console
     every = [timed, *([other] if other else [])]
     for each in every:
         console.print(_sentence(each), highlight=False)
-        console.print(uncertainty(each.request, each.candidate), highlight=False)
+        console.print(str(each.uncertainty), highlight=False)
     if other:
         ratio = timed.candidate.tokens_per_second / other.candidate.tokens_per_second
         console.print(f"The second trains {1 / ratio:.2f} times as fast.", highlight=False)

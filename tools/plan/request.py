@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from argparse import ArgumentParser, Namespace
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import NoReturn
+from argparse import Namespace
+from dataclasses import replace
 
+from tools.plan.calibration import load_calibration
 from tools.plan.memory import PRECISIONS
+from tools.plan.parser import RequestError
+from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.search import Request
-from tools.plan.time.cluster import Calibration, Cluster
+from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import changed_model, model_of
 from tools.spec.run import RunSpec, spec_of_model
@@ -21,22 +21,6 @@ USUAL_NODE = 8
 MOST_DEVICES = 262_144
 
 
-class RequestError(ValueError):
-    """A request that contradicts itself or asks for what is not there; the message says which."""
-
-
-class RequestParser(ArgumentParser):
-    """Refuses an option's value as everything else is refused: by one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage.
-
-        Raises:
-            RequestError: Always.
-        """
-        raise RequestError(f"{message[:1].upper()}{message[1:]}; see --help.")
-
-
 def request_from_options(options: Namespace) -> Request:
     """Build the request.
 
@@ -44,6 +28,7 @@ def request_from_options(options: Namespace) -> Request:
         RequestError: Contradictory or impossible numbers.
         UnknownModelError: No such model.
         UnknownHardwareError: No such device or link.
+        ReadingsError: The file of one's own readings is none.
     """
     model = changed_model(model_of(options.model), shlex.split(options.extra or ""))
     devices, per_node = _devices_and_node(options)
@@ -65,27 +50,8 @@ def request_from_options(options: Namespace) -> Request:
         inter=link_by_key(options.inter or device.network),
         calibration=load_calibration(options.calibration),
     )
-    return Request(model, cluster, batch, replace(template, dtype=dtype))
-
-
-def load_calibration(path: Path | None) -> Calibration:
-    """Measured constants from a JSON file with the names of `Calibration`; without one, the defaults.
-
-    Raises:
-        RequestError: The file is missing, is not JSON, or has a name that is not known.
-    """
-    if path is None:
-        return Calibration()
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"The calibration {path} cannot be read: {error}.") from None
-    known = {field.name for field in fields(Calibration)}
-    if not isinstance(values, dict) or not set(values) <= known:
-        raise RequestError(
-            f"The calibration {path} may hold {', '.join(sorted(known))} and no more."
-        )
-    return Calibration(**{"source": str(path), **values})
+    own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
+    return Request(model, cluster, batch, replace(template, dtype=dtype), own)
 
 
 def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import exp, inf
 
 from tools.plan.candidates import (
     base,
@@ -26,9 +26,15 @@ from tools.plan.candidates import (
 )
 from tools.plan.constraints import violations
 from tools.plan.memory import PredictedMemory, fullest_rank
+from tools.plan.readings.own import OwnRuns
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
-from tools.plan.time.iteration import IterationSeconds, iteration_seconds, pipeline_seconds
+from tools.plan.time.iteration import (
+    TIME_COMPONENTS,
+    IterationSeconds,
+    iteration_seconds,
+    pipeline_seconds,
+)
 from tools.spec.model import Model
 from tools.spec.run import Recompute, RunSpec
 from tools.spec.stages import virtual_degrees
@@ -48,6 +54,8 @@ class Request:
     global_batch: int
     template: RunSpec
     """The model with its dtype, sequence length and dropout; degrees and batch are the search's."""
+    own: OwnRuns = field(default_factory=OwnRuns)
+    """One's own runs on these devices, which correct every time."""
 
     @property
     def capacity(self) -> int:
@@ -117,10 +125,13 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
                 continue
             rank, memory = fullest_rank(spec)
             if memory.total <= capacity:
-                candidate = evaluate(request, spec, (rank, memory))
+                candidate = _predicted(request, spec, (rank, memory))
                 examined.append(candidate)
                 _keep_if_better(best, candidate)
     ranked = sorted(best.values(), key=_order)[:kept]
+    if request.own.residuals:  # Which bounds the loop cannot know: the kept ones change places.
+        ranked = sorted((_corrected(request, found) for found in ranked), key=_order)
+        examined = [_corrected(request, found) for found in examined]
     lightest = evaluate(request, found.lightest[1]) if found.lightest else None
     return Plan(request, found.legal, tuple(ranked), lightest, tuple(examined))
 
@@ -128,8 +139,26 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
 def evaluate(
     request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
 ) -> Candidate:
-    """Memory, time and rates of one configuration."""
-    rank, memory = fullest or fullest_rank(spec)
+    """Memory, time and rates of one configuration, corrected by one's own runs."""
+    return _corrected(request, _predicted(request, spec, fullest or fullest_rank(spec)))
+
+
+def _corrected(request: Request, candidate: Candidate) -> Candidate:
+    """All parts of the time in the same proportion: which of them is wrong is not known."""
+    if not request.own.residuals:
+        return candidate
+    factor = exp(-request.own.bias(candidate.spec))
+    parts = {name: factor * getattr(candidate.seconds, name) for name in TIME_COMPONENTS}
+    return replace(
+        candidate,
+        seconds=replace(candidate.seconds, **parts),
+        tokens_per_second=candidate.tokens_per_second / factor,
+        mfu=candidate.mfu / factor,
+    )
+
+
+def _predicted(request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory]) -> Candidate:
+    rank, memory = fullest
     seconds = iteration_seconds(spec, request.cluster)
     cluster, shape = request.cluster, spec.shape
     samples = spec.batch.global_batch_size

@@ -10,7 +10,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from tools.plan.parser import RequestError
+from tools.plan.readings.own import add_rows
+from tools.plan.readings.table import ReadingsError
 from tools.records.gpu_bench import read_bench
+from tools.report.analyse.planned import planned, readings_of
 from tools.report.analyse.report import (
     BaselineError,
     Report,
@@ -23,6 +27,7 @@ from tools.report.read.device_name import device_named
 from tools.report.read.runs import Run, find_run_folders, load_runs
 from tools.report.render.files import write_report
 from tools.report.render.text import print_report
+from tools.spec.files import from_root
 from tools.spec.hardware import Device
 from tools.spec.published import load_published
 
@@ -43,6 +48,8 @@ class BuildOptions:
     all_conditions: bool = False
     device: Device | None = None
     """Of foreign logs, which rarely name it."""
+    readings: Path | None = None
+    """The file of one's own readings: it corrects predictions, and this report's runs are added."""
 
 
 def build(options: BuildOptions, console: Console) -> int:
@@ -70,6 +77,8 @@ def build(options: BuildOptions, console: Console) -> int:
         console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
         return 2
     print_report(report, console)
+    if options.readings:
+        _add_readings(report, options.readings, console)
     page = options.reports_root / name / "report.html"
     # Not wrapped: a path in two lines can be neither clicked nor copied.
     if not can_draw():
@@ -91,7 +100,29 @@ def _report(name: str, options: BuildOptions) -> Report:
     except (OSError, msgspec.DecodeError) as error:
         problems.append(f"The results of bench-gpu cannot be read ({error}); they are left out.")
     report = build_report(name, runs, load_published(), problems, all_conditions)
-    return replace(report, gpu_bench=bench)
+    try:
+        predicted = planned(report.entries, options.runs_root, options.readings)
+    except (ReadingsError, RequestError) as error:
+        predicted = ()
+        report = replace(report, problems=(*report.problems, str(error)))
+    return replace(report, gpu_bench=bench, planned=predicted)
+
+
+def _add_readings(report: Report, path: Path, console: Console) -> None:
+    rows = readings_of(report.entries)
+    if not rows:
+        return
+    try:
+        new = add_rows(path, rows)
+    except OSError as error:
+        console.print(f"{path} cannot be written: {error.strerror}.", markup=False)
+        return
+    console.print(
+        f"{len(rows)} row(s) are in {from_root(path)}, {new} of them new: 'make plan' and the next "
+        "report predict by them.",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _on_its_device(run: Run, given: Device | None) -> Run:

@@ -109,6 +109,7 @@ def _build(arguments: argparse.Namespace) -> int:
         strict=arguments.strict,
         all_conditions=arguments.all,
         device=device,
+        readings=arguments.readings,
     )
     return build(options, Console(highlight=False))
 

@@ -19,6 +19,8 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository's root."""
+OWN_READINGS = ROOT / "readings" / "mine.csv"
+"""One's own measured runs, as `make report` adds them and plans use them; ignored by git."""
 
 
 def from_root(path: Path) -> str:

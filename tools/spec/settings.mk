@@ -95,7 +95,7 @@
 ##   EXTRA            Megatron flags of the planned model and layout [plan advise]
 ##   TABLE            a CSV or Markdown table of figures [audit]
 ##   LEAVE_OUT        the source that constants are fitted without (each reading's own) [validate]
-##   READINGS         a file of readings of your own [validate]
+##   READINGS         your own readings (all but validate: readings/mine.csv) [validate plan advise report]
 ## Variables: reports [report]
 ##   LOGS             Megatron logs, wherever they were made
 ##   NAME             name of the report or sweep [also sweep]

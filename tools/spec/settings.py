@@ -402,7 +402,12 @@ LEAVE_OUT = Setting(
     "--leave-out",
 )
 READINGS = Setting(
-    "READINGS", Path, "a file", "a file of readings of your own", ("validate",), "--readings"
+    "READINGS",
+    Path,
+    "a file",
+    "your own readings (all but validate: readings/mine.csv)",
+    ("validate", *_PLANS, "report"),
+    "--readings",
 )
 
 # After a run, and data.

@@ -19,8 +19,9 @@ from tools.plan.advice import (
     no_fit_sentence,
     runner_up_sentence,
 )
+from tools.plan.parser import RequestError, RequestParser
 from tools.plan.readings.near import uncertainty
-from tools.plan.request import RequestError, RequestParser, request_from_options
+from tools.plan.request import request_from_options
 from tools.plan.search import Candidate, Plan, Request, resized, search
 from tools.plan.show import plan_command
 from tools.plan.tensors import parameters_total
@@ -88,7 +89,7 @@ def answers(plan: Plan) -> list[Answer]:
         Answer("Micro batches", _micro_batches(winner)),
         Answer("What would change it", _changes(plan, winner)),
         Answer("For inference", _inference(plan.request)),
-        Answer("How sure", uncertainty(plan.request, winner)),
+        Answer("How sure", str(uncertainty(winner.spec, plan.request.cluster, plan.request.own))),
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tools.plan.audit.rules import Audit, audit
 from tools.plan.audit.table import TableError, read_table
-from tools.plan.request import RequestError, RequestParser
+from tools.plan.parser import RequestError, RequestParser
 from tools.spec.settings import program
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from tools.plan.dryrun.comparison import CheckedRank, dry_run
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
-from tools.plan.request import RequestParser, with_sequence
+from tools.plan.parser import RequestParser
+from tools.plan.request import with_sequence
 from tools.spec.model import Model, model_of
 from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.settings import add_options, program

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
 
+from tools.plan.calibration import calibration_of
+from tools.plan.parser import RequestParser
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
@@ -27,8 +30,7 @@ from tools.plan.readings.summary import (
     worst,
 )
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
-from tools.plan.request import RequestParser
-from tools.spec.files import from_root
+from tools.spec.files import ROOT, from_root
 from tools.spec.settings import add_options, program
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import DASH
@@ -76,7 +78,9 @@ def _residuals(path: Path, without: str | None) -> Residuals:
     readings, unreadable = read_readings(path)
     if without is not None:
         without = _source(without, {reading.source for reading in readings})
-    return residuals(readings, unreadable, without)
+    if path == READINGS:
+        return residuals(readings, unreadable, without)
+    return residuals(readings, unreadable, without, partial(calibration_of, ROOT / "runs"))
 
 
 def _source(name: str, known: set[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -51,10 +52,29 @@ def express(reading: Reading) -> Expressed:
     if reading.metric == "matmul_tflops":
         return _product_alone(reading)
     source = source_facts(reading.source)
+    own = flags_said(reading)
     case = _case(reading)
-    spec = _golden_spec(reading, case) if case else _stated_spec(reading, source)
-    execution = _golden_execution(case) if case else _stated_execution(reading, source)
+    if own is not None:
+        spec, execution = _spec_of_flags(reading, own), execution_of_flags(Flags(own))
+    elif case:
+        spec, execution = _golden_spec(reading, case), execution_of_flags(Flags(case.split()))
+    else:
+        spec, execution = _stated_spec(reading, source), _stated_execution(reading, source)
     return Expressed(reading, spec, _cluster(reading, source, execution))
+
+
+FLAGS = "flags: "
+"""Starts notes that hold the Megatron flags that trained a reading; they say more than its columns."""
+
+
+def flags_said(reading: Reading) -> list[str] | None:
+    """The flags in a reading's notes; None where they hold none."""
+    if not reading.notes.startswith(FLAGS):
+        return None
+    try:
+        return shlex.split(reading.notes.removeprefix(FLAGS))
+    except ValueError as error:
+        raise RefusedError(f"the flags in its notes cannot be read: {error}") from None
 
 
 @cache
@@ -305,6 +325,22 @@ def _release(reading: Reading, source: dict[str, Any]) -> float:
     return next((release for part, release in implied.items() if part in reading.where), 0.0)
 
 
+def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
+    """The run that flags train, and nothing else says.
+
+    Raises:
+        RefusedError: The number of devices is not stated, or the flags give no run on them.
+    """
+    if reading.gpus is None:
+        raise RefusedError("the source does not state the number of GPUs")
+    kind = DeviceKind.CPU if reading.gpu == "cpu" else DeviceKind.GPU
+    try:
+        spec = spec_of_flags(words, reading.gpus, kind, reading.model)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    return replace(spec, shape=_shape_of_flags(spec.shape, Flags(words)))
+
+
 def _golden_spec(reading: Reading, case: str) -> RunSpec:
     flags = Flags(case.split())
     for flag, what in (
@@ -319,12 +355,7 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
             raise RefusedError(f"{reading.model} has {what}")
     if reading.model.startswith("bert"):
         raise RefusedError(f"{reading.model} is BERT: two kinds of loss, no causal mask")
-    if reading.gpus is None:
-        raise RefusedError("the source does not state the number of GPUs")
-    try:
-        spec = spec_of_flags(case.split(), reading.gpus, DeviceKind.GPU, reading.model)
-    except ValueError as error:
-        raise RefusedError(str(error)) from None
+    spec = _spec_of_flags(reading, case.split())
     pipeline, virtual = spec.parallelism.pipeline, spec.parallelism.virtual_stages
     unfused = flags.text("--attention-backend") == "unfused"
     unfused |= flags.text("--transformer-impl") == "local"
@@ -338,13 +369,12 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
     )
     return replace(
         spec,
-        shape=_golden_shape(spec.shape, flags),
         fused_attention=not unfused,
         stages=SPREAD if laid_by_hand else spec.stages,
     )
 
 
-def _golden_shape(shape: ModelShape, flags: Flags) -> ModelShape:
+def _shape_of_flags(shape: ModelShape, flags: Flags) -> ModelShape:
     latent = None
     if flags.has("--multi-latent-attention"):
         latent = LatentAttention(
@@ -360,8 +390,8 @@ def _golden_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     return replace(shape, layers=layers, latent=latent, shared_expert_ffn=shared)
 
 
-def _golden_execution(case: str) -> Execution:
-    flags = Flags(case.split())
+def execution_of_flags(flags: Flags) -> Execution:
+    """How Megatron's flags let a run be executed."""
     return Execution(
         overlap_gradients=flags.has("--overlap-grad-reduce"),
         overlap_parameters=flags.has("--overlap-param-gather"),

@@ -1,17 +1,25 @@
-"""How far readings like a configuration were missed with their own source left out of the fit."""
+"""How far a predicted time is to be trusted: what readings like it were missed by, public and one's own.
+
+Public readings are predicted with their own source left out of the fit. One's own correct the time and
+then give its interval by what is left of each when the others correct it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from math import log2
+from math import exp, log2
 from typing import Any
 
 from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.own import OwnRuns
 from tools.plan.readings.residual import Residual, left_out, residual
 from tools.plan.readings.table import Reading, read_readings
-from tools.plan.search import Candidate, Request
 from tools.plan.tensors import UnevenSplitError, parameters_total
+from tools.plan.time.cluster import Cluster
 from tools.plan.time.compute import NoPeakError
+from tools.plan.time.iteration import iteration_seconds
+from tools.spec.run import RunSpec
 from tools.text.units import joined
 
 _LIKE = 8
@@ -22,11 +30,95 @@ _TIMED = ("step_time_s", "tokens_per_s_per_gpu")
 _ENOUGH = 3
 
 
-def near_residuals(request: Request, candidate: Candidate) -> list[tuple[float, Residual]]:
+@dataclass(frozen=True)
+class Uncertainty:
+    """What is known of a prediction's error."""
+
+    device: str
+    seconds: float
+    """Predicted, corrected by one's own runs."""
+    bias: float = 0.0
+    """Logarithm of uncorrected over corrected."""
+    own: tuple[float, ...] = ()
+    """Errors that are left of one's own runs; empty where they are too few for an interval."""
+    own_runs: int = 0
+    public: tuple[tuple[float, Residual], ...] = ()
+    """The nearest public readings with their distance, nearest first."""
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Ratios less 1, positive where predicted too slow; empty where nothing near was measured."""
+        if self.own:
+            return self.own
+        found = tuple(item.error for _, item in self.public)
+        return found if len(found) >= _ENOUGH else ()
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Least and most seconds by those errors."""
+        if not self.errors:
+            return None
+        return self.seconds / (1 + max(self.errors)), self.seconds / (1 + min(self.errors))
+
+    def __str__(self) -> str:
+        said = [self._own_sentence()] if self.own_runs else []
+        return " ".join([*said, self._public_sentence()])
+
+    def _own_sentence(self) -> str:
+        runs = f"{self.own_runs} run{'s' * (self.own_runs > 1)} of your own"
+        off = exp(self.bias) - 1
+        way = f"{abs(off):.0%} too {'slow' if off > 0 else 'fast'}"
+        left = ""
+        if self.own:
+            left = f"; corrected by the others, their errors are {_range(self.own)}"
+        return f"Corrected by {runs} on {self.device}, which say it is predicted {way}{left}."
+
+    def _public_sentence(self) -> str:
+        found = self.public
+        if not found:
+            sentence = f"No public reading on {self.device} is near this"
+            return f"{sentence}." if self.own else f"{sentence}, so its time has no interval."
+        nearest = joined([_measured(item.reading) for _, item in found[:2]])
+        if len(found) < _ENOUGH:
+            return (
+                f"Too few public readings are like this for an interval; measured on {self.device}: "
+                f"{nearest}."
+            )
+        return (
+            f"Held-out error of {len(found)} readings like this: "
+            f"{_range(tuple(item.error for _, item in found))} (positive: predicted too slow); "
+            f"measured: {nearest}."
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as data: errors are ratios, `distance` is in doublings."""
+        return {
+            "interval_seconds": self.interval,
+            "held_out_errors": [item.error for _, item in self.public],
+            "nearest": [
+                {"source": i.reading.source, "line": i.reading.line, "distance": d}
+                for d, i in self.public
+            ],
+            "own_runs": self.own_runs,
+            "own_bias": exp(self.bias) - 1,
+            "own_errors": list(self.own),
+        }
+
+
+def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
+    """The error to expect of a predicted time; one's own runs are of the cluster's device, or none."""
+    bias = own.bias(spec)
+    seconds = iteration_seconds(spec, cluster).total / exp(bias)
+    near = tuple(near_residuals(spec, cluster))
+    count = len(own.residuals)
+    return Uncertainty(cluster.device.name, seconds, bias, own.remaining(), count, near)
+
+
+def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """The nearest timed readings on the same device with their held-out residuals, nearest first."""
-    gpu = request.cluster.device.key.split("-")[0]
+    gpu = cluster.device.key.split("-")[0]
     same = (r for r in _readings() if r.metric in _TIMED and r.gpu.lower().split("-")[0] == gpu)
-    placed = [(d, r) for r in same if (d := _distance(r, request, candidate)) is not None]
+    placed = [(d, r) for r in same if (d := _distance(r, spec, cluster)) is not None]
     found: list[tuple[float, Residual]] = []
     for distance, reading in sorted(placed, key=lambda item: (item[0], item[1].line)):
         if distance > _FAR or len(found) == _LIKE:
@@ -38,50 +130,23 @@ def near_residuals(request: Request, candidate: Candidate) -> list[tuple[float, 
     return found
 
 
-def uncertainty(request: Request, candidate: Candidate) -> str:
-    """One sentence: the interval of held-out errors, and the nearest reading; or that there is none."""
-    found = near_residuals(request, candidate)
-    device = request.cluster.device.name
-    if not found:
-        return f"No public reading on {device} is near this, so its time has no interval."
-    nearest = joined([_measured(item.reading) for _, item in found[:2]])
-    if len(found) < _ENOUGH:
-        return f"Too few readings are like this for an interval; measured on {device}: {nearest}."
-    errors = [item.error for _, item in found]
-    return (
-        f"Held-out error of {len(found)} readings like this: {_signed(min(errors))}…"
-        f"{_signed(max(errors))} (positive: predicted too slow); measured: {nearest}."
-    )
-
-
-def uncertainty_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
-    """The same as data: errors are ratios, `distance` is in doublings."""
-    found = near_residuals(request, candidate)
-    return {
-        "held_out_errors": [item.error for _, item in found],
-        "nearest": [
-            {"source": i.reading.source, "line": i.reading.line, "distance": d} for d, i in found
-        ],
-    }
-
-
 @cache
 def _readings() -> tuple[Reading, ...]:
     return read_readings()[0]
 
 
-def _distance(reading: Reading, request: Request, candidate: Candidate) -> float | None:
-    split, shape = candidate.spec.parallelism, candidate.spec.shape
+def _distance(reading: Reading, spec: RunSpec, cluster: Cluster) -> float | None:
+    split, shape = spec.parallelism, spec.shape
     if reading.params_b is None or reading.gpus is None:
         return None
     pairs = (
         (reading.params_b * 1e9, parameters_total(shape)),
-        (reading.gpus, request.cluster.devices),
+        (reading.gpus, cluster.devices),
         (reading.tp or 1, split.tensor),
         (reading.pp or 1, split.pipeline),
         (reading.seq or shape.seq_length, shape.seq_length),
     )
-    halves = candidate.spec.dtype in ("fp16", "bf16") and "8" not in reading.dtype
+    halves = spec.dtype in ("fp16", "bf16") and "8" not in reading.dtype
     return sum(abs(log2(one / two)) for one, two in pairs) + (0 if halves else 1)
 
 
@@ -89,6 +154,10 @@ def _measured(reading: Reading) -> str:
     layout = "".join(f" {n.upper()}{v}" for n in ("tp", "pp", "cp") if (v := getattr(reading, n)))
     unit = "s" if reading.metric == "step_time_s" else "tokens/s a GPU"
     return f"{reading.params_b:g}B, {reading.gpus:,} {reading.gpu},{layout}: {reading.value:,.4g} {unit}"
+
+
+def _range(errors: tuple[float, ...]) -> str:
+    return f"{_signed(min(errors))}…{_signed(max(errors))}"
 
 
 def _signed(ratio: float) -> str:

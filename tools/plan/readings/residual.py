@@ -15,6 +15,7 @@ from tools.plan.time.compute import NoPeakError, rates
 from tools.plan.time.constants import Constants, constants_of
 from tools.plan.time.flops import model_flops
 from tools.plan.time.iteration import iteration_seconds
+from tools.spec.hardware import Device
 from tools.spec.run import RunSpec
 from tools.text.units import GIB
 
@@ -62,6 +63,7 @@ def residuals(
     readings: Iterable[Reading],
     unreadable: Iterable[Unreadable] = (),
     without: str | None = None,
+    measured: Callable[[Device], Calibration] = lambda device: Calibration(),
 ) -> Residuals:
     """Predict every reading that can be expressed.
 
@@ -70,6 +72,7 @@ def residuals(
         unreadable: Its rows that are none.
         without: The source that is left out of the fit of the constants; None leaves each reading's own
             out.
+        measured: Constants of this machine's devices, for readings that were made on it.
     """
     readings = tuple(readings)
     flops = _stated_flops(readings)
@@ -78,6 +81,9 @@ def residuals(
     for reading in readings:
         try:
             expressed = left_out(express(reading), reading.source if without is None else without)
+            if (found_here := measured(expressed.cluster.device)) != Calibration():
+                cluster = replace(expressed.cluster, calibration=found_here)
+                expressed = replace(expressed, cluster=cluster)
             found.append(residual(expressed, flops.get(_run(reading))))
         except (RefusedError, UnevenSplitError, NoPeakError) as error:
             refused.append(Refusal(reading.line, reading.source, str(error)))

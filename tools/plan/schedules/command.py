@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tools.plan.request import RequestParser
+from tools.plan.parser import RequestParser
 from tools.plan.schedules.simulate import (
     COMPARED,
     Durations,

@@ -27,6 +27,7 @@ from tools.report.analyse.configurations import (
 )
 from tools.report.analyse.entry import RESULTS, Entry, device_memory
 from tools.report.analyse.parity import Parity, parity_of
+from tools.report.analyse.planned import Planned
 from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import rates_of
 from tools.report.analyse.statistics import Verdict, compare, estimate
@@ -65,6 +66,8 @@ class Report:
     """The earlier report that `changes` compares with."""
     gpu_bench: GpuBench | None = None
     """What `make bench-gpu` left beside the runs."""
+    planned: tuple[Planned, ...] = ()
+    """What the planner predicts of the rows that it can predict."""
 
 
 class BaselineError(ValueError):

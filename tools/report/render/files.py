@@ -61,6 +61,11 @@ def json_text(report: Report, explanation: Explanation) -> str:
         "sentences": sentences(report),
         "problems": report.problems,
         "rows": [_entry_json(entry) for entry in report.entries],
+        "predicted": [
+            {"label": each.entry.label, "seconds": each.known.seconds, "error": each.error}
+            | each.known.as_data()
+            for each in report.planned
+        ],
         "arguments": report.arguments,
         "corrections": report.corrections,
         "baseline": report.baseline,

@@ -20,6 +20,7 @@ from tools.report.analyse.entry import (
     peak_memory,
     sent_bytes,
 )
+from tools.report.analyse.planned import Planned
 from tools.report.analyse.published import Match
 from tools.report.analyse.report import ArgumentDifference, Change, Report
 from tools.report.analyse.statistics import Comparison
@@ -299,6 +300,32 @@ def markdown_matches(report: Report) -> Table[MatchOf]:
 
 def _matches(report: Report) -> tuple[MatchOf, ...]:
     return tuple((entry, match) for entry in report.entries for match in entry.matches)
+
+
+def planned(report: Report) -> Table[Planned]:
+    """What the planner predicts of each row, and how far predictions like it are off."""
+    columns = (
+        Column[Planned]("Strategy", lambda p: p.entry.label, right=False),
+        Column[Planned]("ms/iteration", lambda p: _time(p.entry), number),
+        Column[Planned]("Predicted", lambda p: _MS * p.known.seconds, number),
+        Column[Planned]("Error", lambda p: p.error, _signed),
+        Column[Planned]("Interval", lambda p: p.known.interval, _interval_of_seconds),
+        Column[Planned]("By", lambda p: str(p.known), right=False),
+    )
+    return Table(columns, report.planned)
+
+
+_MS = 1e3
+
+
+def _signed(ratio: float | None) -> str:
+    return DASH if ratio is None else f"{ratio:+.1%}".replace("-", "−")
+
+
+def _interval_of_seconds(value: tuple[float, float] | None) -> str:
+    if value is None:
+        return "nothing near was measured"
+    return f"{number(_MS * value[0])} – {number(_MS * value[1])}"
 
 
 def corrections(report: Report) -> Table[Correction]:

@@ -51,6 +51,8 @@ def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
         parts += ["## Results", markdown_table(tables.markdown_results(report))]
         parts += ["## How it was measured", markdown_table(tables.windows(report))]
         parts += ["## Beside the published figures", beside]
+    if report.planned:
+        parts += ["## Beside the planner's times", markdown_table(tables.planned(report))]
     for chart in charts:
         title, text = markdown_text(chart.title), markdown_text(chart.text)
         parts.append(f"![{title}: {text}]({chart.name}.svg)")
@@ -78,6 +80,7 @@ def sentences(report: Report) -> list[str]:
     result += _disagreements(report)
     result += _parity_sentences(report)
     result += _published_sentences(report)
+    result += _planned_sentences(report)
     findings = [change for change in report.changes if change.is_finding]
     if report.baseline:
         result.append(
@@ -86,6 +89,19 @@ def sentences(report: Report) -> list[str]:
             + "."
         )
     return result
+
+
+def _planned_sentences(report: Report) -> list[str]:
+    """How the planner's times compare, over all rows that it can predict."""
+    errors = {each.entry.label: each.error for each in report.planned if each.error is not None}
+    if not errors:
+        return []
+    worst = max(errors, key=lambda label: abs(errors[label]))
+    mean = sum(map(abs, errors.values())) / len(errors)
+    return [
+        f"The planner's times are {mean:.0%} off in the mean over {len(errors)} row(s), {worst}'s most "
+        f"({errors[worst]:+.0%}, positive: predicted too slow).".replace("-", "−")
+    ]
 
 
 def answer(report: Report) -> str:

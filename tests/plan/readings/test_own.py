@@ -1,0 +1,150 @@
+import csv
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import pytest
+
+from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.near import uncertainty
+from tools.plan.readings.own import OwnRuns, Row, add_rows, own_runs, row_of
+from tools.plan.readings.table import ReadingsError, read_readings
+from tools.plan.search import Request, evaluate, search
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.iteration import iteration_seconds
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import load_model
+from tools.spec.run import RunSpec, flags_of_spec, spec_of_flags, spec_of_model
+from tools.spec.strategy import Batch, parse_strategy
+
+H200 = device_by_key("h200")
+MODEL = load_model("gpt2-large")
+
+
+def on(devices: int) -> Cluster:
+    link = link_by_key(H200.link)
+    return Cluster(H200, devices, devices, link, link)
+
+
+def spec(strategy: str, devices: int = 2, micro: int = 4) -> RunSpec:
+    planned = spec_of_model(MODEL, parse_strategy(strategy, devices), Batch(micro, 64))
+    return spec_of_flags(
+        (*MODEL.flags, *flags_of_spec(planned)), devices, planned.device, MODEL.name
+    )
+
+
+def measured(strategy: str, factor: float, devices: int = 2, micro: int = 4) -> Row:
+    """A run that took so many times as long as predicted."""
+    trained = spec(strategy, devices, micro)
+    argv = (*MODEL.flags, *flags_of_spec(trained))
+    seconds = factor * iteration_seconds(trained, on(devices)).total
+    return row_of(trained, argv, H200, f"run-{strategy}", seconds)
+
+
+def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "mine.csv"
+    wanted = ["tp2dp2-zero1", "sp2pp2", "dp4", "vpp2x2dp2"]
+    add_rows(path, [measured(name, 1.0, 4) for name in wanted])
+    readings, unreadable = read_readings(path)
+    assert not unreadable
+    assert [express(reading).spec for reading in readings] == [spec(name, 4) for name in wanted]
+    assert next((r.tp, r.pp, r.dp, r.mbs, r.gbs) for r in readings) == (2, 1, 2, 4, 64)
+
+
+def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
+    trained = replace(spec("dp2"), dropout=0.5)
+    argv = (*MODEL.flags, *flags_of_spec(trained))
+    row_of(trained, argv, H200, "r", 1.0)
+    odd = replace(trained, fused_attention=False)
+    with pytest.raises(RefusedError, match="r: its flags alone do not say what was trained"):
+        row_of(odd, argv, H200, "r", 1.0)
+
+
+def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    assert add_rows(path, [measured("dp2", 1.0), measured("tp2", 1.0)]) == 2
+    with path.open("a") as file:
+        file.write("mine,by hand" + "," * 23 + "\n")
+    assert add_rows(path, [measured("dp2", 1.5), measured("pp2", 1.0)]) == 1
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["url_or_path"].partition(":")[2] for row in rows] == [
+        *("run-dp2", "run-tp2", "", "run-pp2")
+    ]
+    assert float(rows[0]["value"]) == pytest.approx(
+        1.5 * iteration_seconds(spec("dp2"), on(2)).total, rel=1e-5
+    )
+
+
+def test_two_reports_at_once_lose_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: add_rows(path, [measured("dp2", 1.0, micro=n)]), (1, 2, 4, 8) * 2))
+    assert sorted(int(row.mbs or 0) for row in read_readings(path)[0]) == [1, 2, 4, 8]
+
+
+def known(path: Path, *rows: Row) -> OwnRuns:
+    add_rows(path, rows)
+    return own_runs(path, on(2))
+
+
+def test_ones_own_error_is_known_where_it_was_measured_and_most_of_it_far_away(
+    tmp_path: Path,
+) -> None:
+    own = known(tmp_path / "mine.csv", measured("tp2", 1.5))
+    assert own.bias(spec("tp2")) == pytest.approx(-log(1.5), rel=0.03)
+    far = replace(spec("dp2"), shape=replace(spec("dp2").shape, seq_length=1 << 20))
+    assert own.bias(far) == pytest.approx(-log(1.5) * 0.09 / 0.115, rel=0.02)
+    assert OwnRuns().bias(far) == 0
+
+
+def test_readings_of_another_device_say_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    add_rows(path, [measured("tp2", 1.5) | {"gpu": "h100"}])
+    assert own_runs(path, on(2)) == OwnRuns()
+    assert own_runs(tmp_path / "none.csv", on(2)) == OwnRuns()
+
+
+def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path) -> None:
+    request = Request(MODEL, on(2), 64, spec("dp2"))
+    before = search(request)
+    assert before.winner is not None
+    assert before.winner.strategy == "dp2-zero1"
+    slower = [measured(name, 2.0) for name in ("dp2", "dp2-zero1", "dp2-zero2", "dp2-zero3")]
+    own = known(tmp_path / "mine.csv", *slower, measured("tp2", 1.0), measured("pp2", 1.0))
+    after = search(replace(request, own=own))
+    assert after.winner is not None
+    assert "dp2" not in after.winner.strategy
+    assert evaluate(after.request, after.winner.spec) == after.winner
+    plain = evaluate(request, after.winner.spec)
+    ratio = after.winner.seconds.total / plain.seconds.total
+    assert after.winner.tokens_per_second == pytest.approx(plain.tokens_per_second / ratio)
+
+
+def test_an_interval_is_what_is_left_of_ones_own_runs_when_the_others_correct_them(
+    tmp_path: Path,
+) -> None:
+    rows = [measured(name, 1.5) for name in ("dp2", "tp2", "sp2", "pp2")]
+    own = known(tmp_path / "mine.csv", *rows)
+    found = uncertainty(spec("cp2"), on(2), own)
+    assert max(map(abs, found.errors)) < 0.05
+    assert found.interval is not None
+    assert found.interval[0] == found.seconds / (1 + max(found.errors))
+    truth = 1.5 * iteration_seconds(spec("cp2"), on(2)).total
+    assert found.seconds == pytest.approx(truth, rel=0.05)
+    assert "Corrected by 4 runs of your own on H200 SXM 141 GB" in str(found)
+    assert "too fast" in str(found)
+
+
+def test_a_run_is_no_witness_of_its_own_prediction(tmp_path: Path) -> None:
+    own = known(tmp_path / "mine.csv", measured("dp2", 1.5))
+    assert own.without(replace(spec("dp2"), seed=7)) == OwnRuns()
+    assert uncertainty(spec("dp2"), on(2), OwnRuns()).interval is None
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("hello\n")
+    with pytest.raises(ReadingsError, match=r"row 1 lacks the column"):
+        own_runs(path, on(2))

@@ -1,0 +1,266 @@
+"""One's own readings: runs that were measured here, as rows with the columns of the public ones.
+
+`make report` writes `readings/mine.csv`, a row for each configuration. What the columns do not say is in
+its notes, as the Megatron flags that trained it. `OwnRuns` are those on one kind of device, predicted
+with the same constants as what is asked: what they were missed by corrects the next prediction.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import platform
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import exp, log, log2
+from pathlib import Path
+
+from tools.plan.readings.express import FLAGS, RefusedError, express
+from tools.plan.readings.residual import Residual, residual
+from tools.plan.readings.table import COLUMNS, Reading, read_readings
+from tools.plan.tensors import UnevenSplitError, parameters_total
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.compute import NoPeakError
+from tools.records.io import lock, write_whole
+from tools.spec.flags import merge_flags, pick_flags
+from tools.spec.hardware import Device
+from tools.spec.model import SHAPE_FLAGS
+from tools.spec.run import RunSpec, flags_of_spec, spec_of_flags
+
+SOURCE = "mine"
+
+_MORE_FLAGS = frozenset(
+    {
+        *("--vocab-size", "--make-vocab-size-divisible-by", "--moe-token-dispatcher-type"),
+        *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-grouped-gemm", "--optimizer"),
+        *("--transformer-impl", "--attention-backend", "--overlap-grad-reduce"),
+        *("--overlap-param-gather", "--tp-comm-overlap", "--cross-entropy-loss-fusion"),
+        *("--fp8-format", "--fp8-recipe", "--cuda-graph-impl", "--deterministic-mode"),
+        *("--moe-flex-dispatcher-backend", "--untie-embeddings-and-output-weights"),
+    }
+)
+_LOCK_SECONDS = 10.0
+Row = dict[str, str]
+
+
+def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float) -> Row:
+    """A measured run as a row of the file.
+
+    Args:
+        spec: What was trained.
+        argv: Megatron's flags, all of them.
+        device: What each rank ran on.
+        run: The run folder's name.
+        seconds: Of an iteration, the median.
+
+    Raises:
+        RefusedError: The flags that a row keeps do not give the same run again.
+    """
+    split, shape = spec.parallelism, spec.shape
+    flags = merge_flags(pick_flags(argv, SHAPE_FLAGS | _MORE_FLAGS), flags_of_spec(spec))
+    again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
+    if _measured(again) != _measured(spec):
+        raise RefusedError(f"{run}: its flags alone do not say what was trained")
+    known: dict[str, object] = {
+        "source": SOURCE,
+        "url_or_path": f"{platform.node()}:{run}",
+        "model": spec.model,
+        "params_b": f"{parameters_total(shape) / 1e9:.4g}",
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": shape.heads,
+        "ffn": f"{shape.expert_ffn_hidden}/expert" if shape.experts else shape.ffn_hidden,
+        "seq": shape.seq_length,
+        "vocab": shape.vocabulary,
+        "gpu": device.key,
+        "gpus": split.world_size,
+        "tp": split.tensor,
+        "pp": split.pipeline,
+        "vpp": split.virtual_stages if split.virtual_stages > 1 else "",
+        "cp": split.context,
+        "dp": split.data,
+        "ep": split.expert if shape.experts else "",
+        "mbs": spec.batch.micro_batch_size,
+        "gbs": spec.batch.global_batch_size,
+        "dtype": spec.dtype,
+        "recompute": spec.recompute,
+        "metric": "step_time_s",
+        "value": f"{seconds:.6g}",
+        "notes": FLAGS + shlex.join(flags),
+    }
+    return {name: str(known[name]) for name in COLUMNS}
+
+
+def add_rows(path: Path, rows: Iterable[Row]) -> int:
+    """Add rows to a file, each in place of the one that it measures again; others stay as they are.
+
+    Returns:
+        How many configurations the file did not have.
+
+    Raises:
+        OSError: The folder cannot be written, or another process kept the file for ten seconds.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(f".{path.name}.lock")):
+        kept = {_configuration(row): row for row in _rows(path)}
+        before = len(kept)
+        kept |= {_configuration(row): row for row in rows}
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept.values())
+        write_whole(path, text.getvalue())
+    return len(kept) - before
+
+
+@dataclass(frozen=True)
+class OwnRuns:
+    """One's own readings on one kind of device, beside their predictions."""
+
+    residuals: tuple[Residual, ...] = ()
+
+    def bias(self, spec: RunSpec) -> float:
+        """Logarithm of predicted over true time that they let one expect of a run.
+
+        The best linear estimate from their own, which have a part that all runs here share and one
+        that runs have the more in common the more alike they are (kriging, or a Gaussian process):
+        0 without any, one's own error where the same was measured, the mean far away from all.
+        """
+        return self._expected(spec, self.residuals)
+
+    def remaining(self) -> tuple[float, ...]:
+        """Errors that are left of each once the others correct it; empty below three."""
+        if len(self.residuals) < _ENOUGH:
+            return ()
+        left = []
+        for place, item in enumerate(self.residuals):
+            others = (*self.residuals[:place], *self.residuals[place + 1 :])
+            left.append(exp(_error(item) - self._expected(item.expressed.spec, others)) - 1)
+        return tuple(left)
+
+    def without(self, spec: RunSpec) -> OwnRuns:
+        """The same but for the readings of one run: it says nothing of how well it is predicted."""
+        wanted = _measured(spec)
+        others = (item for item in self.residuals if _measured(item.expressed.spec) != wanted)
+        return OwnRuns(tuple(others))
+
+    def _expected(self, spec: RunSpec, known: Sequence[Residual]) -> float:
+        if not known:
+            return 0.0
+        import numpy as np  # Not in the browser, where nobody has runs of their own.
+
+        specs = [item.expressed.spec for item in known]
+        among = np.array([[_covariance(one, two) for one in specs] for two in specs])
+        noisy = among + _NOISE**2 * np.eye(len(specs))
+        weights = np.linalg.solve(noisy, [_covariance(spec, each) for each in specs])
+        return float(weights @ [_error(item) for item in known])
+
+
+_ENOUGH = 3
+_SHARED, _ALIKE, _NOISE = 0.3, 0.15, 0.05
+"""Standard deviations of the logarithm: of what all runs of a machine share, of what alike ones do,
+and of one measurement. README, "One's own runs", has what they do on public readings."""
+_REACH = 4.0
+"""Doublings over which likeness falls to a third."""
+
+
+def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
+    """The rows of a file on the cluster's kind of device, predicted with its constants.
+
+    CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
+
+    Raises:
+        ReadingsError: The file is no table of readings.
+    """
+    if not path.is_file():
+        return OwnRuns()
+    found = []
+    for reading in read_readings(path)[0]:
+        if not _is_here(reading, cluster.device):
+            continue
+        try:
+            expressed = express(reading)
+            if expressed.cluster.device.key != cluster.device.key:
+                continue
+            measured_here = replace(expressed.cluster, calibration=cluster.calibration)
+            found.append(residual(replace(expressed, cluster=measured_here)))
+        except (RefusedError, UnevenSplitError, NoPeakError):
+            continue
+    return OwnRuns(tuple(found))
+
+
+def _is_here(reading: Reading, device: Device) -> bool:
+    if reading.metric not in ("step_time_s", "tokens_per_s_per_gpu"):
+        return False
+    here = reading.where.startswith(f"{platform.node()}:")
+    return device.key != "cpu" or here
+
+
+def _measured(spec: RunSpec) -> RunSpec:
+    """What a row keeps of a run: no seed, no patches."""
+    return replace(spec, seed=0, fused=(), plant=None)
+
+
+def _error(item: Residual) -> float:
+    return log(1 + item.error)
+
+
+def _covariance(one: RunSpec, two: RunSpec) -> float:
+    return _SHARED**2 + _ALIKE**2 * exp(-_unlike(one, two) / _REACH)
+
+
+def _unlike(one: RunSpec, two: RunSpec) -> float:
+    """Doublings over all that differs; a choice that is another counts as one."""
+    mine, other = one.parallelism, two.parallelism
+    pairs = (
+        (parameters_total(one.shape), parameters_total(two.shape)),
+        (mine.world_size, other.world_size),
+        (mine.tensor, other.tensor),
+        (mine.pipeline, other.pipeline),
+        (mine.virtual_stages, other.virtual_stages),
+        (mine.context, other.context),
+        (mine.expert, other.expert),
+        (one.batch.micro_batch_size, two.batch.micro_batch_size),
+        (one.shape.seq_length, two.shape.seq_length),
+    )
+    choices = (
+        mine.sharding != other.sharding,
+        mine.sequence_parallel != other.sequence_parallel,
+        one.recompute != two.recompute,
+        one.dtype != two.dtype,
+        one.fused_attention != two.fused_attention,
+        one.quantised != two.quantised,
+    )
+    return sum(abs(log2(a / b)) for a, b in pairs) + sum(choices)
+
+
+def _configuration(row: Row) -> tuple[str, ...]:
+    """What makes a row another one: all but what it measured, and in which run."""
+    machine = row.get("url_or_path", "").partition(":")[0]
+    said = (row.get(name) or "" for name in COLUMNS if name not in ("url_or_path", "value"))
+    return (machine, *said)
+
+
+def _rows(path: Path) -> list[Row]:
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file)]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("ab") as file:
+        end = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                lock(file)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+        yield
