@@ -12,6 +12,7 @@ from pathlib import Path
 from tools.launch.checks.docker import REPOSITORY
 from tools.launch.container.docker import ask_engine
 from tools.launch.errors import LaunchError
+from tools.spec import settings
 from tools.spec.files import ROOT
 
 RECIPE = ROOT / "docker"
@@ -79,10 +80,10 @@ def build_command(pair: ImagePair) -> tuple[str, ...]:
         "MEGATRON_COMMIT": pair.megatron_commit,
         "MEGATRON_FOLDER": MEGATRON_IN_IMAGE,
     }
-    if url := os.environ.get("MEGATRON_URL"):
+    if url := settings.MEGATRON_URL.value(os.environ):
         arguments["MEGATRON_URL"] = url
-    settings = (f"--build-arg={name}={value}" for name, value in arguments.items())
-    return ("docker", "build", *settings, "--tag", pair.name, str(RECIPE))
+    given = (f"--build-arg={name}={value}" for name, value in arguments.items())
+    return ("docker", "build", *given, "--tag", pair.name, str(RECIPE))
 
 
 def build(ngc_tag: str | None, dry_run: bool = False) -> int:

@@ -107,7 +107,7 @@ def run_on_target(name: str, options: Options, console: Console, target: str = "
     Raises:
         LaunchError: It cannot work here, or a run did not end well.
     """
-    target = target or os.environ.get("TARGET", "")
+    target = target or settings.TARGET.value(os.environ) or ""
     trained = parse_target(target) if target else None
     return run_experiment(load_experiment(name, options, target=trained), options, console)
 

@@ -17,7 +17,7 @@ import msgspec
 from tools.plan.constraints import violations
 from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec.files import ROOT, read_args_file
-from tools.spec.flags import merge_flags
+from tools.spec.flags import flag_words, merge_flags
 from tools.spec.model import Model
 from tools.spec.run import RunSpec, flags_of_spec
 from tools.spec.strategy import Sharding
@@ -25,13 +25,15 @@ from tools.spec.strategy import Sharding
 _HALF = ("--fp16", "--bf16")
 _FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
-_WITHOUT_DEVICES = (
-    "--fake-process-group",
-    "--disable-gloo-process-groups",
-    *("--dataloader-type", "external"),
-    *("--train-iters", "1"),
-    *("--eval-iters", "0"),
-    *("--tokenizer-type", "NullTokenizer"),
+_WITHOUT_DEVICES = flag_words(
+    {
+        "--fake-process-group": True,
+        "--disable-gloo-process-groups": True,
+        "--dataloader-type": "external",
+        "--train-iters": 1,
+        "--eval-iters": 0,
+        "--tokenizer-type": "NullTokenizer",
+    }
 )
 """Megatron has the fake group as a flag of its own; `external` lets the data come from the dry run."""
 

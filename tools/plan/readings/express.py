@@ -39,8 +39,6 @@ class Expressed:
     reading: Reading
     spec: RunSpec
     cluster: Cluster
-    causal_half: bool = True
-    """Whether the source's FLOP/s count half of the attention square."""
 
 
 def express(reading: Reading) -> Expressed:

@@ -15,6 +15,7 @@ from tools.launch.microbenchmark import Workload
 from tools.launch.target import parse_target
 from tools.records.gpu_bench import MARK_MS
 from tools.spec.files import read_yaml
+from tools.spec.flags import flag_words
 
 BUDGET_SECONDS = 510.0
 """One call stays under 9 minutes, what starts and ends it included."""
@@ -63,11 +64,14 @@ class BenchSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.profiled:
             return ()
         start = WARM_UP + self.timed + 2
-        end = start + _BENCH.profiled
-        return (
-            *("--profile", "--use-pytorch-profiler", "--profile-ranks", "0"),
-            *("--profile-step-start", str(start), "--profile-step-end", str(end)),
-        )
+        profile = {
+            "--profile": True,
+            "--use-pytorch-profiler": True,
+            "--profile-ranks": 0,
+            "--profile-step-start": start,
+            "--profile-step-end": start + _BENCH.profiled,
+        }
+        return flag_words(profile)
 
 
 def chosen(only: str) -> tuple[BenchSetting, ...]:
