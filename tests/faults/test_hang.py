@@ -1,4 +1,4 @@
-"""A rank that stands still: noticed, named, and where everybody was is kept."""
+"""A stalled rank: noticed and named, and the stacks of all ranks are kept."""
 
 import time
 

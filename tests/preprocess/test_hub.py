@@ -69,7 +69,7 @@ def down(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 
 @pytest.fixture(scope="module")
 def dropped_once(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hub]:
-    """A data set whose download lost its connection half way and went on."""
+    """A data set whose download lost its connection half way and was resumed."""
     folder, home = tmp_path_factory.mktemp("owt-ds"), tmp_path_factory.mktemp("home")
     with serving(Hub(HUB_NAME, content, drops=1)) as hub:
         answer = fetch(folder, hub.url, home)

@@ -53,8 +53,8 @@ def test_without_a_whole_checkpoint_it_says_what_is_wrong_with_each(
 @pytest.mark.parametrize(
     ("losses", "chosen"),
     [
-        ((7.0, 6.0, 5.0), 2),  # Validation stopped iteration 4: what it saved on its way out was 3.
-        ((7.0, 6.0, 5.0, NAN, NAN), 2),  # Nothing checks for NaN, and training went on.
+        ((7.0, 6.0, 5.0), 2),  # Validation stopped iteration 4: its last save was 3.
+        ((7.0, 6.0, 5.0, NAN, NAN), 2),  # Nothing checks for NaN, and training continued.
         ((7.0, 6.0), 1),
     ],
 )

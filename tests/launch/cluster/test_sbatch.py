@@ -75,7 +75,7 @@ def test_shellcheck_finds_nothing_in_a_script(name: str) -> None:
 PROGRAMS = {
     "scontrol": "echo n1",
     "sinfo": "echo 10.0.0.1",
-    # srun, as task 1 of the step: the launcher's words and what it is told.
+    # srun, as task 1 of the step: the launcher's arguments and environment.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 exec "$@"',
     "python": (
         "exec {python} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))'"

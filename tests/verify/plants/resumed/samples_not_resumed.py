@@ -8,7 +8,7 @@ original = training.load_checkpoint
 def load(*args, **kwargs):
     loaded = original(*args, **kwargs)
     if not get_args().finetune:
-        # Not 0, which Megatron mends.
+        # Not 0, which Megatron corrects.
         get_args().consumed_train_samples -= get_args().global_batch_size
     return loaded
 

@@ -152,7 +152,7 @@
       return this.plot.series.map((series, place) => {
         const from = series.x.findIndex((x) => x >= low);
         let to = series.x.findLastIndex((x) => x <= high);
-        // One point beyond either edge, so that the line goes on.
+        // One point beyond either edge, so that the line continues.
         const kept = [Math.max(0, from - 1), Math.min(series.x.length - 1, to + 1)];
         const hidden = this.hidden.has(place) || from < 0 || to < from;
         return hidden ? null : { series, place, from, to, kept };
