@@ -144,17 +144,25 @@ def regex_gpt2(gpt2):
     return RegexEncoder(gpt2)
 
 
-def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2):
+@pytest.fixture(scope="module")
+def code_points():
+    """Every character but the surrogates: whether Python's tables leave it unassigned."""
+    codes = (code for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    return {chr(code): unicodedata.category(chr(code)) == "Cn" for code in codes}
+
+
+@pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2, code_points, step):
     """After a letter, a digit or a space 's is one token; after anything else ' belongs to that.
 
-    17,480 letters are younger than the tables of `tokenizers`, 12,823 than gigatoken's.
+    17,480 letters are younger than the tables of `tokenizers`, 12,823 than gigatoken's. By default one
+    in 16 of the 825,345 unassigned ones: that each is noticed, and so cut by `regex`, is tested below.
     """
-    everything = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    separate = set(regex.findall(r"[\p{L}\p{N}\s]", "".join(everything))) - {" "}
+    separate = set(regex.findall(r"[\p{L}\p{N}\s]", "".join(code_points))) - {" "}
     assert "\U0003dddb" in separate
     together = exact_gpt2.encode(["'s"])[0][-1]
-    unassigned = [c for c in everything if unicodedata.category(c) == "Cn"]
-    assigned = [[c] for c in everything if unicodedata.category(c) != "Cn"]
+    unassigned = [c for c, is_unassigned in code_points.items() if is_unassigned][::step]
+    assigned = [[c] for c, is_unassigned in code_points.items() if not is_unassigned]
     for groups in (assigned, list(batched(unassigned, 200))):
         texts = ["\n".join(f"{character}'s" for character in group) for group in groups]
         ids, offsets = exact_gpt2.encode(texts)
@@ -192,9 +200,10 @@ def test_the_regex_encoder_agrees_with_hugging_face(regex_gpt2, hugging_face_gpt
     np.testing.assert_array_equal(ours[1], theirs[1])
 
 
-def test_a_text_with_one_unassigned_character_anywhere_is_noticed():
-    characters = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) == "Cn"]
-    assert all(has_unassigned(f"naïve {c}s") for c in characters)
+def test_a_text_with_one_unassigned_character_anywhere_is_noticed(code_points):
+    assert all(
+        has_unassigned(f"naïve {c}s") for c, is_unassigned in code_points.items() if is_unassigned
+    )
     assert has_unassigned("é" * (1 << 20) + "\U0003dddb")
     assert not any(map(has_unassigned, ["", "“Plain” prose — naïve café", "Привет, 世界, 안녕 😀"]))
 
