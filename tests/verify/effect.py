@@ -1,0 +1,116 @@
+"""What a finding does to a training, for its `effect:` in `docs/upstream/findings.yaml`.
+
+    python -m tests.verify.effect [ID …] [--iterations 100]
+
+Trains one rank and the finding's layout, both as they are and with the patch, from the same weights on
+the same batches, and compares the loss of the last iteration and all weights after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tests.verify.forked import ForkedRanks
+from tools.launch.compose import Launch
+from tools.launch.options import Options, read_plant
+from tools.launch.pairs import Difference, Verification, compose_verification
+from tools.launch.start import ensure_start_checkpoint
+from tools.records.capture import FOLDER_VARIABLE, ITERATION_VARIABLE, Stage
+from tools.spec.files import ROOT
+from tools.verify.captured import Array, read_capture
+from tools.verify.findings import Effect, Finding, Judged, findings
+from tools.verify.parameters import assembled, units
+
+_LOSS = re.compile(r" lm loss: (\S+) ")
+_Weights = dict[tuple[object, ...], Array]
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    ranks: ForkedRanks
+    data: str
+    folder: Path
+
+    def effect(self, finding: Finding, iterations: int) -> Effect:
+        """Measure it.
+
+        Raises:
+            RuntimeError: A run failed; its log is named.
+        """
+        started, _ = self._trained(self._composed(finding, None, 1).reference, 1)
+        measured = []
+        for patch in (finding.shown_with, finding.patch):
+            pair = self._composed(finding, patch, iterations)
+            reference, loss = self._trained(pair.reference, iterations)
+            weights, other = self._trained(pair.layout, iterations)
+            moved = _distance(reference, started)
+            measured += [abs(other - loss) / loss, _distance(weights, reference) / moved]
+        return Effect(iterations, *(float(f"{value:.1e}") for value in measured))
+
+    def _composed(self, finding: Finding, patch: Path | None, iterations: int) -> Verification:
+        options = Options(
+            runs=self.folder,
+            data=self.data,
+            extra=finding.flags,
+            iterations=iterations,
+            plant=read_plant(str(patch)) if patch else None,
+        )
+        name = f"verify-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
+        difference = Difference(reference=finding.reference, flags=finding.own_flags)
+        composed = compose_verification(name, options, difference)
+        reference = replace(composed.reference, warm=self.ranks.warm)
+        ensure_start_checkpoint(reference, options, Console(file=sys.stderr))
+        return composed
+
+    def _trained(self, launch: Launch, iteration: int) -> tuple[_Weights, float]:
+        """All weights after an iteration, and its loss."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            capture, log = Path(scratch, "capture"), Path(scratch, "log.txt")
+            also = {FOLDER_VARIABLE: str(capture), ITERATION_VARIABLE: str(iteration)}
+            if failure := self.ranks.run(launch, log, also):
+                raise RuntimeError(f"{failure}\n{log.read_text()[-2000:]}")
+            read = read_capture(capture)
+            weights = {
+                unit: np.array(assembled(pieces, read))
+                for unit, pieces in units(read, Stage.WEIGHTS, "weight").items()
+                if unit[2] == "weight"
+            }
+            return weights, float(_LOSS.findall(log.read_text())[-1])
+
+
+def _distance(ours: _Weights, theirs: _Weights) -> float:
+    squares = (np.square(np.subtract(ours[unit], theirs[unit], dtype=float)) for unit in theirs)
+    return float(np.sqrt(sum(square.sum() for square in squares)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the effect of each finding that is named, or of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ids", nargs="*")
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--data", default="owt-ds/sample_text_document")
+    given = parser.parse_args(arguments)
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".effect-") as folder,
+        closing(ForkedRanks()) as ranks,
+    ):
+        trainer = _Trainer(ranks, given.data, Path(folder))
+        for one in findings():
+            if one.verdict is Judged.REPRODUCED and (not given.ids or one.id in given.ids):
+                of = asdict(trainer.effect(one, given.iterations)).items()
+                print(f"{one.id}: {{{', '.join(f'{name}: {value}' for name, value in of)}}}")
+
+
+if __name__ == "__main__":
+    main()
