@@ -1,6 +1,6 @@
 import json
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tools.launch import calibrate
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
-from tools.launch.calibrate import from_figures
+from tools.launch.calibrate import MEGATRON_LAYER, conditions, from_figures
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
@@ -42,7 +42,7 @@ def test_measured_rates_become_shares_of_the_nominal_ones() -> None:
     assert calibration.memory == 1.2
     assert calibration.link == 1.5
     assert calibration.link_latency_seconds == 0.0004
-    assert calibration.layer_launch_seconds == 0.0008
+    assert calibration.layer_launch_seconds == MEGATRON_LAYER * 0.0008
 
 
 def test_what_is_planned_has_the_vocabulary_of_the_data_that_is_trained() -> None:
@@ -91,13 +91,21 @@ def test_cpu_ranks_are_planned_as_they_run() -> None:
     assert request.cluster.nodes == 1
 
 
-def test_a_kept_calibration_is_used_and_named(tmp_path: Path) -> None:
-    kept = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    path = calibration_path(tmp_path, CPU)
-    path.write_text(json.dumps({"matmul": kept.matmul, "source": kept.source}))
-    assert load_calibration(path).matmul == 1.5
-    plan = plan_here(TINY, Options(runs=tmp_path), QUIET)
+@pytest.mark.parametrize(("ranks", "measured_again"), [(2, False), (4, True)])
+def test_what_was_measured_is_kept_until_its_conditions_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, measured_again: bool
+) -> None:
+    made_with = conditions(DeviceKind.CPU, 2)
+    kept = replace(from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO), made_with=made_with)
+    calibration_path(tmp_path, CPU).write_text(json.dumps(asdict(kept)))
+    faster = replace(FIGURES, matmul_flops=200e9)
+    monkeypatch.setattr("tools.launch.microbenchmark.measure", lambda *_, **__: faster)
+    target = parse_target(f"train-baseline-gpt2-tiny-{ranks}cpu")
+    plan = plan_here(target, Options(runs=tmp_path), QUIET)
     assert plan.request.cluster.calibration.source == f"measured on {platform.node()}"
+    assert plan.request.cluster.calibration.matmul == (2.0 if measured_again else 1.5)
+    now = load_calibration(calibration_path(tmp_path, CPU))
+    assert now.made_with == conditions(DeviceKind.CPU, ranks)
 
 
 def test_what_was_planned_is_what_is_trained() -> None:
@@ -116,7 +124,7 @@ def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_
     assert train_auto("train-auto-gpt2-tiny-2cpu", options, Console(width=200)) == 0
     said = capsys.readouterr().out
     assert "Predicted: " in said
-    assert "CALIBRATE=1 measures this machine's" in said
+    assert "'make calibrate' measures this machine's" in said
     assert "--nproc-per-node 2 -m megatron_patches" in said
     assert "--global-batch-size 8" in said
     assert list(tmp_path.iterdir()) == []

@@ -39,6 +39,8 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
         WORKLOADS[DeviceKind.CPU],
         matmul_size=64,
         copy_bytes=1 << 20,
+        head=(4, 8, 64),
+        parameters=256,
         seconds_each=0.001,
     )
     monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)

@@ -1,15 +1,17 @@
 """`make train-auto-<model>-<N>cpu|gpu`: plan for this machine, say what was chosen and why, train it.
 
-With CALIBRATE=1 the planner's constants are measured on this machine first, and kept in a file.
+The planner's constants are measured on this machine first, and kept until its devices or what measures
+them change; CALIBRATE=1 measures them anew.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from rich.console import Console
 
-from tools.launch.calibrate import calibrate, cpu_core, gpu_here
+from tools.launch.calibrate import calibrate, cpu_core, gpu_here, valid_calibration
 from tools.launch.compose import DEFAULT_DATA, model_for
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
@@ -68,7 +70,8 @@ def request_here(
     if on_cpu:
         template = replace(template, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
     link = link_by_key(device.link)
-    cluster = Cluster(device, target.devices, target.devices, link, link, calibration)
+    cores = len(os.sched_getaffinity(0)) if on_cpu else None
+    cluster = Cluster(device, target.devices, target.devices, link, link, calibration, cores=cores)
     return Request(model, cluster, samples, template)
 
 
@@ -110,8 +113,11 @@ def _device(target: Target) -> Device:
 
 
 def _calibration(target: Target, device: Device, options: Options, console: Console) -> Calibration:
-    if not options.calibrate:
+    """Measured on this machine: now where it was not, and with CALIBRATE=1; dry runs do not."""
+    if options.dry_run:
         return calibration_of(options.runs, device)
-    console.print(f"Measuring {target.devices} {target.device} rank(s) …", highlight=False)
-    link = link_by_key(device.link)
-    return calibrate(options.runs, target.device, target.devices, device, link)
+    if options.calibrate:
+        console.print(f"Measuring {target.devices} {target.device} rank(s) …", highlight=False)
+        link = link_by_key(device.link)
+        return calibrate(options.runs, target.device, target.devices, device, link)
+    return valid_calibration(options.runs, target.device, target.devices, device, console)

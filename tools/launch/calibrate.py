@@ -6,6 +6,8 @@ They are kept by machine and device in the folder of runs, where `make plan GPU=
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -19,7 +21,7 @@ from tools.launch import microbenchmark
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures, Workload
-from tools.plan.calibration import calibration_path
+from tools.plan.calibration import calibration_of, calibration_path
 from tools.plan.time.cluster import Calibration
 from tools.plan.time.constants import NAMES, constants_of
 from tools.records.io import write_record
@@ -36,14 +38,20 @@ from tools.text.table import Column, Table, rich_table
 from tools.text.units import DASH
 
 TIMEOUT_SECONDS = 600.0
+MEGATRON_LAYER, MEGATRON_LOOP = 3.5, 20.0
+"""Host time of a layer of Megatron, and of its training loop for an iteration, in layers of PyTorch's
+own encoder (`Workload.layer`): measured on a CPU rank with 4 and 16 layers of 16 tokens."""
 WORKLOADS = {
     DeviceKind.CPU: Workload(
         matmul_size=1024,
         attention_shape=(8, 256, 64),
-        copy_bytes=64 << 20,
+        copy_bytes=16 << 20,
         layer=True,
+        head=(128, 64, 50304),
+        parameters=1 << 22,
         all_reduce_bytes=16 << 20,
         latency=True,
+        median=True,
     ),
     DeviceKind.GPU: Workload(
         matmul_size=8192,
@@ -114,6 +122,30 @@ def gpu_here(ranks: int, instead: str, otherwise: str = "") -> Device:
     return device
 
 
+def conditions(kind: DeviceKind, ranks: int) -> str:
+    """What a calibration depends on beside machine and device: under others it is not valid."""
+    cores = f" on {len(os.sched_getaffinity(0))} cores" if kind is DeviceKind.CPU else ""
+    torch = importlib.metadata.version("torch")
+    work = hashlib.sha256(repr(WORKLOADS[kind]).encode()).hexdigest()[:8]
+    return f"{ranks} {kind} rank(s){cores}, a thread each, torch {torch}, workload {work}"
+
+
+def valid_calibration(
+    runs: Path, kind: DeviceKind, ranks: int, device: Device, console: Console
+) -> Calibration:
+    """What was measured under these conditions; if nothing was, it is measured now.
+
+    Raises:
+        LaunchError: The measurement failed.
+    """
+    kept = calibration_of(runs, device)
+    if kept.made_with == conditions(kind, ranks):
+        return kept
+    why = f", before with {kept.made_with}" if kept.made_with else ""
+    console.print(f"Measuring {ranks} {kind} rank(s){why} …", highlight=False)
+    return calibrate(runs, kind, ranks, device, link_by_key(device.link))
+
+
 def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Link) -> Calibration:
     """Measure for a few seconds on `ranks` devices at once, keep the result, return it.
 
@@ -128,6 +160,7 @@ def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Li
         raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {error}") from None
     assert figures is not None  # There is one node.
     calibration = from_figures(figures, kind, device, link)
+    calibration = replace(calibration, made_with=conditions(kind, ranks))
     path = calibration_path(runs, device)
     runs.mkdir(parents=True, exist_ok=True)
     write_record(path, calibration)
@@ -145,13 +178,25 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
         "link": _share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
         "layer_launch_seconds": figures.layer_seconds,
         "link_latency_seconds": figures.all_reduce_latency_seconds,
+        "logit_seconds": figures.logit_seconds,
+        "large_logit_seconds": figures.large_logit_seconds,
+        "parameter_seconds": figures.parameter_seconds,
+        "tensor_seconds": figures.tensor_seconds,
+        "gradient_seconds": figures.gradient_seconds,
     }
     known = {name: value for name, value in measured.items() if value is not None}
     calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
     if kind is DeviceKind.GPU:
         return calibration
+    layer = figures.layer_seconds or 0.0
     # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
-    return replace(calibration, contention=1.0, launch_beside_work=False)
+    return replace(
+        calibration,
+        contention=1.0,
+        launch_beside_work=False,
+        layer_launch_seconds=MEGATRON_LAYER * layer,
+        iteration_host_seconds=MEGATRON_LOOP * layer,
+    )
 
 
 def _share(measured: float | None, nominal: float) -> float | None:

@@ -40,9 +40,14 @@ class Workload:
     attention_shape: tuple[int, int, int] | None = None
     """Heads, sequence length and head width of an SDPA forward and backward."""
     copy_bytes: int | None = None
-    """Size of a tensor that is copied; far more than the caches hold."""
+    """Size of a tensor that is copied into a new one."""
     layer: bool = False
     """Forward and backward of a transformer layer of almost no work: the cost of its launches."""
+    head: tuple[int, int, int] | None = None
+    """Tokens, width and vocabulary of an output layer with its loss, forward and backward: with so many
+    tokens the logits fit into a CPU's heap, with twice as many not."""
+    parameters: int | None = None
+    """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped."""
     all_reduce_bytes: int | None = None
     latency: bool = False
     """What a small all-reduce adds to arithmetic, the wait for the slowest rank included."""
@@ -65,6 +70,16 @@ class Figures:
     copy_bytes_per_second: float | None = None
     """Read and written."""
     layer_seconds: float | None = None
+    logit_seconds: float | None = None
+    """Of the output layer and its loss, beside the FLOPs of their products, a logit."""
+    parameter_seconds: float | None = None
+    """Of an update, an element."""
+    tensor_seconds: float | None = None
+    """Of an update, a tensor of almost no elements."""
+    large_logit_seconds: float | None = None
+    """The same where the memory of the logits is new each time."""
+    gradient_seconds: float | None = None
+    """Of a table's gradient, made and added to what is there, an element."""
     all_reduce_bytes_per_second: float | None = None
     """That a rank sends in a ring: 2(n-1)/n of the tensor in the time of the fastest call."""
     all_reduce_latency_seconds: float | None = None

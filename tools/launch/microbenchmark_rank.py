@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from tools.spec.run import DeviceKind
 
 LARGE_CALLS, SMALL_CALLS = 10, 200
 WARM_UP_COLLECTIVES = 3
+SMALL_BYTES = 1 << 17
 PRODUCTS = 4
 """Of 256 x 256 matrices, before each small all-reduce: about half a millisecond on a core."""
 LEAST_LATENCY_SECONDS = 1e-6
@@ -40,7 +42,9 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
         output.write_bytes(msgspec.json.encode(local_figures(workload, device)))
         return
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mine = asdict(local_figures(workload, device)) | _collective_figures(workload, device)
+    dist.barrier()  # All at once, as they train: cores share memory.
+    own = local_figures(workload, device) if _has_a_core(device) else Figures()
+    mine = asdict(own) | _collective_figures(workload, device)
     ranks: list[dict[str, float | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     pairs = _pairs(workload, device) if workload.node_pairs else {}
@@ -49,16 +53,30 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
     dist.destroy_process_group()
 
 
+def _has_a_core(device: str) -> bool:
+    """Of more ranks than cores so many measure: what each of all has is a share of a core."""
+    return device == "cuda" or int(os.environ["LOCAL_RANK"]) < len(os.sched_getaffinity(0))
+
+
 def local_figures(workload: Workload, device: str) -> Figures:
     """Rates of this rank's device, without communication."""
     timer = _Timer(workload, device)
+    flops = _matmul(timer, workload.matmul_size) if workload.matmul_size else None
+    head = workload.head
+    small, large = _heads(timer, *head, flops) if head and flops else (None, None)
+    elements = workload.parameters
     return Figures(
-        matmul_flops=_matmul(timer, workload.matmul_size) if workload.matmul_size else None,
+        matmul_flops=flops,
         attention_flops=(
             _attention(timer, *workload.attention_shape) if workload.attention_shape else None
         ),
         copy_bytes_per_second=_copy(timer, workload.copy_bytes) if workload.copy_bytes else None,
         layer_seconds=_layer(timer) if workload.layer else None,
+        logit_seconds=small,
+        large_logit_seconds=large,
+        parameter_seconds=_update(timer, elements) / elements if elements else None,
+        tensor_seconds=_update(timer, 1) if elements else None,
+        gradient_seconds=_table_gradient(timer, elements) if elements else None,
     )
 
 
@@ -140,8 +158,7 @@ def _attention(timer: _Timer, heads: int, length: int, width: int) -> float:
 
 def _copy(timer: _Timer, size_bytes: int) -> float:
     source = torch.randn(size_bytes // 4, device=timer.device)
-    target = torch.empty_like(source)
-    return 2 * size_bytes / timer.seconds(lambda: target.copy_(source))
+    return 2 * size_bytes / timer.seconds(source.clone)
 
 
 def _layer(timer: _Timer) -> float:
@@ -152,13 +169,64 @@ def _layer(timer: _Timer) -> float:
     return timer.seconds(lambda: layer(token).sum().backward())
 
 
+def _heads(
+    timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float
+) -> tuple[float, float]:
+    small, large = (_head(timer, n, width, vocabulary, flops) for n in (tokens, 2 * tokens))
+    return small, max(small, large)
+
+
+def _head(timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float) -> float:
+    """An output layer and its cross entropy, in place where training works in place: seconds a logit."""
+    normal = partial(torch.randn, device=timer.device, dtype=timer.dtype)
+    hidden, weight = normal(tokens, width), 0.02 * normal(vocabulary, width)
+    row = torch.arange(tokens, device=timer.device)
+
+    def work() -> None:
+        logits = hidden @ weight.t()
+        logits.sub_(torch.max(logits, dim=-1)[0].unsqueeze(-1))
+        chosen = logits[row, row]
+        total = torch.exp(logits, out=logits).sum(dim=-1, keepdim=True)
+        logits.div_(total)
+        logits[row, row] -= 1.0
+        logits.mul_(torch.log(total) - chosen.unsqueeze(-1))
+        logits @ weight
+        logits.t() @ hidden
+
+    products = 6 * tokens * width * vocabulary / flops
+    return max(0.0, timer.seconds(work) - products) / (tokens * vocabulary)
+
+
+def _update(timer: _Timer, elements: int) -> float:
+    """What happens to a tensor's gradient between backward and the next forward, in fp32, unfused."""
+    weight = torch.nn.Parameter(torch.zeros(elements, device=timer.device))
+    weight.grad, arrived = torch.zeros_like(weight), torch.ones_like(weight)
+    adam = torch.optim.AdamW([weight], lr=1e-6)
+
+    def work() -> None:
+        assert weight.grad is not None
+        weight.grad.zero_()
+        weight.grad.add_(arrived)
+        weight.grad.mul_(1.0 / (1.0 + torch.linalg.vector_norm(weight.grad)))
+        adam.step()
+
+    return timer.seconds(work)
+
+
+def _table_gradient(timer: _Timer, elements: int) -> float:
+    """A look-up's gradient is as large as the table, and added to the micro batches' before."""
+    summed = torch.zeros(elements, device=timer.device)
+    return timer.seconds(lambda: summed.add_(torch.zeros_like(summed))) / elements
+
+
 def _collective_figures(workload: Workload, device: str) -> dict[str, float]:
     found: dict[str, float] = {}
     if workload.all_reduce_bytes:
         tensor = torch.zeros(workload.all_reduce_bytes // 4, device=device)
         found["all_reduce_bytes_per_second"] = _ring_rate(tensor, None, dist.get_world_size())
     if workload.latency:
-        found["all_reduce_latency_seconds"] = _latency(device)
+        rate = found.get("all_reduce_bytes_per_second")
+        found["all_reduce_latency_seconds"] = _latency(device, rate)
     return found
 
 
@@ -168,9 +236,14 @@ def _ring_rate(tensor: torch.Tensor, group: dist.ProcessGroup | None, ranks: int
     return 2 * (ranks - 1) / ranks * tensor.nbytes / least
 
 
-def _latency(device: str) -> float:
-    """The mean, not the least: ranks never arrive together, and training waits for the later one."""
-    small = torch.zeros(1, device=device)
+def _latency(device: str, bytes_per_second: float | None) -> float:
+    """What a tensor of a layer's size takes beyond its bytes at the rate of large ones.
+
+    The median, not the least: ranks never arrive together, and training waits for the later one.
+    """
+    small = torch.zeros(SMALL_BYTES // 4, device=device)
+    ranks = dist.get_world_size()
+    moving = 2 * (ranks - 1) / ranks * SMALL_BYTES / bytes_per_second if bytes_per_second else 0.0
     matrix = torch.randn(256, 256, device=device)
 
     def compute() -> None:
@@ -181,9 +254,9 @@ def _latency(device: str) -> float:
         compute()
         dist.all_reduce(small)
 
-    together = statistics.mean(_counted(compute_and_reduce, device, SMALL_CALLS))
-    alone = statistics.mean(_counted(compute, device, SMALL_CALLS))
-    return max(together - alone, LEAST_LATENCY_SECONDS)
+    together = statistics.median(_counted(compute_and_reduce, device, SMALL_CALLS))
+    alone = statistics.median(_counted(compute, device, SMALL_CALLS))
+    return max(together - alone - moving, LEAST_LATENCY_SECONDS)
 
 
 def _counted(work: Work, device: str, calls: int) -> list[float]:

@@ -47,6 +47,6 @@ def calibration_of(runs: Path, device: Device) -> Calibration:
         return load_calibration(kept)
     if device.key == "cpu":
         return Calibration(
-            source="nominal ones of a CPU core; 'make calibrate' or CALIBRATE=1 measures this machine's"
+            source="nominal ones of a CPU core; 'make calibrate' measures this machine's"
         )
     return Calibration()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
-from tools.spec.run import Recompute, RunSpec
+from tools.spec.run import DeviceKind, Recompute, RunSpec
 from tools.spec.stages import EVEN, stage_split, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -89,10 +89,14 @@ def min_memory_variant(plain: RunSpec) -> RunSpec:
     return replace(plain, parallelism=replace(plain.parallelism, sharding=sharding))
 
 
-def comm_types(shape: ModelShape, split: Parallelism) -> tuple[str, ...]:
-    """Context-parallel algorithms; all-to-all needs enough key/value heads."""
+def comm_types(
+    shape: ModelShape, split: Parallelism, device: DeviceKind = DeviceKind.GPU
+) -> tuple[str, ...]:
+    """Context-parallel algorithms; all-to-all needs enough key/value heads. CPU ranks gather."""
     if split.context == 1:
         return ("p2p",)
+    if device is DeviceKind.CPU:
+        return ("all_gather",)
     exchange = (shape.query_groups // split.tensor) % split.context == 0
     return CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
 

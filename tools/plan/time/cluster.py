@@ -33,9 +33,26 @@ class Calibration:
     jitter: float | None = None
     link_latency_seconds: float | None = None
     """Of one call inside a node, over any ranks; None takes `hop_seconds` a step."""
+    logit_seconds: float | None = None
+    """Of output layer and loss, beside FLOPs, a logit; None counts their kernels' bytes."""
+    large_logit_seconds: float | None = None
+    """The same where all logits are too large for the C library's heap."""
+    parameter_seconds: float | None = None
+    """Of an update, a parameter: gradient zeroed, added, normed, clipped, Adam; None counts bytes."""
+    tensor_seconds: float = 0.0
+    """Of the host for an update, a tensor."""
+    gradient_seconds: float = 0.0
+    """Of a table's gradient in a micro batch, an element, where no kernel adds it to the others."""
+    iteration_host_seconds: float = 0.0
+    """Of the host for an iteration, beside layers: data, schedule, log."""
     launch_beside_work: bool = True
     """Whether the host launches kernels while the device works; on CPU ranks they are the same core."""
+    made_with: str = ""
+    """Devices, threads and versions that it was measured with; with others it is measured again."""
     source: str = "fitted to public readings of this generation of devices (tools/plan/README.md)"
+
+
+NOTHING_MEASURED = Calibration()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +66,8 @@ class Cluster:
     inter: Link
     calibration: Calibration = field(default_factory=Calibration)
     execution: Execution = field(default_factory=Execution)
+    cores: int | None = None
+    """That CPU ranks share; None where each has a device of its own."""
 
     @cached_property
     def constants(self) -> Constants:
@@ -56,6 +75,11 @@ class Cluster:
         measured = {name: getattr(self.calibration, name) for name in NAMES}
         known = {name: value for name, value in measured.items() if value is not None}
         return replace(constants_of(self.device.generation), **known)
+
+    @property
+    def share(self) -> float:
+        """Of a core, what each rank has while all of them compute."""
+        return 1.0 if self.cores is None else min(1.0, self.cores / self.devices)
 
     @property
     def nodes(self) -> int:
@@ -75,6 +99,8 @@ class Route:
     tree_seconds: float
     """Of one way down a tree of them: no call takes longer than the faster algorithm."""
     link: str
+    all_reduce_ways: int = 2
+    """Around the ring for an all-reduce; 1 where the latency is that of a whole call."""
 
 
 @lru_cache(maxsize=65536)
@@ -93,7 +119,7 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     if stride * ranks <= cluster.per_node:
         ring, tree = hop * (ranks - 1), hop * ceil(log2(max(2, ranks)))
         if measured is not None:
-            ring = tree = measured
+            return Route(within, within, measured, measured, intra.key, all_reduce_ways=1)
         return Route(within, within, ring, tree, intra.key)
     single = group in {Group.PIPELINE, Group.EMBEDDING}
     port = cluster.inter.bytes_per_second * efficiency

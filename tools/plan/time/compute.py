@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tools.plan.memory import PRECISIONS, QUANTISED_BYTES, held_parameters, logit_elements
-from tools.plan.time.cluster import Cluster
+from tools.plan.tensors import rank_tensors
+from tools.plan.time.cluster import NOTHING_MEASURED, Calibration, Cluster
 from tools.spec.hardware import Device
 from tools.spec.model import LatentAttention
 from tools.spec.run import Quantised, Recompute, RunSpec
@@ -64,8 +65,21 @@ class DeviceRates:
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
     fused_loss: bool = False
+    measured: Calibration = NOTHING_MEASURED
+    """What was measured in place of counting bytes."""
+    share: float = 1.0
+    """Of the device, on which the measured times are longer by that much."""
+
+    def logits_seconds(self, logits: int, element_bytes: int) -> float | None:
+        """Of an output layer's logits, beside FLOPs; None where nothing was measured."""
+        large = logits * element_bytes > _LARGEST_OF_HEAP
+        each = self.measured.large_logit_seconds if large else self.measured.logit_seconds
+        return None if each is None else logits * each / self.share
 
 
+_LARGEST_OF_HEAP = 32 << 20
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: a larger tensor's memory goes back to the system when it dies,
+which maps and clears each page of the next one."""
 _UNFUSED_KERNELS = 2.5
 """Times that eager PyTorch moves what a fused kernel moves for a norm, an activation or a residual: each
 step reads and writes, and autocast copies between precisions (an estimate)."""
@@ -77,11 +91,11 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
     Raises:
         NoPeakError: The device has no matrix rate in this dtype.
     """
-    device, constants = cluster.device, cluster.constants
+    device, constants, share = cluster.device, cluster.constants, cluster.share
     peak = device.peak_flops(dtype)
     if peak is None:
         raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
-    peak *= _power_share(device)
+    peak *= _power_share(device) * share
     fewer = peak * constants.matmul
     if quantised:
         name = "nvfp4" if quantised is Quantised.NVFP4 else "fp8"
@@ -97,12 +111,14 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         quantised_flops=fewer,
         attention_flops=peak * constants.attention * _kernel_share(cluster),
         narrow_heads=not cluster.execution.portable_attention,
-        bytes_per_second=device.memory_bytes_per_second * constants.memory,
+        bytes_per_second=device.memory_bytes_per_second * constants.memory * share,
         fill=constants.product_fill,
         processors=device.processors,
         quantised=quantised,
         elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
         fused_loss=cluster.execution.fused_loss,
+        measured=cluster.calibration,
+        share=share,
     )
 
 
@@ -172,7 +188,8 @@ def forward_passes(spec: RunSpec) -> tuple[int, int, int]:
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
     elements = spec.tokens * spec.shape.hidden
-    return 10 * spec.element_bytes * elements / rate.bytes_per_second
+    seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
+    return seconds + _table_gradient_seconds(spec, rate)
 
 
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
@@ -188,13 +205,30 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
         passes += 2 * spec.element_bytes
     if rate.fused_loss:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
-    return matmul, passes * logit_elements(spec) / rate.bytes_per_second
+    logits = logit_elements(spec)
+    loss = passes * logits / rate.bytes_per_second
+    measured = rate.logits_seconds(logits, element)
+    if measured is not None:
+        matmul, loss = 6 * tokens * hidden * width / rate.flops, measured
+    return matmul, loss + _table_gradient_seconds(spec, rate)
+
+
+def _table_gradient_seconds(spec: RunSpec, rate: DeviceRates) -> float:
+    """Of the embedding's, or the output layer's: made whole, and added to those before."""
+    tensor = spec.parallelism.tensor
+    table = spec.shape.padded_vocabulary(tensor) * spec.shape.hidden // tensor
+    return table * rate.measured.gradient_seconds / rate.share
 
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
     """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic."""
     precision = PRECISIONS[spec.dtype]
     held, gradients = held_parameters(spec, pipeline_rank)
+    measured = rate.measured
+    if measured.parameter_seconds is not None:
+        tensors = rank_tensors(spec, pipeline_rank)
+        seconds = held * measured.parameter_seconds + tensors * measured.tensor_seconds
+        return seconds / rate.share
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
     a_parameter = _ADAM_BYTES + _NORM_AND_CLIP_BYTES + copies + weights

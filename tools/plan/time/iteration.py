@@ -71,7 +71,7 @@ class MicroBatchSeconds:
             self.expert_parallel + other.expert_parallel,
         )
 
-    def __mul__(self, times: int) -> MicroBatchSeconds:
+    def __mul__(self, times: float) -> MicroBatchSeconds:
         return MicroBatchSeconds(
             self.matmul * times,
             self.attention * times,
@@ -149,7 +149,8 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     return IterationSeconds(
         matmul=count * slowest.matmul,
         attention=count * slowest.attention,
-        memory_bound=count * slowest.memory_bound,
+        memory_bound=count * slowest.memory_bound
+        + cluster.calibration.iteration_host_seconds / cluster.share,
         tensor_parallel=count * slowest.tensor_parallel,
         context_parallel=count * slowest.context_parallel,
         expert_parallel=count * slowest.expert_parallel,
@@ -162,7 +163,11 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
 
 
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
-    """One micro batch on the slowest stage, and its whole way through all stages."""
+    """One micro batch on the slowest stage, and its whole way through all stages.
+
+    Where ranks share cores, those of a stage that waits are the others': m micro batches then take no
+    less than the work of all stages on all cores, nor than the slowest stage and the way through alone.
+    """
     pieces, pipeline = _pieces(_one_layer(spec), cluster), spec.parallelism.pipeline
     first = pieces.layer * spec.stage_layers(0) + pieces.embedding
     if pipeline == 1:
@@ -173,7 +178,13 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     if pipeline > 2:
         stages.append(pieces.layer * spec.stage_layers(1))
     through = first.total + last.total + (pipeline - 2) * stages[-1].total
-    return max(stages, key=lambda stage: stage.total), through
+    slowest, share = max(stages, key=lambda stage: stage.total), cluster.share
+    if share == 1 or not slowest.total:
+        return slowest, through
+    least = max(through / pipeline, share * slowest.total)
+    whole = share * ((spec.microbatches - 1) * slowest.total + through)
+    slowest *= least / slowest.total
+    return slowest, least + max(0.0, whole - spec.microbatches * least)
 
 
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
@@ -237,7 +248,7 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
         context_parallel=_context_seconds(spec, cluster, layer),
         expert_parallel=_expert_seconds(spec, cluster, expert_calls),
     )
-    waiting = launch_seconds(spec, cluster, passes, (*tensor_calls, *expert_calls))
+    waiting = launch_seconds(spec, cluster, passes, (*tensor_calls, *expert_calls)) / cluster.share
     if spec.shape.experts:
         # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
         waiting *= _EXPERT_KERNELS
@@ -396,7 +407,7 @@ def _alone(call: CollectiveCall, way: Route) -> float:
     if call.operation is Operation.SEND:
         return call.wire_bytes / rate + call.calls * way.ring_seconds / max(1, call.ranks - 1)
     if call.operation is Operation.ALL_REDUCE:
-        rings = 2
+        rings = way.all_reduce_ways
     latency = rings * min(way.ring_seconds, way.tree_seconds) + _KERNEL_SECONDS
     return call.wire_bytes / rate + call.calls * latency
 
