@@ -48,7 +48,7 @@ image: ## build the container for RUNTIME=docker
 reproduce: ## the six published runs on two GPUs, and a report; resumable
 
 ## Comparisons from the same weights, batches and schedule
-compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report
+compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report; GPU= predicts them
 compare-backends: ## Megatron, plain PyTorch, DeepSpeed, bare forward and backward
 compare-moe: ## Megatron and plain PyTorch on experts, as in the Blueberry experiment
 compare-pipelines: ## Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.records.run import is_run_folder
@@ -43,11 +44,12 @@ class Tool:
     words: tuple[str, ...] = ()
     needs: tuple[tuple[Setting[str], str], ...] = ()
     """Variables that the target requires, each with the sentence that asks for it."""
-    given: tuple[Setting[str], ...] | None = None
+    given: tuple[Setting[Any], ...] | None = None
     """Variables that become its words; it reads the others from the environment. None is all."""
 
 
 _MODEL_OF_PLAN = "Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200"
+_MODEL_OF_ZERO = "Say what: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
 _MODEL_OF_DRYRUN = "Say what: make dryrun MODEL=gpt3-175b TP=8 PP=16 DP=8"
 _WHICH_TABLE = "Say which table: make audit TABLE=figures.md (Markdown or CSV)"
 _WHICH_RUN = "Say which run: make resume RUN=runs/…"
@@ -56,6 +58,10 @@ _WHICH_TEXT = "Say which text: make prepare-ds INPUT=file.jsonl NAME=name"
 _WHICH_NAME = "Say its name: make prepare-ds INPUT=file.jsonl NAME=name"
 
 _OF_EXPERIMENTS = (settings.MODEL,)
+_OF_PREDICTED_ZERO = (
+    *(settings.MODEL, settings.GPU, settings.DTYPE, settings.JSON),
+    *(settings.MICRO_BATCH, settings.GLOBAL_BATCH),
+)
 _OF_RESUME = (settings.RUN, settings.STRATEGY)
 
 TOOLS = {
@@ -137,7 +143,7 @@ def given_names(makeflags: str) -> list[str]:
 
 
 def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
-    tool = TOOLS.get(target)
+    tool = _predicting(environment) if target == "compare-zero" else TOOLS.get(target)
     if tool is None:
         command = "verify" if target.startswith(VERIFY) else "target"
         return ToolCall("tools.launch", (target,) if target in COMMANDS else (command, target))
@@ -156,6 +162,19 @@ def _call_of(target: str, environment: Mapping[str, str]) -> ToolCall:
         if reporting or (planning and OWN_READINGS.is_file()):
             words += ["--readings", str(OWN_READINGS)]
     return ToolCall(tool.module, tuple(words))
+
+
+def _predicting(environment: Mapping[str, str]) -> Tool:
+    """`compare-zero` trains; with GPU= it is a prediction for that device."""
+    if settings.GPU.value(environment) is None:
+        for setting in (settings.DTYPE, settings.JSON):
+            if setting.value(environment):
+                raise LaunchError(
+                    f"{setting.name}= of compare-zero is the prediction's; name a device too, such as "
+                    "GPU=a100-80g."
+                )
+        return TOOLS["compare-zero"]
+    return Tool("tools.plan", ("zero",), ((settings.MODEL, _MODEL_OF_ZERO),), _OF_PREDICTED_ZERO)
 
 
 def _single_runs_named(environment: Mapping[str, str]) -> Mapping[str, str]:

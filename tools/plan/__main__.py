@@ -24,6 +24,7 @@ _COMMANDS = {
     "validate": "readings",
     "audit": "audit",
     "advise": "advise",
+    "zero": "zero",
 }
 """Packages with a command of their own."""
 

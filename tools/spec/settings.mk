@@ -67,12 +67,12 @@
 ## Variables: planning [plan]
 ##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-* soak]
 ##   GPUS             number of devices [also advise]
-##   GPU              h200, a100-80g, … (h200) [also advise]
+##   GPU              h200, a100-80g, … (h200) [also advise compare-zero]
 ##   GPUS_PER_NODE    devices per machine (8) [also advise]
 ##   INTRA            link inside a machine [also advise]
 ##   INTER            link between machines [also advise]
 ##   SEQ              sequence length [also advise dryrun]
-##   DTYPE            fp16, bf16 or fp32 [also advise dryrun]
+##   DTYPE            fp16, bf16 or fp32 [also advise dryrun compare-zero]
 ##   TOKENS           tokens to train on
 ##   CALIBRATION      file of measured constants [also advise]
 ##   VERIFY           dry-run this many of the best
@@ -89,7 +89,7 @@
 ##   RANKS            first,middle,last or numbers
 ##   MICROBATCHES     microbatches in an iteration [schedules]
 ##   SVG              write a picture to this file [plan schedules]
-##   JSON             1 prints JSON [also plan advise schedules validate audit]
+##   JSON             1 prints JSON [also plan advise schedules validate audit compare-zero]
 ##   LAYOUT           times this layout alone, tp8pp16dp8-zero1 [plan]
 ##   WHAT_IF          another beside LAYOUT=, "GPU=b200 MICRO_BATCH=2" [plan]
 ##   EXTRA            Megatron flags of the planned model and layout [plan advise]

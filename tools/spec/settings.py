@@ -311,14 +311,16 @@ MODEL = Setting(
     "--model",
 )
 GPUS = Setting("GPUS", int, "a whole number", "number of devices", _PLANS, "--gpus")
-GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", _PLANS, "--gpu")
+GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", (*_PLANS, "compare-zero"), "--gpu")
 GPUS_PER_NODE = Setting(
     "GPUS_PER_NODE", int, "a whole number", "devices per machine (8)", _PLANS, "--gpus-per-node"
 )
 INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", _PLANS, "--intra")
 INTER = Setting("INTER", str, _TEXT, "link between machines", _PLANS, "--inter")
 SEQ = Setting("SEQ", int, "a whole number", "sequence length", (*_PLANS, "dryrun"), "--seq")
-DTYPE = Setting("DTYPE", str, _TEXT, "fp16, bf16 or fp32", (*_PLANS, "dryrun"), "--dtype")
+DTYPE = Setting(
+    "DTYPE", str, _TEXT, "fp16, bf16 or fp32", (*_PLANS, "dryrun", "compare-zero"), "--dtype"
+)
 TOKENS = Setting(
     "TOKENS", above_zero, "a number above 0", "tokens to train on", ("plan",), "--tokens"
 )
@@ -375,7 +377,7 @@ JSON = Setting(
     switch,
     _SWITCH,
     "1 prints JSON",
-    (*_PLANS, "dryrun", "schedules", "validate", "audit"),
+    (*_PLANS, "dryrun", "schedules", "validate", "audit", "compare-zero"),
     "--json",
 )
 LAYOUT = Setting(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tools.launch.experiment.measured import Measured, Verdict, compare
 from tools.spec.published import Figure, load_published
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, change, megabytes, percent, rounded, times
+from tools.text.units import DASH, bracketed, change, joined, megabytes, percent, rounded, times
 
 SOURCE = "002"
 STANDS_IN = "gpt3-64m"
@@ -35,7 +35,7 @@ class _Method:
 
     @property
     def name(self) -> str:
-        return _NAMES.get(self.run.strategy, self.run.strategy)
+        return _name(self.run)
 
 
 def render(model: str, runs: Sequence[Measured]) -> str:
@@ -53,6 +53,7 @@ def render(model: str, runs: Sequence[Measured]) -> str:
             f"Gbit/s, Megatron-DeepSpeed).{other} Its peaks are a GPU's, in GB.",
             "## Time and memory",
             markdown_table(Table(_PERFORMANCE, methods)),
+            "\n".join(f"- {sentence}" for sentence in verdicts(runs)),
             "## Where an iteration goes",
             markdown_table(Table(_SHARES, methods)),
             "## Memory saved and bytes sent",
@@ -65,6 +66,36 @@ def render(model: str, runs: Sequence[Measured]) -> str:
             "\n".join(f"- {method.name}: {method.run.implementation}" for method in methods),
         )
     )
+
+
+def verdicts(runs: Sequence[Measured]) -> list[str]:
+    """The winner of each column, or those that are within noise of it, and which to use.
+
+    Of methods within noise of the fastest the one with the least memory is to be used.
+    """
+    timed = [(run, found) for run in runs if (found := run.estimate)]
+    held = [run for run in runs if run.peak_bytes]
+    said = []
+    if held:
+        lightest = min(held, key=lambda run: run.peak_bytes or 0)
+        said.append(f"Least memory: {_name(lightest)}, {megabytes(lightest.peak_bytes)}.")
+    if not timed:
+        return said
+    fastest, best = min(timed, key=lambda each: each[1].median)
+    unclear = (Verdict.NOISE, Verdict.UNKNOWN)
+    close = [run for run, found in timed if compare(best, found).verdict in unclear]
+    others = [_name(run) for run in close if run is not fastest]
+    beside = f"; within noise of it: {joined(others)}" if others else ", beyond the noise"
+    said.append(f"Fastest: {_name(fastest)}{beside}.")
+    known = [run for run in close if run.peak_bytes]
+    used = min(known, key=lambda run: run.peak_bytes or 0, default=fastest)
+    why = (
+        f"of {_name(fastest)} and those within noise of it, it takes the least memory"
+        if others
+        else "nothing is within noise of it"
+    )
+    said.append(f"Use {_name(used)}: {why}.")
+    return said
 
 
 def interval(run: Measured) -> str:
@@ -83,6 +114,10 @@ def _published(model: str) -> tuple[str, Mapping[str, Figure]]:
     figures = load_published().of(SOURCE)
     shown = model if any(figure.model == model for figure in figures) else STANDS_IN
     return shown, {figure.strategy: figure for figure in figures if figure.model == shown}
+
+
+def _name(run: Measured) -> str:
+    return _NAMES.get(run.strategy, run.strategy)
 
 
 def _beside(measured: str, published: str | None) -> str:

@@ -1,0 +1,1 @@
+"""Data parallelism, a pipeline and ZeRO over slow and fast links and many nodes, predicted."""
