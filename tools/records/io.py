@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,30 @@ def written_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
         raise
     if durable:
         flush_names_to_disk(path.parent)
+
+
+@contextmanager
+def made_whole(path: Path) -> Iterator[Path]:
+    """A folder that takes the name `path` when the block ends; an error leaves nothing behind.
+
+    What a killed process of this machine left of the same folder goes.
+
+    Raises:
+        OSError: It cannot be written, or a folder of that name has come meanwhile.
+    """
+    mine = f".{path.name}.{platform.node()}-"
+    for left in path.parent.glob(f"{mine}*.partial"):
+        number = left.name.removeprefix(mine).removesuffix(".partial")
+        if number.isdigit() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    partial = path.with_name(f"{mine}{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def write_whole(path: Path, content: bytes | str, durable: bool = False) -> None:

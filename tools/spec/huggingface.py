@@ -1,18 +1,37 @@
-"""A Hugging Face `config.json` as Megatron's flags: GPT-2, Llama, Mistral, Qwen2, Mixtral."""
+"""A Hugging Face `config.json` as Megatron's flags, and for GPT-2 and Llama back.
+
+The planner takes GPT-2, Llama, Mistral, Qwen2 and Mixtral. Weights are converted of GPT-2 and Llama
+alone, and only where Megatron's flags say exactly what the config says (`exact_flags`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.spec.flags import flag_words
+from tools.spec.flags import Flags, flag_words
 
 _LONGEST = 8192
 """Longest sequence taken from a config: 128k is what a model can, not how it was trained."""
 
 _HALVES = {"float16": "--fp16", "bfloat16": "--bf16"}
+
+TANH_GELU, EXACT_GELU = "--openai-gelu", "--no-bias-gelu-fusion"
+"""GPT-2's GELU is the tanh approximation, which Megatron's core computes in its fusion alone."""
+
+CONVERTED = ("gpt2", "llama")
+"""Model types whose weights are converted."""
+
+_ACTIVATIONS = {
+    "gelu_new": TANH_GELU,
+    "gelu_pytorch_tanh": TANH_GELU,
+    "gelu": EXACT_GELU,
+}
+_EPSILON, _MEGATRONS_EPSILON = "--norm-epsilon", 1e-5
+_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+"""Llama 3's scaling of rotary frequencies; of its values Megatron has a flag for `factor` alone."""
 
 
 class ConfigError(ValueError):
@@ -25,11 +44,8 @@ def flags_of_config(path: Path) -> tuple[str, ...]:
     Raises:
         ConfigError: It is not JSON, of another architecture, or lacks a field.
     """
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The config {path} cannot be read: {error}.") from None
-    kind = str(config.get("model_type")) if isinstance(config, dict) else "none"
+    config = read_config(path)
+    kind = config["model_type"]
     if kind not in _KINDS:
         raise ConfigError(
             f"{path} has the model_type '{kind}', which has no mapping to Megatron's flags here; "
@@ -42,6 +58,62 @@ def flags_of_config(path: Path) -> tuple[str, ...]:
         raise ConfigError(f"{path} lacks the field {error}; add it.") from None
     half = _HALVES.get(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return (*flag_words(flags), "--micro-batch-size", "1", *((half,) if half else ()))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A `config.json`, with a `model_type`.
+
+    Raises:
+        ConfigError: It cannot be read, or is no JSON object.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The config {path} cannot be read: {error}.") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"The config {path} is no JSON object; give a model's config.json.")
+    return {**config, "model_type": str(config.get("model_type"))}
+
+
+def exact_flags(path: Path) -> tuple[str, ...]:
+    """Megatron's flags for a model whose weights are to be converted.
+
+    Raises:
+        ConfigError: As `flags_of_config`, or a value that no flag of Megatron's expresses.
+    """
+    config = read_config(path)
+    kind = config["model_type"]
+    if kind not in CONVERTED:
+        raise ConfigError(
+            f"{path} has the model_type '{kind}', whose weights are not converted here; known are "
+            f"{' and '.join(CONVERTED)}."
+        )
+    flags = flags_of_config(path)
+    for field, value, wanted in _INEXACT[kind](config):
+        raise ConfigError(
+            f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
+            f"{wanted} can be converted."
+        )
+    return flags
+
+
+def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
+    """The `config.json` of a model that is trained with these flags of Megatron's.
+
+    Args:
+        words: Megatron's arguments, the vocabulary among them.
+        dtype: torch's name of the stored weights' type.
+
+    Raises:
+        ConfigError: It is neither GPT-2 nor Llama; the message names the flag.
+    """
+    flags = Flags(words)
+    for flag, why in _NO_COUNTERPART.items():
+        if flags.has(flag):
+            raise ConfigError(f"{flag} {why}, so the model is neither GPT-2 nor Llama.")
+    if flags.text("--position-embedding-type", "learned_absolute") == "rope":
+        return {**_llama_config(flags), "dtype": dtype, "torch_dtype": dtype}
+    return {**_gpt2_config(flags), "dtype": dtype, "torch_dtype": dtype}
 
 
 def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
@@ -73,6 +145,8 @@ def _gpt2(config: Mapping[str, Any]) -> dict[str, object]:
         "--hidden-dropout": config.get("resid_pdrop", 0.1),
         "--attention-dropout": config.get("attn_pdrop", 0.1),
         "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", True),
+        _ACTIVATIONS.get(config.get("activation_function", "gelu_new"), TANH_GELU): True,
+        _EPSILON: _other_epsilon(config.get("layer_norm_epsilon", 1e-5)),
     }
 
 
@@ -91,7 +165,11 @@ def _llama(config: Mapping[str, Any]) -> dict[str, object]:
         "--seq-length": _sequence(config),
         "--max-position-embeddings": config["max_position_embeddings"],
         "--position-embedding-type": "rope",
-        "--rotary-base": int(config.get("rope_theta", 10000)),
+        "--rotary-base": int(_rotary(config).get("rope_theta", 10000)),
+        "--use-rope-scaling": _scaling(config) == "llama3",
+        "--rope-scaling-factor": _rotary(config)["factor"]
+        if _scaling(config) == "llama3"
+        else None,
         "--normalization": "RMSNorm",
         "--swiglu": True,
         "--disable-bias-linear": True,
@@ -100,7 +178,23 @@ def _llama(config: Mapping[str, Any]) -> dict[str, object]:
         "--hidden-dropout": 0,
         "--attention-dropout": config.get("attention_dropout", 0),
         "--vocab-size": config["vocab_size"],
+        _EPSILON: _other_epsilon(config.get("rms_norm_eps", 1e-6)),
     }
+
+
+def _other_epsilon(value: float) -> float | None:
+    return None if value == _MEGATRONS_EPSILON else value
+
+
+def _rotary(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Rotary embedding: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before."""
+    before = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    return {**before, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _scaling(config: Mapping[str, Any]) -> str:
+    rotary = _rotary(config)
+    return str(rotary.get("rope_type") or rotary.get("type") or "default")
 
 
 def _qwen2(config: Mapping[str, Any]) -> dict[str, object]:
@@ -125,3 +219,139 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, object]]] = {
     "qwen2": _qwen2,
     "mixtral": _mixtral,
 }
+
+
+Inexact = Iterator[tuple[str, Any, str]]
+"""Fields of a config that Megatron's flags do not express: name, value, and what would do."""
+
+
+def _inexact_gpt2(config: Mapping[str, Any]) -> Inexact:
+    wanted = {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    }
+    for field, value in wanted.items():
+        if config.get(field, value) != value:
+            yield field, config[field], json.dumps(value)
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        yield "activation_function", activation, " or ".join(_ACTIVATIONS)
+    if config.get("resid_pdrop", 0.1) != config.get("embd_pdrop", 0.1):
+        yield "embd_pdrop", config.get("embd_pdrop", 0.1), "resid_pdrop's value"
+
+
+def _inexact_llama(config: Mapping[str, Any]) -> Inexact:
+    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for field, value in wanted.items():
+        if config.get(field, value) != value:
+            yield field, config[field], json.dumps(value)
+    rotary, scaling = _rotary(config), _scaling(config)
+    base = rotary.get("rope_theta", 10000)
+    if base != int(base):
+        yield "rope_theta", base, "a whole number"
+    if rotary.get("partial_rotary_factor", 1) != 1:
+        yield "partial_rotary_factor", rotary["partial_rotary_factor"], "1"
+    if scaling not in ("default", "llama3"):
+        yield "rope_type", scaling, "default or llama3"
+    for field, value in _SCALING.items() if scaling == "llama3" else ():
+        if rotary.get(field, value) != value:
+            yield field, rotary[field], str(value)
+
+
+_INEXACT: Mapping[str, Callable[[Mapping[str, Any]], Inexact]] = {
+    "gpt2": _inexact_gpt2,
+    "llama": _inexact_llama,
+}
+
+_NO_COUNTERPART = {
+    "--num-experts": "makes it a mixture of experts",
+    "--qk-layernorm": "normalises queries and keys",
+    "--add-qkv-bias": "adds biases to queries, keys and values alone",
+    "--multi-latent-attention": "makes its attention latent",
+    "--mtp-num-layers": "predicts several tokens",
+    "--softmax-type": "changes its softmax",
+    "--attention-output-gate": "gates its attention",
+    "--squared-relu": "changes its activation",
+    "--quick-geglu": "changes its activation",
+    "--apply-layernorm-1p": "adds one to its norms' weights",
+    "--window-size": "limits its attention",
+    "--rotary-percent": "turns a part of each head alone",
+}
+
+
+def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> None:
+    for flag, is_there in wanted.items():
+        if flags.has(flag) != is_there:
+            has, would = ("lacks", "has") if is_there else ("has", "lacks")
+            raise ConfigError(
+                f"The model {has} {flag}, which {family} {would}; it has no config.json of either."
+            )
+
+
+def _common_config(flags: Flags) -> dict[str, Any]:
+    normalization = flags.text("--normalization", "LayerNorm")
+    rotary = flags.text("--position-embedding-type", "learned_absolute") == "rope"
+    if normalization != ("RMSNorm" if rotary else "LayerNorm"):
+        raise ConfigError(
+            f"--normalization {normalization} with {'rotary' if rotary else 'learned'} positions is "
+            "neither GPT-2 nor Llama."
+        )
+    return {
+        "vocab_size": flags.integer("--vocab-size", 0),
+        "tie_word_embeddings": not flags.has("--untie-embeddings-and-output-weights"),
+        "initializer_range": flags.number("--init-method-std", 0.02),
+    }
+
+
+def _gpt2_config(flags: Flags) -> dict[str, Any]:
+    _refuse_mixture(
+        flags,
+        "GPT-2",
+        {"--swiglu": False, "--disable-bias-linear": False, "--group-query-attention": False},
+    )
+    hidden, dropout = flags.integer("--hidden-size", 0), flags.number("--hidden-dropout", 0.1)
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": flags.integer("--num-layers", 0),
+        "n_embd": hidden,
+        "n_inner": flags.integer("--ffn-hidden-size", 4 * hidden),
+        "n_head": flags.integer("--num-attention-heads", 0),
+        "n_positions": flags.integer("--max-position-embeddings", 0),
+        "activation_function": "gelu" if flags.has(EXACT_GELU) else "gelu_new",
+        "layer_norm_epsilon": flags.number(_EPSILON, _MEGATRONS_EPSILON),
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": flags.number("--attention-dropout", 0.1),
+        **_common_config(flags),
+    }
+
+
+def _llama_config(flags: Flags) -> dict[str, Any]:
+    _refuse_mixture(flags, "Llama", {"--swiglu": True, "--disable-bias-linear": True})
+    heads, hidden = flags.integer("--num-attention-heads", 0), flags.integer("--hidden-size", 0)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": flags.number("--rope-scaling-factor", 8.0),
+        **_SCALING,
+    }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": flags.integer("--num-layers", 0),
+        "hidden_size": hidden,
+        "intermediate_size": flags.integer("--ffn-hidden-size", 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": flags.integer("--num-query-groups", heads),
+        "head_dim": flags.integer("--kv-channels", hidden // heads),
+        "max_position_embeddings": flags.integer("--max-position-embeddings", 0),
+        "rope_theta": float(flags.integer("--rotary-base", 10000)),
+        "rope_scaling": scaling if flags.has("--use-rope-scaling") else None,
+        "rms_norm_eps": flags.number(_EPSILON, _MEGATRONS_EPSILON),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": flags.number("--attention-dropout", 0.1),
+        **_common_config(flags),
+    }

@@ -16,6 +16,12 @@ from tools.spec.strategy import UNTIED, Batch
 FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
 
+HUB = ROOT / "hub"
+"""Imported models, each in a folder of its name with `NAME.args` and its weights."""
+
+IMPORTED_WEIGHTS = "checkpoint"
+"""Folder of an imported model's weights, beside its `.args` file, which loads them."""
+
 MODEL_FILES = (".args", ".json")
 """Megatron's flags, or a Hugging Face `config.json`."""
 
@@ -166,14 +172,15 @@ class UnknownModelError(ValueError):
 
 
 def model_names() -> tuple[str, ...]:
-    """Every model of every family, in the order of the folders; then that of a file in `MODEL=`."""
-    names = tuple(path.stem for family in FAMILIES for path in _model_files(family))
+    """Every model of every family, then the imported ones; then that of a file in `MODEL=`."""
+    known = tuple(path.stem for family in FAMILIES for path in _model_files(family))
+    names = (*known, *(path.stem for path in _imported_files()))
     own = _file_in_environment()
     return (*names, _name_of_file(own)) if own else names
 
 
 def load_model(name: str) -> Model:
-    """Read a model by name: of the file that `MODEL=` gives, if it has that name, else of `examples/`.
+    """Read a model by name: the file in `MODEL=` if it has that name, else of `examples/` or `hub/`.
 
     Raises:
         UnknownModelError: There is no such `.args` file.
@@ -187,6 +194,9 @@ def load_model(name: str) -> Model:
         for path in _model_files(family):
             if path.stem == wanted:
                 return model_from_flags(wanted, family, read_args_file(path))
+    imported = next((path for path in _imported_files() if path.stem == wanted), None)
+    if imported is not None:
+        return model_of(str(imported))
     given = os.environ.get("MODEL", "")
     if own is None and Path(given).suffix in MODEL_FILES:
         raise UnknownModelError(_NO_FILE.format(given))
@@ -260,6 +270,12 @@ def with_vocabulary(model: Model, entries: int) -> Model:
     return replace(model, flags=flags, shape=replace(model.shape, vocabulary=entries))
 
 
+def imported_weights(model: Model) -> Path | None:
+    """The checkpoint that an imported model begins with; None for a model without weights."""
+    named = Flags(model.flags).text("--load")
+    return ROOT / named if named else None
+
+
 def training_flags(family: str) -> tuple[str, ...]:
     """How a family's models are trained unless their own files say otherwise."""
     return read_args_file(ROOT / "examples" / family / "training.args")
@@ -319,3 +335,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
 
 def _model_files(family: str) -> list[Path]:
     return sorted((ROOT / "examples" / family / "models").glob("*.args"))
+
+
+def _imported_files() -> list[Path]:
+    return sorted(path for path in HUB.glob("*/*.args") if path.stem == path.parent.name)

@@ -1,0 +1,1 @@
+"""From and to what others train and load: weights and recipes."""

@@ -1,0 +1,309 @@
+"""`make import-hf`: a folder of Hugging Face's as a model of this kit, `hub/NAME`.
+
+The folder gets `NAME.args` (Megatron's flags, which load the weights), `checkpoint/` (Megatron's own
+distributed format, for any layout), `import.json` and the source's config and tokenizer as they are.
+Everything is checked before anything is written, and the folder is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tools.convert.hf.checkpoint import StackedTensor, write_checkpoint
+from tools.convert.hf.errors import ConversionError
+from tools.convert.hf.families import EMBEDDING, HEAD, VOCABULARY, Pair, is_buffer, pairs_of, prefix_of
+from tools.convert.hf.tensor_files import TensorFolder
+from tools.convert.hf.work import Summary, Work, check_room
+from tools.records.io import made_whole, write_record
+from tools.spec.files import from_root
+from tools.spec.flags import merge_flags
+from tools.spec.huggingface import exact_flags, read_config
+from tools.spec.model import HUB, IMPORTED_WEIGHTS, ModelShape, model_from_flags, model_names
+
+IMPORT_FILE = "import.json"
+CONFIG_FILE = "config.json"
+COMPANIONS = (
+    *("generation_config.json", "tokenizer*", "vocab.json", "merges.txt", "vocab.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model", "LICENSE*"),
+)
+"""Files that go with the weights, as they are."""
+
+_PADDED_TO = 128
+"""Padding rows are stored up to a multiple of this, so that any tensor-parallel layout finds its own."""
+
+
+class ImportRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`import.json`: what was imported."""
+
+    source: str
+    """The folder, or the hub's name of the model."""
+    folder: str
+    """Where its files are."""
+    model_type: str
+    prefix: str
+    """What the names of its tensors begin with."""
+    parameters: int
+    vocabulary: int
+    padding_rows: int
+    """Stored after the vocabulary's rows: copies of the last one."""
+    ignored: tuple[str, ...] = ()
+    """Buffers of older files, which no model needs."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder that can be imported: every tensor is there, in its shape, and none is left over."""
+
+    folder: Path
+    model_type: str
+    flags: tuple[str, ...]
+    shape: ModelShape
+    tensors: TensorFolder
+    prefix: str
+    pairs: tuple[Pair, ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Without padding, tied ones once."""
+        return sum(torch.Size(pair.shape).numel() for pair in self.pairs)
+
+    def dtype(self, pair: Pair) -> torch.dtype:
+        """Of a pair's tensors."""
+        return self.tensors.tensors[pair.names[0]].dtype
+
+    def values(self, pair: Pair) -> Tensor:
+        """Megatron's tensor."""
+        return pair.form.join([self.tensors.read(name) for name in pair.names])
+
+
+def read_source(folder: Path) -> Source:
+    """Look at a folder without reading weights.
+
+    Raises:
+        ConversionError, ConfigError: It cannot be converted; one sentence that says why.
+    """
+    if not folder.is_dir():
+        raise ConversionError(f"There is no folder {folder}; name one that holds a {CONFIG_FILE}.")
+    flags = exact_flags(folder / CONFIG_FILE)
+    model_type = read_config(folder / CONFIG_FILE)["model_type"]
+    shape = model_from_flags(folder.name, "gpt3", flags).shape
+    tensors = TensorFolder(folder)
+    prefix = prefix_of(model_type, list(tensors.tensors))
+    pairs = pairs_of(model_type, shape, prefix)
+    left = _check_names(folder, tensors, pairs, shape)
+    _check_tensors(folder, tensors, pairs)
+    _check_tokenizer(folder, shape.vocabulary)
+    return Source(folder, model_type, flags, shape, tensors, prefix, pairs, left)
+
+
+def import_model(source: Source, name: str, work: Work, hub: Path = HUB, known_as: str = "") -> Summary:
+    """Write `hub/NAME`.
+
+    Args:
+        source: What is imported.
+        name: The model's name in targets.
+        work: Shows progress.
+        hub: The folder of imported models.
+        known_as: How the source was named; its folder by default.
+
+    Raises:
+        ConversionError: The name is taken, or there is no room; nothing was written.
+    """
+    target = hub / name
+    _check_name(name, target, hub)
+    tensors = _as_stored(source)
+    total = sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in tensors)
+    check_room(target, total)
+    by_place = {(pair.key, pair.layer): pair for pair in source.pairs}
+
+    def values(one: StackedTensor) -> Tensor:
+        pair = by_place[one.key, one.layer]
+        made = _padded(source.values(pair), one.shape)
+        work.done(made.nbytes)
+        return made
+
+    record = ImportRecord(
+        source=known_as or str(source.folder),
+        folder=str(source.folder.resolve()),
+        model_type=source.model_type,
+        prefix=source.prefix,
+        parameters=source.parameters,
+        vocabulary=source.shape.vocabulary,
+        padding_rows=_stored_rows(source.shape.vocabulary) - source.shape.vocabulary,
+        ignored=source.ignored,
+    )
+    work.begin(f"import {name}", total)
+    with made_whole(target) as folder:
+        write_checkpoint(folder / IMPORTED_WEIGHTS, tensors, source.shape.layers, values)
+        (folder / f"{name}.args").write_text(_args_file(source, record, target))
+        write_record(folder / IMPORT_FILE, record)
+        copy_companions(source.folder, folder, also=(CONFIG_FILE,))
+    return work.summary(source.parameters)
+
+
+def copy_companions(source: Path, target: Path, also: Sequence[str] = ()) -> None:
+    """Copy tokenizer, generation config and the like."""
+    for pattern in (*COMPANIONS, *also):
+        for path in filter(Path.is_file, source.glob(pattern)):
+            shutil.copyfile(path, target / path.name)
+
+
+def read_import(folder: Path) -> ImportRecord:
+    """The record of an imported model.
+
+    Raises:
+        ConversionError: It is not there, or cannot be read.
+    """
+    try:
+        return msgspec.json.decode((folder / IMPORT_FILE).read_bytes(), type=ImportRecord)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConversionError(
+            f"{folder} is no imported model: its {IMPORT_FILE} cannot be read ({error})."
+        ) from None
+
+
+def _check_name(name: str, target: Path, hub: Path) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ConversionError(f"NAME={name} is no model's name; use letters, digits, '.' and '-'.")
+    if target.exists():
+        raise ConversionError(f"{from_root(target)} is there; remove it, or choose another NAME=.")
+    if hub == HUB and name in model_names():
+        raise ConversionError(f"NAME={name} is a model of 'make list'; choose another.")
+
+
+def _check_names(
+    folder: Path, tensors: TensorFolder, pairs: Sequence[Pair], shape: ModelShape
+) -> tuple[str, ...]:
+    """Refuse missing and extra tensors; return the buffers that are ignored."""
+    wanted = {name for pair in pairs for name in pair.names}
+    missing = [name for pair in pairs for name in pair.names if name not in tensors.tensors]
+    if missing:
+        raise ConversionError(
+            f"{folder} lacks {missing[0]}{_and_others(missing)}, which its {CONFIG_FILE} asks for."
+        )
+    extra = sorted(set(tensors.tensors) - wanted)
+    if shape.tied_embeddings and HEAD in extra:
+        embedding = next(pair.names[0] for pair in pairs if pair.key == EMBEDDING)
+        if not torch.equal(tensors.read(HEAD), tensors.read(embedding)):
+            raise ConversionError(
+                f"{folder} holds a {HEAD} of its own, and its {CONFIG_FILE} ties it to {embedding}; "
+                "set tie_word_embeddings to false."
+            )
+        extra.remove(HEAD)
+    ignored = tuple(name for name in extra if is_buffer(name))
+    unknown = [name for name in extra if name not in ignored]
+    if unknown:
+        raise ConversionError(
+            f"{folder} holds {unknown[0]}{_and_others(unknown)}, which no tensor of Megatron's takes; "
+            "it is another architecture than its config.json says."
+        )
+    return ignored
+
+
+def _and_others(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[Pair]) -> None:
+    for pair in pairs:
+        found = [tensors.tensors[name] for name in pair.names]
+        for one, shape in zip(found, pair.shapes, strict=True):
+            if one.shape != shape:
+                raise ConversionError(
+                    f"{folder} holds {one.name} with the shape {list(one.shape)}, and its "
+                    f"{CONFIG_FILE} asks for {list(shape)}."
+                )
+        if len({one.dtype for one in found}) > 1:
+            raise ConversionError(
+                f"{folder} holds {' and '.join(pair.names)}, which are one tensor in Megatron, in "
+                "different types; save them in one."
+            )
+
+
+def _check_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Refuse a tokenizer with ids beyond the vocabulary; fewer entries are the model's own padding."""
+    for name, ids in _token_ids(folder):
+        largest = max(ids, default=0)
+        if largest >= vocabulary:
+            raise ConversionError(
+                f"{folder / name} has the token id {largest}, and the model a vocabulary of "
+                f"{vocabulary}; the tokenizer is another model's."
+            )
+
+
+def _token_ids(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+        if not (folder / name).is_file():
+            continue
+        try:
+            content = json.loads((folder / name).read_bytes())
+            yield name, _ids(content) if name == "tokenizer.json" else list(content.values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConversionError(f"{folder / name} is no tokenizer's file ({error}).") from None
+
+
+def _ids(definition: Mapping[str, object]) -> list[int]:
+    model, added = definition["model"], definition.get("added_tokens") or []
+    assert isinstance(model, dict)
+    assert isinstance(added, list)
+    entries = model["vocab"]
+    own = list(entries.values()) if isinstance(entries, dict) else list(range(len(entries)))
+    return [*own, *(int(token["id"]) for token in added)]
+
+
+def _as_stored(source: Source) -> list[StackedTensor]:
+    """What the checkpoint holds: the vocabulary with its padding rows."""
+    return [
+        StackedTensor(
+            pair.key,
+            pair.layer,
+            (_stored_rows(pair.shape[0]), *pair.shape[1:])
+            if pair.key in VOCABULARY
+            else pair.shape,
+            source.dtype(pair),
+        )
+        for pair in source.pairs
+    ]
+
+
+def _stored_rows(vocabulary: int) -> int:
+    return -(-vocabulary // _PADDED_TO) * _PADDED_TO
+
+
+def _padded(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Copies of the last row, as Megatron's own converter pads: rows of 0 would win a softmax whose
+    other logits are negative, as GPT-2's are."""
+    rows = shape[0] - values.shape[0]
+    return torch.cat((values, values[-1:].expand(rows, -1))) if rows else values
+
+
+def _args_file(source: Source, record: ImportRecord, target: Path) -> str:
+    divisor = next(d for d in (128, 64, 32, 16, 8, 4, 2, 1) if source.shape.vocabulary % d == 0)
+    weights = from_root(target / IMPORTED_WEIGHTS)
+    words = merge_flags(
+        source.flags,
+        ("--make-vocab-size-divisible-by", str(divisor)),
+        ("--load", weights, "--finetune", "--no-load-optim", "--no-load-rng"),
+        ("--ckpt-format", "torch_dist"),
+    )
+    lines = [
+        f"# {record.source}, imported by 'make import-hf': {record.parameters:,} parameters.",
+        "# The vocabulary is padded no further than tensor parallelism needs: Megatron counts padding",
+        "# in its softmax, transformers has none.",
+    ]
+    for word in words:
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines) + "\n"

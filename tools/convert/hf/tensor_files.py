@@ -1,0 +1,178 @@
+"""Tensors of a folder in the safetensors format, one file or several with an index, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tools.convert.hf.errors import ConversionError
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Most of a written file, as `save_pretrained` has it."""
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of a folder, without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class TensorFolder:
+    """What a folder holds; values are read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read every file's header.
+
+        Raises:
+            ConversionError: There is no such file, or one is damaged or of an unknown type.
+        """
+        self.folder = folder
+        self._files: dict[str, Path] = {}
+        self.tensors: dict[str, Described] = {}
+        for file in _files_of(folder):
+            self._describe(file)
+        for name, file in _indexed(folder).items():
+            if self._files.get(name) != folder / file:
+                raise ConversionError(
+                    f"{folder / INDEX} names {name} in {file}, which does not hold it; download the "
+                    "folder again."
+                )
+
+    def read(self, name: str) -> Tensor:
+        """A tensor's values, in memory of their own."""
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name).clone()
+
+    def _describe(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    found = file.get_slice(name)
+                    if found.get_dtype() not in _DTYPES:
+                        raise ConversionError(
+                            f"{path} holds {name} as {found.get_dtype()}; only "
+                            f"{', '.join(_DTYPES)} can be converted."
+                        )
+                    shape = tuple(found.get_shape())
+                    self.tensors[name] = Described(name, shape, _DTYPES[found.get_dtype()])
+                    self._files[name] = path
+        except (SafetensorError, OSError) as error:
+            raise ConversionError(
+                f"{path} cannot be read ({error}); download it again."
+            ) from None
+
+
+def _files_of(folder: Path) -> list[Path]:
+    whole = folder / FILE
+    if whole.is_file() and not (folder / INDEX).is_file():
+        return [whole]
+    files = [folder / name for name in dict.fromkeys(_indexed(folder).values())]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConversionError(
+            f"{folder} lacks {missing[0]}, which {INDEX} names; download the folder again."
+        )
+    if files:
+        return files
+    pickled = next(folder.glob("pytorch_model*.bin"), None)
+    also = f" ({pickled.name} is a pickle: save it with save_pretrained first)" if pickled else ""
+    raise ConversionError(f"{folder} holds no {FILE} and no {INDEX}{also}.")
+
+
+def _indexed(folder: Path) -> Mapping[str, str]:
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        named: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: Path(file).name for name, file in named.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{index} is no index of tensors ({error}).") from None
+
+
+def write_tensors(
+    folder: Path,
+    described: Sequence[Described],
+    values: Iterable[Tensor],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write tensors, each when it is made.
+
+    Args:
+        folder: It gets the files.
+        described: All tensors, in order.
+        values: Their values, in the same order.
+        shard_bytes: Most of a file, unless one tensor is more.
+    """
+    shards = list(_shards(described, shard_bytes))
+    left = iter(values)
+    names = {
+        number: FILE
+        if len(shards) == 1
+        else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    }
+    for number, shard in enumerate(shards, start=1):
+        with (folder / names[number]).open("wb") as file:
+            _write_shard(file, shard, left)
+    if len(shards) > 1:
+        total = sum(one.size_bytes for one in described)
+        weights = {
+            one.name: names[number] for number, shard in enumerate(shards, 1) for one in shard
+        }
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(described: Sequence[Described], shard_bytes: int) -> Iterator[list[Described]]:
+    shard: list[Described] = []
+    for one in described:
+        if shard and sum(held.size_bytes for held in shard) + one.size_bytes > shard_bytes:
+            yield shard
+            shard = []
+        shard.append(one)
+    yield shard
+
+
+def _write_shard(file: BinaryIO, shard: Sequence[Described], values: Iterator[Tensor]) -> None:
+    """A file: the header's length, the header as JSON, the values one after another."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for one in shard:
+        end = offset + one.size_bytes
+        header[one.name] = {
+            "dtype": _NAMES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for one in shard:
+        tensor = next(values)
+        assert tuple(tensor.shape) == one.shape
+        assert tensor.dtype == one.dtype
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        file.write(memoryview(numpy.asarray(flat)))
