@@ -32,6 +32,8 @@ prepare-ds: ##! owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name
 install-dependencies: setup ## the published name of setup
 setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-deepspeed.txt
+setup-hf: setup ## transformers, the reference of verify-hf, into .venv
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-hf.txt
 
 ## Training, on one machine or several
 train-%: setup ##! <strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …
@@ -46,6 +48,10 @@ resume: ##! a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2
 soak: ## HOURS= of a STRATEGY=: what grows or slows, and losses after random kills
 image: ## build the container for RUNTIME=docker
 reproduce: ## the six published runs on two GPUs, and a report; resumable
+
+## Weights from and to Hugging Face, without a GPU
+import-hf: ##! a folder of GPT-2 or Llama as a model of this kit: HF= NAME=
+export-hf: ## the weights of a run as such a folder: RUN=runs/… TO=folder
 
 ## Comparisons from the same weights, batches and schedule
 compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report; GPU= predicts them
@@ -90,12 +96,12 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
-	compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
+	import-hf export-hf compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@
 
-.PHONY: help help-all setup docs doctor install-dependencies setup-deepspeed test test-slow bench bench-verify lint clean $(CALLS)
+.PHONY: help help-all setup docs doctor install-dependencies setup-deepspeed setup-hf test test-slow bench bench-verify lint clean $(CALLS)
 
 # Anything else: a target's name that is nearly right gets the near ones.
 .DEFAULT:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# requirements.txt, requirements-deepspeed.txt and requirements-docs.txt from their .in files: all they need, pinned, with
-# the hash of every file of these versions, for Linux on x86_64 and aarch64 and CPython 3.12 and 3.13.
+# requirements.txt and those for DeepSpeed, transformers and the documentation from their .in files: all they need, pinned,
+# with the hash of every file of these versions, for Linux on x86_64 and aarch64 and CPython 3.12 and 3.13.
 # Needs uv. What is pinned stays as it is, but for what the .in files changed; --upgrade takes the newest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,4 +12,5 @@ pin() { # NAME, then more of uv's options
 
 pin requirements "$@"
 pin requirements-deepspeed --constraint requirements.txt "$@"
+pin requirements-hf --constraint requirements.txt "$@"
 pin requirements-docs "$@"

@@ -21,6 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tools.spec import model
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 UPDATE = "UPDATE_GOLDEN"
@@ -52,6 +54,7 @@ class Commands:
             # What else runs on this machine decides nothing here.
             memory = psutil.virtual_memory()._replace(available=_FREE_BYTES)
             patch.setattr(psutil, "virtual_memory", lambda: memory)
+            patch.setattr(model, "HUB", ROOT / "no models are imported")
             code = _run_module(words)
         printed = self._capfd.readouterr()
         return code, printed.out + printed.err

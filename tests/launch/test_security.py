@@ -198,7 +198,7 @@ def pins(path: Path) -> dict[str, str]:
     return {name.lower().replace("_", "-"): version for name, version in found}
 
 
-@pytest.mark.parametrize("name", ["requirements", "requirements-deepspeed"])
+@pytest.mark.parametrize("name", ["requirements", "requirements-deepspeed", "requirements-hf"])
 def test_every_package_is_pinned_with_hashes_and_comes_from_no_named_address(name: str) -> None:
     text = (ROOT / f"{name}.txt").read_text()
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]

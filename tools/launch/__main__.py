@@ -10,6 +10,7 @@ python -m tools.launch resume runs/…  [--strategy pp2]       continue from the
 python -m tools.launch stop runs/…                           end a run that is on
 python -m tools.launch idle                                  refuses where a run is on
 python -m tools.launch demo | parity | list | image | reproduce | sweep | soak | status | calibrate
+python -m tools.launch import-hf | export-hf
 python -m tools.launch bench-gpu | bench-ledger | loss-curve
 """
 
@@ -190,6 +191,18 @@ def _idle(_: argparse.Namespace, options: Options, __: Console) -> int:
     return 0
 
 
+def _import_hf(_: argparse.Namespace, __: Options, console: Console) -> int:
+    from tools.launch.hub import import_hf
+
+    return import_hf(console)
+
+
+def _export_hf(_: argparse.Namespace, __: Options, console: Console) -> int:
+    from tools.launch.hub import export_hf
+
+    return export_hf(console)
+
+
 _HANDLERS = {
     "demo": _experiment,
     "parity": _parity,
@@ -207,6 +220,8 @@ _HANDLERS = {
     "soak": _soak,
     "stop": _stop,
     "idle": _idle,
+    "import-hf": _import_hf,
+    "export-hf": _export_hf,
     "bench-gpu": _bench_gpu,
     "bench-ledger": _on_target,
     "loss-curve": _on_target,
@@ -259,6 +274,8 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="every run: waiting, running or ended")
     status.add_argument("--quiet", action="store_true", help="only record which jobs Slurm ended")
     commands.add_parser("calibrate", help="measure the planner's constants on this machine")
+    commands.add_parser("import-hf", help="HF= as the model hub/NAME, with its weights")
+    commands.add_parser("export-hf", help="the weights of RUN= as the folder TO=")
     commands.add_parser("image", help="build the container's image")
     reproduce = commands.add_parser("reproduce", help="the six published runs, then the report")
     reproduce.set_defaults(name="published", model=None)

@@ -34,7 +34,13 @@ from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import MegatronEntry
 from tools.spec.files import ROOT, from_root
 from tools.spec.flags import Flags, merge_flags
-from tools.spec.model import GPT2_VOCABULARY, Model, changed_model, with_vocabulary
+from tools.spec.model import (
+    GPT2_VOCABULARY,
+    Model,
+    changed_model,
+    imported_weights,
+    with_vocabulary,
+)
 from tools.spec.run import Backend, DeviceKind, RunSpec, spec_of_flags
 from tools.spec.strategy import UNTIED, Batch, Parallelism, batch_for, parallelism_from_flags
 
@@ -178,20 +184,21 @@ def compose(
     entry = entry_of(runtime, options)
     batch = _batch(model, parallelism, options)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
+    shared = shared or imported_weights(model) is not None
     untied = Flags((*model.flags, *strategy_flags, *options.extra)).has(UNTIED)
     start = start_checkpoint_path(model, entry, options, untied) if shared else None
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
     flags = merge_flags(
         model_flags(model, device),
         strategy_flags,
-        bare_flags(runtime_flags(device, parallelism, runtime), options),
+        bare_flags(runtime_flags(device, parallelism, runtime), options, model),
         expert_flags(model, device, runtime),
         ("--micro-batch-size", str(batch.micro_batch_size)),
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(options.dropout) if options.dropout is not None else (),
         ("--seed", str(options.seed), "--data-path", data),
         tokenizer_flags(model, entry),
-        start_flags(start, parallelism) if start else (),
+        start_flags(start, parallelism, _padded_to(model)) if start else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
@@ -228,9 +235,18 @@ def compose(
 
 
 def model_for(model: Model, words: Sequence[str], data: str) -> Model:
-    """The model that `words` make of it; on the kit's own data sets it has their vocabulary."""
+    """The model that `words` make of it; on the kit's own data sets it has their vocabulary.
+
+    One that was imported has that of its weights.
+    """
     model = changed_model(model, words)
-    return with_vocabulary(model, GPT2_VOCABULARY) if data in GPT2_DATA else model
+    fixed = data not in GPT2_DATA or imported_weights(model) is not None
+    return model if fixed else with_vocabulary(model, GPT2_VOCABULARY)
+
+
+def _padded_to(model: Model) -> int:
+    """An imported model says it itself, so that it has no padding but what TP needs."""
+    return model.shape.vocabulary_multiple if imported_weights(model) else 128
 
 
 def entry_of(runtime: Runtime, options: Options) -> MegatronEntry:
@@ -251,8 +267,11 @@ def start_checkpoint_path(
 ) -> Path:
     """Where the shared starting weights of this model, seed and Megatron are kept.
 
-    A model with a separate output layer (`untied`) has other weights, so another folder.
+    A model with a separate output layer (`untied`) has other weights, so another folder. One that was
+    imported begins with its own.
     """
+    if imported := imported_weights(model):
+        return imported
     own = (UNTIED,) if untied else ()
     identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]

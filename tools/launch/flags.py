@@ -13,8 +13,9 @@ from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import MegatronEntry
 from tools.spec.files import from_root, read_args_file
-from tools.spec.flags import flag_words
-from tools.spec.model import Model, training_flags
+from tools.spec.flags import drop_flags, flag_words
+from tools.spec.huggingface import EXACT_GELU, TANH_GELU
+from tools.spec.model import LOADING, Model, training_flags
 from tools.spec.run import DeviceKind, OptimizerName, Plant
 from tools.spec.strategy import Parallelism, Sharding
 
@@ -24,7 +25,7 @@ FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
 def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
     """The family's training flags, then the model's own; CPU ranks compute in fp32."""
-    flags = (*training_flags(model.family), *model.flags)
+    flags = (*training_flags(model.family), *drop_flags(model.flags, LOADING))
     half = ("--fp16", "--bf16") if device is DeviceKind.CPU else ()
     return tuple(flag for flag in flags if flag not in half)
 
@@ -44,10 +45,15 @@ def runtime_flags(
     return () if runtime.apex else ("--no-gradient-accumulation-fusion",)
 
 
-def bare_flags(flags: Sequence[str], options: Options) -> tuple[str, ...]:
-    """A runtime's flags without those that would disable `FUSED=` patches; SHARE_GPU=1 adds gloo."""
+def bare_flags(flags: Sequence[str], options: Options, model: Model) -> tuple[str, ...]:
+    """A runtime's flags without those that would disable `FUSED=` patches; SHARE_GPU=1 adds gloo.
+
+    A model whose GELU is the tanh approximation keeps the fusion, where alone Megatron's core has it.
+    """
     gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
-    return (*(flag for flag in flags if flag not in dropped_flags(options.fused)), *gloo)
+    tanh = (EXACT_GELU,) if TANH_GELU in model.flags else ()
+    dropped = (*dropped_flags(options.fused), *tanh)
+    return (*(flag for flag in flags if flag not in dropped), *gloo)
 
 
 def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[str, ...]:
@@ -75,13 +81,15 @@ def dropout_flags(probability: float) -> tuple[str, ...]:
     return ("--attention-dropout", str(probability), "--hidden-dropout", str(probability))
 
 
-def start_flags(checkpoint: Path, parallelism: Parallelism) -> tuple[str, ...]:
+def start_flags(
+    checkpoint: Path, parallelism: Parallelism, padded_to: int = 128
+) -> tuple[str, ...]:
     """Begin iteration 1 from the checkpoint's weights, resharded to this layout.
 
     Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
     dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
     """
-    multiple = ("--make-vocab-size-divisible-by", str(max(1, 128 // parallelism.tensor)))
+    multiple = ("--make-vocab-size-divisible-by", str(max(1, padded_to // parallelism.tensor)))
     if parallelism.sharding in FSDP:
         return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
     load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")

@@ -105,6 +105,7 @@ TOOLS = {
 COMMANDS = frozenset(
     (
         *("demo", "parity", "list", "image", "reproduce", "sweep", "soak", "status", "calibrate"),
+        *("import-hf", "export-hf"),
         *("bench-gpu", "bench-ledger", "loss-curve"),
     )
 )

@@ -34,6 +34,7 @@ from tools.plan.memory import fullest_rank
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
+from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind
 
 LOG_BYTES = 64 << 20
@@ -235,7 +236,9 @@ def empty_splits(split: str, documents: int) -> Iterator[tuple[str, float]]:
 
 def _vocabulary_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
     known = launch.model.shape.vocabulary
-    if dataset.vocabulary is not None and dataset.vocabulary != known:
+    # An imported model's own tokenizer may have fewer entries than it has rows.
+    fits = imported_weights(launch.model) is not None and (dataset.vocabulary or 0) <= known
+    if dataset.vocabulary not in (None, known) and not fits:
         yield (
             f"Data set {launch.data} was made with a vocabulary of {dataset.vocabulary}, but "
             f"{launch.model.name} has {known}; prepare it with the model's tokenizer, or name "

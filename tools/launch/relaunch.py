@@ -16,7 +16,7 @@ from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from tools.spec.flags import Flags, drop_flags, merge_flags
-from tools.spec.model import load_model
+from tools.spec.model import imported_weights, load_model
 from tools.spec.run import Backend, Plant, RuntimeName, spec_of_flags
 from tools.spec.strategy import (
     Batch,
@@ -83,7 +83,10 @@ def relaunch(
     runtime = choose_runtime(asked, record.spec.device)
     entry = _same_megatron(record, entry_of(runtime, asked))
     data = Flags(record.argv).text("--data-path")
-    start = options.runs / ".start" / record.start_checkpoint if record.start_checkpoint else None
+    model = model_for(load_model(record.spec.model), record.argv, data)
+    start = imported_weights(model)
+    if start is None and record.start_checkpoint:
+        start = options.runs / ".start" / record.start_checkpoint
     flags = merge_flags(
         _laid_out(record, parallelism),
         ("--micro-batch-size", str(batch.micro_batch_size)),
@@ -102,7 +105,7 @@ def relaunch(
     )
     return Launch(
         spec=spec,
-        model=model_for(load_model(record.spec.model), record.argv, data),
+        model=model,
         iterations=iterations,
         entry=entry,
         data=data,

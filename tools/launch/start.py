@@ -36,8 +36,11 @@ from tools.records.run import LOG_FILE
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
 from tools.spec.flags import flag_words
+from tools.spec.model import imported_weights
 from tools.spec.run import Backend, OptimizerName
 from tools.spec.strategy import UNTIED, Batch
+
+_IMPORT_AGAIN = "remove the model's folder and run 'make import-hf' again."
 
 
 def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) -> Path | None:
@@ -49,11 +52,19 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
     path = launch.start_checkpoint
     if path is None:
         return None
+    imported = path == imported_weights(launch.model)
+    if imported and not path.is_dir():
+        raise LaunchError(f"The weights {from_root(path)} are not there; {_IMPORT_AGAIN}")
     if path.is_dir():
         check_owner(path)
         flaw = _flaw(path)
         if flaw is None:
             return path
+        if imported:
+            raise LaunchError(
+                f"The weights {from_root(path)} have changed since they were imported ({flaw}); "
+                f"{_IMPORT_AGAIN}"
+            )
         aside = _set_aside(path)
         console.print(
             f"The starting checkpoint {from_root(path)} has changed since it was written ({flaw}); it "

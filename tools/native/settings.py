@@ -20,6 +20,7 @@ _IGNORED = {
     "--distributed-backend": 1,
     "--transformer-impl": 1,
     "--no-masked-softmax-fusion": 0,
+    "--openai-gelu": 0,  # It is so without --no-bias-gelu-fusion.
     "--no-bias-dropout-fusion": 0,
     "--no-persist-layer-norm": 0,
     "--no-rope-fusion": 0,

@@ -38,6 +38,8 @@ _OUTSIDE = {
     "norm.bias": "decoder.final_layernorm.bias",
     "output_layer.weight": "output_layer.weight",
 }
+_MULTIPLE = 128
+_PADDED = (_OUTSIDE["word_embeddings.weight"], _OUTSIDE["output_layer.weight"])
 
 
 def load_start(model: GPT, checkpoint: Path) -> None:
@@ -54,6 +56,8 @@ def load_start(model: GPT, checkpoint: Path) -> None:
             value = stored.get(source)
             if value is not None:
                 value = _at(value, places, (len(model.blocks), experts))
+                if source in _PADDED and 0 < value.shape[0] - parameter.shape[0] < _MULTIPLE:
+                    value = value[: parameter.shape[0]]  # Imported, with padding for any layout.
             if value is None or value.shape != parameter.shape:
                 found = "nothing" if value is None else list(value.shape)
                 sys.exit(

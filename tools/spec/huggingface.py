@@ -30,7 +30,11 @@ _ACTIVATIONS = {
     "gelu": EXACT_GELU,
 }
 _EPSILON, _MEGATRONS_EPSILON = "--norm-epsilon", 1e-5
-_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """Llama 3's scaling of rotary frequencies; of its values Megatron has a flag for `factor` alone."""
 
 
@@ -347,7 +351,7 @@ def _llama_config(flags: Flags) -> dict[str, Any]:
         "head_dim": flags.integer("--kv-channels", hidden // heads),
         "max_position_embeddings": flags.integer("--max-position-embeddings", 0),
         "rope_theta": float(flags.integer("--rotary-base", 10000)),
-        "rope_scaling": scaling if flags.has("--use-rope-scaling") else None,
+        **({"rope_scaling": scaling} if flags.has("--use-rope-scaling") else {}),
         "rms_norm_eps": flags.number(_EPSILON, _MEGATRONS_EPSILON),
         "hidden_act": "silu",
         "attention_bias": False,

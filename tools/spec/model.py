@@ -22,6 +22,9 @@ HUB = ROOT / "hub"
 IMPORTED_WEIGHTS = "checkpoint"
 """Folder of an imported model's weights, beside its `.args` file, which loads them."""
 
+LOADING = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format")
+"""Flags by which an imported model's `.args` file loads its weights."""
+
 MODEL_FILES = (".args", ".json")
 """Megatron's flags, or a Hugging Face `config.json`."""
 

@@ -96,6 +96,11 @@
 ##   TABLE            a CSV or Markdown table of figures [audit]
 ##   LEAVE_OUT        the source that constants are fitted without (each reading's own) [validate]
 ##   READINGS         your own readings (all but validate: readings/mine.csv) [validate plan advise report]
+## Variables: weights from and to Hugging Face [import-hf]
+##   HF               a folder with config.json and safetensors, or its name on the hub
+##   NAME             name of the model (HF's)
+##   RUN              a run folder, or hub/NAME [export-hf]
+##   TO               the folder to write [export-hf]
 ## Variables: reports [report]
 ##   LOGS             Megatron logs, wherever they were made
 ##   NAME             name of the report or sweep [also sweep]

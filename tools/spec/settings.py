@@ -412,6 +412,18 @@ READINGS = Setting(
     "--readings",
 )
 
+# Weights from and to others.
+HF = Setting(
+    "HF",
+    str,
+    _TEXT,
+    "a folder with config.json and safetensors, or its name on the hub",
+    ("import-hf",),
+)
+IMPORTED = Setting("NAME", str, _TEXT, "name of the model (HF's)", ("import-hf",))
+EXPORTED = Setting("RUN", str, _TEXT, "a run folder, or hub/NAME", ("export-hf",))
+TO = Setting("TO", str, _TEXT, "the folder to write", ("export-hf",))
+
 # After a run, and data.
 LOGS = Setting("LOGS", words, _TEXT, "Megatron logs, wherever they were made", ("report",), "*")
 NAME = Setting("NAME", str, _TEXT, "name of the report or sweep", ("report", "sweep"), "--name")
@@ -573,6 +585,7 @@ _SECTIONS: Mapping[object, tuple[str, tuple[str, ...]]] = {
     MODELS: ("Variables: several runs", ("sweep",)),
     MODEL: ("Variables: planning", ("plan",)),
     DP: ("Variables: dry run and schedules", ("dryrun",)),
+    HF: ("Variables: weights from and to Hugging Face", ("import-hf",)),
     LOGS: ("Variables: reports", ("report",)),
     DATASET: ("Variables: data", ("prepare-ds",)),
 }

@@ -69,7 +69,7 @@ class Pair:
 
 
 def prefix_of(family: str, names: Sequence[str]) -> str:
-    """What a file's names begin with: files of a bare model, such as GPT-2's on the hub, have nothing."""
+    """What a file's names begin with: nothing in files of a bare model, such as GPT-2's on the hub."""
     prefix, rows = _FAMILIES[family]
     is_bare = rows[0].names[0] in names
     return "" if is_bare else prefix
@@ -129,7 +129,7 @@ def _transposed(_: ModelShape) -> Form:
 
 def _halves(_: ModelShape) -> Form:
     """Gate and value of a gated MLP, one after the other."""
-    return Form(torch.cat, lambda whole: whole.chunk(2))
+    return Form(lambda parts: torch.cat(list(parts)), lambda whole: whole.chunk(2))
 
 
 def _by_group(shape: ModelShape) -> Form:
@@ -143,7 +143,7 @@ def _by_group(shape: ModelShape) -> Form:
 
     def split(whole: Tensor) -> Sequence[Tensor]:
         grouped = whole.reshape(groups, rows + 2 * width, *whole.shape[1:])
-        return [part.flatten(0, 1) for part in grouped.split([rows, width, width], 1)]
+        return [part.flatten(0, 1) for part in torch.split(grouped, [rows, width, width], 1)]
 
     return Form(join, split)
 
@@ -214,9 +214,7 @@ _GPT2 = (
         lambda s: (s.ffn_hidden, s.hidden),
         _transposed,
     ),
-    _Row(
-        *_layer("mlp.linear_fc1.bias", "h.{}.mlp.c_fc.bias"), lambda s: (s.ffn_hidden,), _same
-    ),
+    _Row(*_layer("mlp.linear_fc1.bias", "h.{}.mlp.c_fc.bias"), lambda s: (s.ffn_hidden,), _same),
     _Row(
         *_layer("mlp.linear_fc2.weight", "h.{}.mlp.c_proj.weight"),
         lambda s: (s.hidden, s.ffn_hidden),
@@ -230,9 +228,7 @@ _GPT2 = (
 _LLAMA = (
     _Row(EMBEDDING, ("embed_tokens.weight",), _vocabulary, _same),
     _Row(
-        *_layer(
-            "self_attention.linear_qkv.layer_norm_weight", "layers.{}.input_layernorm.weight"
-        ),
+        *_layer("self_attention.linear_qkv.layer_norm_weight", "layers.{}.input_layernorm.weight"),
         _hidden,
         _same,
     ),
@@ -250,9 +246,7 @@ _LLAMA = (
         _same,
     ),
     _Row(
-        *_layer(
-            "mlp.linear_fc1.layer_norm_weight", "layers.{}.post_attention_layernorm.weight"
-        ),
+        *_layer("mlp.linear_fc1.layer_norm_weight", "layers.{}.post_attention_layernorm.weight"),
         _hidden,
         _same,
     ),

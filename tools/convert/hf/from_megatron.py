@@ -137,8 +137,8 @@ def _as_imported(folder: Path, config: dict[str, object]) -> dict[str, object]:
             f"The run was trained from {folder.name}, a model of the type {own['model_type']}, with "
             f"flags that make it another; leave those out of EXTRA=."
         )
-    dtype = {name: config["dtype"] for name in ("dtype", "torch_dtype") if name in own}
-    return {**own, **(dtype or {"torch_dtype": config["dtype"]})}
+    names = [name for name in ("dtype", "torch_dtype") if name in own] or ["torch_dtype"]
+    return {**own, **dict.fromkeys(names, config["dtype"])}
 
 
 def _check(checkpoint: StoredCheckpoint, pairs: Sequence[Pair], shape: ModelShape) -> None:

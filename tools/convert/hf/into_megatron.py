@@ -20,7 +20,15 @@ from torch import Tensor
 
 from tools.convert.hf.checkpoint import StackedTensor, write_checkpoint
 from tools.convert.hf.errors import ConversionError
-from tools.convert.hf.families import EMBEDDING, HEAD, VOCABULARY, Pair, is_buffer, pairs_of, prefix_of
+from tools.convert.hf.families import (
+    EMBEDDING,
+    HEAD,
+    VOCABULARY,
+    Pair,
+    is_buffer,
+    pairs_of,
+    prefix_of,
+)
 from tools.convert.hf.tensor_files import TensorFolder
 from tools.convert.hf.work import Summary, Work, check_room
 from tools.records.io import made_whole, write_record
@@ -106,7 +114,9 @@ def read_source(folder: Path) -> Source:
     return Source(folder, model_type, flags, shape, tensors, prefix, pairs, left)
 
 
-def import_model(source: Source, name: str, work: Work, hub: Path = HUB, known_as: str = "") -> Summary:
+def import_model(
+    source: Source, name: str, work: Work, hub: Path = HUB, known_as: str = ""
+) -> Summary:
     """Write `hub/NAME`.
 
     Args:

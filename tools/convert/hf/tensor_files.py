@@ -1,4 +1,4 @@
-"""Tensors of a folder in the safetensors format, one file or several with an index, a tensor at a time."""
+"""Tensors of a folder in the safetensors format, in one file or several, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -51,17 +51,18 @@ class TensorFolder:
         self.tensors: dict[str, Described] = {}
         for file in _files_of(folder):
             self._describe(file)
-        for name, file in _indexed(folder).items():
-            if self._files.get(name) != folder / file:
+        for name, named in _indexed(folder).items():
+            if self._files.get(name) != folder / named:
                 raise ConversionError(
-                    f"{folder / INDEX} names {name} in {file}, which does not hold it; download the "
+                    f"{folder / INDEX} names {name} in {named}, which does not hold it; download the "
                     "folder again."
                 )
 
     def read(self, name: str) -> Tensor:
         """A tensor's values, in memory of their own."""
         with safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name).clone()
+            values: Tensor = file.get_tensor(name)
+            return values.clone()
 
     def _describe(self, path: Path) -> None:
         try:
@@ -77,9 +78,7 @@ class TensorFolder:
                     self.tensors[name] = Described(name, shape, _DTYPES[found.get_dtype()])
                     self._files[name] = path
         except (SafetensorError, OSError) as error:
-            raise ConversionError(
-                f"{path} cannot be read ({error}); download it again."
-            ) from None
+            raise ConversionError(f"{path} cannot be read ({error}); download it again.") from None
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -127,9 +126,7 @@ def write_tensors(
     shards = list(_shards(described, shard_bytes))
     left = iter(values)
     names = {
-        number: FILE
-        if len(shards) == 1
-        else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        number: FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         for number in range(1, len(shards) + 1)
     }
     for number, shard in enumerate(shards, start=1):

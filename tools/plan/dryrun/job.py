@@ -17,8 +17,8 @@ import msgspec
 from tools.plan.constraints import violations
 from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec.files import ROOT, read_args_file
-from tools.spec.flags import flag_words, merge_flags
-from tools.spec.model import Model
+from tools.spec.flags import drop_flags, flag_words, merge_flags
+from tools.spec.model import LOADING, Model
 from tools.spec.run import RunSpec, flags_of_spec
 from tools.spec.strategy import Sharding
 
@@ -121,7 +121,7 @@ def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
     training = read_args_file(ROOT / "examples" / model.family / "training.args")
     on_host = read_args_file(ROOT / "tools" / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
-        tuple(flag for flag in (*training, *model.flags) if flag not in _HALF),
+        tuple(flag for flag in (*training, *drop_flags(model.flags, LOADING)) if flag not in _HALF),
         flags_of_spec(replace(spec, cp_comm_type="p2p")),
         on_host,
         ("--seq-length", str(shape.seq_length)),

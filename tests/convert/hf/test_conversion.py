@@ -1,0 +1,274 @@
+"""Import and export: bit for bit, in bounded memory, and refused by name before anything is written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING, write_folder
+from tools.convert.hf import work as work_module
+from tools.convert.hf.checkpoint import StoredCheckpoint
+from tools.convert.hf.from_megatron import export_model, read_export
+from tools.convert.hf.into_megatron import import_model, read_import, read_source
+from tools.convert.hf.tensor_files import INDEX, Described, TensorFolder, write_tensors
+from tools.convert.hf.work import Work
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags
+from tools.spec.model import model_of
+
+CHECKPOINT = "checkpoint/iter_0000001"
+
+
+def imported(source: Path, hub: Path, name: str = "mine") -> Path:
+    import_model(read_source(source), name, Work(), hub)
+    return hub / name
+
+
+def exported(
+    folder: Path, target: Path, as_imported: bool = True, shard_bytes: int = 10**9
+) -> Path:
+    model = model_of(str(folder / f"{folder.name}.args"))
+    export = read_export(
+        folder / CHECKPOINT, model.flags, model.shape, folder if as_imported else None
+    )
+    export_model(export, target, Work(), shard_bytes)
+    return target
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    ours, theirs = TensorFolder(one), TensorFolder(other)
+    assert ours.tensors == theirs.tensors  # names, shapes and types
+    for name in ours.tensors:
+        bits = [folder.read(name).view(torch.uint8) for folder in (ours, theirs)]
+        assert torch.equal(*bits), name
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "prefix"),
+    [
+        (GPT2, torch.float32, None),
+        (GPT2, torch.float32, ""),
+        ({**GPT2, "tie_word_embeddings": False}, torch.float16, None),
+        (LLAMA, torch.bfloat16, None),
+        ({**LLAMA, "tie_word_embeddings": True, "head_dim": 6}, torch.float32, None),
+    ],
+    ids=["gpt2", "gpt2-bare", "gpt2-untied-fp16", "llama-bf16", "llama-tied-wide-heads"],
+)
+@pytest.mark.parametrize("shard_bytes", [10**9, 700])
+def test_what_was_imported_is_exported_bit_for_bit(
+    tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, prefix: str | None, shard_bytes: int
+) -> None:
+    source = write_folder(tmp_path / "source", config, dtype, shard_bytes, prefix)
+    folder = imported(source, tmp_path / "hub")
+    back = exported(folder, tmp_path / "back", shard_bytes=shard_bytes)
+    assert_same_bits(source, back)
+    assert json.loads((back / "config.json").read_text()).items() >= config.items()
+    again = imported(back, tmp_path / "again")
+    files = [model / CHECKPOINT / "__0_0.distcp" for model in (folder, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_without_its_import_a_model_gets_a_config_of_its_flags(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", {**LLAMA, "rope_scaling": LLAMA3_SCALING})
+    folder = imported(source, tmp_path / "hub")
+    back = exported(folder, tmp_path / "back", as_imported=False)
+    assert_same_bits(source, back)
+    config = json.loads((back / "config.json").read_text())
+    assert config["rope_scaling"] == LLAMA3_SCALING
+    again = model_of(str(imported(back, tmp_path / "again") / "mine.args"))
+    assert again.shape == model_of(str(folder / "mine.args")).shape
+
+
+def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
+    tmp_path: Path,
+) -> None:
+    source = write_folder(tmp_path / "source", GPT2)  # 131 entries
+    folder = imported(source, tmp_path / "hub")
+    rows = StoredCheckpoint(folder / CHECKPOINT).read("embedding.word_embeddings.weight")
+    assert rows.shape == (256, 8)
+    assert torch.equal(rows[131:], rows[130:131].expand(125, -1))
+    flags = Flags(model_of(str(folder / "mine.args")).flags)
+    assert flags.text("--make-vocab-size-divisible-by") == "1"
+    assert read_import(folder).padding_rows == 125
+
+
+def test_tokenizer_files_go_with_the_weights_both_ways(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", GPT2)
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 130}}, "added_tokens": []}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (source / "training_args.bin").write_bytes(b"not ours")
+    back = exported(imported(source, tmp_path / "hub"), tmp_path / "back")
+    assert json.loads((back / "tokenizer.json").read_text()) == tokenizer
+    assert not (back / "training_args.bin").exists()
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    held = TensorFolder(folder)
+    tensors = {name: held.read(name) for name in held.tensors}
+    change(tensors)
+    described = [Described(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]
+    write_tensors(folder, described, iter(tensors.values()))
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: rewritten(folder, lambda tensors: tensors.__delitem__(name))
+
+
+def put(name: str, *shape: int) -> Callable[[Path], None]:
+    return lambda folder: rewritten(
+        folder, lambda tensors: tensors.update({name: torch.ones(shape)})
+    )
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def only_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def token_beyond(folder: Path) -> None:
+    tokenizer = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "x", "id": 131}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (drop("transformer.h.1.ln_2.bias"), "lacks transformer.h.1.ln_2.bias"),
+        (put("transformer.h.0.crossattention.c_attn.weight", 2, 2), "another architecture"),
+        (put("transformer.h.1.mlp.c_fc.weight", 32, 8), r"shape \[32, 8\].*asks for \[8, 32\]"),
+        (put("lm_head.weight", 131, 8), "set tie_word_embeddings to false"),
+        (cut, "model.safetensors cannot be read"),
+        (only_pickle, "pytorch_model.bin is a pickle"),
+        (token_beyond, "token id 131, and the model a vocabulary of 131"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+    ],
+    ids=["missing", "extra", "shape", "tied", "truncated", "pickle", "tokenizer", "config"],
+)
+def test_a_folder_that_does_not_fit_is_refused_by_name(
+    tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    source = write_folder(tmp_path / "source", GPT2)
+    damage(source)
+    with pytest.raises(ValueError, match=said):
+        read_source(source)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source", GPT2, shard_bytes=700)
+    next(source.glob("model-00002-*")).unlink()
+    with pytest.raises(ValueError, match=rf"lacks model-00002-.*{INDEX} names"):
+        read_source(source)
+
+
+def test_masks_of_older_files_and_a_stored_copy_of_a_tied_output_layer_are_left_out(
+    tmp_path: Path,
+) -> None:
+    source = write_folder(tmp_path / "source", GPT2, prefix="")
+
+    def as_on_the_hub(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+        tensors["lm_head.weight"] = tensors["wte.weight"]
+
+    rewritten(source, as_on_the_hub)
+    assert read_source(source).ignored == ("h.0.attn.bias",)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "a b", "../up", ".hidden"])
+def test_a_name_that_targets_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
+    source = read_source(write_folder(tmp_path / "source", GPT2))
+    with pytest.raises(ValueError, match="NAME="):
+        import_model(source, name, Work())
+
+
+def test_a_folder_that_is_there_and_a_full_disk_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_folder(tmp_path / "source", GPT2)
+    folder = imported(source, tmp_path / "hub")
+    with pytest.raises(ValueError, match="mine is there; remove it"):
+        imported(source, tmp_path / "hub")
+    with pytest.raises(ValueError, match=r"TO=.*hub is there"):
+        exported(folder, tmp_path / "hub")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(work_module.shutil, "disk_usage", lambda _: usage)
+    for convert in (imported, exported):
+        with pytest.raises(ValueError, match=r"needs 64\.\d+ MiB, and .* has 1 MiB free"):
+            convert(source if convert is imported else folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_error_while_writing_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_source(write_folder(tmp_path / "source", GPT2))
+
+    def failing(_: TensorFolder, name: str) -> torch.Tensor:
+        raise OSError(28, "No space left on device", name)
+
+    monkeypatch.setattr(TensorFolder, "read", failing)
+    with pytest.raises(OSError, match="No space left"):
+        import_model(source, "mine", Work(), tmp_path / "hub")
+    assert list((tmp_path / "hub").iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = imported(write_folder(tmp_path / "source", GPT2), tmp_path / "hub")
+    words = list(model_of(str(folder / "mine.args")).flags)
+    words[words.index("--num-layers") + 1] = "3"
+    (folder / "mine.args").write_text(" ".join(words))
+    with pytest.raises(ValueError, match=r"shape \[2, 8\], and the run's model has \[3, 8\]"):
+        exported(folder, tmp_path / "back")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = imported(write_folder(tmp_path / "source", GPT2), tmp_path / "hub")
+    (folder / CHECKPOINT / ".metadata").write_bytes(b"x")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        exported(folder, tmp_path / "back")
+
+
+_MEASURED = """
+import resource, sys
+from pathlib import Path
+from tests.convert.hf.test_conversion import exported, imported
+def grown(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+small = imported(Path(sys.argv[1]), Path(sys.argv[3]), "small")
+exported(small, Path(sys.argv[3]) / "small-back")
+before = grown()
+large = imported(Path(sys.argv[2]), Path(sys.argv[3]), "large")
+print(grown() - before)
+exported(large, Path(sys.argv[3]) / "large-back")
+print(grown() - before)
+"""
+
+
+def test_memory_is_bounded_by_a_few_of_the_largest_tensor(tmp_path: Path) -> None:
+    width = 512  # 4 MiB the largest tensor, 100 MiB all of them
+    wide = {**LLAMA, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 10}
+    sources = [
+        write_folder(tmp_path / "small", LLAMA),
+        write_folder(tmp_path / "large", wide, shard_bytes=30 * 10**6),
+    ]
+    held = sum(file.stat().st_size for file in sources[1].glob("*.safetensors"))
+    arguments = [*map(str, sources), str(tmp_path / "hub")]
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    largest = 2 * width * width * 4 * 2
+    assert held > 20 * largest / 2
+    assert all(int(line) < 6 * largest for line in done.stdout.split()), done.stdout

@@ -1,0 +1,102 @@
+"""Names and reshapings of each family: invertible bit for bit, and in Megatron's order."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.convert.hf.families import EMBEDDING, Pair, pairs_of
+from tools.spec.model import ModelShape
+
+
+def shape(**other: Any) -> ModelShape:
+    plain: dict[str, Any] = {
+        "layers": 2,
+        "hidden": 8,
+        "heads": 4,
+        "query_groups": 4,
+        "head_width": 2,
+        "ffn_hidden": 12,
+        "seq_length": 16,
+        "positions": 16,
+        "vocabulary": 10,
+    }
+    return ModelShape(**{**plain, **other})
+
+
+def pair(family: str, parameter: str, model: ModelShape) -> Pair:
+    return next(one for one in pairs_of(family, model) if one.parameter == parameter)
+
+
+@given(
+    family=st.sampled_from(("gpt2", "llama")),
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    width=st.integers(1, 3),
+    hidden=st.integers(1, 9),
+    ffn=st.integers(1, 7),
+    tied=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_taking_apart_and_joining_give_the_same_bits_both_ways(
+    family: str, groups: int, per_group: int, width: int, hidden: int, ffn: int, tied: bool
+) -> None:
+    own = groups * per_group
+    model = shape(
+        layers=1,
+        hidden=own * width if family == "gpt2" else hidden,
+        heads=own,
+        query_groups=own if family == "gpt2" else groups,
+        head_width=width,
+        ffn_hidden=ffn,
+        tied_embeddings=tied,
+    )
+    for one in pairs_of(family, model):
+        whole = torch.randn(one.shape)
+        parts = one.form.split(whole)
+        assert tuple(tuple(part.shape) for part in parts) == one.shapes
+        assert torch.equal(one.form.join(parts), whole)
+        again = one.form.split(one.form.join(parts))
+        assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_rows_of_llama_lie_by_group_its_queries_then_its_key_then_its_value() -> None:
+    model = shape(hidden=1, heads=4, query_groups=2, head_width=1)
+    qkv = pair("llama", "decoder.layers.0.self_attention.linear_qkv.weight", model)
+    queries, keys, values = torch.tensor([[1.0], [2], [3], [4]]), [[5.0], [6]], [[7.0], [8]]
+    joined = qkv.form.join((queries, torch.tensor(keys), torch.tensor(values)))
+    assert joined.flatten().tolist() == [1, 2, 5, 7, 3, 4, 6, 8]
+
+
+def test_rows_of_gpt2_lie_by_head_and_its_matrices_are_transposed() -> None:
+    model = shape(hidden=2, heads=2, query_groups=2, head_width=1)
+    weight = pair("gpt2", "decoder.layers.0.self_attention.linear_qkv.weight", model)
+    stored = torch.tensor([[1.0, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]])
+    joined = weight.form.join((stored,))
+    assert joined.tolist() == [[1, 11], [3, 13], [5, 15], [2, 12], [4, 14], [6, 16]]
+    bias = pair("gpt2", "decoder.layers.0.self_attention.linear_qkv.bias", model)
+    assert bias.form.join((torch.arange(6.0),)).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_gate_comes_before_value() -> None:
+    model = shape(hidden=1, ffn_hidden=2)
+    fc1 = pair("llama", "decoder.layers.1.mlp.linear_fc1.weight", model)
+    assert fc1.names == ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight")
+    joined = fc1.form.join((torch.tensor([[1.0], [2]]), torch.tensor([[3.0], [4]])))
+    assert joined.flatten().tolist() == [1, 2, 3, 4]
+
+
+def test_a_norm_has_the_key_of_transformer_engine_and_the_name_of_its_own_module() -> None:
+    norm = next(one for one in pairs_of("llama", shape()) if "input_layernorm" in one.names[0])
+    assert norm.key == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    assert norm.parameter == "decoder.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(("tied", "count"), [(True, 2 + 12 * 2 + 2), (False, 2 + 12 * 2 + 3)])
+def test_an_untied_model_has_an_output_layer_last(tied: bool, count: int) -> None:
+    pairs = pairs_of("gpt2", shape(tied_embeddings=tied))
+    assert len(pairs) == count
+    assert pairs[0].key == EMBEDDING
+    assert (pairs[-1].names == ("lm_head.weight",)) is not tied

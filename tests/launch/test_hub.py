@@ -1,0 +1,136 @@
+"""Imported models in targets, and what the two commands refuse."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.convert.hf.folders import GPT2, LLAMA, write_folder
+from tools.convert.hf.into_megatron import import_model, read_source
+from tools.convert.hf.work import Work
+from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
+from tools.launch.hub import export_hf, import_hf
+from tools.launch.options import Options
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.spec.flags import Flags
+from tools.spec.run import Backend, DeviceKind
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two imported models."""
+    root = tmp_path_factory.mktemp("hub")
+    for name, config in (("mine-gpt2", GPT2), ("mine-llama", LLAMA)):
+        source = read_source(write_folder(root / "sources" / name, config))
+        import_model(source, name, Work(), root)
+    return root
+
+
+def launch_of(
+    hub: Path, target: str, monkeypatch: pytest.MonkeyPatch, options: Options | None = None
+) -> Launch:
+    parsed_of = target.split("-")[2]
+    monkeypatch.setenv("MODEL", str(hub / f"mine-{parsed_of}" / f"mine-{parsed_of}.args"))
+    parsed = parse_target(f"train-{target}")
+    return compose_target(parsed, flags_of_grammar(parsed), options or Options(runs=hub / "runs"))
+
+
+@pytest.mark.parametrize(
+    ("target", "padded_to"),
+    [
+        ("baseline-mine-gpt2-1cpu", "1"),
+        ("tp2-mine-gpt2-2cpu", "1"),
+        ("baseline-mine-llama-1cpu", "128"),
+        ("tp2-mine-llama-2cpu", "64"),
+        ("tp2-mine-llama-2gpu", "64"),
+    ],
+)
+def test_an_imported_model_begins_with_its_weights_and_no_padding_but_for_tensor_parallelism(
+    hub: Path, target: str, padded_to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(runs=hub / "runs", runtime=None if target.endswith("cpu") else "host")  # type: ignore[arg-type]
+    launch = launch_of(hub, target, monkeypatch, options)
+    weights = hub / launch.model.name / "checkpoint"
+    flags = Flags(launch.flags)
+    assert launch.start_checkpoint == weights
+    assert flags.text("--load") == str(weights)
+    assert flags.has("--finetune")
+    assert flags.text("--make-vocab-size-divisible-by") == padded_to
+    assert launch.model.shape.vocabulary == (131 if "gpt2" in target else 128)
+
+
+def test_gpt2_keeps_the_fusion_that_alone_has_its_gelu(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = launch_of(hub, "baseline-mine-gpt2-1cpu", monkeypatch).flags
+    assert "--openai-gelu" in flags
+    assert "--no-bias-gelu-fusion" not in flags
+    assert "--no-bias-gelu-fusion" in launch_of(hub, "baseline-mine-llama-1cpu", monkeypatch).flags
+
+
+def test_fsdp_gets_the_weights_before_it_wraps_and_the_native_backend_by_its_own_flag(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = str(hub / "mine-gpt2" / "checkpoint")
+    sharded = launch_of(hub, "zero3-mine-gpt2-2cpu", monkeypatch)
+    assert sharded.environment["KIT_START_WEIGHTS"] == weights
+    assert "--load" not in sharded.flags
+    options = Options(runs=hub / "runs", backend=Backend.NATIVE)
+    native = launch_of(hub, "baseline-mine-gpt2-1cpu", monkeypatch, options)
+    assert Flags(native.flags).text("--start-weights") == weights
+    assert "--load" not in native.flags
+
+
+def test_weights_that_have_changed_are_refused_and_never_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_source(write_folder(tmp_path / "source", GPT2))
+    import_model(source, "mine-gpt2", Work(), tmp_path)
+    launch = launch_of(tmp_path, "baseline-mine-gpt2-1cpu", monkeypatch)
+    console, weights = Console(quiet=True), tmp_path / "mine-gpt2" / "checkpoint"
+    assert ensure_start_checkpoint(launch, Options(runs=tmp_path), console) == weights
+    file = weights / "iter_0000001" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(LaunchError, match="have changed since they were imported"):
+        ensure_start_checkpoint(launch, Options(runs=tmp_path), console)
+    assert file.read_bytes() == bytes(content)
+    weights.rename(tmp_path / "elsewhere")
+    with pytest.raises(LaunchError, match=r"are not there; .*make import-hf"):
+        ensure_start_checkpoint(launch, Options(runs=tmp_path), console)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "Say which model"),
+        ({"HF": "/no/such/folder"}, "no folder /no/such/folder"),
+    ],
+)
+def test_import_says_what_it_needs(given: dict[str, str], said: str) -> None:
+    with pytest.raises((LaunchError, ValueError), match=said):
+        import_hf(Console(quiet=True), given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"RUN": "runs/x"}, "Say what: make export-hf"),
+        ({"RUN": "runs/no-such-run", "TO": "there"}, "RUN=runs/no-such-run is no run folder"),
+    ],
+)
+def test_export_says_what_it_needs(given: dict[str, str], said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        export_hf(Console(quiet=True), given)
+
+
+def test_an_imported_model_is_of_the_device_that_its_target_names(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = launch_of(hub, "baseline-mine-llama-1cpu", monkeypatch)
+    assert launch.spec.device is DeviceKind.CPU
+    assert launch.spec.dtype == "fp32"

@@ -1,0 +1,100 @@
+"""A Hugging Face config as Megatron's flags and back, and what no flag expresses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tools.spec.flags import Flags, merge_flags
+from tools.spec.huggingface import config_of_flags, exact_flags, flags_of_config
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def flags(folder: Path, config: dict[str, Any]) -> Flags:
+    return Flags(exact_flags(written(folder, config)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**GPT2, "n_inner": 20, "activation_function": "gelu", "layer_norm_epsilon": 1e-6},
+        {**GPT2, "activation_function": "gelu_new", "tie_word_embeddings": False},
+        {**LLAMA, "head_dim": 6, "rms_norm_eps": 1e-6, "rope_scaling": LLAMA3_SCALING},
+        {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ],
+)
+def test_flags_of_a_config_give_it_back(tmp_path: Path, config: dict[str, Any]) -> None:
+    words = exact_flags(written(tmp_path, config))
+    assert config_of_flags(words, "float32").items() >= config.items()
+
+
+def test_transformers_5_says_rope_parameters_where_4_said_theta_and_scaling(tmp_path: Path) -> None:
+    before = flags(tmp_path, {**LLAMA, "rope_scaling": LLAMA3_SCALING})
+    config = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
+    now = flags(tmp_path, {**config, "rope_parameters": parameters})
+    for found in (before, now):
+        assert found.has("--use-rope-scaling")
+        assert found.text("--rope-scaling-factor") == "8.0"
+        assert found.text("--rotary-base") == "500000"
+
+
+def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_path: Path) -> None:
+    assert not flags(tmp_path, GPT2).has("--norm-epsilon")
+    assert flags(tmp_path, GPT2).has("--openai-gelu")
+    assert flags(tmp_path, {**LLAMA, "rms_norm_eps": 1e-6}).number("--norm-epsilon", 0) == 1e-6
+    exact = flags(tmp_path, {**GPT2, "activation_function": "gelu"})
+    assert exact.has("--no-bias-gelu-fusion")
+    assert not exact.has("--openai-gelu")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 2.0}}, "low_freq_factor"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 8}}, "high_freq_factor"),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
+        ({**LLAMA, "rope_theta": 10000.5}, "rope_theta"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias"),
+        ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act"),
+        ({**GPT2, "activation_function": "relu"}, "activation_function"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({**GPT2, "embd_pdrop": 0.2}, "embd_pdrop"),
+        ({**LLAMA, "model_type": "mistral"}, "model_type 'mistral', whose weights"),
+        ({**LLAMA, "model_type": "bert"}, "model_type 'bert', whose weights"),
+    ],
+)
+def test_what_no_flag_expresses_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        exact_flags(written(tmp_path, config))
+
+
+def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
+    linear = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert Flags(flags_of_config(written(tmp_path, linear))).has("--swiglu")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--num-experts", "8"), "--num-experts"),
+        (("--qk-layernorm",), "--qk-layernorm"),
+        (("--normalization", "LayerNorm"), "--normalization LayerNorm with rotary"),
+    ],
+)
+def test_flags_of_another_architecture_have_no_config(
+    tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    words = exact_flags(written(tmp_path, LLAMA))
+    with pytest.raises(ValueError, match=said):
+        config_of_flags(merge_flags(words, more), "float32")
