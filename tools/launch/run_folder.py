@@ -312,5 +312,5 @@ def _software_of_image(container: docker.Container, cache: Path) -> dict[str, st
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return {}
     cache.parent.mkdir(parents=True, exist_ok=True)
-    cache.write_text(json.dumps(software, indent=2) + "\n")
+    write_record(cache, software)
     return software

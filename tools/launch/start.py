@@ -14,7 +14,6 @@ import os
 import platform
 import shutil
 import stat
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tools.launch.checkpoint.readable import (
     DamagedCheckpointError,
     finished_iteration,
 )
-from tools.launch.checkpoint.stored import DAMAGED, check, find_checkpoints
+from tools.launch.checkpoint.stored import check, find_checkpoints, rename_damaged
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
@@ -65,7 +64,7 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
                 f"The weights {from_root(path)} have changed since they were imported ({flaw}); "
                 f"{_IMPORT_AGAIN}"
             )
-        aside = _set_aside(path)
+        aside = rename_damaged(path)
         console.print(
             f"The starting checkpoint {from_root(path)} has changed since it was written ({flaw}); it "
             f"is kept as {aside.name} and written anew.",
@@ -119,22 +118,12 @@ def _flaw(folder: Path) -> str | None:
     return None
 
 
-def _set_aside(path: Path) -> Path:
-    """Give a checkpoint another name, in place of the last one that was found so."""
-    aside = path.with_name(f"{DAMAGED}{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    with suppress(FileNotFoundError):  # Another run has done so meanwhile.
-        path.rename(aside)
-    return aside
-
-
 def _own_partial(path: Path) -> Path:
     """A temporary folder for this process; removes those left by ended processes of this machine."""
     mine = f"{path.name}.partial-{platform.node()}-"
     for left in path.parent.glob(f"{mine}*"):
-        number = left.name.removeprefix(
-            mine
-        )  # Not one if another host's name begins as this one's.
+        # Not a number if another host's name begins as this one's.
+        number = left.name.removeprefix(mine)
         if number.isdigit() and not psutil.pid_exists(int(number)):
             shutil.rmtree(left, ignore_errors=True)
     partial = path.with_name(f"{mine}{os.getpid()}")

@@ -12,7 +12,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,9 +194,16 @@ def quarantine(folder: Path, iteration: int) -> None:
         if not checkpoint.is_finished:
             shutil.rmtree(checkpoint.path)
             continue
-        aside = checkpoint.path.with_name(DAMAGED + checkpoint.path.name)
-        shutil.rmtree(aside, ignore_errors=True)
-        checkpoint.path.rename(aside)
+        rename_damaged(checkpoint.path)
+
+
+def rename_damaged(path: Path) -> Path:
+    """Give a checkpoint the name of a damaged one, in place of the last one of that name."""
+    damaged = path.with_name(DAMAGED + path.name)
+    shutil.rmtree(damaged, ignore_errors=True)
+    with suppress(FileNotFoundError):  # Another run has done so meanwhile.
+        path.rename(damaged)
+    return damaged
 
 
 def _flaw(checkpoint: Checkpoint, newest_number: int | None) -> str | None:
