@@ -20,7 +20,7 @@ from tools.records.measurements import (
     read_routing,
 )
 from tools.records.run import Status
-from tools.report.explain.closed_form import configuration_of_run, pipeline_rank
+from tools.report.explain.closed_form import configuration_of_run
 from tools.report.explain.routing import iterations_of, loads
 from tools.report.read.runs import load_folder
 from tools.spec.model import load_model
@@ -66,7 +66,7 @@ def sent(rank: RankCommunication) -> Counter[Key]:
 def predicted(run: Run, rank: int) -> Counter[Key]:
     expected: Counter[Key] = Counter()
     form = configuration(run)
-    for item in communication_of_rank(form, pipeline_rank(form, rank)):
+    for item in communication_of_rank(form, form.parallelism.pipeline_rank(rank)):
         if item.group not in ("ep", "expert_tp"):
             expected[item.group, item.operation, item.payload_bytes] += item.calls
     return expected
@@ -87,7 +87,7 @@ def routed(run: Run) -> dict[tuple[str, str, str], list[int]]:
 def routed_in_closed_form(run: Run) -> dict[tuple[str, str, str], list[int]]:
     form, found = configuration(run), {}
     for rank in range(form.parallelism.world_size):
-        for item in communication_of_rank(form, pipeline_rank(form, rank)):
+        for item in communication_of_rank(form, form.parallelism.pipeline_rank(rank)):
             if item.group in ("ep", "expert_tp"):
                 entry = found.setdefault((item.group, item.operation, item.phase), [0, 0])
                 entry[0] += item.calls
@@ -208,7 +208,7 @@ def test_calls_and_memory_on_four_ranks_are_the_closed_form(
         assert measured[key][0] == calls
         assert measured[key][1] == pytest.approx(payload, abs=calls)
     for memory in read_memory(run.folder).ranks:
-        held = rank_parameters(form, pipeline_rank(form, memory.rank))
+        held = rank_parameters(form, form.parallelism.pipeline_rank(memory.rank))
         assert memory.categories[MemoryCategory.WEIGHTS] == 4 * held.total
 
 

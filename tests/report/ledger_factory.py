@@ -26,7 +26,7 @@ from tools.records.measurements import (
 )
 from tools.records.run import RunRecord
 from tools.report.analyse.report import Report, build_report
-from tools.report.explain.closed_form import configuration_of_run, pipeline_rank
+from tools.report.explain.closed_form import configuration_of_run
 from tools.report.read.runs import Run, load_folder
 from tools.spec.published import Published
 from tools.spec.run import RunSpec, Transport
@@ -59,7 +59,7 @@ def communication(folder: Path) -> CommunicationRecord:
 
 
 def rank_communication(configuration: RunSpec, rank: int) -> RankCommunication:
-    traffic = communication_of_rank(configuration, pipeline_rank(configuration, rank))
+    traffic = communication_of_rank(configuration, configuration.parallelism.pipeline_rank(rank))
     return RankCommunication(
         rank,
         9,

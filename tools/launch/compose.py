@@ -26,7 +26,7 @@ from tools.launch.flags import (
     tokenizer_flags,
 )
 from tools.launch.megatron_entry import find_entry
-from tools.launch.network import LinkRate
+from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
 from tools.launch.options import HANG_TIMEOUT_SECONDS, Options
 from tools.launch.runtime import ON_HOST, Runtime
@@ -114,8 +114,7 @@ class Launch:
     @property
     def network(self) -> LinkRate | None:
         """Limit of the link between the two halves of the ranks."""
-        limit = self.spec.link_bits_per_second
-        return LinkRate(limit) if limit else None
+        return link_of(self.spec)
 
     @property
     def local_devices(self) -> int:

@@ -24,7 +24,7 @@ from types import FrameType
 import psutil
 
 from tools.spec.flags import flag_words
-from tools.spec.run import DeviceKind
+from tools.spec.run import DeviceKind, RunSpec
 
 NODES = 2
 FASTEST_BITS_PER_SECOND = 10e9
@@ -60,6 +60,12 @@ class LinkRate:
         gigabits = self.bits_per_second >= _UNIT_BITS["g"]
         unit = "g" if gigabits else "m"
         return f"{self.bits_per_second / _UNIT_BITS[unit]:g}{unit}bps"
+
+
+def link_of(spec: RunSpec) -> LinkRate | None:
+    """The link between the two halves of a run's ranks; None where it is not limited."""
+    bits = spec.link_bits_per_second
+    return LinkRate(bits) if bits else None
 
 
 def parse_rate(text: str) -> LinkRate:

@@ -11,7 +11,7 @@ from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch, ResumePoint, entry_of, model_for, with_mounts
 from tools.launch.errors import LaunchError, wrong_settings_refused
-from tools.launch.network import LinkRate
+from tools.launch.network import link_of
 from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
@@ -94,7 +94,7 @@ def relaunch(
         saving_flags(saving, parallelism, entry),
         options.extra,
     )
-    link = options.network or _link(record)
+    link = options.network or link_of(record.spec)
     plant = _plant(record, options)
     spec = replace(
         spec_of_flags(flags, parallelism.world_size, record.spec.device, record.spec.model),
@@ -199,11 +199,6 @@ def _plant(record: RunRecord, options: Options) -> Plant | None:
             "cannot change when it is resumed; leave PLANT= out."
         )
     return plant
-
-
-def _link(record: RunRecord) -> LinkRate | None:
-    bits = record.spec.link_bits_per_second
-    return LinkRate(bits) if bits else None
 
 
 def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:

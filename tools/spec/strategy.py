@@ -123,6 +123,10 @@ class Parallelism:
         two_versions = self.schedule is PipelineSchedule.PIPEDREAM_2BW
         return self.pipeline > 1 and (self.virtual_stages > 1 or two_versions)
 
+    def pipeline_rank(self, rank: int) -> int:
+        """The pipeline stage of a global rank: PP is the outermost dimension of Megatron's order."""
+        return rank // (self.world_size // self.pipeline)
+
     def weight_versions(self, stage: int) -> int:
         """Copies of its weights that a pipeline stage holds."""
         return self.schedule.staleness(self.pipeline, stage) + 1

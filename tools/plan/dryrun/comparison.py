@@ -15,7 +15,6 @@ from tools.plan.dryrun.job import (
     as_dry_run,
     check,
     flags_of,
-    pipeline_rank,
     ranks_named,
 )
 from tools.plan.memory import chunks_in_flight, memory_of_rank
@@ -78,7 +77,7 @@ def dry_run(
 
 def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
     """Put the closed forms beside a rank's dry run."""
-    stage = pipeline_rank(spec, report.rank)
+    stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = as_dry_run(spec)
     calls = communication_of_rank(as_run, stage)
     expected: Counter[_Key] = Counter()

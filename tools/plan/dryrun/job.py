@@ -151,12 +151,6 @@ def ranks_named(text: str, spec: RunSpec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-def pipeline_rank(spec: RunSpec, rank: int) -> int:
-    """The pipeline stage of a global rank: PP is the outermost dimension of Megatron's order."""
-    parallelism = spec.parallelism
-    return rank // (parallelism.world_size // parallelism.pipeline)
-
-
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "KIT_DEVICE": "cpu",

@@ -102,12 +102,6 @@ def megatron_of_run(run: Run) -> Megatron:
     return Megatron.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST
 
 
-def pipeline_rank(configuration: RunSpec, rank: int) -> int:
-    """The pipeline stage of a global rank; Megatron numbers stages outermost."""
-    split = configuration.parallelism
-    return rank // (split.world_size // split.pipeline)
-
-
 def known_ranks(configuration: RunSpec, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Those ranks that the split has; a ledger of another run's ranks must not break the report."""
     return tuple(rank for rank in ranks if 0 <= rank < configuration.parallelism.world_size)
@@ -122,7 +116,7 @@ def compare_memory(
     configuration: RunSpec, rank: RankMemory, kernels: Kernels
 ) -> Iterator[ComponentResidual]:
     """Components in the order they are allocated, then their sum."""
-    stage = pipeline_rank(configuration, rank.rank)
+    stage = configuration.parallelism.pipeline_rank(rank.rank)
     model = memory_of_rank(configuration, stage)
     candidate = fullest_candidate(configuration, stage, kernels)
     held = {category: rank.categories.get(category, 0) for category in MemoryCategory}

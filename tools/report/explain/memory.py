@@ -8,7 +8,6 @@ from dataclasses import replace
 from tools.plan.memory import activation_bytes, head_bytes, layer_activation_bytes, layers_in_flight
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Phase, RankMemory
-from tools.report.explain.closed_form import pipeline_rank
 from tools.report.explain.subjects import Subject, find
 from tools.spec.strategy import Sharding, strategy_name
 from tools.text.units import amount, count, joined, signed
@@ -58,7 +57,7 @@ def _stages(subject: Subject) -> list[str]:
     if configuration is None or len(ranks) < 2:
         return [f"{subject.label}: no memory ledger of two ranks, so its stages are not compared."]
     first, last = ranks[0], ranks[-1]
-    stage = pipeline_rank(configuration, last.rank)
+    stage = configuration.parallelism.pipeline_rank(last.rank)
     if stage == 0:
         return [f"{subject.label}: the ledgers found are all of one stage."]
     return [_difference(subject, first, last), _tied(subject, stage), _in_flight(subject, ranks)]
@@ -102,7 +101,7 @@ def _in_flight(subject: Subject, ranks: Sequence[RankMemory]) -> str:
     assert configuration is not None
     parts = []
     for rank in (ranks[0], ranks[-1]):
-        stage = pipeline_rank(configuration, rank.rank)
+        stage = configuration.parallelism.pipeline_rank(rank.rank)
         flights = layers_in_flight(configuration, stage) / configuration.stage_layers(stage)
         forward = rank.phase_peak_bytes.get(Phase.FORWARD)
         state = sum(rank.categories.get(category, 0) for category in _STATE)

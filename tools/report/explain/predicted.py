@@ -23,7 +23,6 @@ from tools.report.explain.closed_form import (
     kernels_of_run,
     known_ranks,
     megatron_of_run,
-    pipeline_rank,
 )
 from tools.report.explain.time_shares import (
     TimeShares,
@@ -101,7 +100,7 @@ def compare_calls(
     configuration: RunSpec, rank: RankCommunication, megatron: Megatron
 ) -> CallComparison:
     """Compare a rank's steady iteration with the closed form, call by call."""
-    stage = pipeline_rank(configuration, rank.rank)
+    stage = configuration.parallelism.pipeline_rank(rank.rank)
     predicted = communication_of_rank(configuration, stage, megatron)
     measured = [c for c in rank.calls if c.ranks > 1 and c.operation not in _SILENT]
     return CallComparison(
@@ -277,7 +276,7 @@ def measured_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | N
     stages = range(configuration.parallelism.pipeline)
     by_stage: list[list[float]] = [[] for _ in stages]
     for rank in times.ranks:
-        stage = pipeline_rank(configuration, rank.rank)
+        stage = configuration.parallelism.pipeline_rank(rank.rank)
         if stage in stages and rank.iteration_seconds:
             by_stage[stage].append(busy_seconds(rank) / configuration.microbatches)
     if not all(by_stage):
@@ -307,7 +306,7 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Component
 def _bubble_note(configuration: RunSpec, stages: StageTimes | None, rank: int) -> str:
     if stages is None:
         return "another stage has no time ledger"
-    stage = pipeline_rank(configuration, rank)
+    stage = configuration.parallelism.pipeline_rank(rank)
     each = _each(stages.seconds)
     return f"stages work {each} a micro batch, which makes {stages.idle_over_work(stage):.1%}"
 
