@@ -1,7 +1,6 @@
 """`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
 
     python -m tests.verify.bench [plants | resumed | live | healthy] [--only ID …] [--seeds N]
-    python -m tests.verify.bench healthy --matrix docs/parity-matrix.md
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
 forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
@@ -10,26 +9,18 @@ forked from one process, so that a verification takes seconds. Prints the tables
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from datetime import date
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from tests.verify.forked import ForkedRanks
 from tests.verify.plants.check import FOLDER, Plant, plants
-from tools.launch.compose import Launch
 from tools.launch.options import Options, read_plant
-from tools.launch.pairs import Difference, compose_verification
-from tools.launch.start import ensure_start_checkpoint
-from tools.launch.verify import judged
+from tools.launch.pairs import Difference
+from tools.launch.verifier import ForkedRanks, Verifier
 from tools.records.verdict import Outcome
 from tools.spec.files import ROOT, read_yaml
 from tools.verify.findings import Finding, Judged, findings
@@ -38,13 +29,12 @@ from tools.verify.verdict import Judgement
 HEALTHY = Path(__file__).with_name("healthy.yaml")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bench:
-    """Verifies layouts, one after another; a reference is trained once for all that share it."""
+    """Verifies layouts, one after another."""
 
     data: str
-    folder: Path
-    ranks: ForkedRanks
+    verifier: Verifier
 
     def verify(
         self,
@@ -63,7 +53,6 @@ class Bench:
         With `both` it is in the reference as well.
         """
         options = Options(
-            runs=self.folder,
             data=self.data,
             extra=tuple(flags),
             seed=seed,
@@ -71,53 +60,7 @@ class Bench:
             plant=read_plant(str(plant)) if plant else None,
         )
         name = f"verify-{strategy}-{model}-{devices}cpu"
-        verification = compose_verification(name, options, difference or Difference())
-        reference = replace(verification.reference, warm=self.ranks.warm)
-        ensure_start_checkpoint(reference, options, Console(file=sys.stderr))
-        batch = reference.spec.batch.global_batch_size
-        words = "_".join(
-            (
-                verification.reference_name,
-                model,
-                str(batch),
-                str(seed),
-                str(verification.iteration),
-                *flags,
-            )
-        )
-        words += f"_{plant.stem}" if plant and both else ""
-        kept = self.folder / "references" / words.replace("/", "_").replace(" ", "_")
-        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-            training = _Training(self.ranks, kept, Path(scratch), both)
-            return judged(verification, Path(scratch), training)
-
-
-@dataclass(frozen=True)
-class _Training:
-    ranks: ForkedRanks
-    kept: Path
-    scratch: Path
-    planted: bool = False
-    """Whether the reference keeps the plant."""
-
-    def __call__(self, part: str, launch: Launch) -> str:
-        log = self.kept.with_name(f"{self.kept.name}.{part}.txt")
-        if not part.startswith("reference"):
-            return self.ranks.run(launch, log)
-        # Of an earlier iteration its number follows.
-        kept = self.kept.with_name(f"{self.kept.name}{part.removeprefix('reference')}")
-        if not kept.is_dir():
-            launch = launch if self.planted else _without_plant(launch)
-            if failure := self.ranks.run(launch, log):
-                return failure
-            shutil.move(self.scratch / part, kept)
-        (self.scratch / part).symlink_to(kept)
-        return ""
-
-
-def _without_plant(launch: Launch) -> Launch:
-    kept = {name: value for name, value in launch.environment.items() if "PLANT" not in name}
-    return replace(launch, environment=kept)
+        return self.verifier.verify(name, options, difference, both)
 
 
 @dataclass(frozen=True)
@@ -268,46 +211,6 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                 )
 
 
-MATRIX_HEAD = """# Parity matrix
-
-Which model features are numerically right under which layouts, by `make verify-…` on CPU ranks:
-every tensor of a training step against one rank's (or the named layout's), with tolerances that the
-reference measures ([verify](../tools/verify/README.md)). A number is the largest error over its
-tolerance, of all seeds; a dash has not been tried.
-
-Made by `.venv/bin/python -m tests.verify.bench healthy --matrix docs/parity-matrix.md`:
-megatron-core {version}, {date}.
-"""
-
-
-def matrix(lines: Sequence[str]) -> str:
-    """The lines of healthy layouts as one table a model: features by layouts."""
-    cells: dict[str, dict[str, dict[str, list[tuple[str, float]]]]] = {}
-    for line in lines:
-        layout, model, flags, _, said, ratio, *_ = (
-            cell.strip() for cell in line.strip("|").split("|")
-        )
-        feature = f"`{flags}`" if flags else "as it is"
-        found = cells.setdefault(model, {}).setdefault(feature, {})
-        found.setdefault(layout, []).append((said, float(ratio)))
-    return "\n".join(_matrix_of(model, features) for model, features in cells.items())
-
-
-def _matrix_of(model: str, features: dict[str, dict[str, list[tuple[str, float]]]]) -> str:
-    layouts = list(dict.fromkeys(layout for row in features.values() for layout in row))
-    lines = [f"\n## {model}\n", f"| flags | {' | '.join(layouts)} |"]
-    lines.append(f"|---|{'---|' * len(layouts)}")
-    for feature, row in features.items():
-        texts = [_cell(row[layout]) if layout in row else "–" for layout in layouts]
-        lines.append(f"| {feature} | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-def _cell(seeds: Sequence[tuple[str, float]]) -> str:
-    wrong = next((said for said, _ in seeds if said != Outcome.HELD), "")
-    return wrong or f"held {max(ratio for _, ratio in seeds):.2f}"
-
-
 def main() -> int:
     """Print the tables; 1 if a plant was not found, or a healthy layout called wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -319,7 +222,6 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="keeps logs and references (else a temporary one)"
     )
-    parser.add_argument("--matrix", type=Path, help="writes the healthy layouts to this page too")
     parser.add_argument("--data", default="owt-ds/sample_text_document")
     given = parser.parse_args()
     missed = 0
@@ -329,7 +231,7 @@ def main() -> int:
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
         ranks = around.enter_context(closing(ForkedRanks()))
-        bench = Bench(given.data, folder.resolve(), ranks)
+        bench = Bench(given.data, Verifier(folder.resolve(), ranks))
         tables = {
             "plants": verify_plants(bench, given.only),
             "resumed": verify_resumed(bench, given.only),
@@ -343,14 +245,9 @@ def main() -> int:
                     missed += not row.found
         if given.what in ("healthy", "all"):
             print(HEALTHY_HEAD)
-            lines = []
             for line, held in verify_healthy(bench, given.only, given.seeds):
                 print(line, flush=True)
-                lines.append(line)
                 missed += not held
-            if given.matrix:
-                head = MATRIX_HEAD.format(version=version("megatron-core"), date=date.today())
-                given.matrix.write_text(f"{head}{matrix(lines)}\n")
     print(f"{missed} wrong")
     return int(missed > 0)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.bench import matrix
 from tests.verify.plants.check import FOLDER, plants
 from tests.verify.plants.trace import STAGES, first_difference
 from tools.launch.options import read_plant
@@ -81,17 +80,3 @@ def test_every_plant_leaves_one_rank_alone_and_acts_where_it_is_stated(
     given = ("--data", str(sample_prefix), "--folder", str(tmp_path))
     done = subprocess.run((*command, *given), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-
-
-def test_healthy_layouts_are_a_table_of_features_by_layouts() -> None:
-    lines = [
-        "| tp2 | gpt2-tiny |  | 1234 | held | 0.25 | 9 of 9 | 3 |",
-        "| tp2 | gpt2-tiny |  | 1235 | held | 0.50 | 9 of 9 | 3 |",
-        "| cp2 | gpt2-tiny | --swiglu | 1234 | **differs**: loss, loss, other | 7.00 | 9 of 9 | 3 |",
-    ]
-    assert matrix(lines).splitlines()[3:] == [
-        "| flags | tp2 | cp2 |",
-        "|---|---|---|",
-        "| as it is | held 0.50 | – |",
-        "| `--swiglu` | – | **differs**: loss, loss, other |",
-    ]

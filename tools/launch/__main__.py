@@ -3,6 +3,7 @@
 python -m tools.launch make TARGET                            what every recipe of the Makefile calls
 python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a training target
 python -m tools.launch verify verify-tp2-gpt2-tiny-2cpu      two layouts, tensor by tensor
+python -m tools.launch verify-matrix | verify-fuzz            many of them
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch experiment NAME [--model NAME]        a file of examples/experiments
@@ -172,6 +173,18 @@ def _resume(command: argparse.Namespace, options: Options, console: Console) -> 
     return resume(command.run, command.strategy, options, console)
 
 
+def _matrix(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.matrix.commands import matrix
+
+    return matrix(options, console)
+
+
+def _fuzz(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.matrix.commands import fuzz
+
+    return fuzz(options, console)
+
+
 def _soak(_: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.soak import soak, soak_from_environment
 
@@ -218,6 +231,8 @@ _HANDLERS = {
     "calibrate": _calibrate,
     "resume": _resume,
     "soak": _soak,
+    "verify-matrix": _matrix,
+    "verify-fuzz": _fuzz,
     "stop": _stop,
     "idle": _idle,
     "import-hf": _import_hf,
@@ -260,6 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     named.add_argument("name")
     named.add_argument("--model", help="instead of its own")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
+    commands.add_parser("verify-matrix", help="FEATURES= × LAYOUTS=, each pair verified")
+    commands.add_parser("verify-fuzz", help="what is drawn with SEED=, for MINUTES=, verified")
     commands.add_parser("soak", help="STRATEGY= for HOURS=, undisturbed and with processes killed")
     commands.add_parser(
         "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"

@@ -33,7 +33,7 @@ from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import MegatronEntry
 from tools.spec.files import ROOT, from_root
-from tools.spec.flags import Flags, merge_flags
+from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.model import (
     GPT2_VOCABULARY,
     Model,
@@ -52,7 +52,11 @@ DEFAULT_DATA = {
 UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
 """The sample with every paragraph once."""
 
-OWN_SAMPLES = (DEFAULT_DATA[DeviceKind.CPU], UNIQUE_SAMPLE)
+SMALL_SAMPLE = "owt-ds/sample-1k_text_document"
+"""The sample in a vocabulary of 1,024: what a verification computes is then mostly the layers."""
+SMALL_VOCABULARY = 1024
+
+OWN_SAMPLES = (DEFAULT_DATA[DeviceKind.CPU], UNIQUE_SAMPLE, SMALL_SAMPLE)
 """Data sets that the kit makes by itself where a run needs them."""
 
 GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
@@ -202,7 +206,7 @@ def compose(
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
         saving_flags(options.saving, parallelism, entry) if options.saving else (),
-        options.extra,
+        _but_its_vocabulary(options.extra, model),
     )
     spec = replace(
         spec_of_flags(flags, devices, device, model.name),
@@ -231,6 +235,12 @@ def compose(
         hang_timeout_seconds=options.hang_timeout_seconds,
         saving=options.saving,
     )
+
+
+def _but_its_vocabulary(words: Sequence[str], model: Model) -> tuple[str, ...]:
+    """Further flags without a vocabulary that is the model's, which the tokenizer's flags name."""
+    given = Flags(words).integer("--vocab-size", 0)
+    return drop_flags(words, ("--vocab-size",)) if given == model.shape.vocabulary else tuple(words)
 
 
 def model_for(model: Model, words: Sequence[str], data: str) -> Model:

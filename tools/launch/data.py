@@ -9,13 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
-from tools.dataset.indexed import DatasetError, idx_path, open_dataset
-from tools.launch.compose import DEFAULT_DATA, UNIQUE_SAMPLE, Launch
+from tools.dataset.indexed import DatasetError, bin_path, idx_path, open_dataset
+from tools.launch.compose import (
+    DEFAULT_DATA,
+    SMALL_SAMPLE,
+    SMALL_VOCABULARY,
+    UNIQUE_SAMPLE,
+    Launch,
+)
 from tools.launch.errors import LaunchError
-from tools.records.io import lock
+from tools.records.io import lock, write_whole
 from tools.spec.files import ROOT
+from tools.spec.model import GPT2_VOCABULARY
 from tools.spec.run import DeviceKind
 
 SAMPLE = DEFAULT_DATA[DeviceKind.CPU]
@@ -35,9 +43,12 @@ def make_missing_data(launches: Sequence[Launch], console: Console) -> None:
     Raises:
         LaunchError: One could not be made.
     """
-    for prefix in _WHAT.keys() & {launch.data for launch in launches}:
+    named = {launch.data for launch in launches}
+    for prefix in _WHAT.keys() & named:
         if not idx_path(ROOT / prefix).is_file():
             _make(prefix, console)
+    if SMALL_SAMPLE in named:
+        ensure_small_sample(console)
 
 
 def ensure_data(launches: Sequence[Launch], console: Console) -> None:
@@ -64,6 +75,27 @@ def ensure_sample(console: Console) -> None:
     console.print(
         f"Data: {dataset.tokens:,} GPT-2 tokens in {dataset.documents} documents.", highlight=False
     )
+
+
+def ensure_small_sample(console: Console) -> None:
+    """Make the sample in a small vocabulary unless it is there: each token modulo all but the last.
+
+    The end of a document stays the last token, as Megatron's tokenizer without files has it.
+
+    Raises:
+        LaunchError: The sample could not be made.
+    """
+    small = ROOT / SMALL_SAMPLE
+    if idx_path(small).is_file():
+        return
+    if not idx_path(ROOT / SAMPLE).is_file():
+        _make(SAMPLE, console)
+    with _alone(small.with_suffix(".lock")):
+        whole, last = open_dataset(ROOT / SAMPLE), SMALL_VOCABULARY - 1
+        tokens = np.concatenate(list(whole.token_chunks()))
+        folded = np.where(tokens == GPT2_VOCABULARY - 1, last, tokens % last).astype(whole.dtype)
+        write_whole(bin_path(small), folded.tobytes())
+        write_whole(idx_path(small), whole.idx_path.read_bytes())
 
 
 def run_module(*arguments: str) -> int:

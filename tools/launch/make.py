@@ -105,7 +105,7 @@ TOOLS = {
 COMMANDS = frozenset(
     (
         *("demo", "parity", "list", "image", "reproduce", "sweep", "soak", "status", "calibrate"),
-        *("import-hf", "export-hf"),
+        *("import-hf", "export-hf", "verify-matrix", "verify-fuzz"),
         *("bench-gpu", "bench-ledger", "loss-curve"),
     )
 )

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,9 +42,20 @@ from tools.spec.strategy import UNTIED, Batch
 
 _IMPORT_AGAIN = "remove the model's folder and run 'make import-hf' again."
 
+Run = Callable[[Launch, Path], int]
+"""Trains a launch on one rank, whose output goes to a log; its exit code."""
 
-def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) -> Path | None:
+
+def ensure_start_checkpoint(
+    launch: Launch, options: Options, console: Console, run: Run | None = None
+) -> Path | None:
     """The checkpoint a launch starts from, written now if it is not there; None if it needs none.
+
+    Args:
+        launch: What starts from it.
+        options: The launch's.
+        console: The terminal.
+        run: What trains the rank that writes it; None starts one with a supervisor.
 
     Raises:
         LaunchError: Megatron did not write it; the message names its log.
@@ -71,15 +83,22 @@ def ensure_start_checkpoint(launch: Launch, options: Options, console: Console) 
             style="yellow",
             highlight=False,
         )
-    return _write(path, launch, options, console)
+    return _write(path, launch, options, run or _supervised(console))
 
 
-def _write(path: Path, launch: Launch, options: Options, console: Console) -> Path:
+def _supervised(console: Console) -> Run:
+    def run(writer: Launch, log: Path) -> int:
+        with RunProgress(console, "starting checkpoint", 1) as progress:
+            return run_ranks(writer, log, progress)
+
+    return run
+
+
+def _write(path: Path, launch: Launch, options: Options, run: Run) -> Path:
     partial = _own_partial(path)
     writer = _writing_launch(launch, options, partial)
     log = partial / LOG_FILE
-    with RunProgress(console, "starting checkpoint", 1) as progress:
-        exit_code = run_ranks(writer, log, progress)
+    exit_code = run(writer, log)
     if exit_code != 0:
         reason = diagnose(log, exit_code, interrupted=False).reason
         raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")

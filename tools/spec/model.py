@@ -61,6 +61,7 @@ SHAPE_FLAGS = (
         "--ffn-hidden-size",
         "--seq-length",
         "--max-position-embeddings",
+        "--vocab-size",
         "--position-embedding-type",
         "--normalization",
         "--swiglu",

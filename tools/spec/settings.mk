@@ -3,26 +3,31 @@
 ##   ITERS            iterations (100; 25 for a tiny model) [not soak]
 ##   MICRO_BATCH      samples in a rank's forward pass [every training target but compare-pipelines, dryrun plan]
 ##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan advise dryrun]
-##   SEED             seed of weights, dropout and sample order (1234)
+##   SEED             seed of weights, dropout and sample order (1234) [also verify-matrix verify-fuzz]
 ##   DROPOUT          attention and hidden dropout
 ##   OPTIMIZER        adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too
 ##   DATA             data set, such as owt-ds/mine_text_document
 ##   EXTRA            further Megatron flags, "--lr 1e-4"
-##   DTYPE            fp32 or bf16 (fp32) [verify-*]
-##   REFERENCE        strategy to compare with (baseline, on one rank), or native: plain PyTorch [verify-*]
-##   RESUMED          1 compares a resumed run with the undisturbed one; a strategy: the one that saved [verify-*]
+##   DTYPE            fp32 or bf16 (fp32) [verify-*-*]
+##   REFERENCE        strategy to compare with (baseline, on one rank), or native: plain PyTorch [verify-*-*]
+##   RESUMED          1 compares a resumed run with the undisturbed one; a strategy: the one that saved [verify-*-*]
 ##   VERIFY           1 finds the first wrong tensor of a strategy whose losses differ [parity]
-##   EXTRA_B          flags of the layout alone, not of its reference [verify-*]
-##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*]
+##   EXTRA_B          flags of the layout alone, not of its reference [verify-*-*]
+##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*-*]
 ##   PLANT            a Python file that each rank runs before it trains
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
-##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-* verify-*]
+##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-* verify-*-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…
-##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also bench-preprocess list test-slow]
-##   UNTRIED          1 trains with a Megatron version that was not tried
+##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also verify-matrix verify-fuzz bench-preprocess list test-slow]
+##   UNTRIED          1 trains with a Megatron version that was not tried [also verify-matrix verify-fuzz]
+## Variables: the parity matrix [verify-matrix verify-fuzz]
+##   FEATURES         families, features, levels of the matrix (all)
+##   LAYOUTS          layouts of the matrix (all)
+##   PAGE             folder of the matrix's pages (beside its cells) [verify-matrix]
+##   MINUTES          minutes after which no cell is begun
 ## Variables: where and how it is trained [every training target]
-##   DRY_RUN          1 prints the command and trains nothing [also prepare-ds* image]
-##   RUNS             folder of run folders (runs) [also status report explain calibrate]
+##   DRY_RUN          1 prints the command and trains nothing [also verify-matrix verify-fuzz prepare-ds* image]
+##   RUNS             folder of run folders (runs) [also verify-matrix verify-fuzz status report explain calibrate]
 ##   RUN              run folders to explain (all) [explain]
 ##   RUNTIME          docker or host, on GPUs [also prepare-ds*]
 ##   IMAGE            one of docker/versions.env [also prepare-ds* image]
@@ -65,7 +70,7 @@
 ##   BUDGET           seconds for all settings (510) [bench-gpu]
 ##   TARGET           the training target to use [loss-curve bench-ledger]
 ## Variables: planning [plan]
-##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-* soak]
+##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-*-* soak]
 ##   GPUS             number of devices [also advise]
 ##   GPU              h200, a100-80g, … (h200) [also advise compare-zero]
 ##   GPUS_PER_NODE    devices per machine (8) [also advise]

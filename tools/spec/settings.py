@@ -38,7 +38,8 @@ _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
 _COMPARE = ("compare-zero", "compare-backends", "compare-moe", "compare-pipelines")
 _BENCH = ("loss-curve", "bench-gpu", "bench-ledger")
 _ONE_RUN = ("train-*", "trace-*", "resume", "sweep", "soak", *_BENCH)
-_VERIFY = "verify-*"
+_VERIFY = "verify-*-*"
+_CELLS = ("verify-matrix", "verify-fuzz")
 _TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE, _VERIFY)
 _OWN_BATCH = tuple(target for target in _TRAIN if target != "compare-pipelines")
 """Where a batch may be chosen: PipeDream's micro batch follows from the others' global one."""
@@ -72,7 +73,7 @@ SEED = Setting(
     positive,
     _NUMBER,
     "seed of weights, dropout and sample order (1234)",
-    _TRAIN,
+    (*_TRAIN, *_CELLS),
     default=1234,
 )
 DROPOUT = Setting(
@@ -157,16 +158,26 @@ MEGATRON_LM = Setting(
     checkout,
     "a folder with pretrain_gpt.py",
     "a Megatron-LM checkout, not the wheel",
-    (*_TRAIN, "bench-preprocess", "list", "test-slow"),
+    (*_TRAIN, *_CELLS, "bench-preprocess", "list", "test-slow"),
 )
 UNTRIED = Setting(
     "UNTRIED",
     switch,
     _SWITCH,
     "1 trains with a Megatron version that was not tried",
-    _TRAIN,
+    (*_TRAIN, *_CELLS),
     default=False,
 )
+
+# The parity matrix.
+FEATURES = Setting(
+    "FEATURES", words, _TEXT, "families, features, levels of the matrix (all)", _CELLS, default=()
+)
+LAYOUTS = Setting("LAYOUTS", words, _TEXT, "layouts of the matrix (all)", _CELLS, default=())
+PAGE = Setting(
+    "PAGE", Path, "a folder", "folder of the matrix's pages (beside its cells)", ("verify-matrix",)
+)
+MINUTES = Setting("MINUTES", positive, _NUMBER, "minutes after which no cell is begun", _CELLS)
 
 # Where and how.
 DRY_RUN = Setting(
@@ -174,7 +185,7 @@ DRY_RUN = Setting(
     switch,
     _SWITCH,
     "1 prints the command and trains nothing",
-    (*_TRAIN, *_DATA, "image"),
+    (*_TRAIN, *_CELLS, *_DATA, "image"),
     default=False,
 )
 RUNS = Setting(
@@ -182,7 +193,7 @@ RUNS = Setting(
     str,
     "a folder",
     "folder of run folders (runs)",
-    (*_TRAIN, "status", "report", "explain", "calibrate"),
+    (*_TRAIN, *_CELLS, "status", "report", "explain", "calibrate"),
     "--runs",
 )
 EXPLAINED = Setting("RUN", words, _TEXT, "run folders to explain (all)", ("explain",), "*")
@@ -578,6 +589,7 @@ def make_help() -> str:
 
 _SECTIONS: Mapping[object, tuple[str, tuple[str, ...]]] = {
     ITERS: ("Variables: what is trained", _TRAIN),
+    FEATURES: ("Variables: the parity matrix", _CELLS),
     DRY_RUN: ("Variables: where and how it is trained", _TRAIN),
     SAVE_EVERY: ("Variables: checkpoints", _ONE_RUN),
     NNODES: ("Variables: several machines without Slurm", _NODES),

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patches.plant import FILE as PLANT
-from tests.verify.forked import ForkedRanks
 from tests.verify.plants.trace import STAGES, first_difference
 from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.verifier import ForkedRanks
 from tools.spec.files import read_yaml
 
 FOLDER = Path(__file__).parent

@@ -1,0 +1,81 @@
+"""The pages, from cells that are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.launch.matrix.factory import DP, TP, factor, family, matrix, record
+from tools.launch.matrix.cells import Cell
+from tools.launch.matrix.outcome import CellStatus, Error
+from tools.launch.matrix.page import HTML, MARKDOWN, read_stored, store, write_pages
+from tools.launch.matrix.table import bf16_costs
+
+MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
+SINK, HALF = MODEL.level("attention/sink"), MODEL.level("dtype/bf16")
+RECORDS = [
+    record(Cell(MODEL, TP)),
+    record(Cell(MODEL, DP), ratio=0.5),
+    record(
+        Cell(MODEL, TP, (SINK,)),
+        CellStatus.DIFFERS,
+        stage="norm",
+        module="decoder.layers.0",
+        kind="not counted",
+        finding="sink-missing-in-norm",
+    ),
+    record(Cell(MODEL, TP, (HALF,)), stages={"outputs": Error(2.0**-8, 0.5)}),
+    record(Cell(MODEL, DP, (HALF,)), CellStatus.CRASHED, reason="RuntimeError: <no>", blamed=()),
+]
+
+
+def pages(folder: Path, *records) -> tuple[str, str]:  # type: ignore[no-untyped-def]
+    store(folder, "0.19.0", records)
+    write_pages(folder, matrix(MODEL))
+    return (folder / MARKDOWN).read_text(), (folder / HTML).read_text()
+
+
+def test_a_pair_links_to_its_cell_and_the_cell_has_its_command(tmp_path: Path) -> None:
+    markdown, html = pages(tmp_path, *RECORDS)
+    wrong = RECORDS[2]
+    assert f"| attention | full | [✓ 0.25]({HTML}#0.19.0.{RECORDS[3].id})" in markdown or (
+        f"| attention | full | [✓ 0.25]({HTML}#0.19.0.{RECORDS[0].id})" in markdown
+    )
+    assert f"|  | sink | [✗]({HTML}#0.19.0.{wrong.id}) | – |" in markdown
+    assert f'id="0.19.0.{wrong.id}"' in html
+    assert "--softmax-type learnable" in html  # The finding's own command.
+    assert "RuntimeError: &lt;no&gt;" in html
+    assert "<no>" not in html
+
+
+def test_what_differs_is_named_with_its_finding_and_what_is_new_as_not_judged(
+    tmp_path: Path,
+) -> None:
+    new = record(
+        Cell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", blamed=("attention/sink",)
+    )
+    markdown, _ = pages(tmp_path, *RECORDS, new)
+    assert "(sink-missing-in-norm). Seen in dense tp2" in markdown
+    assert "Not judged yet: dense dp2, attention/sink" in markdown
+    assert new.command in markdown
+
+
+def test_cells_are_stored_by_version_and_replaced_by_id(tmp_path: Path) -> None:
+    store(tmp_path, "0.19.0", RECORDS)
+    other = record(Cell(MODEL, TP), ratio=0.75)
+    smaller = record(Cell(MODEL, TP, more=("--num-layers", "1")), more=("--num-layers", "1"))
+    store(tmp_path, "0.19.0", [other, smaller])
+    stored = {one.id: one for one in read_stored(tmp_path / "parity" / "0.19.0.jsonl")}
+    assert len(stored) == len(RECORDS)
+    assert stored[other.id] == other
+
+
+def test_the_newest_version_is_first(tmp_path: Path) -> None:
+    for name in ("0.9.0", "f4fa7d6b", "0.19.0"):
+        store(tmp_path, name, RECORDS)
+    markdown = write_pages(tmp_path, matrix(MODEL))[0].read_text()
+    places = [markdown.index(f"\n## {name}\n") for name in ("0.19.0", "0.9.0", "f4fa7d6b")]
+    assert places == sorted(places)
+
+
+def test_what_bf16_costs_is_the_largest_error_over_its_rounding() -> None:
+    assert bf16_costs(RECORDS, ["tp2", "dp2"]) == {"outputs": [1.0, None]}

@@ -1,0 +1,159 @@
+"""`make verify-matrix` and `make verify-fuzz`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from packaging.version import Version
+from rich.console import Console
+
+from tools.launch.data import ensure_small_sample
+from tools.launch.errors import wrong_settings_refused
+from tools.launch.matrix.cells import Asked, cells_of
+from tools.launch.matrix.definition import Matrix, load_matrix
+from tools.launch.matrix.fuzz import draws
+from tools.launch.matrix.fuzz import fuzz as fuzz_cells
+from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
+from tools.launch.matrix.page import store, write_pages
+from tools.launch.matrix.running import CellVerifier, MatrixRun
+from tools.launch.megatron_entry import find_entry
+from tools.launch.options import Options
+from tools.launch.verifier import ForkedRanks, Verifier
+from tools.records.run import MegatronEntry
+from tools.spec import settings
+from tools.spec.files import from_root
+from tools.verify.findings import Finding, Judged, findings
+
+FOLDER = "matrix"
+"""In the runs folder; one of each version in it."""
+FUZZ_MINUTES = 30
+SHOWN_DRAWS = 20
+"""By DRY_RUN=1."""
+
+
+def matrix(options: Options, console: Console) -> int:
+    """Verify the cells that are asked for and write the page; 1 if one differs that no finding explains.
+
+    Raises:
+        LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
+    """
+    asked = _asked()
+    whole, entry = load_matrix(), find_entry(options.megatron_lm)
+    known = known_findings(entry)
+    families = asked.families(whole, Version(entry.megatron_version))
+    cells = [cell for one in families for cell in cells_of(whole, one, known, options.seed)]
+    if options.dry_run:
+        for cell in cells:
+            console.print(cell.command(), highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{len(cells)} cells", highlight=False)
+        return 0
+    with verifying(options, known, console) as verify:
+        run = MatrixRun(_folder(options, entry), verify, console, _deadline())
+        over = not run.run(cells)
+    records = [run.records[cell.id] for cell in cells if cell.id in run.records]
+    console.print(summary(records, len(cells)), highlight=False)
+    if over:
+        console.print("The time is over; the same command continues.", highlight=False)
+    _publish(run, label(entry), whole, options, console)
+    return int(any(is_new(record) for record in records))
+
+
+def fuzz(options: Options, console: Console) -> int:
+    """Draw, verify and shrink for MINUTES=; 1 if something differs that no finding explains.
+
+    Raises:
+        LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
+    """
+    whole, entry = load_matrix(), find_entry(options.megatron_lm)
+    known = known_findings(entry)
+    families = _asked().families(whole, Version(entry.megatron_version))
+    seed = options.seed
+    cells = draws(whole, families, known, seed)
+    if options.dry_run:
+        for cell in islice(cells, SHOWN_DRAWS):
+            console.print(cell.command(), highlight=False, markup=False, soft_wrap=True)
+        return 0
+    found = 0
+    with verifying(replace(options, seed=Options.seed), known, console) as verify:
+        minutes = _deadline() or time.monotonic() + 60 * FUZZ_MINUTES
+        run = MatrixRun(_folder(options, entry, f"-fuzz-{seed}"), verify, console, minutes)
+        for one in fuzz_cells(run, cells):
+            found += 1
+            console.print(f"differs: {one.record.sentence}", style="red", highlight=False)
+            console.print(f"  {one.smallest.command()}", markup=False, soft_wrap=True)
+    said = summary(list(run.records.values()), len(run.records))
+    console.print(f"SEED={seed}: {said}", highlight=False)
+    return int(found > 0)
+
+
+def _folder(options: Options, entry: MegatronEntry, suffix: str = "") -> Path:
+    return options.runs / FOLDER / f"{label(entry)}{suffix}"
+
+
+def _publish(run: MatrixRun, name: str, whole: Matrix, options: Options, console: Console) -> None:
+    """Write the pages of all that is there, in PAGE= or beside the cells."""
+    folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
+    store(folder, name, run.records.values())
+    for path in write_pages(folder, whole):
+        console.print(f"→ {from_root(path)}", highlight=False)
+
+
+@contextmanager
+def verifying(
+    options: Options, known: tuple[Finding, ...], console: Console
+) -> Iterator[CellVerifier]:
+    """A verifier of the options' Megatron; its tensors are removed at the end."""
+    folder = options.runs / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    ensure_small_sample(console)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".work-") as work,
+        closing(ForkedRanks(options)) as ranks,
+    ):
+        yield CellVerifier(Verifier(Path(work), ranks), options, known)
+
+
+def is_new(record: CellRecord) -> bool:
+    """Whether a cell differs that is no known finding by itself."""
+    return record.status in (CellStatus.DIFFERS, CellStatus.FLAKY) and not record.finding
+
+
+def label(entry: MegatronEntry) -> str:
+    """What a version is called: its commit where that is of no release, as f4fa7d6b."""
+    version, commit = entry.megatron_version, entry.megatron_commit or ""
+    return commit[:8] if Version(version).is_prerelease and commit else version
+
+
+def known_findings(entry: MegatronEntry) -> tuple[Finding, ...]:
+    """Those that are reproduced and that this version has."""
+    name = label(entry)
+    return tuple(
+        one for one in findings() if one.verdict is Judged.REPRODUCED and name in one.present
+    )
+
+
+def summary(records: Sequence[CellRecord], cells: int) -> str:
+    """How many cells came to what."""
+    counts = {status: sum(one.status is status for one in records) for status in STATUSES}
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return f"{len(records)} of {cells} cells: {said or 'none yet'}"
+
+
+def _asked() -> Asked:
+    with wrong_settings_refused():
+        return Asked(
+            settings.FEATURES.value(os.environ) or (), settings.LAYOUTS.value(os.environ) or ()
+        )
+
+
+def _deadline() -> float | None:
+    with wrong_settings_refused():
+        minutes = settings.MINUTES.value(os.environ)
+    return time.monotonic() + 60 * minutes if minutes else None

@@ -1,0 +1,304 @@
+"""`docs/parity-matrix.md` and `parity-cells.html`: one table a version, what differs, and every cell.
+
+Cells are kept as `parity/<version>.jsonl` beside the pages, from which both are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+from packaging.version import InvalidVersion, Version
+
+from tools.launch.matrix.definition import Matrix
+from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
+from tools.launch.matrix.table import MEANINGS, SIGNS, FamilyTable, bf16_costs, tables
+from tools.records.io import write_whole
+from tools.text.html import environment
+from tools.text.table import markdown_text
+from tools.text.units import DASH
+from tools.verify.findings import Finding, Judged, findings
+
+MARKDOWN, HTML, STORED = "parity-matrix.md", "parity-cells.html", "parity"
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class MatrixOfVersion:
+    """All cells of one Megatron."""
+
+    name: str
+    records: tuple[CellRecord, ...]
+    matrix: Matrix
+
+    @cached_property
+    def tables(self) -> list[FamilyTable]:
+        """One a family."""
+        return tables(self.matrix, self.records)
+
+    @property
+    def head(self) -> str:
+        """When, which Megatron and which kit."""
+        dates = sorted({one.date for one in self.records})
+        kits = sorted({one.kit for one in self.records if one.kit})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        return f"Megatron {self.records[0].megatron}, {when}, kit {', '.join(kits) or DASH}"
+
+    @property
+    def counts(self) -> str:
+        """How many cells came to what."""
+        numbers = {status: sum(one.status is status for one in self.records) for status in STATUSES}
+        said = ", ".join(f"{number} {status}" for status, number in numbers.items() if number)
+        return f"{len(self.records)} cells: {said}"
+
+    @cached_property
+    def known(self) -> list[tuple[Finding, list[CellRecord]]]:
+        """Findings that cells of this version show."""
+        shown = {one.finding for one in self.records if one.finding}
+        return [
+            (finding, [one for one in self.records if one.finding == finding.id])
+            for finding in findings()
+            if finding.id in shown
+        ]
+
+    @cached_property
+    def new(self) -> list[CellRecord]:
+        """Cells that differ and are no known finding: the smallest of each place and layout."""
+        wrong = (CellStatus.DIFFERS, CellStatus.FLAKY)
+        found = [one for one in self.records if one.status in wrong and not one.finding]
+        least: dict[tuple[object, ...], CellRecord] = {}
+        for one in sorted(found, key=lambda one: (len(one.levels), len(one.command))):
+            least.setdefault((one.layout, one.blamed or one.levels), one)
+        explained = [one for one in least.values() if one.blamed is not None or len(one.levels) < 2]
+        return explained or list(least.values())
+
+    @cached_property
+    def sentences(self) -> list[tuple[str, list[CellRecord]]]:
+        """What was not compared: each sentence with the cells that it is about, fewest levels first."""
+        found: dict[str, list[CellRecord]] = {}
+        for one in sorted(self.records, key=lambda one: len(one.levels)):
+            if one.status not in (CellStatus.HELD, CellStatus.DIFFERS, CellStatus.FLAKY):
+                found.setdefault(f"{one.status}: {one.reason}", []).append(one)
+        return sorted(found.items())
+
+    @cached_property
+    def bf16(self) -> tuple[list[str], dict[str, list[float | None]]]:
+        """What bf16 costs by stage, for the layouts of the first family."""
+        first = self.tables[0]
+        own = [one for one in self.records if one.family == first.family.name]
+        return list(first.layouts), bf16_costs(own, first.layouts)
+
+
+def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
+    """Keep the cells of a version, in place of those with the same id; not those of smaller models."""
+    path = folder / STORED / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = (one for one in records if not one.more)
+    kept = {one.id: one for one in read_stored(path)} | {one.id: one for one in whole}
+    lines = (msgspec.json.encode(_as_stored(kept[key])) + b"\n" for key in sorted(kept))
+    write_whole(path, b"".join(lines))
+
+
+def _as_stored(record: CellRecord) -> dict[str, object]:
+    """What is not as it is by default; numbers with as many digits as are read."""
+    blank = CellRecord("", "", "", (), "", CellStatus.HELD)
+    fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
+    needed = ("id", "family", "layout", "levels", "command", "status")
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in fields.items()
+        if name in needed or value != getattr(blank, name)
+    }
+
+
+def read_stored(path: Path) -> list[CellRecord]:
+    """Cells of a file; none where it is not there."""
+    if not path.is_file():
+        return []
+    decoder = msgspec.json.Decoder(CellRecord)
+    return [decoder.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
+    """Write both pages of all that is stored in a folder."""
+    stored = sorted(
+        (folder / STORED).glob("*.jsonl"), key=lambda path: _release(path.stem), reverse=True
+    )
+    versions = [
+        MatrixOfVersion(path.stem, tuple(records), matrix)
+        for path in stored
+        if (records := read_stored(path))
+    ]
+    markdown, html = folder / MARKDOWN, folder / HTML
+    write_whole(markdown, markdown_page(versions))
+    write_whole(html, html_page(versions))
+    return markdown, html
+
+
+def _release(name: str) -> Version:
+    """A commit is before all releases."""
+    try:
+        return Version(name)
+    except InvalidVersion:
+        return Version("0")
+
+
+def html_page(versions: Sequence[MatrixOfVersion]) -> str:
+    """The whole page, which opens offline."""
+    return (
+        environment(_TEMPLATES)
+        .get_template("cells.html.j2")
+        .render(versions=versions, legend=_legend(), judged=_judged())
+    )
+
+
+def _legend() -> list[tuple[str, str, str]]:
+    """Class, sign and meaning of each status."""
+    return [(css_of(status), SIGNS[status], MEANINGS[status]) for status in STATUSES]
+
+
+def css_of(status: CellStatus | None) -> str:
+    """The class of a status."""
+    return (status or "none").replace(" ", "-")
+
+
+def markdown_page(versions: Sequence[MatrixOfVersion]) -> str:
+    """The whole page."""
+    lines = [_HEAD, "| sign | |", "|---|---|"]
+    lines += [f"| {sign} | {meaning} |" for _, sign, meaning in _legend()]
+    lines += ["| ✓ᵖ | held with the patch of a known finding, which it would else show |"]
+    lines += ["| ✗ with … | differs only together with that level |", "| – | in no cell |", ""]
+    for version in versions:
+        lines += _version(version)
+    return "\n".join((*lines, *_judged_lines())) + "\n"
+
+
+_HEAD = f"""# Parity matrix
+
+Which model features of unmodified Megatron-LM are numerically right under which layouts: every tensor of
+a training step against one rank's, with tolerances that the reference measures
+([verify](../tools/verify/README.md)), on CPU ranks. Each pair of a layout and a level of a feature is in
+at least one cell, and a cell has many features at once: a pair shows the worst of its cells, and of a
+cell that is wrong the levels that are to blame. A pair's sign leads to its cell and its command in
+[{HTML}]({HTML}). [matrix.yaml](../examples/experiments/matrix.yaml) says what levels and layouts are.
+
+Made by `make verify-matrix PAGE=docs` (`MEGATRON_LM=` for another version); what is stored is in
+[{STORED}/]({STORED}).
+"""
+
+
+def _version(version: MatrixOfVersion) -> list[str]:
+    lines = [f"## {version.name}", "", f"{version.head}. {version.counts}.", ""]
+    for table in version.tables:
+        lines += [f"### {version.name}, {table.family.name} ({table.family.model})", ""]
+        lines += [f"| feature | level | {' | '.join(table.layouts)} |"]
+        lines += [f"|---|---|{'---|' * len(table.layouts)}"]
+        before = ""
+        for row in table.rows:
+            shown = row.level.factor if row.level.factor != before else ""
+            before = row.level.factor
+            cells = (
+                f"[{pair.text}]({HTML}#{version.name}.{pair.record.id})"
+                if pair.record
+                else pair.text
+                for pair in row.pairs
+            )
+            lines.append(f"| {shown} | {row.level.name} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines + _wrong(version) + _not_compared(version) + _bf16(version)
+
+
+def _wrong(version: MatrixOfVersion) -> list[str]:
+    if not version.known and not version.new:
+        return [f"### {version.name}: nothing differs", ""]
+    lines = [f"### {version.name}: what differs", ""]
+    for finding, records in version.known:
+        places = ", ".join(dict.fromkeys(f"{one.family} {one.layout}" for one in records))
+        thread = (
+            f" Described in {finding.thread}." if finding.thread else " In no thread that we know."
+        )
+        report = f" [Report](upstream/{finding.report.name})." if finding.report else ""
+        lines += [
+            f"**{finding.title}** ({finding.id}). Seen in {places}; first wrong: {finding.stage}, "
+            f"`{finding.module}`: {finding.kind}.{thread}{report}{_effect(finding)}",
+            "",
+            f"    {finding.command(finding.shown_with)}",
+            "",
+        ]
+    for one in version.new:
+        levels = ", ".join(one.blamed or one.levels) or "as it is"
+        lines += [
+            f"**Not judged yet: {one.family} {one.layout}, {levels}**: {one.status}; {one.sentence}.",
+            "",
+            f"    {one.smallest or one.command}",
+            "",
+        ]
+    return lines
+
+
+def _effect(finding: Finding) -> str:
+    effect = finding.effect
+    if effect is None:
+        return ""
+    return (
+        f" After {effect.iterations} iterations the loss is {effect.loss:.2g} off (cured: "
+        f"{effect.cured_loss:.2g}) and the weights {effect.weights:.2g} of their way "
+        f"(cured: {effect.cured_weights:.2g})."
+    )
+
+
+def _not_compared(version: MatrixOfVersion) -> list[str]:
+    if not version.sentences:
+        return []
+    lines = [f"### {version.name}: what was not compared, and why", ""]
+    for sentence, records in version.sentences:
+        first = records[0]
+        levels = ", ".join(path.partition("/")[2] for path in first.blamed or first.levels)
+        layouts = ", ".join(dict.fromkeys(one.layout for one in records))
+        lines.append(
+            f"- {first.family}, {levels or 'as it is'}, in {layouts}: {markdown_text(sentence)}"
+        )
+    return [*lines, ""]
+
+
+def _bf16(version: MatrixOfVersion) -> list[str]:
+    layouts, costs = version.bf16
+    if not costs:
+        return []
+    return [
+        f"### {version.name}: what bf16 costs without any bug",
+        "",
+        "The largest relative error of a tensor in a cell that held, over bf16's rounding (2⁻⁸).",
+        "",
+        f"| stage | {' | '.join(layouts)} |",
+        f"|---|{'---|' * len(layouts)}",
+        *(
+            f"| {stage} | {' | '.join(DASH if x is None else f'{x:.2g}' for x in row)} |"
+            for stage, row in costs.items()
+        ),
+        "",
+    ]
+
+
+def _judged() -> list[tuple[Finding, str]]:
+    """Every finding, by verdict, with the versions that have it."""
+    order = list(Judged)
+    found = sorted(findings(), key=lambda one: order.index(one.verdict))
+    return [(one, _present(one.present)) for one in found]
+
+
+def _present(versions: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} ({basis})" for name, basis in versions.items()) or "none"
+
+
+def _judged_lines() -> list[str]:
+    lines = ["## Findings, judged", ""]
+    lines += ["| finding | thread | verdict | versions that have it |", "|---|---|---|---|"]
+    for one, present in _judged():
+        title = f"{markdown_text(one.title)} (`{one.id}`)"
+        thread = markdown_text(one.thread) or "none known"
+        lines.append(f"| {title} | {thread} | {one.verdict} | {present} |")
+    return lines

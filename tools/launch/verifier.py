@@ -1,0 +1,167 @@
+"""Verifications one after another, on ranks forked from one process that has imported Megatron.
+
+A reference is trained once for all layouts that are compared with the same one, so that a verification
+of a tiny model takes seconds. Nothing but references and logs is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_patches.plant import FILE as PLANT_FILE
+from megatron_patches.plant import SHA256 as PLANT_SHA256
+from tools.launch.compose import UNTRIED, Launch
+from tools.launch.megatron_entry import find_entry
+from tools.launch.options import Options
+from tools.launch.pairs import Difference, Verification, compose_verification
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.warm import WarmMegatron
+from tools.launch.verify import judged
+from tools.report.read.diagnosis import diagnose
+from tools.verify.verdict import Judgement
+
+START = {
+    **{"KIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+    **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+}
+"""What must be set before torch is imported."""
+SECONDS = 300.0
+"""After which a run of a few iterations hangs."""
+
+
+class ForkedRanks:
+    """Runs launches on CPU ranks of one Megatron, without a run folder."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        """Of the Megatron that the options name; the installed one's without."""
+        options = options or Options()
+        untried = {UNTRIED: "1"} if options.untried else {}
+        self.warm = WarmMegatron(find_entry(options.megatron_lm).path, {**START, **untried})
+
+    def run(
+        self,
+        launch: Launch,
+        log: Path,
+        also: Mapping[str, str] | None = None,
+        seconds: float = SECONDS,
+    ) -> str:
+        """Train; returns how it failed, empty if it did not.
+
+        Args:
+            launch: Of CPU ranks; its arguments are used without those that name the run folder.
+            log: Takes what the ranks print.
+            also: Variables beside the launch's.
+            seconds: After which it is ended.
+        """
+        code = self.exit_code(launch, log, also, seconds)
+        return (
+            f"ended with {code}: {diagnose(log, code, False).reason} The log is {log}"
+            if code
+            else ""
+        )
+
+    def exit_code(
+        self,
+        launch: Launch,
+        log: Path,
+        also: Mapping[str, str] | None = None,
+        seconds: float = SECONDS,
+    ) -> int:
+        """Train; arguments as those of `run`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **START, **launch.environment, **(also or {})}
+        with log.open("wb") as file:
+            arguments = (self.warm.entry, *launch.flags)
+            return self.warm.run(launch.devices, arguments, environment, file, seconds)
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self.warm.close()
+
+
+@dataclass
+class Verifier:
+    """Verifies layouts of one Megatron."""
+
+    folder: Path
+    """Takes starting weights, references and logs."""
+    ranks: ForkedRanks
+
+    def verify(
+        self, name: str, options: Options, difference: Difference | None = None, both: bool = False
+    ) -> Judgement:
+        """Verify a layout; a plant is in the layout alone, or with `both` in the reference as well.
+
+        Args:
+            name: The make target.
+            options: Without a folder for runs.
+            difference: In what the two differ beside their strategies.
+            both: Whether the reference keeps the plant.
+
+        Raises:
+            LaunchError: The two would do different work, or the layout is not in the grammar.
+        """
+        options = replace(options, runs=self.folder)
+        verification = compose_verification(name, options, difference or Difference())
+        quiet = Console(quiet=True)
+        ensure_start_checkpoint(verification.reference, options, quiet, self.ranks.exit_code)
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            training = _Training(self, Path(scratch), verification, both)
+            return judged(verification, Path(scratch), training)
+
+    @property
+    def log(self) -> Path:
+        """What the last run of a layout printed."""
+        return self.folder / "layout.txt"
+
+    @property
+    def references(self) -> Path:
+        """References with their logs."""
+        return self.folder / "references"
+
+    def forget(self) -> None:
+        """Remove the references: each is hundreds of megabytes."""
+        shutil.rmtree(self.references, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Training:
+    verifier: Verifier
+    scratch: Path
+    verification: Verification
+    planted: bool
+
+    def __call__(self, part: str, launch: Launch) -> str:
+        run = self.verifier.ranks.run
+        if not part.startswith("reference"):
+            return run(launch, self.verifier.log)
+        kept = self.verifier.references / f"{part}-{self._key}"
+        if not kept.is_dir():
+            launch = launch if self.planted else _without_plant(launch)
+            if failure := run(launch, kept.with_suffix(".txt")):
+                return failure
+            shutil.move(self.scratch / part, kept)
+        (self.scratch / part).symlink_to(kept)
+        return ""
+
+    @property
+    def _key(self) -> str:
+        reference = self.verification.reference
+        plant = reference.spec.plant if self.planted else None
+        words = (*reference.flags, str(reference.devices), str(plant), reference.entry.path)
+        words = (*words, str(self.verification.iteration))
+        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def _without_plant(launch: Launch) -> Launch:
+    planted = (PLANT_FILE, PLANT_SHA256)
+    kept = {name: value for name, value in launch.environment.items() if name not in planted}
+    return replace(launch, environment=kept)
