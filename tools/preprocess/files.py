@@ -60,11 +60,11 @@ class Block:
     size_bytes: int
     """Text in it."""
     read_bytes: int
-    """How far the slice, or from `Source` the input, is read as stored."""
+    """How far the slice, or from `InputStream` the input, is read as stored."""
     content: object
     """JSON lines as bytes, Arrow columns, or a `Problem`."""
     slice_index: int = 0
-    """Set by `Source`."""
+    """Set by `InputStream`."""
 
 
 @dataclass(frozen=True)

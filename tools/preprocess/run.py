@@ -27,7 +27,7 @@ from tools.preprocess.lines import lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.progress import Progress
-from tools.preprocess.source import InputShard, Source, open_source
+from tools.preprocess.source import InputShard, InputStream, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
 
@@ -114,7 +114,7 @@ def _fill(
     folder: Path,
     options: PreprocessOptions,
     spec: TokenizerSpec,
-    source: Source,
+    source: InputStream,
     identity: RunIdentity,
     progress: Progress,
 ) -> None:
@@ -136,7 +136,7 @@ def _fill(
     join_parts(folder, len(parts), identity)
 
 
-def _announced(source: Source, start: Position, progress: Progress) -> Iterator[Block]:
+def _announced(source: InputStream, start: Position, progress: Progress) -> Iterator[Block]:
     """The blocks to encode; a user hears of a very large one before it takes its memory."""
     for block in source.blocks(start):
         if block.size_bytes > ANNOUNCED_BYTES:
@@ -150,7 +150,7 @@ def _announced(source: Source, start: Position, progress: Progress) -> Iterator[
 
 
 def _named(
-    source: Source,
+    source: InputStream,
     start: Position,
     blocks: Iterator[Encoded],
     skip_errors: bool,

@@ -100,7 +100,7 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
 
 
 @dataclass(frozen=True)
-class Source:
+class InputStream:
     """Slices in order, and how to read them."""
 
     slices: tuple[Slice, ...]
@@ -162,7 +162,7 @@ def open_source(
     max_document_bytes: int | None = None,
     hub_config: str | None = None,
     hub_split: str = "train",
-) -> Source:
+) -> InputStream:
     """Find what `--input` names and cut it to the part asked for."""
     for key in keys:
         if not key or "/" in key or "\0" in key or keys.count(key) > 1:
@@ -180,8 +180,8 @@ def open_source(
             )
         hub = Hub(inputs[0].removeprefix(HUB_PREFIX), hub_config, hub_split)
         rows = Slice(hub.label, Format.HUB, 0, None, 0)
-        return Source((rows,), (hub.identity(),), keys, max_document_bytes, hub)
+        return InputStream((rows,), (hub.identity(),), keys, max_document_bytes, hub)
     files = expand(inputs)
     identities = tuple(identify(file) for file in files)
     slices = cut([whole_file(file) for file in files], shard)
-    return Source(slices, identities, keys, max_document_bytes)
+    return InputStream(slices, identities, keys, max_document_bytes)
