@@ -40,11 +40,11 @@ def test_scores_are_means_over_seeds_with_their_range() -> None:
     runs = [run(backend, seed=seed) for seed in (1, 3) for backend in ("megatron", "native")]
     text = render("moe-tiny", runs, ())
     cells = row(text, "native")
-    assert cells[3].startswith("10.00 \\[")
-    assert cells[5] == "8.2000 (8.1000 to 8.3000)"
-    assert cells[6] == "25.00% (25.00% to 25.00%)"
-    assert cells[7].startswith(f"{(math.exp(8.1) + math.exp(8.3)) / 2:.0f} (")
-    assert row(text, "megatron")[6] == "–"
+    assert cells[4].startswith("10.00 \\[")
+    assert cells[6] == "8.2000 (8.1000 to 8.3000)"
+    assert cells[7] == "25.00% (25.00% to 25.00%)"
+    assert cells[8].startswith(f"{(math.exp(8.1) + math.exp(8.3)) / 2:.0f} (")
+    assert row(text, "megatron")[7] == "–"
 
 
 def test_native_is_called_faster_only_beyond_the_noise() -> None:
@@ -69,7 +69,7 @@ def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
     assert parity([diverged], [run("megatron")]) == RoutedParity(0, 1, 3)
     text = render("m", [run("megatron"), diverged], ())
     assert "until a token took another expert (iteration 3 at the earliest" in text
-    assert row(text, "native")[8] == "0.0e+00 to iteration 2"
+    assert row(text, "native")[9] == "0.0e+00 to iteration 2"
 
 
 def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:
@@ -102,7 +102,7 @@ def test_published_values_are_below_with_what_is_wrong_with_them() -> None:
 def test_a_run_that_failed_is_counted_as_missing() -> None:
     failed = run("native", seed=2, status="crashed", samples_ms=(), validation_loss=None, losses={})
     cells = row(render("m", [run("megatron"), run("native"), failed], ()), "native")
-    assert cells[9] == "1 of 2"
+    assert cells[10] == "1 of 2"
 
 
 def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own(
@@ -128,3 +128,28 @@ def test_every_repeat_is_a_seed_of_its_own_and_two_are_the_fewest() -> None:
         found = [cell_options(cell, options).seed for cell in experiment.cells]
         assert list(dict.fromkeys(found)) == seeds == sorted(set(found))
         assert options.repeats == 1
+
+
+def test_each_activation_is_compared_with_the_first_of_its_own() -> None:
+    gated = [run(backend, activation="SwiGLU") for backend in ("megatron", "native")]
+    plain = run("native", activation="SiLU", losses={1: 99.0, 3: 98.0})
+    text = render("m", [*gated, plain], ())
+    assert "parity held" in text
+    assert [line.split(" | ")[3] for line in text.splitlines() if " | AdamW | " in line] == [
+        "SwiGLU",
+        "SwiGLU",
+        "SiLU",
+    ]
+
+
+def test_blueberry_has_gated_experts_on_both_sides_and_the_published_ones_natively() -> None:
+    options = Options()
+    blueberry = load_experiment("blueberry", options)
+    common = blueberry.settings(options)
+    extras = [cell_options(cell, common).extra for cell in blueberry.cells]
+    # What all cells have comes before what a cell has of its own.
+    assert {extra[-1] for extra in extras} == {"1024", "--silu"}
+    assert [("--swiglu" in extra, "--silu" in extra) for extra in extras] == (
+        [(True, False)] * 5 + [(False, True)] * 2
+    )
+    assert {cell.backend for cell in blueberry.cells[5:]} == {"native"}

@@ -114,7 +114,9 @@ def cell_options(cell: Cell, options: Options) -> Options:
         seed=options.seed + cell.seed_offset,
         fused=options.fused if cell.fused else (),
     )
-    return replace(common, **option_fields(dict(cell.settings), cell.name))
+    own = option_fields(dict(cell.settings), cell.name)
+    # A cell's flags come behind those of all cells, and the last one counts.
+    return replace(common, **{**own, "extra": (*common.extra, *own.get("extra", ()))})
 
 
 def _skip(cell: Cell, error: Exception) -> Skipped:

@@ -55,6 +55,8 @@ class Measured:
     """`reference`, `held`, `broken@<iteration>`, `not comparable` or empty, as in `results.csv`."""
     optimizer: str = "AdamW"
     """As people call it: Megatron's Muon decays matrices and updates norms at Muon's rate."""
+    activation: str = ""
+    """Between the matrices of an MLP or expert; empty where it is not known."""
     seed: int = 0
     device: str = ""
     """As the report has it: `cpu`, or the GPU's name."""
@@ -150,6 +152,7 @@ def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
         status=run.status.status,
         parity=entry.parity.verdict if entry else "",
         optimizer=_optimizer(record) if record else "",
+        activation=_activation(record) if record else "",
         seed=record.spec.seed if record else 0,
         device=run.device,
         samples_ms=tuple(each.window.samples_ms for each in runs if each.counts),
@@ -204,6 +207,12 @@ def _optimizer(record: RunRecord) -> str:
         return "AdamW"
     megatrons = record.spec.backend == "megatron" or MUON_RULE_FLAG in record.argv
     return "Megatron's Muon" if megatrons else "Muon + AdamW"
+
+
+def _activation(record: RunRecord) -> str:
+    flags = Flags(record.argv)
+    known = {"--swiglu": "SwiGLU", "--silu": "SiLU"}
+    return next((name for flag, name in known.items() if flags.has(flag)), "GELU")
 
 
 def _nccl_bytes(run: Run) -> int | None:

@@ -27,8 +27,8 @@ SOURCE = "000"
 TOLERANCE = 1e-5
 """Relative, of a loss, against the first kind of the same optimizer and seed."""
 
-Kind = tuple[str, str, str]
-"""Backend, strategy, optimizer."""
+Kind = tuple[str, str, str, str]
+"""Backend, strategy, optimizer, activation."""
 Group = Sequence[Measured]
 """Runs of one kind, a seed each."""
 
@@ -81,7 +81,7 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
 
 
 def parities(runs: Group) -> list[RoutedParity]:
-    """Of every kind against the first of its optimizer."""
+    """Of every kind against the first of its optimizer and activation."""
     kinds = _by_kind(runs)
     return [parity(group, _reference(group, kinds)) for group in kinds.values()]
 
@@ -139,12 +139,14 @@ class _GroupRow:
 def _by_kind(runs: Group) -> dict[Kind, list[Measured]]:
     kinds: dict[Kind, list[Measured]] = {}
     for run in runs:
-        kinds.setdefault((run.backend, run.strategy, run.optimizer), []).append(run)
+        kind = run.backend, run.strategy, run.optimizer, run.activation
+        kinds.setdefault(kind, []).append(run)
     return kinds
 
 
 def _reference(group: Group, kinds: Mapping[Kind, Group]) -> Group:
-    return next(other for kind, other in kinds.items() if kind[2] == group[0].optimizer)
+    own = group[0].optimizer, group[0].activation
+    return next(other for kind, other in kinds.items() if kind[2:] == own)
 
 
 def _rate(found: Estimate | None) -> str:
@@ -174,8 +176,8 @@ def _perplexity(run: Measured) -> float | None:
 def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
     """Native against Megatron, for each strategy and optimizer that both have."""
     sentences = []
-    for (backend, strategy, optimizer), group in kinds.items():
-        other = kinds.get(("native", strategy, optimizer))
+    for (backend, strategy, optimizer, activation), group in kinds.items():
+        other = kinds.get(("native", strategy, optimizer, activation))
         one, two = pooled(group), pooled(other or ())
         if backend != "megatron" or one is None or two is None:
             continue
@@ -251,6 +253,7 @@ _COLUMNS: tuple[Column[_GroupRow], ...] = (
     Column("Backend", lambda row: row.group[0].backend),
     Column("Strategy", lambda row: row.group[0].strategy),
     Column("Optimizer", lambda row: row.group[0].optimizer),
+    Column("Activation", lambda row: row.group[0].activation or DASH),
     Column("Iterations/s [95%]", lambda row: pooled(row.group), _rate),
     _scores_column("Run, start included", lambda run: run.wall_seconds, "{:.0f} s"),
     _scores_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
