@@ -15,7 +15,7 @@ from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT, from_root, read_yaml
 from tools.spec.run import OptimizerName
 
-FILE = ROOT / "examples" / "experiments" / "matrix.yaml"
+FILE = ROOT / "examples" / "matrix.yaml"
 SAMPLES = 8
 """In an iteration, unless a layout has its own: the same for nearly all, which so share references."""
 

@@ -183,7 +183,7 @@ a training step against one rank's, with tolerances that the reference measures
 ([verify](../tools/verify/README.md)), on CPU ranks. Each pair of a layout and a level of a feature is in
 at least one cell, and a cell has many features at once: a pair shows the worst of its cells, and of a
 cell that is wrong the levels that are to blame. A pair's sign leads to its cell and its command in
-[{HTML}]({HTML}). [matrix.yaml](../examples/experiments/matrix.yaml) says what levels and layouts are.
+[{HTML}]({HTML}). [matrix.yaml](../examples/matrix.yaml) says what levels and layouts are.
 
 Made by `make verify-matrix PAGE=docs` (`MEGATRON_LM=` for another version); what is stored is in
 [{STORED}/]({STORED}).
