@@ -100,12 +100,15 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
     verified = verify(plan, options.verify) if options.verify else []
     request, winner = plan.request, plan.winner
     known = uncertainty(winner.spec, request.cluster, request.own) if winner else None
+    solved = _alpa(plan) if options.alpa else ""
     if options.json:
         from tools.plan.show import plan_as_data
 
         data = plan_as_data(plan, days, scaled)
         if known:
             data["uncertainty"] = known.as_data()
+        if solved:
+            data["alpa"] = solved
         print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
         return
     from rich.console import Console
@@ -114,8 +117,19 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     print_plan(plan, console, days, scaled, str(known or ""))
+    if solved:
+        console.print(solved, highlight=False)
     if verified:
         print_verified(verified, console)
+
+
+def _alpa(plan: Plan) -> str:
+    from tools.plan.alpa import alpa
+
+    found, winner = alpa(plan.request), plan.winner
+    if found is None or winner is None:
+        return "Alpa's dynamic program finds nothing that fits."
+    return found.beside(winner)
 
 
 def _refusal(plan: Plan) -> str:

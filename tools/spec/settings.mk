@@ -81,6 +81,7 @@
 ##   TOKENS           tokens to train on
 ##   CALIBRATION      file of measured constants [also advise]
 ##   VERIFY           dry-run this many of the best
+##   ALPA             1 also solves Alpa's dynamic program
 ## Variables: dry run and schedules [dryrun]
 ##   DP               data-parallel replicas
 ##   TP               TP degree

@@ -347,6 +347,7 @@ VERIFY = Setting(
     "--verify",
     default=0,
 )
+ALPA = Setting("ALPA", switch, _SWITCH, "1 also solves Alpa's dynamic program", ("plan",), "--alpa")
 DP = Setting("DP", positive, _NUMBER, "data-parallel replicas", ("dryrun",), "--data", default=1)
 TP = Setting("TP", positive, _NUMBER, "TP degree", ("dryrun",), "--tensor", default=1)
 PP = Setting("PP", positive, _NUMBER, "pipeline stages", ("dryrun", "schedules"), "--pipeline")

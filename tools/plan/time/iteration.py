@@ -187,6 +187,18 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     return slowest, least + max(0.0, whole - spec.microbatches * least)
 
 
+def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
+    """One micro batch on a pipeline rank, and what follows its last: gradients, weights, update."""
+    pieces = _pieces(_one_layer(spec), cluster)
+    found = pieces.layer * spec.stage_layers(pipeline_rank)
+    if pipeline_rank == 0:
+        found += pieces.embedding
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        found += pieces.head
+    once = replace(spec, batch=Batch(1, spec.parallelism.data))
+    return found.total, sum(_after_backward(once, cluster, pipeline_rank))
+
+
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
     """What is left of communication that runs beside `behind` seconds of arithmetic."""
     hidden = min(seconds, behind)
