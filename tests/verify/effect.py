@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from tests.verify.forked import ForkedRanks
 from tools.launch.compose import Launch
 from tools.launch.options import Options, read_plant
 from tools.launch.pairs import Difference, Verification, compose_verification
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.verifier import ForkedRanks
 from tools.records.capture import FOLDER_VARIABLE, ITERATION_VARIABLE, Stage
 from tools.spec.files import ROOT
 from tools.spec.strategy import parse_strategy
@@ -81,8 +80,8 @@ class _Trainer:
         name = f"verify-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
         difference = Difference(reference=finding.reference, flags=finding.own_flags)
         composed = compose_verification(name, options, difference)
-        reference = replace(composed.reference, warm=self.ranks.warm)
-        ensure_start_checkpoint(reference, options, Console(file=sys.stderr))
+        quiet = Console(quiet=True)
+        ensure_start_checkpoint(composed.reference, options, quiet, self.ranks.exit_code)
         return composed
 
     def _trained(self, launch: Launch, iteration: int) -> tuple[_Weights, float]:
