@@ -170,10 +170,12 @@ UNTRIED = Setting(
 )
 
 # The parity matrix.
-FEATURES = Setting(
+FEATURES = Setting[tuple[str, ...]](
     "FEATURES", words, _TEXT, "families, features, levels of the matrix (all)", _CELLS, default=()
 )
-LAYOUTS = Setting("LAYOUTS", words, _TEXT, "layouts of the matrix (all)", _CELLS, default=())
+LAYOUTS = Setting[tuple[str, ...]](
+    "LAYOUTS", words, _TEXT, "layouts of the matrix (all)", _CELLS, default=()
+)
 PAGE = Setting(
     "PAGE", Path, "a folder", "folder of the matrix's pages (beside its cells)", ("verify-matrix",)
 )
