@@ -15,7 +15,7 @@ from tools.plan.dryrun.rank.experts import even_loads
 from tools.plan.dryrun.show import as_data, verdict
 from tools.records.measurements import MemoryCategory, Operation, Phase
 from tools.spec.files import ROOT
-from tools.spec.model import Model, load_model
+from tools.spec.model import Model, changed_model, load_model
 from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.stages import StageSplit
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -76,6 +76,17 @@ def test_under_cp_neither_column_keeps_scores(dry_runner: DryRunner) -> None:
     (found,) = of_ranks(dry_runner, TINY, spec, "first")
     measured, closed = found.memory["activations"]
     assert measured == pytest.approx(closed, rel=0.003)
+
+
+def test_rms_norm_rotary_and_grouped_queries_hold_what_the_closed_form_has(
+    dry_runner: DryRunner,
+) -> None:
+    flags = ("--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope")
+    grouped = ("--group-query-attention", "--num-query-groups", "2", "--disable-bias-linear")
+    model = changed_model(TINY, (*flags, *grouped))
+    (found,) = of_ranks(dry_runner, model, configured(model, Parallelism(), Batch(8, 8)), "first")
+    measured, closed = found.memory["activations"]
+    assert measured == pytest.approx(closed, rel=0.02)
 
 
 @pytest.mark.slow

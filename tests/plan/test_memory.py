@@ -82,6 +82,14 @@ def test_selective_recomputation_drops_the_scores() -> None:
     assert layer_activation_bytes(spec) == 34 * 16 * 2 * 8
 
 
+def test_unfused_attention_keeps_keys_and_values_once_a_head() -> None:
+    shape = replace(tiny().shape, query_groups=1)
+    grouped, plain = (replace(tiny(fused_attention=False), shape=s) for s in (shape, tiny().shape))
+    assert layer_activation_bytes(grouped) == layer_activation_bytes(plain)
+    fused = replace(grouped, fused_attention=True), replace(plain, fused_attention=True)
+    assert layer_activation_bytes(fused[0]) < layer_activation_bytes(fused[1])
+
+
 def test_without_dropout_no_masks_are_kept() -> None:
     with_masks, without = tiny(), tiny(dropout=0.0)
     masks = layer_activation_bytes(with_masks) - layer_activation_bytes(without)

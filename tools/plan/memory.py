@@ -156,7 +156,10 @@ def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
 
 def _attention_bytes(spec: RunSpec) -> int:
     shape = spec.shape
-    heads = 2 * shape.heads + 2 * shape.query_groups  # Q, K, V and the output
+    # Unfused products take K and V repeated for each head (`repeat_interleave`).
+    repeats = not spec.fused_attention and spec.recompute is not Recompute.SELECTIVE
+    keys = shape.heads if repeats else shape.query_groups
+    heads = 2 * shape.heads + 2 * keys  # Q, K, V and the output
     width = heads * shape.head_width // spec.parallelism.tensor
     kept = spec.element_bytes * spec.tokens * width
     if spec.quantised:  # Attention keeps its output, and the projection its own copy.

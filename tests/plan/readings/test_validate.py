@@ -112,6 +112,20 @@ def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
     assert READINGS.stat().st_size < 100_000
 
 
+def test_between_iterations_each_virtual_stage_holds_its_last_input_and_that_ones_gradient() -> (
+    None
+):
+    wanted = "gpt3_7b_tp1_pp4_memory_speed/golden_values_dev_dgx_gb200.json"
+    (reading,) = (
+        reading
+        for reading in read_readings()[0]
+        if wanted in reading.where and reading.metric == "memory_allocated_bytes"
+    )
+    (found,) = residuals([reading]).predicted
+    assert found.expressed.spec.parallelism.virtual_stages == 8
+    assert abs(found.predicted - reading.value) < 2**20  # of 22.9 GiB
+
+
 def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_some_paths(
     tmp_path: Path,
 ) -> None:

@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from tools.plan.memory import PredictedMemory, fullest_rank, memory_of_rank, workspace_bytes
+from tools.plan.memory import (
+    PredictedMemory,
+    fullest_rank,
+    memory_of_rank,
+    residual_bytes,
+    workspace_bytes,
+)
 from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.table import Reading, Unreadable
 from tools.plan.tensors import UnevenSplitError
@@ -164,9 +170,11 @@ def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
     generation = cluster.device.generation
     workspaces = workspace_bytes(generation, execution.deterministic, grouped)
     if metric == "memory_allocated_bytes":
-        held = _bytes(spec, last)
-        # The last messages between stages are still there when the iteration is logged.
-        messages = held.communication if spec.parallelism.pipeline > 1 else 0
+        held, split = _bytes(spec, last), spec.parallelism
+        # Each virtual stage still has its last input when the iteration is logged
+        # (`transformer_block.py: set_input_tensor`), and that input its gradient.
+        inputs = 2 * (split.virtual_stages - 1) * residual_bytes(spec)
+        messages = held.communication + inputs if split.pipeline > 1 else 0
         return held.state + messages + workspaces
     if metric == "peak_memory_allocated_bytes":
         return _bytes(spec, last).live + workspaces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,53 @@ def _as_one_kernel(_: Any) -> Callable[..., torch.Tensor]:
     return dropout
 
 
+class _RmsNorm(torch.autograd.Function):
+    """Keeps its input and weight, as Transformer Engine's kernel does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rms_norm: Callable[..., torch.Tensor],
+        input: torch.Tensor,
+        shape: Sequence[int],
+        weight: torch.Tensor,
+        eps: float | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.again = lambda x, w: rms_norm(x, shape, w, eps)
+        return rms_norm(input, shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight = (kept.detach().requires_grad_() for kept in ctx.saved_tensors)
+        with torch.enable_grad():
+            output = ctx.again(input, weight)
+        of_input, of_weight = torch.autograd.grad(output, (input, weight), gradients)
+        return None, of_input, None, of_weight, None
+
+
+def _norm_in_one_kernel(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def rms_norm(
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        if weight is None:
+            return original(input, normalized_shape, weight, eps)
+        found: torch.Tensor = _RmsNorm.apply(original, input, normalized_shape, weight, eps)
+        return found
+
+    return rms_norm
+
+
+def _split_into_copies(_: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def split(mixed: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(part.contiguous() for part in torch.split(mixed, sizes, dim))
+
+    return split
+
+
 FAKE_PATCHES = (
     Patch(
         name="calls_end_at_the_group",
@@ -131,6 +178,20 @@ FAKE_PATCHES = (
         reason="on a CPU dropout keeps its mask in the activations' dtype, on a GPU in one byte",
         needed=lambda context: True,
         replacements=(Replacement("torch.nn.functional:dropout", _as_one_kernel),),
+    ),
+    Patch(
+        name="one_kernel_rms_norm",
+        reason="torch's own holds two fp32 copies of its input, which Transformer Engine's does not",
+        needed=lambda context: True,
+        replacements=(Replacement("torch.nn.functional:rms_norm", _norm_in_one_kernel),),
+    ),
+    Patch(
+        name="values_of_their_own",
+        reason="V would keep the storage of Q and K beside their rotated copies; fused kernels copy V",
+        needed=lambda context: True,
+        replacements=(
+            Replacement("megatron.core.transformer.attention:SplitAlongDim", _split_into_copies),
+        ),
     ),
     Patch(
         name="fake_parameters",
