@@ -127,7 +127,7 @@ def _norm_in_one_kernel(original: Callable[..., torch.Tensor]) -> Callable[..., 
 
 def _split_into_copies(_: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
     def split(mixed: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        return tuple(part.contiguous() for part in torch.split(mixed, sizes, dim))
+        return tuple(part.contiguous() for part in torch.split(mixed, list(sizes), dim))
 
     return split
 
