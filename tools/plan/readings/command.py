@@ -8,7 +8,7 @@ from collections import defaultdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from rich.console import Console
 
@@ -118,10 +118,17 @@ def _print_regrets(found: list[Choice], console: Console) -> None:
         soft_wrap=True,
     )
     by_source: dict[str, list[float]] = defaultdict(list)
+    repeated: dict[str, list[float]] = defaultdict(list)
     for choice in found:
         by_source[choice.chosen.reading.source].append(choice.regret)
+        repeated[choice.chosen.reading.source] += choice.apart
     for source, own in sorted(by_source.items()):
         sentence = f"  {len(own):3}  {source}: {mean(own):.1%}, at worst {max(own):.1%}"
+        if apart := repeated[source]:
+            sentence += (
+                f"; times of one layout lie {median(apart):.1%} apart in the median of {len(apart)}, "
+                f"{max(apart):.1%} at most"
+            )
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tools.plan.readings.residual import Refusal, Residual, Residuals
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
+from tools.spec.run import RunSpec
 from tools.text.units import DASH
 
 MEMORY, TIME = "memory", "time"
@@ -148,10 +149,14 @@ class Choice:
     chosen: Residual
     regret: float
     """Time lost by it over the fastest that was measured, as a share."""
+    apart: tuple[float, ...] = ()
+    """Of each layout that was measured more than once, the slowest over the fastest time, less 1: no
+    choice can be known better than that."""
 
 
 def choices(residuals: Residuals) -> list[Choice]:
-    """Every group of two or more layouts of one model, batch, device and source."""
+    """Every group of two or more layouts of one model, batch, device and source; one that was measured
+    more than once counts with its median."""
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
         reading, spec = item.reading, item.expressed.spec
@@ -163,11 +168,16 @@ def choices(residuals: Residuals) -> list[Choice]:
         groups[*what, *batch].append(item)
     found = []
     for items in groups.values():
-        if len({item.expressed.spec for item in items}) < 2:
+        times: dict[RunSpec, list[float]] = defaultdict(list)
+        for item in items:
+            times[item.expressed.spec].append(_measured(item))
+        if len(times) < 2:
             continue
         chosen = min(items, key=lambda item: item.seconds or 0.0)
-        fastest = min(_measured(item) for item in items)
-        found.append(Choice(len(items), chosen, _measured(chosen) / fastest - 1))
+        medians = {spec: statistics.median(measured) for spec, measured in times.items()}
+        regret = medians[chosen.expressed.spec] / min(medians.values()) - 1
+        apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
+        found.append(Choice(len(items), chosen, regret, tuple(apart)))
     return found
 
 
