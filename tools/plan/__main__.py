@@ -3,7 +3,7 @@
 `python -m tools.plan dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8` runs Megatron's own
 iteration for chosen ranks, `… schedules --pipeline 4 --microbatches 8` compares pipeline schedules,
 `python -m tools.plan residuals` prints how far the published figures are missed, `… validate` how far
-some 3,000 public readings are.
+some 3,000 public readings are, `… rules` the README's rules of thumb.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.plan.residuals import residual_tables
 
         print(residual_tables(), end="")
+        return 0
+    if words == ["rules"]:
+        from tools.plan.rules import rules_table
+
+        print(rules_table(), end="")
         return 0
     try:
         options = command_line().parse_args(words)

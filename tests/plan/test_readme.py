@@ -1,0 +1,67 @@
+"""Every figure of the planner in its README is the code's of today."""
+
+import re
+from statistics import mean
+
+import pytest
+
+from tools.plan.readings.residual import Residuals, residuals
+from tools.plan.readings.summary import by_kind, choices
+from tools.plan.readings.table import read_readings
+from tools.plan.rules import CASES, rules_table
+from tools.plan.time.constants import BOUNDS, NAMES, constants_of
+from tools.spec.files import ROOT
+
+README = (ROOT / "tools" / "plan" / "README.md").read_text()
+_SMALL = 5
+_UNITS = {"µs": 1e-6}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def number(cell: str) -> float:
+    """`2000 µs` in seconds, `0.87` as it is."""
+    found = re.match(r"([\d.]+) ?(µs)?", cell)
+    assert found
+    return float(found[1]) * _UNITS.get(found[2], 1.0)
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Residuals:
+    readings, unreadable = read_readings()
+    return residuals(readings, unreadable)
+
+
+@pytest.mark.parametrize("cases", [CASES[:_SMALL], pytest.param(CASES, marks=pytest.mark.slow)])
+def test_the_rules_of_thumb_are_those_of_today(cases: tuple[tuple[str, int, int], ...]) -> None:
+    assert rules_table(cases).strip() in README
+
+
+def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
+    for group in by_kind(predicted):
+        (line,) = (line for line in README.splitlines() if line.startswith(f"| {group.name} |"))
+        _, count, _, mean_error, median, bias = cells(line)
+        assert (int(count), mean_error) in (
+            (len(group.errors), f"{group.mean_abs_error:.1%}"),
+            (len(group.errors), ""),
+        )
+        assert (median, bias) == (f"{group.median_abs_error:.1%}", f"{group.median_error:+.1%}")
+
+
+def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
+    regrets = [choice.regret for choice in choices(predicted)]
+    text = " ".join(README.split())
+    assert f"in {len(regrets)} groups of readings that differ in layout alone" in text
+    assert f"loses {mean(regrets):.1%} in the mean and {max(regrets):.0%} at worst" in text
+
+
+def test_the_constants_are_those_of_the_file() -> None:
+    for name in NAMES:
+        (line,) = (line for line in README.splitlines() if f"(`{name}`) |" in line)
+        _, *fitted, bounds = cells(line)
+        for cell, generation in zip(fitted, ("ampere", "hopper", "blackwell"), strict=True):
+            value = getattr(constants_of(generation), name)
+            assert number(cell) == pytest.approx(value, rel=0.02, abs=1e-9)
+        assert [number(part) for part in bounds.split(" to ")] == pytest.approx(BOUNDS[name])
