@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# requirements.txt and those for DeepSpeed, transformers and the documentation from their .in files: all they need, pinned,
-# with the hash of every file of these versions, for Linux on x86_64 and aarch64 and CPython 3.12 and 3.13.
+# requirements.txt and those for DeepSpeed, transformers, Megatron-Bridge and the documentation from their .in files: all
+# they need, pinned, with the hash of every file of these versions, for Linux on x86_64 and aarch64, CPython 3.12 and 3.13.
 # Needs uv. What is pinned stays as it is, but for what the .in files changed; --upgrade takes the newest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,3 +14,15 @@ pin requirements "$@"
 pin requirements-deepspeed --constraint requirements.txt "$@"
 pin requirements-hf --constraint requirements.txt "$@"
 pin requirements-docs "$@"
+
+# .venv-bridge reads recipes and trains nothing: without what needs a GPU or is for other clouds, and over .venv's torch.
+left_out() {
+  printf '%s; python_version < "3"\n' torch wandb tensorboard transformer-engine mamba-ssm causal-conv1d \
+    flash-linear-attention nvidia-resiliency-ext nvidia-modelopt tensorstore timm open-clip-torch mlflow qwen-vl-utils \
+    accelerate leptonai ray
+  grep -o '^megatron-core==[^ ]*' requirements-bridge.in # without the extras that Megatron-Bridge asks for
+}
+shared() { # one version with .venv, of which it sees the packages
+  grep -oE '^(numpy|pandas|pyarrow|safetensors|regex|pyyaml|rich|jinja2|psutil)==[^ ;]*' requirements.txt
+}
+pin requirements-bridge --override <(left_out) --constraint <(shared) "$@"
