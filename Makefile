@@ -34,6 +34,8 @@ setup-deepspeed: setup ## the package that BACKEND=deepspeed needs, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-deepspeed.txt
 setup-hf: setup ## transformers, the reference of verify-hf, into .venv
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-hf.txt
+setup-bridge: setup ## .venv-bridge, which checks and reads recipes of Megatron-Bridge
+	@$(no_variables)tools/bridge.sh
 
 ## Training, on one machine or several
 train-%: setup ##! <strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …
@@ -54,6 +56,10 @@ reproduce: ## the six published runs on two GPUs, and a report; resumable
 ## Weights from and to Hugging Face, without a GPU
 import-hf: ##! a folder of GPT-2 or Llama as a model of this kit: HF= NAME=
 export-hf: ## the weights of a run as such a folder: RUN=runs/… TO=folder
+
+## Recipes of Megatron-Bridge and nemo-run
+export-recipe: ## a run, or a target, as their Python files: RUN=runs/… TO=bridge or nemo
+import-recipe: ## such a recipe, or Bridge's YAML, as a model and a target: FILE= NAME= GPUS=
 
 ## Comparisons from the same weights, batches and schedule
 compare-zero: ## data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report; GPU= predicts them
@@ -97,14 +103,14 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 		RUNS= $(VENV_PYTHON) -m tools.launch idle
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-CALLS := demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
+CALLS := export-recipe import-recipe demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
 	import-hf export-hf compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve \
 	verify-matrix verify-fuzz
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@
 
-.PHONY: help help-all setup docs doctor install-dependencies setup-deepspeed setup-hf test test-slow bench bench-verify lint clean $(CALLS)
+.PHONY: help help-all setup docs doctor install-dependencies setup-deepspeed setup-hf setup-bridge test test-slow bench bench-verify lint clean $(CALLS)
 
 # Anything else: a target's name that is nearly right gets the near ones.
 .DEFAULT:

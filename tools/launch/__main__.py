@@ -8,6 +8,8 @@ python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch 
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch experiment NAME [--model NAME]        a file of examples/experiments
 python -m tools.launch resume runs/…  [--strategy pp2]       continue from the newest valid checkpoint
+python -m tools.launch export-recipe runs/… --to bridge      a run as a recipe of Megatron-Bridge
+python -m tools.launch import-recipe recipe.py              such a recipe as a model and a target
 python -m tools.launch stop runs/…                           end a run that is on
 python -m tools.launch idle                                  refuses where a run is on
 python -m tools.launch demo | parity | list | image | reproduce | sweep | soak | status | calibrate
@@ -185,6 +187,18 @@ def _fuzz(_: argparse.Namespace, options: Options, console: Console) -> int:
     return fuzz(options, console)
 
 
+def _export_recipe(command: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.recipe import export_recipe
+
+    return export_recipe(command.run, command.to, options, console)
+
+
+def _import_recipe(command: argparse.Namespace, _: Options, console: Console) -> int:
+    from tools.launch.recipe import import_recipe
+
+    return import_recipe(command.file, command.name, command.gpus, console)
+
+
 def _soak(_: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.soak import soak, soak_from_environment
 
@@ -230,6 +244,8 @@ _HANDLERS = {
     "status": _status,
     "calibrate": _calibrate,
     "resume": _resume,
+    "export-recipe": _export_recipe,
+    "import-recipe": _import_recipe,
     "soak": _soak,
     "verify-matrix": _matrix,
     "verify-fuzz": _fuzz,
@@ -263,6 +279,13 @@ def _parser() -> argparse.ArgumentParser:
     resume = commands.add_parser("resume", help="continue a run from its newest valid checkpoint")
     resume.add_argument("run", type=_absolute, help="its folder")
     resume.add_argument("--strategy", help="another layout")
+    exported = commands.add_parser("export-recipe", help="a run as a recipe of Megatron-Bridge")
+    exported.add_argument("run", help="its folder, or a target")
+    exported.add_argument("--to", required=True, help="bridge, or nemo for nemo-run's entry too")
+    recipe = commands.add_parser("import-recipe", help="such a recipe as a model and a target")
+    recipe.add_argument("file", help="recipe.py, recipe.py:function or Bridge's YAML")
+    recipe.add_argument("--name", default="", help="of the model")
+    recipe.add_argument("--gpus", type=int, help="to train on")
     stop = commands.add_parser("stop", help="end a run that is on, also one of another terminal")
     stop.add_argument("run", type=_absolute, help="its folder")
     commands.add_parser("idle", help="refuse if a run is on, before its folder is removed")

@@ -54,6 +54,9 @@ _MODEL_OF_DRYRUN = "Say what: make dryrun MODEL=gpt3-175b TP=8 PP=16 DP=8"
 _WHICH_TABLE = "Say which table: make audit TABLE=figures.md (Markdown or CSV)"
 _WHICH_RUN = "Say which run: make resume RUN=runs/…"
 _WHICH_TO_STOP = "Say which run: make stop RUN=runs/…; 'make status' shows those that are running."
+_WHICH_RECIPE = "Say which run: make export-recipe RUN=runs/… TO=bridge (or nemo)"
+_WHICH_KIND = "Say what for: TO=bridge, or TO=nemo for nemo-run's entry too."
+_WHICH_FILE = "Say which recipe: make import-recipe FILE=recipe.py (or Megatron-Bridge's YAML)"
 _WHICH_TEXT = "Say which text: make prepare-ds INPUT=file.jsonl NAME=name"
 _WHICH_NAME = "Say its name: make prepare-ds INPUT=file.jsonl NAME=name"
 
@@ -83,6 +86,14 @@ TOOLS = {
         "tools.launch", ("resume",), needs=((settings.RUN, _WHICH_RUN),), given=_OF_RESUME
     ),
     "stop": Tool("tools.launch", ("stop",), needs=((settings.RUN, _WHICH_TO_STOP),)),
+    "export-recipe": Tool(
+        "tools.launch",
+        ("export-recipe",),
+        needs=((settings.RECIPE_OF, _WHICH_RECIPE), (settings.RECIPE_KIND, _WHICH_KIND)),
+    ),
+    "import-recipe": Tool(
+        "tools.launch", ("import-recipe",), needs=((settings.RECIPE_FILE, _WHICH_FILE),)
+    ),
     "prepare-ds": Tool(
         "tools.launch",
         ("module", "tools.preprocess", "--append-eod", "--tokenizer", "gpt2"),

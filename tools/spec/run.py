@@ -348,7 +348,7 @@ def quantised_of(flags: Flags) -> Quantised:
         return Quantised.NVFP4
     if not flags.has("--fp8-format"):
         return Quantised.NONE
-    recipe = flags.text("--fp8-recipe")
+    recipe = flags.text("--fp8-recipe", "delayed")
     return Quantised(recipe) if recipe in set(Quantised) else Quantised.TENSORWISE
 
 

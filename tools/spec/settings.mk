@@ -71,7 +71,7 @@
 ##   TARGET           the training target to use [loss-curve bench-ledger]
 ## Variables: planning [plan]
 ##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-*-* soak]
-##   GPUS             number of devices [also advise]
+##   GPUS             number of devices [also advise import-recipe]
 ##   GPU              h200, a100-80g, … (h200) [also advise compare-zero]
 ##   GPUS_PER_NODE    devices per machine (8) [also advise]
 ##   INTRA            link inside a machine [also advise]
@@ -107,6 +107,11 @@
 ##   NAME             name of the model (HF's)
 ##   RUN              a run folder, or hub/NAME [export-hf]
 ##   TO               the folder to write [export-hf]
+## Variables: recipes of Megatron-Bridge [export-recipe]
+##   RUN              a run folder, or a target that need not have run
+##   TO               bridge, or nemo for nemo-run's entry too
+##   FILE             recipe.py, recipe.py:function or Bridge's YAML [import-recipe]
+##   NAME             name of the model (the file's) [import-recipe]
 ## Variables: reports [report]
 ##   LOGS             Megatron logs, wherever they were made
 ##   NAME             name of the report or sweep [also sweep]

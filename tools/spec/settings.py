@@ -323,7 +323,9 @@ MODEL = Setting(
     (*_PLANS, "dryrun", *_COMPARE, _VERIFY, "soak"),
     "--model",
 )
-GPUS = Setting("GPUS", int, "a whole number", "number of devices", _PLANS, "--gpus")
+GPUS = Setting(
+    "GPUS", int, "a whole number", "number of devices", (*_PLANS, "import-recipe"), "--gpus"
+)
 GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", (*_PLANS, "compare-zero"), "--gpu")
 GPUS_PER_NODE = Setting(
     "GPUS_PER_NODE", int, "a whole number", "devices per machine (8)", _PLANS, "--gpus-per-node"
@@ -437,6 +439,25 @@ HF = Setting(
 IMPORTED = Setting("NAME", str, _TEXT, "name of the model (HF's)", ("import-hf",))
 EXPORTED = Setting("RUN", str, _TEXT, "a run folder, or hub/NAME", ("export-hf",))
 TO = Setting("TO", str, _TEXT, "the folder to write", ("export-hf",))
+
+# Recipes of Megatron-Bridge.
+RECIPE_OF = Setting(
+    "RUN", str, _TEXT, "a run folder, or a target that need not have run", ("export-recipe",), "*"
+)
+RECIPE_KIND = Setting(
+    "TO",
+    one_of("bridge", "nemo"),
+    "bridge or nemo",
+    "bridge, or nemo for nemo-run's entry too",
+    ("export-recipe",),
+    "--to",
+)
+RECIPE_FILE = Setting(
+    "FILE", str, _TEXT, "recipe.py, recipe.py:function or Bridge's YAML", ("import-recipe",), "*"
+)
+RECIPE_NAME = Setting(
+    "NAME", str, _TEXT, "name of the model (the file's)", ("import-recipe",), "--name"
+)
 
 # After a run, and data.
 LOGS = Setting("LOGS", words, _TEXT, "Megatron logs, wherever they were made", ("report",), "*")
@@ -601,6 +622,7 @@ _SECTIONS: Mapping[object, tuple[str, tuple[str, ...]]] = {
     MODEL: ("Variables: planning", ("plan",)),
     DP: ("Variables: dry run and schedules", ("dryrun",)),
     HF: ("Variables: weights from and to Hugging Face", ("import-hf",)),
+    RECIPE_OF: ("Variables: recipes of Megatron-Bridge", ("export-recipe",)),
     LOGS: ("Variables: reports", ("report",)),
     DATASET: ("Variables: data", ("prepare-ds",)),
 }

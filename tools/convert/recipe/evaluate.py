@@ -1,22 +1,27 @@
 """What the recipe in a Python file builds: run by `.venv-bridge`'s Python, apart from the kit.
 
-    python evaluate.py recipe.py[:function] OUT [--ranks N]    the container it returns, as Bridge's YAML
-    python evaluate.py --defaults OUT                          every field of an empty container
+    python evaluate.py recipe.py[:function] OUT    the container it returns, as Bridge's YAML
+    python evaluate.py --defaults OUT              every field of an empty container
+    python evaluate.py --dryrun nemo_entry.py OUT  what nemo-run would start, as it prints it
 
-With `--ranks` Bridge's own validation runs first, as at the start of training on that many ranks, and its
-result is what is written. Packages that need a GPU or another cloud, and that these files only import,
-are stood in for where they are missing: `STOOD_IN`. Nothing of them is called.
+With `--ranks N` Bridge's own validation runs as well, as at the start of training on that many;
+`--validated FILE` keeps its result. Packages that need a GPU or another cloud, and that these files only
+import, are stood in for where they are missing: `STOOD_IN`. Nothing of them is called.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib.machinery
 import importlib.util
 import inspect
+import io
 import os
+import runpy
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Sequence
@@ -41,8 +46,9 @@ class _Anything(type):
 
 
 class _Empty(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012: as every package's
-    __version__ = _TRANSFORMER_ENGINE
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__, self.__version__ = [], _TRANSFORMER_ENGINE
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -72,13 +78,20 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("recipe", nargs="?", default="")
     parser.add_argument("out", type=Path)
     parser.add_argument("--defaults", action="store_true")
+    parser.add_argument("--dryrun", action="store_true")
     parser.add_argument("--ranks", type=int)
+    parser.add_argument("--validated", type=Path)
     given = parser.parse_args(words)
     warnings.simplefilter("ignore")
     stand_in()
+    if given.dryrun:
+        given.out.write_text(dryrun(given.recipe))
+        return
     container = empty() if given.defaults else built(given.recipe)
     if given.ranks:
-        container = validated(container, given.ranks)
+        checked = validated(container, given.ranks)
+        if given.validated:
+            checked.to_yaml(str(given.validated))
     container.to_yaml(str(given.out))
 
 
@@ -102,6 +115,10 @@ def built(recipe: str) -> Any:
     container = getattr(module, name)() if name else _only_recipe(module, path)()
     if not isinstance(container, ConfigContainer):
         sys.exit(f"{recipe} returns a {type(container).__name__}, not a ConfigContainer.")
+    if isinstance(container.mixed_precision, str):
+        from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+        container.mixed_precision = get_mixed_precision_config(container.mixed_precision)
     return container
 
 
@@ -134,6 +151,16 @@ def validated(container: Any, ranks: int) -> Any:
     except (AssertionError, ValueError, TypeError) as error:
         sys.exit(f"Megatron-Bridge refuses the recipe on {ranks} rank(s): {error}".strip())
     return checked
+
+
+def dryrun(entry: str) -> str:
+    """What an entry of nemo-run prints instead of starting it; nemo-run keeps nothing of it."""
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as home, contextlib.redirect_stdout(printed):
+        os.environ |= {"NEMORUN_HOME": home, "COLUMNS": "500", "NO_COLOR": "1"}
+        sys.argv = [entry, "--dryrun"]
+        runpy.run_path(entry, run_name="__main__")
+    return printed.getvalue()
 
 
 def empty() -> Any:

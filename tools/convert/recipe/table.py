@@ -1,13 +1,14 @@
 """Megatron's flags and the fields of Megatron-Bridge's `ConfigContainer` that mean the same: one table.
 
-The writer of recipes, their reader and the comparison of both follow from `ROWS`, which `table.csv` holds.
-Megatron's defaults are those of 0.19.0's parser; Bridge's are in `defaults.yaml`, as 0.3.1 writes them. A
-test compares both with the packages.
+The writer of recipes, their reader and the comparison of both follow from `ROWS`, which `table.csv`
+holds. Megatron's defaults are those of 0.19.0's parser; Bridge's are in `defaults.yaml`, as 0.3.1 writes
+them. A test compares both with the packages.
 """
 
 from __future__ import annotations
 
 import csv
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,17 +76,21 @@ class Row:
         }
 
 
+"""Beside a flag, what another may depend on."""
+
+
+def _decay_changes(flags: Flags) -> bool:
+    return flags.text("--weight-decay-incr-style", "constant") != "constant"
+
+
 CONDITIONS: dict[str, Callable[[Flags], bool]] = {
     "rotary": lambda flags: flags.text("--position-embedding-type") == "rope",
     "half": lambda flags: flags.has("--fp16") or flags.has("--bf16"),
     "muon": lambda flags: "muon" in flags.text("--optimizer"),
     "constant decay": lambda flags: not _decay_changes(flags),
-    "changing decay": lambda flags: _decay_changes(flags),
+    "changing decay": _decay_changes,
 }
-
-
-def _decay_changes(flags: Flags) -> bool:
-    return flags.text("--weight-decay-incr-style", "constant") != "constant"
+"""Beside a flag, what another may depend on."""
 
 
 def fields_of_yaml(document: object) -> dict[str, Value]:
@@ -98,6 +103,10 @@ def fields_of_yaml(document: object) -> dict[str, Value]:
         raise ValueError(f"it has no '_target_: …{CONTAINER}'")
     fields: dict[str, Value] = {}
     for section, content in document.items():
+        if section not in SECTIONS:
+            near = difflib.get_close_matches(str(section), SECTIONS, n=1)
+            hint = f", did you mean {near[0]}" if near else f"; it has {', '.join(SECTIONS)}"
+            raise ValueError(f"a container has no section '{section}'{hint}")
         if isinstance(content, Mapping):
             fields |= {f"{section}.{name}": _value(each) for name, each in content.items()}
         elif section != "_target_":
@@ -119,6 +128,24 @@ def _value(content: object) -> Value:
 
 _MEMBERS = {_ATTENTION.rstrip("."): {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
 """Enumerations, whose members Bridge writes by number."""
+
+SECTIONS = (
+    *(
+        "_target_",
+        "model",
+        "train",
+        "optimizer",
+        "scheduler",
+        "dataset",
+        "tokenizer",
+        "ddp",
+        "dist",
+    ),
+    *("mixed_precision", "checkpoint", "logger", "rng", "rerun_state_machine", "comm_overlap"),
+    *("optimizer_config_override_provider", "profiling", "peft", "ft", "straggler"),
+    *("nvrx_straggler", "tensor_inspect", "inprocess_restart"),
+)
+"""Of a `ConfigContainer`."""
 
 _SAME = {"torch._C._nn.gelu": "torch.nn.functional.gelu"}
 """Where Bridge writes another name than the public one."""
@@ -191,8 +218,10 @@ _KINDS = {
     "whole": Kind("a whole number", _first(int), _alone(_whole)),
     "decimal": Kind("a number", _first(float), _alone(_decimal)),
     "text": Kind("a text", _first(str), _alone(_text)),
-    "texts": Kind("a list of texts", lambda words: list(words), _several),
-    "numbers": Kind("a list of whole numbers", lambda words: [int(word) for word in words], _several),
+    "texts": Kind("a list of texts", list, _several),
+    "numbers": Kind(
+        "a list of whole numbers", lambda words: [int(word) for word in words], _several
+    ),
     "backend": Kind(
         "a member of AttnBackend", _first(lambda word: Symbol(_ATTENTION + word)), _attention
     ),

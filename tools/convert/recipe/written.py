@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from textwrap import fill
+from textwrap import TextWrapper
 
-from tools.convert.recipe.codec import Recipe, shown
+from tools.convert.recipe.fields import Recipe
+from tools.convert.recipe.joint import shown
 from tools.convert.recipe.table import BRIDGE_VERSION, ROWS, Symbol, Value
 from tools.spec.run import RunSpec
 
@@ -30,19 +31,28 @@ _CLASSES = {
 }
 """The class of each section, in the order in which they are written."""
 
-_ALWAYS = frozenset(("model", "train", "optimizer", "scheduler", "dataset", "tokenizer", "checkpoint", "logger"))
+_ALWAYS = frozenset(
+    ("model", "train", "optimizer", "scheduler", "dataset", "tokenizer", "checkpoint", "logger")
+)
 """Sections that a container does not make by itself."""
 
 _WIDTH = 100
 
 
-def written_recipe(recipe: Recipe, spec: RunSpec, origin: str) -> str:
-    """The Python file; `origin` is the command that made it."""
+def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
+    """The Python file.
+
+    Args:
+        recipe: The run as a recipe.
+        spec: The run.
+        origin: The command that makes the file.
+        path: Where the file will be, from the repository's root.
+    """
     sections = _by_section(recipe.fields)
     used = [name for name in _CLASSES if name in sections or name in _ALWAYS]
     ranks = spec.parallelism.world_size
     lines = [
-        *_docstring(recipe, spec, origin),
+        *_docstring(recipe, spec, origin, path),
         *_imports(sections, used),
         "",
         f"DEVICES = {ranks}",
@@ -65,23 +75,27 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str) -> str:
     return "\n".join(lines)
 
 
-def written_entry(spec: RunSpec, name: str, environment: Mapping[str, str], origin: str) -> str:
+def written_entry(
+    spec: RunSpec, name: str, environment: Mapping[str, str], origin: str, path: str
+) -> str:
     """nemo-run's entry, which trains the recipe beside it on this machine.
 
     Args:
         spec: The run.
         name: Of nemo-run's experiment.
         environment: Variables of the run that its ranks need on GPUs.
-        origin: The command that made it.
+        origin: The command that makes the file.
+        path: Where the file will be, from the repository's root.
     """
     ranks = spec.parallelism.world_size
     title = f"{_title(spec)}, with nemo-run {NEMO_VERSION} on this machine"
     variables = ", ".join(f'"{key}": "{value}"' for key, value in sorted(environment.items()))
     return f'''"""{title}.
 
-Made by `{origin}`. From the folder that the data set's path is relative to:
+Made by `{origin}`.
+Trains where the data set's path begins, in an image with Megatron-Bridge and nemo-run:
 
-    python {ENTRY_FILE}            # --dryrun shows the command and starts nothing
+    python {path}    # --dryrun shows the command and starts nothing
 
 Another executor (run.SlurmExecutor, run.DockerExecutor) takes the place of LocalExecutor.
 """
@@ -104,22 +118,14 @@ def executor() -> run.LocalExecutor:
     )
 
 
-def experiment() -> run.Experiment:
-    """The one task: Megatron-Bridge's recipe."""
-    planned = run.Experiment("{name}")
-    with planned:
-        planned.add(
-            run.Script(path=str(RECIPE), entrypoint="python"), executor=executor(), name="train"
-        )
-    return planned
-
-
 if __name__ == "__main__":
-    with experiment() as planned:
+    with run.Experiment("{name}") as experiment:
+        recipe = run.Script(path=str(RECIPE), entrypoint="python")
+        experiment.add(recipe, executor=executor(), name="train")
         if "--dryrun" in sys.argv:
-            planned.dryrun()
+            experiment.dryrun()
         else:
-            planned.run(sequential=True, tail_logs=True)
+            experiment.run(sequential=True, tail_logs=True)
 '''
 
 
@@ -128,20 +134,24 @@ def _title(spec: RunSpec) -> str:
     return f"{spec.model or 'A GPT'}, {spec.name}, on {ranks} GPU{'s' if ranks > 1 else ''}"
 
 
-def _docstring(recipe: Recipe, spec: RunSpec, origin: str) -> Iterable[str]:
+def _docstring(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> Iterable[str]:
     ranks = spec.parallelism.world_size
     yield f'"""{_title(spec)}: a recipe of Megatron-Bridge {BRIDGE_VERSION}.'
     yield ""
-    yield f"Made by `{origin}`. From the folder that the data set's path is relative to:"
+    yield f"Made by `{origin}`."
+    yield "Trains where its data set's path begins, in an image with Megatron-Bridge:"
     yield ""
-    yield f"    torchrun --standalone --nproc-per-node {ranks} {RECIPE_FILE}"
+    yield f"    torchrun --standalone --nproc-per-node {ranks} {path}"
     yield ""
     yield "Fields that are not here have Megatron-Bridge's defaults, which are Megatron-LM's too."
     if recipe.left_out:
         yield "Without a counterpart:"
         yield ""
         for sentence in recipe.left_out:
-            yield fill(sentence.replace("\\", "\\\\").replace('"', "'"), _WIDTH, initial_indent="- ", subsequent_indent="  ")
+            plain = sentence.replace("\\", "/").replace('"', "'")  # It stands in a docstring.
+            words = TextWrapper(_WIDTH, initial_indent="- ", subsequent_indent="  ")
+            words.break_long_words = words.break_on_hyphens = False
+            yield words.fill(plain)
     yield '"""'
     yield ""
 
@@ -196,7 +206,8 @@ def _section(name: str, fields: Mapping[str, Value]) -> Iterable[str]:
     yield f"        {name}={made}("
     for field, value in fields.items():
         unit = _UNITS.get(f"{name}.{field}", "")
-        comment = f"  # {unit}" if unit and value is not None else ""
+        said = value is None or unit[:4] in field  # `train_iters` says iterations.
+        comment = "" if said or not unit else f"  # {unit}"
         yield f"            {field}={_python(value)},{comment}"
     yield "        ),"
 

@@ -1,0 +1,51 @@
+"""Recipes as Bridge's `to_yaml` writes them, made without Bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.convert.recipe.table import Symbol, Value
+from tools.launch.options import options_from_environment
+from tools.launch.recipe import Source, source_of_target
+
+CONTAINER = "megatron.bridge.training.config.ConfigContainer"
+ATTENTION = "megatron.core.transformer.enums.AttnBackend"
+MEMBERS = {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5}
+
+
+def source(target: str) -> Source:
+    """What a target would train, whatever is set around the tests."""
+    return source_of_target(target, options_from_environment({}))
+
+
+def document(fields: Mapping[str, Value]) -> dict[str, Any]:
+    """The content of the YAML file for fields by `section.field`."""
+    sections: dict[str, Any] = {"_target_": CONTAINER}
+    for place, value in fields.items():
+        section, _, field = place.partition(".")
+        if field:
+            sections.setdefault(section, {})[field] = plain(value)
+        else:
+            sections[section] = plain(value)
+    return sections
+
+
+def write(path: Path, fields: Mapping[str, Value]) -> Path:
+    """The YAML file."""
+    path.write_text(yaml.safe_dump(document(fields)))
+    return path
+
+
+def plain(value: Value) -> Any:
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if not isinstance(value, Symbol):
+        return value
+    if value.path.startswith(ATTENTION):
+        number = MEMBERS[value.path.rpartition(".")[2]]
+        return {"_target_": ATTENTION, "_args_": [number], "_call_": True}
+    return {"_target_": value.path, "_call_": False}

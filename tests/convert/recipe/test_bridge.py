@@ -1,0 +1,215 @@
+"""With Megatron-Bridge, Megatron and nemo-run themselves; without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.convert.recipe.documents import source
+from tools.convert.recipe import bridge
+from tools.convert.recipe.fields import Recipe
+from tools.convert.recipe.joint import RecipeError
+from tools.convert.recipe.table import BRIDGE, ROWS, Symbol, Value, fields_of_yaml
+from tools.convert.recipe.written import written_recipe
+from tools.launch import recipe as command
+from tools.launch.options import options_from_environment
+from tools.launch.recipe import export_recipe, import_recipe, recipe_of
+from tools.spec.files import ROOT, read_yaml
+
+MEGATRONS = Path(__file__).with_name("megatrons_configs.py")
+NEEDS_BRIDGE = pytest.mark.skipif(
+    not bridge.is_installed(), reason="make setup-bridge installs Megatron-Bridge"
+)
+TARGETS = (
+    *(f"train-{strategy}-gpt2-large-2gpu" for strategy in ("tp2", "sp2", "cp2", "vpp2", "zero2")),
+    *("train-tp2-llama3-8b-2gpu", "train-tp2-llama3-8b-fp8-2gpu", "train-ep2-mixtral-8x7b-2gpu"),
+    *("train-zero1-gpt3-1.3b-2gpu", "train-fsdp2-gpt3-1.3b-2gpu", "train-baseline-moe-tiny-1gpu"),
+    "train-tp2pp2dp2-gpt2-tiny-8gpu",
+)
+SAYS_NOTHING = {
+    "checkpoint.strict_fsdp_dtensor_load": "loading a checkpoint of Megatron-FSDP",
+    "checkpoint.use_persistent_ckpt_worker": "asynchronous saving",
+    "dataset.context_parallel_size": "hybrid context parallelism",
+    "dataset.data_parallel_size": "hybrid context parallelism",
+    "dataset.full_validation": "None is False",
+    "dataset.multiple_validation_sets": "None is False",
+    "dataset.trust_remote_code": "data of the hub",
+    "ddp.align_param_gather": "overlapped gathers",
+    "ddp.use_custom_fsdp": "the older name of use_megatron_fsdp",
+    "dist.high_priority_stream_groups": "None is empty",
+    "logger.logging_level": "what is printed",
+    "logger.tensorboard_dir": "where a recipe writes",
+    "model.add_qkv_bias": "add_bias_linear adds it too",
+    "model.cuda_graph_scope": "CUDA graphs",
+    "model.cuda_graph_use_single_mempool": "CUDA graphs",
+    "model.inference_sampling_seed": "inference",
+    "model.moe_deepep_num_sms": "DeepEP",
+    "model.moe_hybridep_num_sms": "HybridEP",
+    "model.use_cpu_initialization": "None is False",
+    "optimizer.barrier_with_L1_time": "timers above level 0",
+    "optimizer.muon_momentum": "Muon",
+    "optimizer.optimizer_offload_fraction": "offloading",
+    "train.exit_signal": "a handler that is not installed",
+}
+"""Fields of other defaults in Megatron and Bridge, and what these runs do not use that reads them."""
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What Megatron's own parser makes of the targets' flags, and its defaults."""
+    folder = tmp_path_factory.mktemp("megatron")
+    sources = [source(target) for target in TARGETS]
+    words = [(each.name, each.spec.parallelism.world_size, each.words) for each in sources]
+    (folder / "words.json").write_text(json.dumps(words))
+    command = [sys.executable, str(MEGATRONS), "words.json", "configs.json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
+    return dict(json.loads((folder / "configs.json").read_text()))
+
+
+@pytest.mark.slow
+def test_defaults_of_the_table_are_megatrons(configs: Mapping[str, Any]) -> None:
+    derived = {"--seq-length", "--num-query-groups", "--dataloader-type", "--split"}
+    for row in ROWS:
+        if row.flag not in derived:
+            default = configs["defaults"][row.flag]
+            default = default[0] if isinstance(default, list) and default else default
+            kept = row.megatron.path if isinstance(row.megatron, Symbol) else row.megatron
+            assert kept == default or str(kept).endswith(str(default)), row.flag
+
+
+@pytest.mark.slow
+@NEEDS_BRIDGE
+def test_defaults_of_bridge_are_the_packages(tmp_path: Path) -> None:
+    out = tmp_path / "defaults.yaml"
+    subprocess.run(
+        [bridge.ENVIRONMENT / "bin/python", bridge._EVALUATE, "--defaults", "", out],
+        check=True,
+        capture_output=True,
+    )
+    assert fields_of_yaml(read_yaml(out)) == BRIDGE
+
+
+@pytest.mark.slow
+@NEEDS_BRIDGE
+@pytest.mark.parametrize("target", TARGETS)
+def test_bridge_makes_of_a_recipe_what_megatron_makes_of_the_flags(
+    target: str, configs: Mapping[str, Any], tmp_path: Path
+) -> None:
+    asked = source(target)
+    recipe = recipe_of(asked)
+    ranks = asked.spec.parallelism.world_size
+    (tmp_path / "recipe.py").write_text(written_recipe(recipe, asked.spec, "", ""))
+    out = tmp_path / "validated.yaml"
+    subprocess.run(
+        [
+            *(bridge.ENVIRONMENT / "bin/python", bridge._EVALUATE, "recipe.py", "raw.yaml"),
+            *("--ranks", str(ranks), "--validated", out),
+        ],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    fields = fields_of_yaml(read_yaml(out))
+    compared, apart = 0, []
+    for place, megatron in places(configs[target], fields):
+        compared += 1
+        if not same(megatron, fields[place]) and not unused(place, fields):
+            apart.append(f"{place}: Megatron {megatron}, Bridge {fields[place]}")
+    assert apart == []
+    assert compared > 400
+
+
+def places(configs: Mapping[str, Any], fields: Mapping[str, Value]) -> list[tuple[str, Any]]:
+    """Fields of the same name in both, with Megatron's value."""
+    sections = ("train", "scheduler", "checkpoint", "dist", "logger", "rng", "dataset")
+    holders = [*((name, configs[name]) for name in ("model", "ddp", "optimizer"))]
+    holders += [(name, configs["args"]) for name in (*sections, "rerun_state_machine")]
+    return [
+        (f"{section}.{name}", value)
+        for section, held in holders
+        for name, value in held.items()
+        if f"{section}.{name}" in fields
+    ]
+
+
+def same(megatron: object, built: Value) -> bool:
+    if isinstance(built, Symbol):
+        return built.path.rpartition(".")[2] in str(megatron)
+    return megatron == built
+
+
+def unused(place: str, fields: Mapping[str, Value]) -> bool:
+    """Whether nothing in the run reads the field."""
+    one_rank = {"model.cp_comm_type": "context", "model.pipeline_dtype": "pipeline_model"}
+    if place in one_rank:
+        return fields[f"model.{one_rank[place]}_parallel_size"] == 1
+    if "fp8" in place or "in_bf16" in place:
+        return fields["model.fp8"] is None
+    if place.startswith("ddp.") and fields["dist.use_torch_fsdp2"]:
+        return True  # Megatron has other settings for it.
+    if place == "ddp.data_parallel_sharding_strategy":
+        return not fields["ddp.use_megatron_fsdp"]
+    if place == "model.gradient_accumulation_fusion":
+        return bool(fields["ddp.use_megatron_fsdp"])  # Bridge switches it off there.
+    return place in SAYS_NOTHING
+
+
+@pytest.mark.slow
+@NEEDS_BRIDGE
+def test_an_exported_target_is_checked_and_imported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples/gpt3/models").mkdir(parents=True)
+    monkeypatch.setattr(command, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    options, console = options_from_environment({}), Console(width=500)
+    export_recipe("train-tp2-gpt2-large-2gpu", "nemo", options, console)
+    printed = capsys.readouterr().out
+    assert "Megatron-Bridge 0.3.1 takes it" in printed
+    assert "nemo-run starts 2 ranks of it" in printed
+    recipe = tmp_path / "recipes/train-tp2-gpt2-large-2gpu/bridge_recipe.py"
+    import_recipe(f"{recipe}:pretrain_config", "again", 2, console)
+    assert "make train-tp2-again-2gpu MICRO_BATCH=64" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@NEEDS_BRIDGE
+def test_a_container_that_is_not_the_run_is_found() -> None:
+    asked = source("train-tp2-gpt2-tiny-2gpu")
+    recipe = recipe_of(asked)
+    built = {**BRIDGE, **recipe.fields, "optimizer.lr": 1.0, "model.qk_layernorm": True}
+    assert list(bridge.differences(recipe, built, asked.spec)) == [
+        "optimizer.lr is 1.0 in the container and 0.001 in the run.",
+        "model.qk_layernorm is True in the container, which the run does not ask for.",
+    ]
+    without = Recipe(recipe.fields, (*recipe.flags, "--seed", "7"), ())
+    (other,) = bridge.differences(without, {**BRIDGE, **recipe.fields}, asked.spec)
+    assert other.startswith("The container reads as another run")
+
+
+@pytest.mark.slow
+@NEEDS_BRIDGE
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1", r"has 0 functions that return a ConfigContainer \(none\)"),
+        ("def f() -> 'ConfigContainer':\n    return 1", "returns a int, not a ConfigContainer"),
+        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+    ],
+)
+def test_a_python_file_that_makes_no_container_is_refused(
+    text: str, sentence: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=sentence):
+        bridge.read_recipe(str(file))

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.convert.recipe.documents import source, write
+from tools.convert.recipe.bridge import read_recipe
+from tools.convert.recipe.fields import recipe_of_flags
+from tools.convert.recipe.flags import Reading, reading_of_fields
+from tools.convert.recipe.imported import imported
+from tools.convert.recipe.joint import RecipeError
+from tools.convert.recipe.table import ROWS, Symbol
+from tools.launch.recipe import recipe_of, source_of_folder
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags, merge_flags
+from tools.spec.model import model_names, training_flags
+from tools.spec.run import Backend, DeviceKind, Plant, RunSpec, spec_of_flags
+from tools.spec.strategy import parse_strategy, strategy_flags
+
+STRATEGIES = {
+    "baseline": 1,
+    **dict.fromkeys(("dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "ep2"), 2),
+    **dict.fromkeys(("zero1", "zero2", "zero3", "fsdp2", "dp2-zero1"), 2),
+    **dict.fromkeys(("tp2ep2", "pp2ep2"), 4),
+    "tp2pp2dp2": 8,
+}
+RUNS = ROOT / "tests/golden/runs"
+
+
+@pytest.mark.parametrize("model", model_names())
+def test_every_strategy_of_a_model_comes_back_from_its_recipe_as_the_same_run(
+    model: str, tmp_path: Path
+) -> None:
+    for strategy, ranks in STRATEGIES.items():
+        asked = source(f"train-{strategy}-{model}-{ranks}gpu")
+        recipe = recipe_of(asked)
+        reading = reading_of_fields(recipe.fields)
+        read = spec_of_flags(reading.flags, ranks, DeviceKind.GPU, model)
+        assert replace(read, strategy=strategy) == asked.spec
+        assert (recipe.left_out, reading.left_out) == ((), ())
+        assert trained_by(reading, asked.spec) == read
+    assert (
+        read_recipe(str(write(tmp_path / "r.yaml", recipe.fields))).items() >= recipe.fields.items()
+    )
+
+
+def trained_by(reading: Reading, spec: RunSpec) -> RunSpec:
+    """What the kit trains by an imported recipe's model file, target and variables."""
+    ranks, model = spec.parallelism.world_size, spec.model
+    made = imported(reading, model, ranks)
+    strategy = made.target.removeprefix("train-").removesuffix(f"-{model}-{ranks}gpu")
+    words = merge_flags(
+        training_flags(made.family),
+        made.model_flags,
+        strategy_flags(parse_strategy(strategy, ranks)),
+        ("--micro-batch-size", made.variables["MICRO_BATCH"]),
+        ("--global-batch-size", made.variables["GLOBAL_BATCH"]),
+        ("--seed", made.variables.get("SEED", "1234")),
+        shlex.split(made.variables.get("EXTRA", "")),
+    )
+    return spec_of_flags(words, ranks, DeviceKind.GPU, model)
+
+
+def test_a_run_on_cpu_ranks_keeps_what_trains_and_names_what_was_for_the_cpu() -> None:
+    recipe = recipe_of(source_of_folder(str(RUNS / "20261122T010857Z-tp2-gpt2-tiny-2cpu")))
+    assert recipe.fields["model.tensor_model_parallel_size"] == 2
+    assert recipe.fields["model.bias_activation_fusion"] is True
+    assert "dist.distributed_backend" not in recipe.fields
+    assert recipe.fields["dataset.blend"] == [["owt-ds/sample_text_document"], None]
+    (sentence,) = recipe.left_out
+    assert sentence.startswith("--transformer-impl local --distributed-backend gloo")
+    assert "--transformer-impl" not in Flags(recipe.flags)._values
+
+
+def test_defaults_of_bridge_that_are_not_megatrons_are_written_out() -> None:
+    fields = recipe_of(source("train-tp2-gpt2-large-2gpu")).fields
+    assert fields["model.cross_entropy_loss_fusion"] is False
+    assert fields["model.bias_dropout_fusion"] is True
+    assert fields["dataset.num_workers"] == 2
+    assert fields["optimizer.weight_decay"] == fields["scheduler.end_weight_decay"] == 0.1
+    # Under a dynamic loss scale Megatron takes NaN for an overflow; Bridge's rerun machine does not.
+    assert fields["rerun_state_machine.check_for_nan_in_loss"] is False
+    assert fields["mixed_precision.params_dtype"] == Symbol("torch.float16")
+
+
+def test_a_tokenizer_without_files_counts_its_end_of_document_entry() -> None:
+    asked = source("train-tp2-gpt2-large-2gpu")
+    assert recipe_of(asked).fields["tokenizer.vocab_size"] == 50256
+    older = replace(asked, megatron_version="0.17.1")  # whose --vocab-size lacks that entry as well
+    assert recipe_of(older).fields["tokenizer.vocab_size"] == 50257
+
+
+def test_synonyms_are_one_flag() -> None:
+    asked = source("train-vpp2-gpt2-large-2gpu")
+    words = merge_flags(asked.words, ("--recompute-activations",))
+    spec = spec_of_flags(words, 2, DeviceKind.GPU, "gpt2-large")
+    fields = recipe_of_flags(words, spec).fields
+    assert fields["model.recompute_granularity"] == "selective"
+    assert fields["model.virtual_pipeline_model_parallel_size"] == 2
+    assert fields["model.overlap_p2p_comm"] is True
+    assert fields["model.batch_p2p_comm"] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"backend": Backend.NATIVE}, "The run trained with BACKEND=native"),
+        ({"parallelism": parse_strategy("gpipe2", 2)}, "pipeline schedule gpipe is the native"),
+    ],
+)
+def test_a_run_that_megatron_did_not_train_is_refused(
+    change: dict[str, object], sentence: str
+) -> None:
+    asked = source("train-tp2-gpt2-large-2gpu")
+    with pytest.raises(RecipeError, match=sentence):
+        recipe_of_flags(asked.words, replace(asked.spec, **change))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--max-position-embeddings", "2048"), "2048 learned positions for sequences of 1024"),
+        (("--multi-latent-attention",), "--multi-latent-attention makes a model"),
+        (("--lr", "fast"), "--lr fast is not a number"),
+    ],
+)
+def test_a_run_that_a_recipe_cannot_say_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, words)
+    with pytest.raises(RecipeError, match=sentence):
+        recipe_of_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
+
+
+def test_what_has_no_counterpart_is_named() -> None:
+    asked = source("train-tp2-gpt2-large-2gpu")
+    spec = replace(asked.spec, plant=Plant("bug.py", "00"), shares_gpu=True)
+    left_out = recipe_of_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
+    assert [sentence.partition(":")[0] for sentence in left_out] == [
+        "SHARE_GPU=1",
+        "PLANT=bug.py",
+        "--log-memory-interval 5",
+    ]
+
+
+def test_each_flag_and_each_field_stands_in_the_table_once() -> None:
+    places = [place for row in ROWS if row.only_with != "changing decay" for place in row.places]
+    assert len({row.flag for row in ROWS}) == len(ROWS)
+    assert len(set(places)) == len(places)

@@ -1,0 +1,149 @@
+"""What a recipe's flags are in the kit: a model's `.args` file, a target's name and its variables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tools.convert.recipe.flags import Reading
+from tools.convert.recipe.joint import RecipeError
+from tools.convert.recipe.table import ROWS
+from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
+from tools.spec.model import training_flags
+from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
+from tools.spec.strategy import StrategyError, strategy_flags, strategy_name
+
+_VARIABLES = {
+    "--micro-batch-size": "MICRO_BATCH",
+    "--global-batch-size": "GLOBAL_BATCH",
+    "--exit-interval": "ITERS",
+    "--seed": "SEED",
+    "--data-path": "DATA",
+}
+_OF_A_RUN = (
+    *("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--async-save"),
+    *("--expert-tensor-parallel-size", "--cp-comm-type", "--no-overlap-p2p-communication"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+    *("--pipeline-model-parallel-layout", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--transformer-impl", "--num-workers", "--ckpt-format"),
+)
+"""Flags of a layout, a device or a run, which do not belong into a model's file: EXTRA= has them."""
+
+_NEVER = str(10**9)
+
+
+@dataclass(frozen=True)
+class ImportedRecipe:
+    """A recipe as the kit has it."""
+
+    spec: RunSpec
+    family: str
+    """The folder of `examples/` whose training flags its model's file comes after."""
+    model_flags: tuple[str, ...]
+    variables: Mapping[str, str]
+
+    @property
+    def target(self) -> str:
+        """The make target that trains it."""
+        ranks = self.spec.parallelism.world_size
+        return f"train-{strategy_name(self.spec.parallelism)}-{self.spec.model}-{ranks}gpu"
+
+    @property
+    def command(self) -> str:
+        """The same with its variables."""
+        variables = (f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
+        return " ".join(("make", self.target, *variables))
+
+    def args_file(self, title: str) -> str:
+        """The model's `.args` file."""
+        flags: list[str] = []
+        for word in self.model_flags:
+            flags += [word] if word.startswith("--") else [flags.pop() + " " + shlex.quote(word)]
+        return "\n".join((f"# {title}", *flags)) + "\n"
+
+
+def imported(reading: Reading, name: str, ranks: int | None = None) -> ImportedRecipe:
+    """A recipe's flags as a model, a target and variables.
+
+    Args:
+        reading: Its flags.
+        name: What the model is to be called.
+        ranks: GPUs to train on, which no recipe says; the fewest that its layout allows without.
+
+    Raises:
+        RecipeError: The layout does not multiply to `ranks`, or a flag is missing.
+    """
+    flags = Flags(reading.flags)
+    fewest = 1
+    for degree in ("tensor-model", "pipeline-model", "context"):
+        fewest *= flags.integer(f"--{degree}-parallel-size", 1)
+    shared = flags.integer("--expert-model-parallel-size", 1)
+    fewest *= -(-shared // flags.integer("--context-parallel-size", 1))
+    try:
+        spec = spec_of_flags(reading.flags, ranks or fewest, DeviceKind.GPU, name)
+    except StrategyError as error:
+        raise RecipeError(
+            f"{str(error).rstrip('.')}: GPUS={ranks or fewest} does not fit."
+        ) from None
+    except (ValueError, ZeroDivisionError) as error:
+        raise RecipeError(f"The recipe defines no run: {error}") from None
+    family = "moe" if spec.shape.experts else "gpt3"
+    layout = strategy_flags(spec.parallelism)
+    of_run = (*_VARIABLES, *_OF_A_RUN, "--log-throughput")  # The kit always asks for the last one.
+    own = drop_flags(reading.flags, {word for word in (*layout, *of_run) if word.startswith("--")})
+    batch = pick_flags(reading.flags, ("--micro-batch-size", "--global-batch-size"))
+    extra = [*drop_flags(pick_flags(reading.flags, _OF_A_RUN), layout)]
+    variables = {
+        variable: words[1]
+        for flag, variable in _VARIABLES.items()
+        if len(words := pick_flags(reading.flags, (flag,))) == 2
+    }
+    blended = pick_flags(reading.flags, ("--data-path",))
+    extra += blended if len(blended) > 2 else []
+    own = _over_the_familys(merge_flags(own, batch), family)
+    return ImportedRecipe(
+        spec, family, own, variables | ({"EXTRA": shlex.join(extra)} if extra else {})
+    )
+
+
+def model_name(text: str) -> str:
+    """A file's name as a model's: `My Recipe.py` is `my-recipe`."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
+
+
+def _over_the_familys(flags: tuple[str, ...], family: str) -> tuple[str, ...]:
+    """The flags with Megatron's defaults written out where the family's models are trained otherwise."""
+    given = Flags(flags)
+    familys = training_flags(family)
+    rows = {row.flag: row for row in ROWS}
+    more: list[str] = []
+    for flag in (word for word in familys if word.startswith("--")):
+        if given.has(flag) or flag in _VARIABLES or flag in _OF_A_RUN:
+            continue
+        row = rows[flag]
+        words = None if row.megatron is None else row.kind.words(row.megatron)
+        more += [flag, *words] if words else _as_if_absent(flag, given)
+    dropped = ("--lr-warmup-iters",) if "--lr-warmup-fraction" in more else ()
+    return (*drop_flags(flags, dropped), *more)
+
+
+def _as_if_absent(flag: str, given: Flags) -> list[str]:
+    """Words that undo a flag of the family's."""
+    if flag == "--lr-warmup-fraction":  # Megatron takes either this or --lr-warmup-iters.
+        decay = given.integer("--lr-decay-iters", given.integer("--train-iters", 1))
+        return [flag, repr(given.integer("--lr-warmup-iters", 0) / decay)]
+    if flag == "--lr-decay-iters":
+        return [flag, given.text("--train-iters")]
+    if flag == "--eval-interval":
+        return [flag, _NEVER]
+    if flag == "--train-iters":
+        raise RecipeError(
+            f"train.train_samples={given.text('--train-samples')}: the kit's models are trained by "
+            "iterations; give the recipe train.train_iters."
+        )
+    if flag == "--lr":
+        raise RecipeError("optimizer.lr is None, so the recipe has no learning rate; set it.")
+    return []

@@ -1,0 +1,216 @@
+"""`make export-recipe RUN= TO=` and `make import-recipe FILE=`: Megatron-Bridge's and nemo-run's."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from tools.convert.recipe import bridge
+from tools.convert.recipe.fields import Recipe, recipe_of_flags
+from tools.convert.recipe.flags import reading_of_fields
+from tools.convert.recipe.imported import imported, model_name
+from tools.convert.recipe.joint import RecipeError
+from tools.convert.recipe.table import BRIDGE_VERSION
+from tools.convert.recipe.written import ENTRY_FILE, RECIPE_FILE, written_entry, written_recipe
+from tools.launch.errors import LaunchError
+from tools.launch.megatron_entry import release
+from tools.launch.options import Options
+from tools.launch.runtime import ON_HOST
+from tools.launch.target import parse_target
+from tools.launch.train import compose_target, flags_of_grammar
+from tools.plan.constraints import violations
+from tools.records.io import write_whole
+from tools.records.run import RUN_FILE, read_run
+from tools.spec.files import ROOT, from_root
+from tools.spec.run import RunSpec
+from tools.spec.strategy import StrategyError, parse_strategy, strategy_flags
+
+RECIPES = ROOT / "recipes"
+NEMO = "nemo"
+_NEEDED_BY_RANKS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a recipe is made of."""
+
+    name: str
+    words: tuple[str, ...]
+    spec: RunSpec
+    megatron_version: str
+    environment: Mapping[str, str]
+
+
+def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
+    """Write a run as a recipe, checked with Megatron-Bridge where that is installed; 0.
+
+    Args:
+        run: A run folder, or a training target, which need not have been trained.
+        to: `bridge`, or `nemo` for nemo-run's entry too.
+        options: As training takes them, for a target.
+        console: Where it says what it wrote.
+
+    Raises:
+        LaunchError: There is no such run, or no recipe says what it trains; nothing was written.
+    """
+    source = source_of_target(run, options) if run.startswith("train-") else source_of_folder(run)
+    origin = f"make export-recipe RUN={run} TO={to}"
+    folder = RECIPES / source.name
+    try:
+        recipe = recipe_of(source)
+        text = written_recipe(recipe, source.spec, origin, from_root(folder / RECIPE_FILE))
+        files = {RECIPE_FILE: (text, _checked(recipe, text, source.spec))}
+        if to == NEMO:
+            entry = _entry(source, origin, from_root(folder / ENTRY_FILE))
+            files[ENTRY_FILE] = (entry, _started(entry, text, source.spec))
+    except RecipeError as error:
+        raise LaunchError(str(error)) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (content, said) in files.items():
+        write_whole(folder / name, content)
+        console.print(f"{from_root(folder / name)}: {said}", highlight=False, soft_wrap=True)
+    for sentence in recipe.left_out:
+        _warn(console, f"Without a counterpart: {sentence}")
+    return 0
+
+
+def import_recipe(file: str, name: str, ranks: int | None, console: Console) -> int:
+    """Write a recipe's model as an `.args` file and print the target that trains it; 0.
+
+    Args:
+        file: Bridge's YAML, or a Python file that makes a container.
+        name: The model's; empty is the file's.
+        ranks: GPUs to train on; None is the fewest that the layout allows.
+        console: Where it prints.
+
+    Raises:
+        LaunchError: It is no recipe, or Megatron would refuse the run; nothing was written.
+    """
+    path = Path(file.partition(":")[0])
+    name = name or model_name(
+        path.parent.name if path.stem == Path(RECIPE_FILE).stem else path.stem
+    )
+    if name != model_name(name):
+        raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
+    try:
+        reading = reading_of_fields(bridge.read_recipe(file))
+        read = imported(reading, name, ranks)
+    except RecipeError as error:
+        raise LaunchError(str(error)) from None
+    for reason in violations(read.spec):
+        raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
+    _refuse_another_strategy(read.spec)
+    written = ROOT / "examples" / read.family / "models" / f"{name}.args"
+    text = read.args_file(
+        f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
+    )
+    if written.exists() and written.read_text() != text:
+        raise LaunchError(
+            f"There is a model {from_root(written)} already, another one; give NAME=another-name."
+        )
+    write_whole(written, text)
+    console.print(f"{from_root(written)}; train it with", highlight=False, soft_wrap=True)
+    console.print(read.command, highlight=False, soft_wrap=True)
+    for sentence in reading.left_out:
+        _warn(console, f"In no flag: {sentence}")
+    return 0
+
+
+def _warn(console: Console, sentence: str) -> None:
+    console.print(sentence, style="yellow", highlight=False, soft_wrap=True)
+
+
+def recipe_of(source: Source) -> Recipe:
+    """Its recipe; raises RecipeError where none says what it trains."""
+    # Up to 0.17 Megatron's NullTokenizer adds an entry to the size it is given.
+    added = 1 if release(source.megatron_version) < (0, 18) else 0
+    return recipe_of_flags(source.words, source.spec, added)
+
+
+def source_of_folder(run: str) -> Source:
+    """A run that was trained.
+
+    Raises:
+        LaunchError: The folder holds none.
+    """
+    folder = Path(run)
+    try:
+        record = read_run(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise LaunchError(
+            f"RUN={run} is no run folder: it has no {RUN_FILE}; 'ls runs' shows them, and a target "
+            "(RUN=train-tp2-gpt2-large-2gpu) needs none."
+        ) from None
+    except msgspec.DecodeError as error:
+        raise LaunchError(
+            f"{folder / RUN_FILE} is not of this version of the kit ({error})."
+        ) from None
+    version = record.entry.megatron_version
+    return Source(folder.resolve().name, record.argv, record.spec, version, record.environment)
+
+
+def source_of_target(name: str, options: Options) -> Source:
+    """What a target would train on GPUs with Transformer Engine.
+
+    Raises:
+        LaunchError: It is no target, or does not fit together.
+    """
+    target = parse_target(name)
+    # The container that Megatron-Bridge runs in has both, whatever is here.
+    runtime = replace(ON_HOST, transformer_engine=True, apex=True)
+    launch = compose_target(target, flags_of_grammar(target), options, runtime)
+    version = launch.entry.megatron_version
+    return Source(target.name, launch.arguments(), launch.spec, version, launch.environment)
+
+
+def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:
+    """What the recipe was checked with."""
+    if not bridge.is_installed():
+        return "not checked here; 'make setup-bridge' installs what checks it."
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / RECIPE_FILE
+        file.write_text(text)
+        fields = bridge.built(str(file), spec.parallelism.world_size)
+    for difference in bridge.differences(recipe, fields, spec):
+        raise RecipeError(f"The recipe is not the run: {difference}")
+    return (
+        f"Megatron-Bridge {BRIDGE_VERSION} takes it; the container has the run's {len(recipe.fields)} "
+        f"fields and defaults in {len(fields) - len(recipe.fields)} others, and reads as the run."
+    )
+
+
+def _entry(source: Source, origin: str, path: str) -> str:
+    given = source.environment
+    needed = {name: given[name] for name in _NEEDED_BY_RANKS if name in given}
+    return written_entry(source.spec, source.name, needed, origin, path)
+
+
+def _started(entry: str, recipe: str, spec: RunSpec) -> str:
+    """What nemo-run says that it would start."""
+    if not bridge.is_installed():
+        return "trains it with nemo-run."
+    ranks = spec.parallelism.world_size
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / ENTRY_FILE
+        file.write_text(entry)
+        file.with_name(RECIPE_FILE).write_text(recipe)
+        bridge.check_entry(file, ranks)
+    return f"trains it with nemo-run; nemo-run starts {ranks} rank{'s' * (ranks > 1)} of it by torchrun."
+
+
+def _refuse_another_strategy(spec: RunSpec) -> None:
+    """Refuse a layout that no target names."""
+    name = spec.name
+    try:
+        named = parse_strategy(name, spec.parallelism.world_size)
+    except StrategyError as error:
+        raise LaunchError(str(error)) from None
+    if replace(named, expert_tensor=spec.parallelism.expert_tensor) != spec.parallelism:
+        asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
+        raise LaunchError(f"The recipe's layout ({asked}) has no target; {name} is {here}.")
