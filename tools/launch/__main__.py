@@ -279,13 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     resume = commands.add_parser("resume", help="continue a run from its newest valid checkpoint")
     resume.add_argument("run", type=_absolute, help="its folder")
     resume.add_argument("--strategy", help="another layout")
-    exported = commands.add_parser("export-recipe", help="a run as a recipe of Megatron-Bridge")
-    exported.add_argument("run", help="its folder, or a target")
-    exported.add_argument("--to", required=True, help="bridge, or nemo for nemo-run's entry too")
-    recipe = commands.add_parser("import-recipe", help="such a recipe as a model and a target")
-    recipe.add_argument("file", help="recipe.py, recipe.py:function or Bridge's YAML")
-    recipe.add_argument("--name", default="", help="of the model")
-    recipe.add_argument("--gpus", type=int, help="to train on")
+    _add_recipes(commands)
     stop = commands.add_parser("stop", help="end a run that is on, also one of another terminal")
     stop.add_argument("run", type=_absolute, help="its folder")
     commands.add_parser("idle", help="refuse if a run is on, before its folder is removed")
@@ -322,6 +316,16 @@ def _parser() -> argparse.ArgumentParser:
     module = commands.add_parser("module", help="run a module of the kit where RUNTIME says")
     module.add_argument("words", nargs=argparse.REMAINDER, help="its name and arguments")
     return parser
+
+
+def _add_recipes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    exported = commands.add_parser("export-recipe", help="a run as a recipe of Megatron-Bridge")
+    exported.add_argument("run", help="its folder, or a target")
+    exported.add_argument("--to", required=True, help="bridge, or nemo for nemo-run's entry too")
+    recipe = commands.add_parser("import-recipe", help="such a recipe as a model and a target")
+    recipe.add_argument("file", help="recipe.py, recipe.py:function or Bridge's YAML")
+    recipe.add_argument("--name", default="", help="of the model")
+    recipe.add_argument("--gpus", type=int, help="to train on")
 
 
 def _absolute(text: str) -> Path:
