@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,8 @@ from tools.verify.findings import Finding, Judged, findings
 FOLDER = "matrix"
 """In the runs folder; one of each version in it."""
 FUZZ_MINUTES = 30
+_TAG = "core_v"
+"""Of releases, in the repository."""
 SHOWN_DRAWS = 20
 """By DRY_RUN=1."""
 
@@ -46,7 +49,7 @@ def matrix(options: Options, console: Console) -> int:
     """
     asked = _asked()
     whole, entry = load_matrix(), find_entry(options.megatron_lm)
-    known = known_findings(entry)
+    known = known_findings(label(entry))
     families = asked.families(whole, Version(entry.megatron_version))
     cells = [cell for one in families for cell in cells_of(whole, one, known, options.seed)]
     if options.dry_run:
@@ -72,7 +75,7 @@ def fuzz(options: Options, console: Console) -> int:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
     whole, entry = load_matrix(), find_entry(options.megatron_lm)
-    known = known_findings(entry)
+    known = known_findings(label(entry))
     families = _asked().families(whole, Version(entry.megatron_version))
     seed = options.seed
     cells = draws(whole, families, known, seed)
@@ -126,14 +129,20 @@ def is_new(record: CellRecord) -> bool:
 
 
 def label(entry: MegatronEntry) -> str:
-    """What a version is called: its commit where that is of no release, as f4fa7d6b."""
-    version, commit = entry.megatron_version, entry.megatron_commit or ""
-    return commit[:8] if Version(version).is_prerelease and commit else version
+    """What a version is called: the release that a checkout is tagged as, else its commit or version.
+
+    The files of the release 0.19.0 call themselves 0.19.1.
+    """
+    if entry.megatron_commit is None:
+        return entry.megatron_version
+    tag = ("tag", "--points-at", "HEAD", "--list", f"{_TAG}*")
+    command = ("git", "-C", str(Path(entry.path).parent), *tag)
+    tagged = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return tagged[0].removeprefix(_TAG) if tagged else entry.megatron_commit[:8]
 
 
-def known_findings(entry: MegatronEntry) -> tuple[Finding, ...]:
-    """Those that are reproduced and that this version has."""
-    name = label(entry)
+def known_findings(name: str) -> tuple[Finding, ...]:
+    """Those that are reproduced and that a version has; none of one that nobody judged."""
     return tuple(
         one for one in findings() if one.verdict is Judged.REPRODUCED and name in one.present
     )

@@ -125,7 +125,8 @@ def status_of_reason(reason: str) -> CellStatus:
         return CellStatus.MISSING
     named = _EXCEPTION.search(reason)
     if named is None:
-        return CellStatus.REFUSED if " error: " in reason else CellStatus.CRASHED
+        said = any(word in reason for word in (" error: ", "usage: "))
+        return CellStatus.REFUSED if said else CellStatus.CRASHED
     return CellStatus.REFUSED if named[1] in _REFUSING else CellStatus.CRASHED
 
 
