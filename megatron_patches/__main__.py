@@ -14,7 +14,7 @@ from types import CodeType
 
 from megatron_patches.context import RuntimeContext, find_context, is_known
 from megatron_patches.plant import execute_plant
-from megatron_patches.registry import PatchError, apply_patches
+from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
 from megatron_patches.stacks import dump_stacks_on_request
 
 
@@ -52,6 +52,7 @@ def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
         tried = "" if is_known(context.megatron) else " (not tried)"
         print(
             f"> Megatron {context.megatron}{tried}, patched: {', '.join(applied) or 'nothing'}"
+            + (f", {WITHOUT}{', '.join(left_out)}" if left_out else "")
             + (f", planted: {planted}" if planted else ""),
             flush=True,
         )

@@ -64,16 +64,31 @@ def check_version(context: RuntimeContext) -> None:
 def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[str, ...]:
     """Apply those patches that the context needs; return their names.
 
+    In a Megatron that was not tried and that the user lets train, a target that is not there is left
+    out; `left_out` has it.
+
     Raises:
         PatchError: The version is unknown, or a target is not where the patch expects it.
     """
     check_version(context)
     applied = [patch for patch in patches if patch.needed(context)]
+    lenient = context.untried and not is_known(context.megatron)
     for patch in applied:
         for replacement in patch.replacements:
             if replacement.exists_in(context.megatron):
-                _replace(patch, replacement, context)
+                try:
+                    _replace(patch, replacement, context)
+                except PatchError:
+                    if not lenient:
+                        raise
+                    left_out.append(f"{patch.name} ({replacement.target})")
     return tuple(patch.name for patch in applied)
+
+
+WITHOUT = "but for targets that it lacks: "
+"""What comes before their list in a log."""
+left_out: list[str] = []
+"""Patches with a target that an untried Megatron does not have, in this process."""
 
 
 def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) -> None:

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 from packaging.version import Version
 
+from megatron_patches import registry
 from megatron_patches.context import RuntimeContext
 from megatron_patches.registry import Patch, PatchError, Replacement, apply_patches
 
@@ -86,3 +87,17 @@ def test_the_releases_from_the_published_commit_on_are_known(
 ) -> None:
     known = RuntimeContext("cpu", Version(version), is_checkout=True, has_transformer_engine=False)
     assert apply_patches([patch(Replacement("patched_here:answer", twice))], known) == ("test",)
+
+
+def test_of_an_untried_megatron_a_target_that_is_not_there_is_left_out_and_named(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "left_out", [])
+    newer = replace(CPU, megatron=Version("0.99"), untried=True)
+    both = patch(
+        Replacement("patched_here:answer", twice), Replacement("patched_here:moved", twice)
+    )
+    assert apply_patches([both], newer) == ("test",)
+    assert registry.left_out == ["test (patched_here:moved)"]
+    with pytest.raises(PatchError, match="patched_here:moved"):
+        apply_patches([both], replace(CPU, untried=True))

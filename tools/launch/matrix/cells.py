@@ -315,10 +315,8 @@ def rows_of(matrix: Matrix, family: Family, seed: int = 1) -> list[Row]:
     """Rows that hold every two levels that may be together; the first row is the model as it is."""
     first = tuple(levels[0] for levels in family.factors.values())
     order = random.Random(seed)
-    choices = [
-        [levels[0], *order.sample(levels[1:], len(levels) - 1)]
-        for levels in family.factors.values()
-    ]
+    drawn = [[one for one in levels if not one.alone] for levels in family.factors.values()]
+    choices = [[levels[0], *order.sample(levels[1:], len(levels) - 1)] for levels in drawn]
     if max((len(levels) for levels in choices), default=0) < 2 or len(choices) < 2:
         return [first, *((level, *first[1:]) for level in choices[0][1:])]
 
@@ -330,7 +328,7 @@ def rows_of(matrix: Matrix, family: Family, seed: int = 1) -> list[Row]:
     rows = list(dict.fromkeys(rows))
     covered = {pair for row in rows for pair in combinations(row, 2)}
     # The greedy draw ends where it is stuck.
-    for levels, others in combinations(family.factors.values(), 2):
+    for levels, others in combinations(drawn, 2):
         for pair in ((one, other) for one in levels for other in others):
             if pair not in covered and (row := _filled(matrix, family, pair, covered)):
                 rows.append(row)
@@ -355,7 +353,8 @@ def _filled(
 
     for place, (factor, levels) in enumerate(family.factors.items()):
         if factor not in fixed:
-            tried = ((*row[:place], level, *row[place + 1 :]) for level in levels)
+            drawn = (level for level in levels if not level.alone)
+            tried = ((*row[:place], level, *row[place + 1 :]) for level in drawn)
             legal = [one for one in tried if _has_needs(family, one) and matrix.legal(family, one)]
             row = max(legal, key=new_pairs, default=row)
     return row

@@ -37,6 +37,8 @@ class Level:
     optimizer: OptimizerName | None = None
     since: Version | None = None
     before: Version | None = None
+    alone: bool = False
+    """In no cell with others: it cannot be trained here, and is tried for the sentence."""
 
     @property
     def path(self) -> str:
@@ -150,6 +152,7 @@ class _Level(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: OptimizerName | None = None
     since: str | None = None
     before: str | None = None
+    alone: bool = False
 
 
 class _Layout(msgspec.Struct, forbid_unknown_fields=True):
@@ -228,6 +231,7 @@ def _level(factor: str, name: str, given: str | _Level) -> Level:
         one.optimizer,
         Version(one.since) if one.since else None,
         Version(one.before) if one.before else None,
+        one.alone,
     )
 
 

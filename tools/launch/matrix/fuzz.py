@@ -43,9 +43,10 @@ def _levels(
     factors = {**family.factors, **family.fuzzed}
     chosen: tuple[Level, ...] = ()
     for levels in factors.values():
-        level = order.choice(levels[1:]) if len(levels) > 1 and order.random() < SHARE else None
-        if level is None:
+        drawn = [level for level in levels[1:] if not level.alone]
+        if not drawn or order.random() >= SHARE:
             continue
+        level = order.choice(drawn)
         tried = family.with_needs((*chosen, level))
         picked = {one.factor: one for one in tried}
         whole = [picked.get(name, given[0]) for name, given in factors.items()]
