@@ -85,12 +85,6 @@ def test_a_matrix_goes_on_with_the_cells_that_are_not_there(tmp_path: Path) -> N
     assert read_cells(tmp_path).keys() == {cell.id for cell in CELLS}
 
 
-def test_a_cell_that_the_kit_could_not_judge_is_tried_again(tmp_path: Path) -> None:
-    write_cell(tmp_path, record(CELLS[0], CellStatus.NOT_JUDGED))
-    run = run_of(tmp_path, guilty("heads/mqa"))
-    assert run.record(CELLS[0]).status is not CellStatus.NOT_JUDGED
-
-
 def test_no_cell_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
     run = run_of(tmp_path, guilty(), deadline=time.monotonic() - 1)
     assert not run.run(CELLS)

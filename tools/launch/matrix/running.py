@@ -21,7 +21,6 @@ from tools.launch.errors import LaunchError
 from tools.launch.matrix.cells import Cell, applies
 from tools.launch.matrix.definition import Level
 from tools.launch.matrix.outcome import (
-    RUN_AGAIN,
     CellRecord,
     CellStatus,
     read_cells,
@@ -58,6 +57,8 @@ class CellVerifier:
         """Verify a cell; one that differs twice, unless that is a known finding."""
         began = time.monotonic()
         record = self._once(cell)
+        if record.status is CellStatus.CRASHED:
+            record = self._once(cell)  # Under load a rank may be killed.
         finding = self._finding(cell, record)
         if record.status is CellStatus.DIFFERS and not finding:
             self.verifier.forget()
@@ -185,7 +186,7 @@ class MatrixRun:
     def record(self, cell: Cell) -> CellRecord:
         """A cell's record: as it is kept, or verified now."""
         kept = self.records.get(cell.id)
-        if kept is not None and kept.status not in RUN_AGAIN:
+        if kept is not None:
             return kept
         record = self.verify(cell)
         self._keep(record)
