@@ -182,7 +182,7 @@ Which model features of unmodified Megatron-LM are numerically right under which
 a training step against one rank's, with tolerances that the reference measures
 ([verify](../tools/verify/README.md)), on CPU ranks. Each pair of a layout and a level of a feature is in
 at least one cell, and a cell has many features at once: a pair shows the worst of its cells, and of a
-cell that is wrong the levels that are to blame. A pair's sign leads to its cell and its command in
+cell that is wrong the levels that are to blame. Every cell with its command is in
 [{HTML}]({HTML}). [matrix.yaml](../examples/matrix.yaml) says what levels and layouts are.
 
 Made by `make verify-matrix PAGE=docs` (`MEGATRON_LM=` for another version); what is stored is in
@@ -216,7 +216,7 @@ def _wrong(version: MatrixOfVersion) -> list[str]:
         return [f"### {version.name}: nothing differs", ""]
     lines = [f"### {version.name}: what differs", ""]
     for finding, records in version.known:
-        places = ", ".join(dict.fromkeys(f"{one.family} {one.layout}" for one in records))
+        places = ", ".join(_places(records))
         thread = (
             f" Described in {finding.thread}." if finding.thread else " In no thread that we know."
         )
@@ -237,6 +237,14 @@ def _wrong(version: MatrixOfVersion) -> list[str]:
             "",
         ]
     return lines
+
+
+def _places(records: Iterable[CellRecord]) -> list[str]:
+    """Families with their layouts, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for one in records:
+        found.setdefault(one.family, {})[one.layout] = None
+    return [f"{family} in {', '.join(layouts)}" for family, layouts in found.items()]
 
 
 def _effect(finding: Finding) -> str:

@@ -130,8 +130,9 @@ def pair_of(family: Family, level: Level, layout: str, records: Iterable[CellRec
         unpatched = [one for one in held if not one.patch] or held
         ratio = max(one.worst_ratio or 0.0 for one in held)
         return Pair(CellStatus.HELD, max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio)
-    if wrong:
-        least = min(wrong, key=lambda one: (len(one.levels), -STATUSES.index(one.status)))
+    unexplained = [one for one in wrong if one.blamed is None and not one.finding]
+    if unexplained:
+        least = min(unexplained, key=lambda one: (len(one.levels), -STATUSES.index(one.status)))
         return Pair(least.status, least)
     return Pair(None)
 
