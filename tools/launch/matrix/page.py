@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from tools.launch.matrix.definition import Matrix
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.launch.matrix.table import MEANINGS, SIGNS, FamilyTable, bf16_costs, tables
+from tools.launch.matrix.table import MEANINGS, SIGNS, FamilyTable, Pair, bf16_costs, tables
 from tools.records.io import write_whole
 from tools.text.html import environment
 from tools.text.table import markdown_text
@@ -200,12 +200,7 @@ def _version(version: MatrixOfVersion) -> list[str]:
         for row in table.rows:
             shown = row.level.factor if row.level.factor != before else ""
             before = row.level.factor
-            cells = (
-                f"[{pair.text}]({HTML}#{version.name}.{pair.record.id})"
-                if pair.record
-                else pair.text
-                for pair in row.pairs
-            )
+            cells = (_markdown_cell(version.name, pair) for pair in row.pairs)
             lines.append(f"| {shown} | {row.level.name} | {' | '.join(cells)} |")
         lines.append("")
     return lines + _wrong(version) + _not_compared(version) + _bf16(version)
@@ -237,6 +232,12 @@ def _wrong(version: MatrixOfVersion) -> list[str]:
             "",
         ]
     return lines
+
+
+def _markdown_cell(version: str, pair: Pair) -> str:
+    if pair.record is None or pair.record.is_right:
+        return pair.text
+    return f"[{pair.text}]({HTML}#{version}.{pair.record.id})"
 
 
 def _places(records: Iterable[CellRecord]) -> list[str]:
