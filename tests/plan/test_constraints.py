@@ -121,6 +121,18 @@ def test_query_groups_are_split_like_heads() -> None:
     assert "2 query groups, which TP 4 does not divide; use a TP of 1 or 2" in found
 
 
+def test_from_0_16_on_ranks_share_a_query_group() -> None:
+    shape = replace(LARGE.shape, query_groups=1)
+    spec = RunSpec(shape, Parallelism(tensor=2), Batch(1, 1))
+    assert violations(spec, (0, 16)) == ()
+    (found,) = violations(spec, (0, 15))
+    assert "1 query groups, which TP 2 does not divide" in found
+    three = replace(
+        spec, shape=replace(LARGE.shape, query_groups=2), parallelism=Parallelism(tensor=5)
+    )
+    assert any("2 query groups" in one for one in violations(three, (0, 19)))
+
+
 def test_a_sequence_longer_than_the_position_table_is_refused() -> None:
     (found,) = refusals(replace(LARGE.shape, seq_length=2048), Parallelism(), Batch(1, 1))
     assert "exceeds the model's 1024 learned positions" in found

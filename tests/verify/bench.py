@@ -1,6 +1,6 @@
 """`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
 
-    python -m tests.verify.bench [plants | resumed | live | healthy] [--only ID …] [--seeds N]
+    python -m tests.verify.bench [plants | resumed | live | healthy | turned] [--only ID …] [--seeds N]
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
 forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
@@ -9,15 +9,22 @@ forked from one process, so that a verification takes seconds. Prints the tables
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
+from packaging.version import Version
+
 from tests.verify.plants.check import FOLDER, Plant, plants
+from tools.launch.matrix.cells import Asked, Cell, patched, rows_of
+from tools.launch.matrix.commands import known_findings
+from tools.launch.matrix.definition import load_matrix
 from tools.launch.options import Options, read_plant
 from tools.launch.pairs import Difference
 from tools.launch.verifier import ForkedRanks, Verifier
@@ -171,6 +178,45 @@ def _of_finding(finding: Finding, stated: bool) -> Plant:
     )
 
 
+GENERAL = {
+    "dense": (
+        "row-linear-without-sum",
+        "final-layernorm-not-summed",
+        "stage-gets-last-micro-batch",
+    ),
+    "moe": ("experts-outputs-unsorted", "router-not-summed"),
+    "mla": ("row-linear-without-sum", "stage-gets-last-micro-batch"),
+}
+"""Plants that act whatever else the model has, by family: cells of the matrix are tried with them."""
+
+
+def verify_turned(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Verify each row of the matrix with a plant, in the plant's layout: each must be called wrong."""
+    whole, by_id = load_matrix(), {plant.id: plant for plant in plants()}
+    known = known_findings(version("megatron-core"))
+    for family in Asked().families(whole, Version(version("megatron-core"))):
+        choice = itertools.cycle(by_id[name] for name in GENERAL[family.name])
+        for row in rows_of(whole, family):
+            levels = tuple(one for one in row if one in family.levels)
+            for plant in itertools.islice(choice, len(GENERAL[family.name])):
+                layout = next(one for one in family.layouts if one.name == plant.strategy)
+                cell = Cell(family, layout, levels)
+                if whole.legal(family, row, layout.name) and patched(cell, known) == cell:
+                    break
+            else:
+                continue  # Every layout of a plant refuses it, or shows a known bug.
+            if only and family.name not in only:
+                continue
+            options = replace(cell.options(), plant=read_plant(str(plant.path)))
+            verdict = bench.verifier.verify(cell.target, options, cell.difference).verdict
+            names = " ".join(one.name for one in levels)
+            said = verdict.sentence.replace("|", "/")
+            yield (
+                f"| {family.name} {layout.name} | {names} | {plant.id} | {said} |",
+                (verdict.verdict is Outcome.DIFFERS),
+            )
+
+
 def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tuple[str, bool]]:
     """Verify every healthy combination of layout, features and dtype: a line, and whether it held."""
     for group in read_yaml(HEALTHY):
@@ -215,7 +261,10 @@ def main() -> int:
     """Print the tables; 1 if a plant was not found, or a healthy layout called wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "what", choices=("plants", "resumed", "live", "healthy", "all"), nargs="?", default="all"
+        "what",
+        choices=("plants", "resumed", "live", "healthy", "turned", "all"),
+        nargs="?",
+        default="all",
     )
     parser.add_argument("--only", nargs="*", default=(), help="ids of plants, or strategy-model")
     parser.add_argument("--seeds", type=int, default=3)
@@ -248,6 +297,11 @@ def main() -> int:
             for line, held in verify_healthy(bench, given.only, given.seeds):
                 print(line, flush=True)
                 missed += not held
+        if given.what in ("turned", "all"):
+            print("| cell | levels | plant | verdict |\n|---|---|---|---|")
+            for line, differs in verify_turned(bench, given.only):
+                print(line, flush=True)
+                missed += not differs
     print(f"{missed} wrong")
     return int(missed > 0)
 

@@ -44,18 +44,21 @@ _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"
 
 
-def check(launch: Launch, runs: Path, data_is_to_come: bool = False) -> None:
+def check(
+    launch: Launch, runs: Path, data_is_to_come: bool = False, may_drop: bool = False
+) -> None:
     """Refuse a run that cannot work here.
 
     Args:
         launch: The run.
         runs: Where its folder will be.
         data_is_to_come: A data set that the kit makes by itself may be missing, as for a dry run.
+        may_drop: Experts may drop tokens: the caller sees to it that ranks drop the same.
 
     Raises:
         LaunchError: One or more sentences, a line each.
     """
-    problems = list(_composition_problems(launch, data_is_to_come))
+    problems = list(_composition_problems(launch, data_is_to_come, may_drop))
     if launch.network is not None:
         problems += network_problems(launch.network, launch.devices, launch.spec.device)
     on_gpu = launch.spec.device is DeviceKind.GPU
@@ -102,14 +105,15 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def expert_problems(launch: Launch) -> Iterator[str]:
-    """Why its experts cannot be trained as asked, a sentence each."""
+def expert_problems(launch: Launch, may_drop: bool = False) -> Iterator[str]:
+    """Why its experts cannot be trained as asked, a sentence each; arguments as those of `check`."""
     shape, flags = launch.model.shape, Flags(launch.flags)
     if not shape.experts or not shape.experts_per_token:
         return
     dropless = shape.experts / shape.experts_per_token
     factor = _number(flags.text(_CAPACITY))
-    if launch.start_checkpoint is not None and factor is not None and 0 <= factor < dropless:
+    compared = launch.start_checkpoint is not None and not may_drop
+    if compared and factor is not None and 0 <= factor < dropless:
         yield (
             f"{_CAPACITY} {factor:g} drops tokens, and which ones depends on how ranks share them, so "
             "losses could not be compared with other runs from the same start; leave it out of EXTRA= "
@@ -161,10 +165,12 @@ def version_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def _composition_problems(launch: Launch, data_is_to_come: bool) -> Iterator[str]:
+def _composition_problems(
+    launch: Launch, data_is_to_come: bool, may_drop: bool = False
+) -> Iterator[str]:
     yield from version_problems(launch)
     yield from violations(launch.spec, release(launch.entry.megatron_version))
-    yield from expert_problems(launch)
+    yield from expert_problems(launch, may_drop)
     yield from quantised_problems(launch)
     yield from backend_problems(launch)
     if launch.saving is not None:

@@ -90,7 +90,7 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
         return max(dry_run(launch, options) for launch in launches)
     make_missing_data(launches, console)
     for launch in launches:
-        check(launch, options.runs)
+        check(launch, options.runs, may_drop=True)  # `pairs` refuses those that drop others.
         ensure_start_checkpoint(launch, options, console)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"

@@ -20,6 +20,9 @@ CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 _EXPERTS_IN_FP16 = (0, 16)
 """First release without `Expert parallelism is not supported with fp16 training`."""
 
+_SHARED_GROUPS = (0, 16)
+"""First release whose `num_query_groups` may divide TP instead of being divided by it."""
+
 _LARGEST_NAMED = 64
 
 _FSDP = (Sharding.ZERO2, Sharding.ZERO3)
@@ -33,7 +36,7 @@ def violations(spec: RunSpec, release: tuple[int, int] | None = None) -> tuple[s
     if smallest := _degree_below_one(spec):
         return (smallest,)
     return (
-        *_tensor_rules(spec),
+        *_tensor_rules(spec, release),
         *_pipeline_rules(spec),
         *_context_rules(spec),
         *_batch_rules(spec),
@@ -67,11 +70,13 @@ def _degree_below_one(spec: RunSpec) -> str | None:
     return f"{wrong}; use 1 or more." if wrong else None
 
 
-def _tensor_rules(spec: RunSpec) -> Iterator[str]:
+def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
     shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
     tensor = parallelism.tensor
     splits = {"attention heads": shape.heads, "MLP columns": shape.ffn_hidden}
-    if shape.query_groups != shape.heads:
+    # From 0.16 on ranks may share a group, such as the one of multi-query attention.
+    shared = release is not None and release >= _SHARED_GROUPS and tensor % shape.query_groups == 0
+    if shape.query_groups != shape.heads and not shared:
         splits["query groups"] = shape.query_groups
     for what, value in splits.items():
         if value % tensor:

@@ -309,13 +309,15 @@ def _layer_buffers(
 def _refuse_uneven(spec: RunSpec) -> None:
     shape, split = spec.shape, spec.parallelism
     stages = split.pipeline * split.virtual_stages
+    # A group that several ranks share is cut as rows of one matrix.
+    groups = 0 if split.tensor % shape.query_groups == 0 else shape.query_groups
     if spec.stages.problem(shape.layers, split.pipeline, split.virtual_stages):
         raise UnevenSplitError(
             f"{shape.layers} layers cannot be split evenly over PP x virtual stages {stages}."
         )
     for what, value, degree, size in (
         ("attention heads", shape.heads, "TP", split.tensor),
-        ("query groups", shape.query_groups, "TP", split.tensor),
+        ("query groups", groups, "TP", split.tensor),
         ("MLP columns", shape.ffn_hidden, "TP", split.tensor),
         ("experts", shape.experts, "EP", split.expert),
         ("columns of experts", shape.expert_ffn_hidden, "ETP", split.tensor_of_experts),

@@ -263,23 +263,23 @@ def patched(cell: Cell, known: Iterable[Finding]) -> Cell:
 
 def applies(finding: Finding, cell: Cell) -> bool:
     """Whether a finding is seen in a cell: its flags, and all that its layout splits."""
-    if not finding.patch.is_file() or not _within(finding.own_flags, cell.own):
+    if not finding.patch.is_file() or not is_within(finding.own_flags, cell.own):
         return False
-    degrees = _split(cell.layout.strategy, cell.layout.devices)
-    layouts = (_split(one, finding.devices) for one in finding.layouts)
-    return _within(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
+    degrees = split(cell.layout.strategy, cell.layout.devices)
+    layouts = (split(one, finding.devices) for one in finding.layouts)
+    return is_within(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
 
 
 def _levels_of(finding: Finding, family: Family) -> tuple[Level, ...] | None:
     """The levels that make up a finding's flags; None if there are none such."""
     rest = drop_flags(finding.flags, [word for word in family.base if word.startswith("--")])
-    levels = [one for one in family.levels if one.flags and _within(one.flags, rest)]
+    levels = [one for one in family.levels if one.flags and is_within(one.flags, rest)]
     chosen = family.with_needs(levels)
     whole = Cell(family, family.layouts[0], chosen).flags
-    return chosen if _within(finding.flags, whole) else None
+    return chosen if is_within(finding.flags, whole) else None
 
 
-def _within(flags: Sequence[str], others: Sequence[str]) -> bool:
+def is_within(flags: Sequence[str], others: Sequence[str]) -> bool:
     """Whether the others have all of some flags, with their values."""
     groups = [" ".join(group) for group in _grouped(others)]
     return all(" ".join(group) in groups for group in _grouped(flags))
@@ -294,12 +294,12 @@ def _grouped(words: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def _split(strategy: str, devices: int) -> set[str]:
+def split(strategy: str, devices: int) -> set[str]:
     """Names of what a strategy splits."""
     degrees = parse_strategy(strategy, devices)
     names = ("data", "tensor", "pipeline", "context", "expert", "virtual_stages")
-    split = {name for name in names if getattr(degrees, name) > 1}
-    return split | {str(degrees.sharding)} - {""}
+    found = {name for name in names if getattr(degrees, name) > 1}
+    return found | {str(degrees.sharding)} - {""}
 
 
 def in_order(cells: Iterable[Cell]) -> list[Cell]:
