@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,9 @@ MEMORY_ITERATION = 2
 loss scale falls updates are skipped, so the first iteration that has the state is measured as well."""
 
 TRACED_ITERATION = 4
+PROCESSOR_ITERATIONS = 10_000
+"""The last ones, whose processor time is kept one by one."""
+
 WRITE_EVERY = 100
 """Iterations; a killed rank leaves a file with what it had counted by then."""
 
@@ -44,6 +50,8 @@ class Recorder:
         self._alternates = bool(os.environ.get(ALTERNATE_VARIABLE))
         self._communication = CommunicationLedger()
         self._spans: tuple[Span, ...] = ()
+        self._processor: deque[float] = deque(maxlen=PROCESSOR_ITERATIONS)
+        self._began_processor = 0.0
         self.timeline = Timeline()
         self.memory = MemoryLedger(self.timeline)
         self._measures_memory = False
@@ -71,6 +79,7 @@ class Recorder:
         if self._iteration:
             self._finish_iteration(phases)
         self._communication.forget()
+        self._began_processor = time.thread_time()
         self._iteration += 1
         self._watcher.active = not (self._alternates and self._iteration % 2)
         self.timeline.watch(self._watcher.active)
@@ -104,6 +113,7 @@ class Recorder:
             self._communication.end_slowed_iteration()
         else:
             self._communication.end_iteration(phases, self.timeline.clock)
+            self._processor.append(time.thread_time() - self._began_processor)
 
     def _is_for_memory(self, optimizer: Any) -> bool:
         first = self._iteration == MEMORY_ITERATION
@@ -116,7 +126,7 @@ class Recorder:
         ledger = RankLedger(
             self._rank,
             self._communication.communication(self._rank),
-            self._communication.time(self._rank),
+            replace(self._communication.time(self._rank), processor_seconds=tuple(self._processor)),
             self.memory.result,
             self._spans,
             self._routing.result(self._rank),

@@ -183,6 +183,9 @@ class RankTime:
     """Sums to the iteration."""
     communication_seconds: dict[Phase, float]
     """Of those, spent in calls and in waiting for them: exposed communication."""
+    processor_seconds: tuple[float, ...] = ()
+    """Of the thread that trains, in each steady iteration: on a machine with other work its iterations
+    take longer, and hardly more of the processor."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ class Measured:
     """As the report has it: `cpu`, or the GPU's name."""
     samples_ms: tuple[tuple[float, ...], ...] = ()
     """Times of the iterations that count, by run; none of a run that ended badly."""
+    processor_ms: tuple[tuple[float, ...], ...] = ()
+    """Processor time of an iteration, over the threads that train of all ranks, by run."""
     wall_seconds: float | None = None
     global_batch_size: int = 0
     losses: Mapping[int, float] = field(default_factory=dict)
@@ -105,6 +107,11 @@ class Measured:
     def estimate(self) -> Estimate | None:
         """Of iteration times, in milliseconds."""
         return pooled([self])
+
+    @property
+    def processor(self) -> Estimate | None:
+        """Of the processor time of an iteration, in milliseconds."""
+        return estimate(self.processor_ms, scatter=scatter_of(self.device))
 
     @property
     def samples_per_second(self) -> float | None:
@@ -156,6 +163,7 @@ def _measured(runs: Sequence[Run], entry: Entry | None) -> Measured:
         seed=record.spec.seed if record else 0,
         device=run.device,
         samples_ms=tuple(each.window.samples_ms for each in runs if each.counts),
+        processor_ms=tuple(filter(None, map(_processor_ms, runs))),
         wall_seconds=run.status.wall_seconds,
         global_batch_size=run.global_batch_size or 0,
         losses=loss_curve(run),
@@ -226,6 +234,12 @@ def _passes(rank: RankTime) -> float:
         rank.phase_seconds.get(phase, 0.0) - rank.communication_seconds.get(phase, 0.0)
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
+
+
+def _processor_ms(run: Run) -> tuple[float, ...]:
+    times, _ = read_time_ledger(run.path) if run.counts else (None, "")
+    ranks = [rank.processor_seconds for rank in times.ranks] if times else []
+    return tuple(1000 * sum(seconds) for seconds in zip(*ranks, strict=False))
 
 
 def _mean_shares(shares: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:

@@ -30,6 +30,8 @@ class Swept:
     complete: bool = True
     """All repeats are there."""
     failure: str = ""
+    by_processor: bool = False
+    """Whether times are of the processor: those of the threads that train, over all ranks."""
 
     @property
     def devices(self) -> Devices:
@@ -39,7 +41,9 @@ class Swept:
     @property
     def estimate(self) -> Estimate | None:
         """Of iteration times, in milliseconds."""
-        return self.measured.estimate if self.measured else None
+        if self.measured is None:
+            return None
+        return self.measured.processor if self.by_processor else self.measured.estimate
 
     @property
     def tokens_per_second(self) -> float | None:

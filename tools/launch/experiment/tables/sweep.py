@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +86,9 @@ class _SweepRow:
 def _sentences(results: Sequence[Swept]) -> list[str]:
     """Verdicts, and what they rest on."""
     said = verdicts(results)
+    processor = [_by_processor(result) for result in results]
+    if any(result.estimate for result in processor):
+        said += [f"By processor time: {text}" for text in verdicts(processor)]
     if any(result.cell.device is DeviceKind.CPU for result in results):
         said.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
     missing = [result for result in results if not result.complete]
@@ -94,6 +97,12 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
             f"{len(missing)} of {len(results)} cells are not complete; the same command resumes."
         )
     return [*said, *_conditions(results)]
+
+
+def _by_processor(result: Swept) -> Swept:
+    """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
+    known = result.measured if result.cell.device is DeviceKind.CPU else None
+    return replace(result, measured=known, by_processor=True)
 
 
 def _conditions(results: Sequence[Swept]) -> list[str]:
@@ -137,6 +146,7 @@ _COLUMNS: tuple[Column[_SweepRow], ...] = (
     Column("Strategy", lambda row: row.result.cell.strategy),
     Column("Backend", lambda row: row.result.backend),
     Column("ms/iteration [95%]", lambda row: row.result.estimate, _time),
+    Column("Processor ms, all ranks [95%]", lambda row: _by_processor(row.result).estimate, _time),
     Column("Tokens/s", lambda row: row.result.tokens_per_second, number),
     Column("Against the first backend", lambda row: row.against, _against),
     Column("Loss", lambda row: _final_loss(row.result), loss),
@@ -151,6 +161,7 @@ def _final_loss(result: Swept) -> float | None:
 
 def _as_data(result: Swept) -> dict[str, object]:
     cell, found = result.cell, result.estimate
+    processor = _by_processor(result).estimate
     return {
         "model": cell.model,
         "parameters": result.parameters,
@@ -161,6 +172,7 @@ def _as_data(result: Swept) -> dict[str, object]:
         "iteration_ms_median": found.median if found else None,
         "iteration_ms_ci_low": found.low if found else None,
         "iteration_ms_ci_high": found.high if found else None,
+        "processor_ms_median": processor.median if processor else None,
         "samples": found.count if found else 0,
         "tokens_per_iteration": result.tokens_per_iteration,
         "tokens_per_second": result.tokens_per_second,
