@@ -2,12 +2,14 @@ import pytest
 
 from tools.launch.soak_verdict import (
     UNDISTURBED,
+    Fault,
     Reading,
     SoakVerdict,
     compare_losses,
     drift,
     steadiness,
 )
+from tools.records.run import Status
 from tools.report.analyse.statistics import Verdict
 
 
@@ -77,7 +79,7 @@ def test_losses_are_compared_to_the_last_digit_where_both_have_a_line() -> None:
     # The line after a restart is an average, and is not in the curve.
     assert compare_losses(whole, {1: 10.5, 3: 10.125}).compared == 2
     assert compare_losses(whole, {1: 10.5, 3: 10.126}).first_other == 3
-    assert not compare_losses(whole, {1: 10.5}).complete
+    assert compare_losses(whole, {1: 10.5}).last == 1
 
 
 def test_a_verdict_says_what_held_and_under_what_load() -> None:
@@ -85,5 +87,13 @@ def test_a_verdict_says_what_held_and_under_what_load() -> None:
     held = SoakVerdict((), None, None, losses, (), (2.0, 7.5))
     assert held.held
     text = held.render("train-dp2-gpt2-tiny-2cpu, 0.33 h")
-    assert "Losses after 0 faults: 1 compared, all equal to the last digit." in text
+    assert "Losses after 0 faults: 1 compared, to iteration 1, all equal to the last digit." in text
     assert "The machine's load was 2.0 to 7.5." in text
+
+
+def test_a_run_that_did_not_come_beyond_its_last_fault_has_not_recovered() -> None:
+    losses = compare_losses({1: 10.5, 2: 10.25}, {1: 10.5, 2: 10.25})
+    for iteration, held in ((1, True), (2, False)):
+        fault = Fault(60.0, iteration, "rank 1", Status.CRASHED, "killed", 1.0)
+        verdict = SoakVerdict((), None, None, losses, (fault,), (2.0, 7.5))
+        assert verdict.held is held

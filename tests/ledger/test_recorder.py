@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import msgspec
@@ -63,3 +64,20 @@ def test_three_iterations_are_enough_for_exact_calls(tmp_path: Path) -> None:
     assert [call.group for call in ledger.communication.calls] == ["tp"]
     assert (ledger.communication.steady_iterations, ledger.communication.other_iterations) == (1, 1)
     assert ledger.time.iteration_seconds == 0  # Measuring memory slowed the one that counts.
+
+
+def test_processor_time_is_kept_of_each_steady_iteration_and_waiting_is_none(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path, 0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        recorder.begin_iteration([model], optimizer)
+        time.sleep(0.05)
+        recorder.end_step()
+    recorder._write()
+    ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankLedger)
+    # Of the first there is none, the second measures memory, the last has not ended.
+    assert len(ledger.time.processor_seconds) == 2
+    assert max(ledger.time.processor_seconds) < 0.05 <= ledger.time.iteration_seconds

@@ -1,7 +1,7 @@
 """`make soak STRATEGY=dp2 HOURS=0.33`: a long run undisturbed, and with processes killed at random.
 
 The undisturbed run shows what grows or becomes slower with time. The disturbed one is resumed after each
-kill and must reach the same iteration with the same losses. Both have a launcher of their own, as `make
+kill and must have the same losses, as far as it comes. Both have a launcher of their own, as `make
 train-…` would; this process starts and reads them, and nothing else.
 """
 
@@ -51,7 +51,7 @@ END_SECONDS = 60.0
 """Within which a run is over whose process was killed, or that was asked to stop."""
 
 UNDISTURBED_SHARE = 0.4
-"""Of the time; the disturbed run trains as far, and starts again after each fault."""
+"""Of the time; the disturbed run, which starts again after each fault, has the rest to train as far."""
 
 FAULTS, LONGEST_SECONDS = 6, 600.0
 """So many faults are expected in the disturbed run, and one at least so often."""
@@ -221,35 +221,39 @@ class _Watch:
         return reached
 
     def train_disturbed(self, iterations: int) -> list[Fault]:
-        """Train as far again, killing a process now and then, and resuming; the faults, in order.
+        """Train as far again or to the soak's end, killing a process now and then; the faults, in order.
 
         Raises:
             LaunchError: A run ended that nobody killed, or was not over in time after a kill.
         """
         choose, faults = random.Random(self.soak.options.seed), []
-        while self._iteration(DISTURBED) < iterations:
-            late = time.monotonic() - self._began > self.soak.hours * 3600
-            gap = None if late else choose.expovariate(1 / self.soak.mean_gap_seconds)
-            fault = self._attempt(iterations, gap, choose)
+        end = self._began + self.soak.hours * 3600
+        # The last one leaves time to see that the run trains on.
+        last_fault = end - self.soak.mean_gap_seconds
+        while self._iteration(DISTURBED) < iterations and time.monotonic() < end:
+            gap = choose.expovariate(1 / self.soak.mean_gap_seconds)
+            fault = self._attempt(iterations, gap, last_fault, end, choose)
             if fault is not None:
                 faults.append(fault)
                 self._say(f"{fault.killed} killed at iteration {fault.iteration}: {fault.status}")
-        self._say(f"disturbed: {iterations} iterations, {len(faults)} faults")
+        self._say(f"disturbed: {self._iteration(DISTURBED)} iterations, {len(faults)} faults")
         return faults
 
-    def _attempt(self, iterations: int, gap: float | None, choose: random.Random) -> Fault | None:
+    def _attempt(
+        self, iterations: int, gap: float, last_fault: float, end: float, choose: random.Random
+    ) -> Fault | None:
         """Train until the end, or kill a process `gap` seconds after there is a checkpoint."""
         due = None
         with self._launched(DISTURBED, iterations) as launcher:
-            while launcher.poll() is None:
+            while launcher.poll() is None and time.monotonic() < end:
                 self._read(DISTURBED, launcher)
-                if gap is not None and due is None and self._trains():
+                if due is None and self._trains():
                     due = time.monotonic() + gap
-                if due is not None and time.monotonic() >= due:
+                if due is not None and due <= min(last_fault, time.monotonic()):
                     return self._strike(launcher, choose)
                 left = READ_SECONDS if due is None else due - time.monotonic()
-                time.sleep(min(READ_SECONDS, max(0.0, left)))
-            if launcher.returncode != 0:
+                time.sleep(min(READ_SECONDS, max(0.1, left)))
+            if launcher.poll() not in (None, 0):
                 raise self._ended_by_itself(DISTURBED)
         return None
 
@@ -288,7 +292,7 @@ class _Watch:
         finally:
             if launcher.poll() is None:
                 launcher.terminate()
-            launcher.wait(END_SECONDS)
+            launcher.wait()
 
     def _variables(self, run: str, iterations: int) -> dict[str, str]:
         options = self.soak.options

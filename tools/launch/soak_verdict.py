@@ -95,8 +95,8 @@ class Losses:
     compared: int
     first_other: int | None
     """The first iteration whose losses differ in a digit."""
-    complete: bool
-    """Whether the disturbed run reached the last iteration of the other."""
+    last: int
+    """The last iteration compared."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,14 @@ class SoakVerdict:
         return found.ratio > 1 + ON_CPU_RANKS.assumed
 
     @property
+    def recovered(self) -> bool:
+        """Whether the disturbed run came beyond the iteration of every fault."""
+        return all(fault.iteration < self.losses.last for fault in self.faults)
+
+    @property
     def held(self) -> bool:
         """Whether nothing is to be said against it."""
-        good = self.losses.first_other is None and self.losses.complete
+        good = self.losses.first_other is None and self.recovered
         return good and not self.slows and all(each.is_steady for each in self.processes)
 
     def render(self, title: str) -> str:
@@ -151,9 +156,10 @@ class SoakVerdict:
         faults = f"after {len(self.faults)} faults"
         if self.losses.first_other is not None:
             return f"Losses {faults} differ from iteration {self.losses.first_other} on."
-        if not self.losses.complete:
-            return f"The run did not reach its last iteration {faults}."
-        return f"Losses {faults}: {self.losses.compared} compared, all equal to the last digit."
+        compared = f"{self.losses.compared} compared, to iteration {self.losses.last}"
+        if not self.recovered:
+            return f"The run did not come beyond its last fault {faults}: {compared}."
+        return f"Losses {faults}: {compared}, all equal to the last digit."
 
 
 def judge(
@@ -180,7 +186,7 @@ def compare_losses(whole: dict[int, float], resumed: dict[int, float]) -> Losses
     """Line by line, where both have one that is no average."""
     common = sorted(whole.keys() & resumed.keys())
     other = next((number for number in common if whole[number] != resumed[number]), None)
-    return Losses(len(common), other, max(resumed, default=0) >= max(whole, default=0))
+    return Losses(len(common), other, max(common, default=0))
 
 
 def steadiness(readings: Sequence[Reading]) -> tuple[Steadiness, ...]:

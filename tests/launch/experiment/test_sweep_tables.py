@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from tests.launch.experiment.factory import measured, pair
@@ -118,3 +120,17 @@ def test_the_picture_has_a_line_for_each_backend_and_number_of_devices() -> None
 
 def test_sizes_are_short() -> None:
     assert [parameters(3_423_616), parameters(1_300_000_000)] == ["3.4M", "1.3B"]
+
+
+def test_on_cpu_ranks_processor_time_has_verdicts_of_its_own() -> None:
+    # The native run was slower by the clock because others had the processors; it needed half of them.
+    times = {Backend.MEGATRON: (100, 80), Backend.NATIVE: (200, 40)}
+    cells = []
+    for backend, (wall, processor) in times.items():
+        cell = measured(backend, wall)
+        assert cell.measured is not None
+        samples = (tuple(processor + 0.01 * n for n in range(21)),)
+        cells.append(replace(cell, measured=replace(cell.measured, processor_ms=samples)))
+    text = render("s", cells, [])
+    assert "- On 1 CPU rank megatron is faster than native" in text
+    assert "- By processor time: On 1 CPU rank native is faster than megatron" in text
