@@ -45,6 +45,7 @@ trace-%: setup ## one iteration of such a run as a picture, and for Perfetto
 verify-%: setup ##! its first wrong tensor, if any: DTYPE= REFERENCE= EXTRA_B=
 	@$(VENV_PYTHON) -m tools.launch make $@
 verify-matrix: ## features × layouts, each pair verified; resumable: FEATURES= LAYOUTS= MINUTES=
+verify-bf16: ## what bf16 costs: 200 losses of each layout in fp32 and bf16: LAYOUTS=
 verify-fuzz: ## configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30
 status: ##! all runs: queued, running, ended; loss, time left
 stop: ## end a run that is on, from any terminal: RUN=runs/…
@@ -106,7 +107,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 CALLS := export-recipe import-recipe demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
 	import-hf export-hf compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve \
-	verify-matrix verify-fuzz
+	verify-matrix verify-fuzz verify-bf16
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@
 

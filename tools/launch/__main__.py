@@ -3,7 +3,7 @@
 python -m tools.launch make TARGET                            what every recipe of the Makefile calls
 python -m tools.launch target train-tp2-gpt2-tiny-2cpu       a training target
 python -m tools.launch verify verify-tp2-gpt2-tiny-2cpu      two layouts, tensor by tensor
-python -m tools.launch verify-matrix | verify-fuzz            many of them
+python -m tools.launch verify-matrix | verify-fuzz | verify-bf16   many of them
 python -m tools.launch run tp2 gpt2-tiny 2cpu -- FLAGS…       what the launch scripts call
 python -m tools.launch module tools.preprocess sample …      a module, where RUNTIME says
 python -m tools.launch experiment NAME [--model NAME]        a file of examples/experiments
@@ -181,6 +181,12 @@ def _matrix(_: argparse.Namespace, options: Options, console: Console) -> int:
     return matrix(options, console)
 
 
+def _bf16(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.matrix.commands import bf16
+
+    return bf16(options, console)
+
+
 def _fuzz(_: argparse.Namespace, options: Options, console: Console) -> int:
     from tools.launch.matrix.commands import fuzz
 
@@ -249,6 +255,7 @@ _HANDLERS = {
     "soak": _soak,
     "verify-matrix": _matrix,
     "verify-fuzz": _fuzz,
+    "verify-bf16": _bf16,
     "stop": _stop,
     "idle": _idle,
     "import-hf": _import_hf,
@@ -293,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     named.add_argument("--model", help="instead of its own")
     commands.add_parser("sweep", help="MODELS= × STRATEGIES= × BACKENDS= × DEVICES=, measured")
     commands.add_parser("verify-matrix", help="FEATURES= × LAYOUTS=, each pair verified")
+    commands.add_parser("verify-bf16", help="losses of 200 iterations in fp32 and bf16")
     commands.add_parser("verify-fuzz", help="what is drawn with SEED=, for MINUTES=, verified")
     commands.add_parser("soak", help="STRATEGY= for HOURS=, undisturbed and with processes killed")
     commands.add_parser(

@@ -3,7 +3,7 @@
 ##   ITERS            iterations (100; 25 for a tiny model) [not soak]
 ##   MICRO_BATCH      samples in a rank's forward pass [every training target but compare-pipelines, dryrun plan]
 ##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan advise dryrun]
-##   SEED             seed of weights, dropout and sample order (1234) [also verify-matrix verify-fuzz]
+##   SEED             seed of weights, dropout and sample order (1234) [also verify-matrix verify-fuzz verify-bf16]
 ##   DROPOUT          attention and hidden dropout
 ##   OPTIMIZER        adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too
 ##   DATA             data set, such as owt-ds/mine_text_document
@@ -18,16 +18,16 @@
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
 ##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-* verify-*-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…
-##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also verify-matrix verify-fuzz bench-preprocess list test-slow]
-##   UNTRIED          1 trains with a Megatron version that was not tried [also verify-matrix verify-fuzz]
-## Variables: the parity matrix [verify-matrix verify-fuzz]
-##   FEATURES         families, features, levels of the matrix (all)
+##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also verify-matrix verify-fuzz verify-bf16 bench-preprocess list test-slow]
+##   UNTRIED          1 trains with a Megatron version that was not tried [also verify-matrix verify-fuzz verify-bf16]
+## Variables: the parity matrix [verify-matrix verify-fuzz verify-bf16]
+##   FEATURES         families, features, levels of the matrix (all) [verify-matrix verify-fuzz]
 ##   LAYOUTS          layouts of the matrix (all)
-##   PAGE             folder of the matrix's pages (beside its cells) [verify-matrix]
-##   MINUTES          minutes after which no cell is begun
+##   PAGE             folder of the matrix's pages (beside its cells) [verify-matrix verify-bf16]
+##   MINUTES          minutes after which no cell is begun [verify-matrix verify-fuzz]
 ## Variables: where and how it is trained [every training target]
 ##   DRY_RUN          1 prints the command and trains nothing [also verify-matrix verify-fuzz prepare-ds* image]
-##   RUNS             folder of run folders (runs) [also verify-matrix verify-fuzz status report explain calibrate]
+##   RUNS             folder of run folders (runs) [also verify-matrix verify-fuzz verify-bf16 status report explain calibrate]
 ##   RUN              run folders to explain (all) [explain]
 ##   RUNTIME          docker or host, on GPUs [also prepare-ds*]
 ##   IMAGE            one of docker/versions.env [also prepare-ds* image]

@@ -40,6 +40,7 @@ _BENCH = ("loss-curve", "bench-gpu", "bench-ledger")
 _ONE_RUN = ("train-*", "trace-*", "resume", "sweep", "soak", *_BENCH)
 _VERIFY = "verify-*-*"
 _CELLS = ("verify-matrix", "verify-fuzz")
+_MATRIX = (*_CELLS, "verify-bf16")
 _TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE, _VERIFY)
 _OWN_BATCH = tuple(target for target in _TRAIN if target != "compare-pipelines")
 """Where a batch may be chosen: PipeDream's micro batch follows from the others' global one."""
@@ -73,7 +74,7 @@ SEED = Setting(
     positive,
     _NUMBER,
     "seed of weights, dropout and sample order (1234)",
-    (*_TRAIN, *_CELLS),
+    (*_TRAIN, *_MATRIX),
     default=1234,
 )
 DROPOUT = Setting(
@@ -158,26 +159,30 @@ MEGATRON_LM = Setting(
     checkout,
     "a folder with pretrain_gpt.py",
     "a Megatron-LM checkout, not the wheel",
-    (*_TRAIN, *_CELLS, "bench-preprocess", "list", "test-slow"),
+    (*_TRAIN, *_MATRIX, "bench-preprocess", "list", "test-slow"),
 )
 UNTRIED = Setting(
     "UNTRIED",
     switch,
     _SWITCH,
     "1 trains with a Megatron version that was not tried",
-    (*_TRAIN, *_CELLS),
+    (*_TRAIN, *_MATRIX),
     default=False,
 )
 
 # The parity matrix.
-FEATURES = Setting[tuple[str, ...]](
+FEATURES: Setting[tuple[str, ...]] = Setting(
     "FEATURES", words, _TEXT, "families, features, levels of the matrix (all)", _CELLS, default=()
 )
-LAYOUTS = Setting[tuple[str, ...]](
-    "LAYOUTS", words, _TEXT, "layouts of the matrix (all)", _CELLS, default=()
+LAYOUTS: Setting[tuple[str, ...]] = Setting(
+    "LAYOUTS", words, _TEXT, "layouts of the matrix (all)", _MATRIX, default=()
 )
 PAGE = Setting(
-    "PAGE", Path, "a folder", "folder of the matrix's pages (beside its cells)", ("verify-matrix",)
+    "PAGE",
+    Path,
+    "a folder",
+    "folder of the matrix's pages (beside its cells)",
+    ("verify-matrix", "verify-bf16"),
 )
 MINUTES = Setting("MINUTES", positive, _NUMBER, "minutes after which no cell is begun", _CELLS)
 
@@ -195,7 +200,7 @@ RUNS = Setting(
     str,
     "a folder",
     "folder of run folders (runs)",
-    (*_TRAIN, *_CELLS, "status", "report", "explain", "calibrate"),
+    (*_TRAIN, *_MATRIX, "status", "report", "explain", "calibrate"),
     "--runs",
 )
 EXPLAINED = Setting("RUN", words, _TEXT, "run folders to explain (all)", ("explain",), "*")
@@ -613,7 +618,7 @@ def make_help() -> str:
 
 _SECTIONS: Mapping[object, tuple[str, tuple[str, ...]]] = {
     ITERS: ("Variables: what is trained", _TRAIN),
-    FEATURES: ("Variables: the parity matrix", _CELLS),
+    FEATURES: ("Variables: the parity matrix", _MATRIX),
     DRY_RUN: ("Variables: where and how it is trained", _TRAIN),
     SAVE_EVERY: ("Variables: checkpoints", _ONE_RUN),
     NNODES: ("Variables: several machines without Slurm", _NODES),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tests.launch.matrix.factory import DP, TP, factor, family, matrix, record
 from tools.launch.matrix.cells import Cell
+from tools.launch.matrix.curves import curve_of
 from tools.launch.matrix.outcome import CellStatus, Error
-from tools.launch.matrix.page import HTML, MARKDOWN, read_stored, store, write_pages
+from tools.launch.matrix.page import HTML, MARKDOWN, read_stored, store, store_curves, write_pages
 from tools.launch.matrix.table import bf16_costs
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
@@ -79,6 +80,15 @@ def test_the_newest_version_is_first(tmp_path: Path) -> None:
     markdown = write_pages(tmp_path, matrix(MODEL))[0].read_text()
     places = [markdown.index(f"\n## {name}\n") for name in ("0.19.0", "0.9.0", "f4fa7d6b")]
     assert places == sorted(places)
+
+
+def test_losses_in_bf16_are_compared_with_one_rank_and_with_fp32(tmp_path: Path) -> None:
+    one = {"fp32": [2.0, 1.0], "bf16": [2.0, 1.5]}
+    curve = curve_of("tp2", one, {"fp32": [2.0, 1.25], "bf16": [2.5, 1.5]})
+    assert (curve.fp32, curve.bf16, curve.cost) == ((0.25, 0.125), (0.5, 0.25), (0.5, 0.375))
+    store_curves(tmp_path, "0.19.0", [curve])
+    markdown, _ = pages(tmp_path, *RECORDS)
+    assert "| tp2 | 0.25, 0.12 | 0.5, 0.25 | 0.5, 0.38 | 1.25, 1.5 |" in markdown
 
 
 def test_what_bf16_costs_is_the_largest_error_over_its_rounding() -> None:

@@ -1,4 +1,4 @@
-"""`make verify-matrix` and `make verify-fuzz`."""
+"""`make verify-matrix`, `verify-fuzz` and `verify-bf16`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rich.console import Console
 from tools.launch.data import ensure_small_sample
 from tools.launch.errors import wrong_settings_refused
 from tools.launch.matrix.cells import Asked, cells_of
+from tools.launch.matrix.curves import curves
 from tools.launch.matrix.definition import Matrix, load_matrix
 from tools.launch.matrix.fuzz import draws
 from tools.launch.matrix.fuzz import fuzz as fuzz_cells
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.launch.matrix.page import store, write_pages
+from tools.launch.matrix.page import store, store_curves, write_pages
 from tools.launch.matrix.running import CellVerifier, MatrixRun
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
@@ -96,6 +97,30 @@ def fuzz(options: Options, console: Console) -> int:
     return int(found > 0)
 
 
+def bf16(options: Options, console: Console) -> int:
+    """Train the dense model in fp32 and bf16 in each layout that is asked for; 0.
+
+    Raises:
+        LaunchError: A run failed, or a name is of nothing in the matrix.
+    """
+    whole, entry = load_matrix(), find_entry(options.megatron_lm)
+    asked = replace(_asked(), features=("dense",))
+    (family,) = asked.families(whole, Version(entry.megatron_version))
+    with verifying(options, (), console) as verify:
+        found = []
+        for one in curves(family, options, verify.verifier.ranks, verify.verifier.folder):
+            found.append(one)
+            console.print(
+                f"{one.layout}: from one rank {one.fp32[0]:.2g} in fp32, {one.bf16[0]:.2g} in bf16; "
+                f"bf16 from fp32 {one.cost[0]:.2g}, mean {one.cost[1]:.2g}",
+                highlight=False,
+            )
+    folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
+    store_curves(folder, label(entry), found)
+    _write(folder, whole, console)
+    return 0
+
+
 def _folder(options: Options, entry: MegatronEntry, suffix: str = "") -> Path:
     return options.runs / FOLDER / f"{label(entry)}{suffix}"
 
@@ -104,6 +129,10 @@ def _publish(run: MatrixRun, name: str, whole: Matrix, options: Options, console
     """Write the pages of all that is there, in PAGE= or beside the cells."""
     folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
     store(folder, name, run.records.values())
+    _write(folder, whole, console)
+
+
+def _write(folder: Path, whole: Matrix, console: Console) -> None:
     for path in write_pages(folder, whole):
         console.print(f"→ {from_root(path)}", highlight=False)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 from packaging.version import InvalidVersion, Version
 
+from tools.launch.matrix.curves import ITERATIONS, Curve
 from tools.launch.matrix.definition import Matrix
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
 from tools.launch.matrix.table import MEANINGS, SIGNS, FamilyTable, Pair, bf16_costs, tables
-from tools.records.io import write_whole
+from tools.records.io import write_record, write_whole
 from tools.text.html import environment
 from tools.text.table import markdown_text
 from tools.text.units import DASH
@@ -33,6 +34,7 @@ class MatrixOfVersion:
     name: str
     records: tuple[CellRecord, ...]
     matrix: Matrix
+    curves: tuple[Curve, ...] = ()
 
     @cached_property
     def tables(self) -> list[FamilyTable]:
@@ -122,13 +124,26 @@ def read_stored(path: Path) -> list[CellRecord]:
     return [decoder.decode(line) for line in path.read_bytes().splitlines()]
 
 
+def store_curves(folder: Path, name: str, curves: Sequence[Curve]) -> None:
+    """Keep the losses' differences of a version."""
+    path = folder / STORED / f"{name}.bf16.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_record(path, curves)
+
+
+def read_curves(cells: Path) -> tuple[Curve, ...]:
+    """Those beside a file of cells."""
+    path = cells.with_name(f"{cells.stem}.bf16.json")
+    return msgspec.json.decode(path.read_bytes(), type=tuple[Curve, ...]) if path.is_file() else ()
+
+
 def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
     """Write both pages of all that is stored in a folder."""
     stored = sorted(
         (folder / STORED).glob("*.jsonl"), key=lambda path: _release(path.stem), reverse=True
     )
     versions = [
-        MatrixOfVersion(path.stem, tuple(records), matrix)
+        MatrixOfVersion(path.stem, tuple(records), matrix, read_curves(path))
         for path in stored
         if (records := read_stored(path))
     ]
@@ -203,7 +218,7 @@ def _version(version: MatrixOfVersion) -> list[str]:
             cells = (_markdown_cell(version.name, pair) for pair in row.pairs)
             lines.append(f"| {shown} | {row.level.name} | {' | '.join(cells)} |")
         lines.append("")
-    return lines + _wrong(version) + _not_compared(version) + _bf16(version)
+    return [*lines, *_wrong(version), *_not_compared(version), *_bf16(version), *_curves(version)]
 
 
 def _wrong(version: MatrixOfVersion) -> list[str]:
@@ -290,6 +305,30 @@ def _bf16(version: MatrixOfVersion) -> list[str]:
         ),
         "",
     ]
+
+
+def _curves(version: MatrixOfVersion) -> list[str]:
+    if not version.curves:
+        return []
+    return [
+        f"### {version.name}: losses of {ITERATIONS} iterations in bf16",
+        "",
+        "Largest and mean difference of the loss, dense model as it is (`make verify-bf16`); then the "
+        "last iteration's losses in fp32 and in bf16.",
+        "",
+        "| layout | fp32, from one rank | bf16, from one rank | bf16, from fp32 | last losses |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {one.layout} | {_two(one.fp32)} | {_two(one.bf16)} | {_two(one.cost)} | "
+            f"{_two((one.last_fp32, one.last_bf16), 5)} |"
+            for one in version.curves
+        ),
+        "",
+    ]
+
+
+def _two(values: tuple[float, float], digits: int = 2) -> str:
+    return ", ".join(f"{value:.{digits}g}" for value in values)
 
 
 def _judged() -> list[tuple[Finding, str]]:
