@@ -67,13 +67,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Steadiness:
-    """One process of the undisturbed run; medians over the first and the last third of its readings.
+    """One process of the undisturbed run: its least memory and its usual descriptors in the first and
+    the last third of its readings.
 
-    The first quarter of the readings is left out: caches fill and the optimizer's state appears.
+    What a save or an evaluation takes for a while comes and goes; a leak raises the least. The first
+    quarter of the readings is left out: caches fill and the optimizer's state appears.
     """
 
     process: str
-    memory_bytes: tuple[float, float]
+    memory_bytes: tuple[int, int]
+    fluctuation_bytes: int
+    """Between its least and its most memory in the first of the two."""
     descriptors: tuple[int, int]
 
     @property
@@ -84,8 +88,10 @@ class Steadiness:
 
     @property
     def is_steady(self) -> bool:
-        """Whether neither grew."""
-        return self.growth <= 1 + MEMORY_LIMIT and self.descriptors[1] <= self.descriptors[0]
+        """Whether neither grew: memory by more than the limit, and by more than it fluctuates."""
+        first, last = self.memory_bytes
+        memory = self.growth <= 1 + MEMORY_LIMIT or last - first <= self.fluctuation_bytes
+        return memory and self.descriptors[1] <= self.descriptors[0]
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ class SoakVerdict:
         """Losses, times, and under what load."""
         low, high = self.load
         drifts = "the run becomes slower" if self.slows else "no drift"
+        drifts = drifts if self.processor else "not judged"
         return [
             self._of_losses(),
             "Processor time of an iteration over that of a fixed piece of work, second half over "
@@ -199,9 +206,10 @@ def steadiness(readings: Sequence[Reading]) -> tuple[Steadiness, ...]:
         third = len(settled) // 3
         if third:
             ends = settled[:third], settled[-third:]
-            first, last = (median(each.memory_bytes for each in end) for end in ends)
+            first, last = (min(each.memory_bytes for each in end) for end in ends)
+            most = max(each.memory_bytes for each in ends[0])
             before, after = (int(median(each.descriptors for each in end)) for end in ends)
-            found.append(Steadiness(process, (first, last), (before, after)))
+            found.append(Steadiness(process, (first, last), most - first, (before, after)))
     return tuple(found)
 
 
@@ -249,9 +257,10 @@ def _ratio(found: Comparison | None) -> str:
 
 _PROCESSES: tuple[Column[Steadiness], ...] = (
     Column("Process", lambda row: row.process),
-    Column("Memory, first third", lambda row: row.memory_bytes[0], megabytes),
+    Column("Least memory, first third", lambda row: row.memory_bytes[0], megabytes),
     Column("last third", lambda row: row.memory_bytes[1], megabytes),
     Column("Growth", lambda row: row.growth, lambda ratio: change(ratio, 2)),
+    Column("Fluctuation", lambda row: row.fluctuation_bytes, megabytes),
     Column("File descriptors", lambda row: f"{row.descriptors[0]} to {row.descriptors[1]}"),
     Column("Verdict", lambda row: "steady" if row.is_steady else "grows"),
 )
