@@ -30,7 +30,9 @@ def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: F
     assert read_plant(str(one.patch)).path == f"docs/upstream/{one.patch.name}"
 
 
-def test_every_patch_and_report_is_of_a_finding() -> None:
+def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> None:
+    listed = (FOLDER / "README.md").read_text()
+    assert all(f"({one.report.name})" in listed for one in REPRODUCED if one.report)
     of_findings = {path for one in REPRODUCED for path in (one.patch, one.report) if path}
     assert {*FOLDER.glob("*.py"), *FOLDER.glob("*.md")} - {FOLDER / "README.md"} == of_findings
 
