@@ -1,4 +1,4 @@
-"""Cures muon-of-own-part: Muon makes the update of a split matrix of all of it (its `duplicated` mode)."""
+"""Cures muon-of-own-part: Muon makes the update of a split matrix of all of it (`duplicated`)."""
 
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 

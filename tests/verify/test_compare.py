@@ -194,7 +194,9 @@ def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_pat
     assert (wrong.key[1], wrong.error) == ("grad_norm", 0.25)
 
 
-def test_a_norm_that_only_one_of_two_optimizers_computes_is_listed_where_nothing_is_clipped(tmp_path):
+def test_a_norm_that_only_one_of_two_optimizers_computes_is_listed_where_nothing_is_clipped(
+    tmp_path,
+):
     returned = Site(Stage.NORM, "grad_norm", "returned")
     zero, norm = [(returned, np.array([0.0]))], [(returned, np.array([2.0]))]
     compared = found(tmp_path / "off", [(rank(clip_gradient=0.0), zero)], norm, clip_gradient=0.0)

@@ -339,8 +339,12 @@ class _Comparer:
                 continue
             there, like = theirs[site]
             ours, other = one.values(record), there.values(like)
-            if site.stage is Stage.NORM and not (one.rank.clip_gradient or (ours.any() and other.any())):
-                self._skip("nothing is clipped, and not every optimizer computes a norm then", site.name)
+            if site.stage is Stage.NORM and not (
+                one.rank.clip_gradient or (ours.any() and other.any())
+            ):
+                self._skip(
+                    "nothing is clipped, and not every optimizer computes a norm then", site.name
+                )
                 continue
             self._comparison(_key(site), like).add(Pair(one.rank.rank, None, ours, other))
 
