@@ -71,7 +71,15 @@ def is_plain(attention: Any) -> bool:
         attention.attn_mask_type == AttnMaskType.causal
         and attention.config.window_size is None
         and getattr(attention, "softmax_offset", None) is None
+        and not _ends_at_documents()
     )
+
+
+def _ends_at_documents() -> bool:
+    """Whether attention ends where a document does (`--reset-attention-mask`), which no config says."""
+    from megatron.training import global_vars
+
+    return bool(getattr(global_vars._GLOBAL_ARGS, "reset_attention_mask", False))
 
 
 def has_bias_or_packing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -150,7 +158,7 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise NotImplementedError(
                 f"Context parallelism without Transformer Engine knows plain causal attention, not "
                 f"{self.attn_mask_type} with window {self.config.window_size} and softmax "
-                f"'{getattr(self.config, 'softmax_type', 'vanilla')}'."
+                f"'{getattr(self.config, 'softmax_type', 'vanilla')}', and no --reset-attention-mask."
             )
         # Recomputing this part in backward is what gathers K and V a second time.
         out: Tensor = tensor_parallel.checkpoint(

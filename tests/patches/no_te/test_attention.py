@@ -116,3 +116,17 @@ def test_with_a_mask_no_kernel_is_asked_to_share_keys_between_heads(
     masked = attend(query, key, key, causal_mask(0, 1, 4), 0.3, 0.0)
     torch.testing.assert_close(attend(query, key, key, None, 0.3, 0.0), masked)
     assert asked == [False, True]
+
+
+def test_attention_that_ends_at_documents_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.training import global_vars
+
+    module = SimpleNamespace(
+        attn_mask_type=AttnMaskType.causal, config=SimpleNamespace(window_size=None)
+    )
+    for resets in (False, True):
+        monkeypatch.setattr(
+            global_vars, "_GLOBAL_ARGS", SimpleNamespace(reset_attention_mask=resets)
+        )
+        assert is_plain(module) is not resets
