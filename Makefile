@@ -93,6 +93,7 @@ bench-preprocess: ## text a second, against Hugging Face tokenizers and Megatron
 bench-ledger: ## what the ledger costs, switched on every other iteration
 bench-verify: setup ## planted bugs that verify must find, and healthy layouts that it must not call wrong
 	@$(no_variables)$(MAKE) --no-print-directory prepare-ds-sample && $(VENV_PYTHON) -m tests.verify.bench
+bench-auto: ## the planner's times and choice here, against what is measured: MODELS= DEVICES=
 bench-gpu: ## Megatron on one GPU without Transformer Engine, in under 9 minutes
 loss-curve: ## 200 losses with FUSED=, compared with those of another seed
 docs: setup ## site/: the documentation, and the planner in the browser
@@ -106,7 +107,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 
 CALLS := export-recipe import-recipe demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
 	import-hf export-hf compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
-	bench-scrape bench-preprocess bench-ledger bench-gpu loss-curve \
+	bench-scrape bench-preprocess bench-ledger bench-gpu bench-auto loss-curve \
 	verify-matrix verify-fuzz verify-bf16
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@

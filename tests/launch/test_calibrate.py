@@ -41,6 +41,7 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
         copy_bytes=1 << 20,
         head=(4, 8, 64),
         parameters=256,
+        table=256,
         seconds_each=0.001,
     )
     monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)

@@ -14,7 +14,7 @@ python -m tools.launch stop runs/…                           end a run that is
 python -m tools.launch idle                                  refuses where a run is on
 python -m tools.launch demo | parity | list | image | reproduce | sweep | soak | status | calibrate
 python -m tools.launch import-hf | export-hf
-python -m tools.launch bench-gpu | bench-ledger | loss-curve
+python -m tools.launch bench-gpu | bench-ledger | bench-auto | loss-curve
 """
 
 from __future__ import annotations
@@ -126,6 +126,12 @@ def _bench_gpu(_: argparse.Namespace, options: Options, console: Console) -> int
     from tools.launch.experiment.bench_gpu.run import bench_gpu
 
     return bench_gpu(options.runs, options.dry_run, console)
+
+
+def _bench_auto(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.experiment.bench_auto import bench_auto
+
+    return bench_auto(options, console)
 
 
 def _on_target(command: argparse.Namespace, options: Options, console: Console) -> int:
@@ -261,6 +267,7 @@ _HANDLERS = {
     "import-hf": _import_hf,
     "export-hf": _export_hf,
     "bench-gpu": _bench_gpu,
+    "bench-auto": _bench_auto,
     "bench-ledger": _on_target,
     "loss-curve": _on_target,
 }
@@ -302,6 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("verify-matrix", help="FEATURES= × LAYOUTS=, each pair verified")
     commands.add_parser("verify-bf16", help="losses of 200 iterations in fp32 and bf16")
     commands.add_parser("verify-fuzz", help="what is drawn with SEED=, for MINUTES=, verified")
+    commands.add_parser("bench-auto", help="the planner's times and choice, measured")
     commands.add_parser("soak", help="STRATEGY= for HOURS=, undisturbed and with processes killed")
     commands.add_parser(
         "bench-gpu", help="Megatron on one GPU without Transformer Engine, measured"

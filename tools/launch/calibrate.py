@@ -49,6 +49,7 @@ WORKLOADS = {
         layer=True,
         head=(128, 64, 50304),
         parameters=1 << 22,
+        table=10 << 20,
         all_reduce_bytes=16 << 20,
         latency=True,
         median=True,

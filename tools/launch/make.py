@@ -117,7 +117,7 @@ COMMANDS = frozenset(
     (
         *("demo", "parity", "list", "image", "reproduce", "sweep", "soak", "status", "calibrate"),
         *("import-hf", "export-hf", "verify-matrix", "verify-fuzz", "verify-bf16"),
-        *("bench-gpu", "bench-ledger", "loss-curve"),
+        *("bench-gpu", "bench-ledger", "bench-auto", "loss-curve"),
     )
 )
 

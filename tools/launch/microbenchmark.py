@@ -48,6 +48,9 @@ class Workload:
     tokens the logits fit into a CPU's heap, with twice as many not."""
     parameters: int | None = None
     """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped."""
+    table: int | None = None
+    """Elements of an embedding whose gradient is made and added; beyond a CPU's heap, as in training,
+    where what the heap holds at its end goes back to the system too."""
     all_reduce_bytes: int | None = None
     latency: bool = False
     """What a small all-reduce adds to arithmetic, the wait for the slowest rank included."""

@@ -76,7 +76,7 @@ def local_figures(workload: Workload, device: str) -> Figures:
         large_logit_seconds=large,
         parameter_seconds=_update(timer, elements) / elements if elements else None,
         tensor_seconds=_update(timer, 1) if elements else None,
-        gradient_seconds=_table_gradient(timer, elements) if elements else None,
+        gradient_seconds=_table_gradient(timer, workload.table) if workload.table else None,
     )
 
 
@@ -207,7 +207,8 @@ def _update(timer: _Timer, elements: int) -> float:
         assert weight.grad is not None
         weight.grad.zero_()
         weight.grad.add_(arrived)
-        weight.grad.mul_(1.0 / (1.0 + torch.linalg.vector_norm(weight.grad)))
+        norm = torch.linalg.vector_norm(weight.grad, dtype=torch.float64)
+        weight.grad.copy_(weight.grad * (1.0 / (1.0 + norm)).float())
         adam.step()
 
     return timer.seconds(work)
@@ -239,7 +240,8 @@ def _ring_rate(tensor: torch.Tensor, group: dist.ProcessGroup | None, ranks: int
 def _latency(device: str, bytes_per_second: float | None) -> float:
     """What a tensor of a layer's size takes beyond its bytes at the rate of large ones.
 
-    The median, not the least: ranks never arrive together, and training waits for the later one.
+    Not the least: ranks never arrive together, and training waits for the later one. The lower quartile,
+    because other work on the machine delays some.
     """
     small = torch.zeros(SMALL_BYTES // 4, device=device)
     ranks = dist.get_world_size()
@@ -254,8 +256,10 @@ def _latency(device: str, bytes_per_second: float | None) -> float:
         compute()
         dist.all_reduce(small)
 
-    together = statistics.median(_counted(compute_and_reduce, device, SMALL_CALLS))
-    alone = statistics.median(_counted(compute, device, SMALL_CALLS))
+    together, alone = (
+        statistics.quantiles(_counted(work, device, SMALL_CALLS), n=4)[0]
+        for work in (compute_and_reduce, compute)
+    )
     return max(together - alone - moving, LEAST_LATENCY_SECONDS)
 
 

@@ -41,7 +41,7 @@
 ##   LEDGER           0 switches the ledgers off
 ##   CALIBRATE        1 measures this machine before planning [train-auto-*]
 ##   HANG_TIMEOUT     seconds without a log line before the run is ended (900)
-## Variables: checkpoints [train-* trace-* resume sweep soak loss-curve bench-gpu bench-ledger]
+## Variables: checkpoints [train-* trace-* resume sweep soak loss-curve bench-gpu bench-ledger bench-auto]
 ##   SAVE_EVERY       iterations between checkpoints
 ##   KEEP             checkpoints to keep (2)
 ##   ASYNC_SAVE       1 saves in the background, on GPUs
@@ -64,7 +64,9 @@
 ##   SLURM_IMAGE      container image, for Pyxis
 ##   SLURM_SITE       file of shell lines for every job (site.slurm)
 ## Variables: several runs [sweep]
-##   MODELS STRATEGIES BACKENDS DEVICES  every combination is trained, DEVICES="1cpu 2cpu"
+##   MODELS           every combination is trained, DEVICES="1cpu 2cpu" [also bench-auto]
+##   STRATEGIES BACKENDS  every combination is trained, DEVICES="1cpu 2cpu"
+##   DEVICES          every combination is trained, DEVICES="1cpu 2cpu" [also bench-auto]
 ##   DEVICES          2gpu or 2cpu (all of this machine) [calibrate]
 ##   ONLY             these settings alone [bench-gpu]
 ##   BUDGET           seconds for all settings (510) [bench-gpu]

@@ -36,7 +36,7 @@ COMMAND_VARIABLE = "KIT_COMMAND"
 
 _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
 _COMPARE = ("compare-zero", "compare-backends", "compare-moe", "compare-pipelines")
-_BENCH = ("loss-curve", "bench-gpu", "bench-ledger")
+_BENCH = ("loss-curve", "bench-gpu", "bench-ledger", "bench-auto")
 _ONE_RUN = ("train-*", "trace-*", "resume", "sweep", "soak", *_BENCH)
 _VERIFY = "verify-*-*"
 _CELLS = ("verify-matrix", "verify-fuzz")
@@ -308,10 +308,10 @@ SLURM_SITE = Setting(
 
 # Several runs.
 _AXES = 'every combination is trained, DEVICES="1cpu 2cpu"'
-MODELS = Setting("MODELS", str, _TEXT, _AXES, ("sweep",))
+MODELS = Setting("MODELS", str, _TEXT, _AXES, ("sweep", "bench-auto"))
 STRATEGIES = Setting("STRATEGIES", str, _TEXT, _AXES, ("sweep",))
 BACKENDS = Setting("BACKENDS", str, _TEXT, _AXES, ("sweep",))
-DEVICES = Setting("DEVICES", str, _TEXT, _AXES, ("sweep",))
+DEVICES = Setting("DEVICES", str, _TEXT, _AXES, ("sweep", "bench-auto"))
 MEASURED_DEVICES = Setting(
     "DEVICES", str, "devices such as 2gpu", "2gpu or 2cpu (all of this machine)", ("calibrate",)
 )
