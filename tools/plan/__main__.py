@@ -36,6 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         command = import_module(f"tools.plan.{_COMMANDS[words[0]]}.command")
         status: int = command.main(words[1:])
         return status
+    if words == ["guide"]:
+        from tools.plan.guide import guide_text
+
+        print(guide_text(), end="")
+        return 0
     if words == ["residuals"]:
         from tools.plan.residuals import residual_tables
 
