@@ -14,6 +14,7 @@ from types import CodeType
 
 from megatron_patches.context import RuntimeContext, find_context, is_known
 from megatron_patches.plant import execute_plant
+from megatron_patches.refusal import named_refusals
 from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
 from megatron_patches.stacks import dump_stacks_on_request
 
@@ -59,16 +60,9 @@ def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
 
 
 def enter(code: CodeType, entry: str) -> None:
-    """Run an entry's code as if it had been started itself; a sentence that it ends with is an error's.
-
-    Like argparse's, it names its file: so it is found in the log (`tools.report.read.failures`).
-    """
-    try:
+    """Run an entry's code as if it had been started itself; a sentence that it ends with names it."""
+    with named_refusals(entry):
         exec(code, {"__name__": "__main__", "__file__": entry})  # noqa: S102 - as asked
-    except SystemExit as refusal:
-        if isinstance(refusal.code, str):
-            refusal.code = f"{Path(entry).name}: error: {refusal.code}"
-        raise
 
 
 if __name__ == "__main__":

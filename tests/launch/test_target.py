@@ -1,8 +1,13 @@
+from pathlib import Path
+
 import pytest
 
 from tools.launch.errors import LaunchError
+from tools.launch.options import options_from_environment
 from tools.launch.target import Target, parse_target, script_of
+from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
+from tools.spec.settings import check_given
 
 
 def test_a_target_names_strategy_model_and_devices() -> None:
@@ -60,3 +65,16 @@ def test_only_the_published_strategies_have_scripts() -> None:
         script_of(parse_target(f"train-{s}-gpt2-tiny-2cpu")) for s in ("sp2", "tp2", "zero1")
     ]
     assert scripts == ["examples/gpt3/train_sp2.sh", "examples/gpt3/train_tp2.sh", None]
+
+
+def test_a_file_in_model_is_trained_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "mytiny.args"
+    own.write_text((ROOT / "examples/gpt3/models/gpt2-tiny.args").read_text())
+    monkeypatch.setenv("MODEL", str(own))
+    assert parse_target("train-tp2-mytiny-2cpu").model == "mytiny"
+    with pytest.raises(LaunchError, match="is of gpt2-tiny, and MODEL= is a file of mytiny"):
+        parse_target("train-tp2-gpt2-tiny-2cpu")
+    check_given(["MODEL"], "train-tp2-mytiny-2cpu")
+    assert ("MODEL", str(own)) in options_from_environment({"MODEL": str(own)}).given

@@ -115,6 +115,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Opt
         return setting.value(environment)
 
     given: dict[str, str] = {}
+    read(settings.MODEL)  # `load_model` takes it from the environment, also that of a job.
     with wrong_settings_refused():
         options = Options(
             iterations=read(settings.ITERS),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.model import ALIASES as MODEL_ALIASES
-from tools.spec.model import load_model, model_names
+from tools.spec.model import load_model, model_in_environment, model_names
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy
 
@@ -50,6 +50,12 @@ def parse_target(name: str) -> Target:
             f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_nearest(name)}."
         )
     strategy, model = _split(match["middle"], name)
+    own = model_in_environment()
+    if own not in (None, model):
+        raise LaunchError(
+            f"Target '{name}' is of {model}, and MODEL= is a file of {own}; name '{own}' in the target, "
+            "or leave MODEL= out."
+        )
     return Target(strategy, model, int(match["devices"]), DeviceKind(match["device"]))
 
 

@@ -208,9 +208,15 @@ def load_model(name: str) -> Model:
     hint = " or ".join(near) if near else "one of " + ", ".join(model_names())
     raise UnknownModelError(
         f"There is no model '{name}'; did you mean {hint}? A model of your own is a file of Megatron's "
-        f"flags, examples/gpt3/models/{name}.args, and 'plan', 'dryrun' and 'verify' take any .args "
-        "file or config.json by path in MODEL=."
+        f"flags, examples/gpt3/models/{name}.args, and MODEL= takes the path of any .args file or "
+        "config.json: its name is the model's."
     )
+
+
+def model_in_environment() -> str | None:
+    """Name of the model whose file `MODEL=` gives; None where it gives none."""
+    own = _file_in_environment()
+    return _name_of_file(own) if own else None
 
 
 def model_of(text: str) -> Model:

@@ -72,7 +72,7 @@
 ##   BUDGET           seconds for all settings (510) [bench-gpu]
 ##   TARGET           the training target to use [loss-curve bench-ledger]
 ## Variables: planning [plan]
-##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-*-* soak]
+##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-*-* soak train-* trace-* resume]
 ##   GPUS             number of devices [also advise import-recipe]
 ##   GPU              h200, a100-80g, … (h200) [also advise compare-zero]
 ##   GPUS_PER_NODE    devices per machine (8) [also advise]

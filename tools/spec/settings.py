@@ -325,7 +325,7 @@ MODEL = Setting(
     str,
     _TEXT,
     "a model of make list, or an .args file or config.json (not compare-*)",
-    (*_PLANS, "dryrun", *_COMPARE, _VERIFY, "soak"),
+    (*_PLANS, "dryrun", *_COMPARE, _VERIFY, "soak", "train-*", "trace-*", "resume"),
     "--model",
 )
 GPUS = Setting(
