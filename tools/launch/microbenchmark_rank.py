@@ -240,8 +240,7 @@ def _ring_rate(tensor: torch.Tensor, group: dist.ProcessGroup | None, ranks: int
 def _latency(device: str, bytes_per_second: float | None) -> float:
     """What a tensor of a layer's size takes beyond its bytes at the rate of large ones.
 
-    Not the least: ranks never arrive together, and training waits for the later one. The lower quartile,
-    because other work on the machine delays some.
+    The median, not the least: ranks never arrive together, and training waits for the later one.
     """
     small = torch.zeros(SMALL_BYTES // 4, device=device)
     ranks = dist.get_world_size()
@@ -257,7 +256,7 @@ def _latency(device: str, bytes_per_second: float | None) -> float:
         dist.all_reduce(small)
 
     together, alone = (
-        statistics.quantiles(_counted(work, device, SMALL_CALLS), n=4)[0]
+        statistics.median(_counted(work, device, SMALL_CALLS))
         for work in (compute_and_reduce, compute)
     )
     return max(together - alone - moving, LEAST_LATENCY_SECONDS)
