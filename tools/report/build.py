@@ -114,6 +114,9 @@ def _add_readings(report: Report, path: Path, console: Console) -> None:
         return
     try:
         new = add_rows(path, rows)
+    except ReadingsError as error:
+        console.print(str(error), markup=False, soft_wrap=True)
+        return
     except OSError as error:
         console.print(f"{path} cannot be written: {error.strerror}.", markup=False)
         return

@@ -148,3 +148,23 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path.write_text("hello\n")
     with pytest.raises(ReadingsError, match=r"row 1 lacks the column"):
         own_runs(path, on(2))
+
+
+def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.csv"
+    path.write_text("name,grade\nAda,1\n")
+    with pytest.raises(
+        ReadingsError, match=r"notes.csv is no table of readings; name another file"
+    ):
+        add_rows(path, [measured("dp2", 1.0)])
+    assert path.read_text() == "name,grade\nAda,1\n"
+
+
+def test_ones_own_columns_stay(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    add_rows(path, [measured("dp2", 1.0)])
+    header, row = path.read_text().splitlines()
+    path.write_text(f"{header},rack\n{row},7\n")
+    add_rows(path, [measured("tp2", 1.0)])
+    with path.open(newline="") as file:
+        assert [row["rack"] for row in csv.DictReader(file)] == ["7", ""]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tools.plan.readings.express import FLAGS, RefusedError, express
 from tools.plan.readings.residual import Residual, residual
-from tools.plan.readings.table import COLUMNS, Reading, read_readings
+from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.compute import NoPeakError
@@ -102,14 +102,16 @@ def add_rows(path: Path, rows: Iterable[Row]) -> int:
 
     Raises:
         OSError: The folder cannot be written, or another process kept the file for ten seconds.
+        ReadingsError: The file is there and no table of readings; it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(f".{path.name}.lock")):
-        kept = {_configuration(row): row for row in _rows(path)}
+        columns, old = _table(path)
+        kept = {_configuration(row): row for row in old}
         before = len(kept)
         kept |= {_configuration(row): row for row in rows}
         text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept.values())
         write_whole(path, text.getvalue())
@@ -244,11 +246,18 @@ def _configuration(row: Row) -> tuple[str, ...]:
     return (machine, *said)
 
 
-def _rows(path: Path) -> list[Row]:
+def _table(path: Path) -> tuple[list[str], list[Row]]:
+    """Columns and rows of a file; those of an empty one where it is not there."""
     if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file)]
+        return list(COLUMNS), []
+    with path.open(newline="", errors="replace") as file:
+        reader = csv.DictReader(file)
+        columns = list(reader.fieldnames or ())
+        if not set(COLUMNS) <= set(columns):
+            raise ReadingsError(
+                f"{path} is no table of readings; name another file with READINGS=."
+            )
+        return columns, [{k: v or "" for k, v in row.items() if k} for row in reader]
 
 
 @contextmanager
