@@ -52,8 +52,8 @@ def request_from_options(options: Namespace) -> Request:
     )
     if options.readings and not options.readings.is_file():
         raise RequestError(
-            f"There are no readings in {options.readings}; 'make report' writes readings/mine.csv, which "
-            "plans use by themselves."
+            f"There are no readings in {options.readings}; 'make report' writes readings/mine.csv, "
+            "which plans use by themselves."
         )
     own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
     return Request(model, cluster, batch, replace(template, dtype=dtype), own)
