@@ -57,6 +57,7 @@ reproduce: ## the six published runs on two GPUs, and a report; resumable
 ## Weights from and to Hugging Face, without a GPU
 import-hf: ##! a folder of GPT-2 or Llama as a model of this kit: HF= NAME=
 export-hf: ## the weights of a run as such a folder: RUN=runs/… TO=folder
+verify-hf: ## seven layouts and 20 steps against transformers: HF= or random models; make setup-hf
 
 ## Recipes of Megatron-Bridge and nemo-run
 export-recipe: ## a run, or a target, as their Python files: RUN=runs/… TO=bridge or nemo
@@ -106,7 +107,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 CALLS := export-recipe import-recipe demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
-	import-hf export-hf compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
+	import-hf export-hf verify-hf compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
 	bench-scrape bench-preprocess bench-ledger bench-gpu bench-auto loss-curve \
 	verify-matrix verify-fuzz verify-bf16
 $(CALLS): setup

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.convert.hf.folders import GPT2, LLAMA, write_folder
+from tests.convert.hf.folders import GPT2, LLAMA
 from tools.convert.hf.into_megatron import import_model, read_source
+from tools.convert.hf.random_model import write_model
 from tools.convert.hf.work import Work
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
@@ -24,7 +25,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two imported models."""
     root = tmp_path_factory.mktemp("hub")
     for name, config in (("mine-gpt2", GPT2), ("mine-llama", LLAMA)):
-        source = read_source(write_folder(root / "sources" / name, config))
+        source = read_source(write_model(root / "sources" / name, config))
         import_model(source, name, Work(), root)
     return root
 
@@ -87,7 +88,7 @@ def test_fsdp_gets_the_weights_before_it_wraps_and_the_native_backend_by_its_own
 def test_weights_that_have_changed_are_refused_and_never_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = read_source(write_folder(tmp_path / "source", GPT2))
+    source = read_source(write_model(tmp_path / "source", GPT2))
     import_model(source, "mine-gpt2", Work(), tmp_path)
     launch = launch_of(tmp_path, "baseline-mine-gpt2-1cpu", monkeypatch)
     console, weights = Console(quiet=True), tmp_path / "mine-gpt2" / "checkpoint"

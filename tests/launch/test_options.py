@@ -57,7 +57,7 @@ def test_every_variable_arrives(tmp_path: Path) -> None:
         ("DROPOUT", "1", "a number from 0 up to"),
         ("DRY_RUN", "yes", "0 or 1"),
         ("CALIBRATE", "yes", "0 or 1"),
-        ("BACKEND", "jax", "megatron, native, deepspeed or bare"),
+        ("BACKEND", "jax", "megatron, native, deepspeed, bare or transformers"),
         ("EXTRA", "'open", "flags with closed quotes"),
         ("MEGATRON_LM", "/nowhere", "a folder with pretrain_gpt.py"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.native.small_model import settings
-from tools.native.capture import capturing, megatron_name
+from tools.native.capture import capturing, megatron_name, native_counterpart
 from tools.native.engines import TorchEngine
 from tools.native.model import GPT, initialise
 from tools.native.parallel import RankLayout
@@ -37,7 +37,7 @@ def trained(*flags: str) -> torch.Tensor:
     model = GPT(chosen)
     initialise(model, chosen)
     engine = TorchEngine(model, chosen, RankLayout(0, 1, 1, torch.device("cpu")))
-    seen = capturing(engine, model, chosen)
+    seen = capturing(engine, native_counterpart(model), chosen)
     for _ in range(2):
         seen.forward_backward(BATCHES)
         seen.update(1e-2)

@@ -13,7 +13,7 @@ python -m tools.launch import-recipe recipe.py              such a recipe as a m
 python -m tools.launch stop runs/…                           end a run that is on
 python -m tools.launch idle                                  refuses where a run is on
 python -m tools.launch demo | parity | list | image | reproduce | sweep | soak | status | calibrate
-python -m tools.launch import-hf | export-hf
+python -m tools.launch import-hf | export-hf | verify-hf
 python -m tools.launch bench-gpu | bench-ledger | bench-auto | loss-curve
 """
 
@@ -242,6 +242,12 @@ def _export_hf(_: argparse.Namespace, __: Options, console: Console) -> int:
     return export_hf(console)
 
 
+def _verify_hf(_: argparse.Namespace, options: Options, console: Console) -> int:
+    from tools.launch.verify_hf import verify_hf
+
+    return verify_hf(options, console)
+
+
 _HANDLERS = {
     "demo": _experiment,
     "parity": _parity,
@@ -266,6 +272,7 @@ _HANDLERS = {
     "idle": _idle,
     "import-hf": _import_hf,
     "export-hf": _export_hf,
+    "verify-hf": _verify_hf,
     "bench-gpu": _bench_gpu,
     "bench-auto": _bench_auto,
     "bench-ledger": _on_target,
@@ -326,6 +333,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("calibrate", help="measure the planner's constants on this machine")
     commands.add_parser("import-hf", help="HF= as the model hub/NAME, with its weights")
     commands.add_parser("export-hf", help="the weights of RUN= as the folder TO=")
+    commands.add_parser("verify-hf", help="HF=, or random models, compared with transformers")
     commands.add_parser("image", help="build the container's image")
     reproduce = commands.add_parser("reproduce", help="the six published runs, then the report")
     reproduce.set_defaults(name="published", model=None)

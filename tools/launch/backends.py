@@ -13,15 +13,28 @@ from dataclasses import replace
 from tools.launch.compose import Launch, start_checkpoint_path
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
-from tools.native.settings import MUON_RULE_FLAG, refused_value, unknown_flags
+from tools.native.settings import (
+    FROM_CONFIG,
+    IMPORTED,
+    MUON_RULE_FLAG,
+    PADDED,
+    refused_value,
+    unknown_flags,
+)
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import UNTIED, Sharding, strategy_flags
 
 NO_DEEPSPEED = (
     "BACKEND=deepspeed needs the package deepspeed, which is optional; "
     "'make setup-deepspeed' installs it."
+)
+
+NO_TRANSFORMERS = (
+    "The reference hf (BACKEND=transformers) needs the package transformers, which is optional; "
+    "'make setup-hf' installs it."
 )
 
 FIRST_MUON_RELEASE = (0, 17)
@@ -52,6 +65,8 @@ def for_backend(launch: Launch, options: Options) -> Launch:
     """The same launch for the backend that the options name."""
     if options.backend is Backend.MEGATRON:
         return launch
+    if options.backend is Backend.TRANSFORMERS:
+        return _transformers(launch)
     started = launch.start_checkpoint is not None and options.backend is not Backend.BARE
     parallelism = launch.spec.parallelism
     # Torch FSDP2 needs an untied output layer under Megatron alone.
@@ -79,6 +94,44 @@ def for_backend(launch: Launch, options: Options) -> Launch:
         flags=flags,
         environment=environment,
     )
+
+
+def _transformers(launch: Launch) -> Launch:
+    """An imported model by Hugging Face's own code; a model of the kit has none (`backend_problems`)."""
+    weights = imported_weights(launch.model)
+    flags = merge_flags(
+        drop_flags(launch.flags, (*_ONLY_MEGATRON, *FROM_CONFIG)),
+        ("--vocab-size", str(launch.model.shape.vocabulary)),
+        (IMPORTED, from_root(weights.parent)) if weights else (),
+    )
+    return replace(
+        launch,
+        spec=replace(launch.spec, backend=Backend.TRANSFORMERS),
+        entry=replace(launch.entry, path="tools/convert/hf/reference.py"),
+        flags=flags,
+    )
+
+
+def _transformers_problems(launch: Launch) -> Iterator[str]:
+    own = (*unknown_flags(launch.flags), *launch.flags)
+    if imported_weights(launch.model) is None:
+        yield (
+            f"BACKEND=transformers trains what was imported, and {launch.model.name} was not; import a "
+            "model with 'make import-hf', or use BACKEND=native."
+        )
+    elif importlib.util.find_spec("transformers") is None:
+        yield NO_TRANSFORMERS
+    elif launch.devices > 1 or launch.spec.device is not DeviceKind.CPU:
+        yield (
+            f"BACKEND=transformers has baseline on one CPU rank, and no {launch.spec.name} on "
+            f"{launch.devices} {launch.spec.device.upper()}(s); use train-baseline-…-1cpu."
+        )
+    elif "--bf16" in own or "--fp16" in own:
+        yield "BACKEND=transformers computes in fp32; leave --bf16 and --fp16 out of EXTRA=."
+    elif unknown := set(unknown_flags(launch.flags)) - {IMPORTED, PADDED}:
+        yield f"BACKEND=transformers does not know {min(unknown)}; leave it out of EXTRA=."
+    elif Flags(launch.flags).text("--optimizer", "adam") != "adam":
+        yield "BACKEND=transformers has AdamW alone; leave OPTIMIZER= out."
 
 
 def _muon_rule(options: Options) -> tuple[str, ...]:
@@ -117,6 +170,9 @@ def backend_problems(launch: Launch) -> Iterator[str]:
             f"PLANT={launch.spec.plant.path} changes Megatron, which BACKEND={launch.spec.backend} does "
             "not run; leave PLANT= out, or use BACKEND=megatron."
         )
+    if launch.spec.backend == Backend.TRANSFORMERS:
+        yield from _transformers_problems(launch)
+        return
     yield from _layout_problems(launch)
     shape = launch.model.shape
     if shape.query_groups != shape.heads:

@@ -21,6 +21,7 @@ from tools.launch.options import Options
 from tools.launch.relaunch import OF_THE_START
 from tools.launch.target import Target, parse_target
 from tools.launch.train import compose_target, flags_of_grammar
+from tools.native.settings import PADDED
 from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
@@ -35,7 +36,9 @@ ITERATION_RESUMED = 3
 """One more: the first update has a learning rate of 0, so weights move in the second."""
 MICRO_BATCH, MICRO_BATCHES = 2, 3
 """More than one of each, so that a wrong number of them shows, and no usual degree of parallelism."""
-NATIVE = "native"
+NATIVE, HF = "native", "hf"
+WRITTEN_AGAIN = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
+"""References that are the model written again by others, on one rank."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Difference:
     """In what the layout differs from its reference beside its strategy; nothing by default."""
 
     reference: str = ""
-    """A strategy, or `native`; empty is baseline, of a resumed run its own layout."""
+    """A strategy, `native` or `hf`; empty is baseline, of a resumed run its own layout."""
     flags: tuple[str, ...] = ()
     """Megatron's, of the layout alone."""
     megatron_lm: Path | None = None
@@ -87,6 +90,10 @@ class Verification:
             yield f"micro batches of {sizes[0]} against {sizes[1]} at one global batch"
         if theirs.spec.backend is Backend.NATIVE:
             yield "Megatron against plain PyTorch"
+        elif theirs.spec.backend is Backend.TRANSFORMERS:
+            rows = Flags(theirs.flags).integer(PADDED, 0) - theirs.model.shape.vocabulary
+            padding = f", with the layout's {rows} padding row(s)" if rows > 0 else ""
+            yield f"Megatron against transformers{padding}"
         elif ours.entry != theirs.entry:
             yield f"{_megatron(ours)} against {_megatron(theirs)}"
         if self.saving is not None:
@@ -168,6 +175,7 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
     )
     reference = _reference(named, target, options)
     layout = _from_start_of(reference, _composed(target, own))
+    reference = _padded_as(layout, reference)
     saving = None
     if resumed:
         there = Target(resumed, target.model, _devices(resumed, target), target.device)
@@ -180,7 +188,7 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
 def _micro_batches(reference: str, target: Target) -> int:
     """How many micro batches suit the layout and its reference: the least of all ranks together."""
     both = [parse_strategy(target.strategy, target.devices)]
-    if reference != NATIVE:
+    if reference not in WRITTEN_AGAIN:
         both.append(parse_strategy(reference, _devices(reference, target)))
     # The interleaved schedule takes multiples of the pipeline's stages.
     interleaved = [2 * one.pipeline for one in both if one.virtual_stages > 1]
@@ -190,7 +198,7 @@ def _micro_batches(reference: str, target: Target) -> int:
 
 
 def _reference(named: str, target: Target, options: Options) -> Launch:
-    if named != NATIVE:
+    if named not in WRITTEN_AGAIN:
         there = Target(named, target.model, _devices(named, target), target.device)
         launch = _composed(there, options)
         if launch.spec.parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3):
@@ -202,11 +210,21 @@ def _reference(named: str, target: Target, options: Options) -> Launch:
         return launch
     if Flags(options.extra).has("--bf16"):
         raise LaunchError(
-            "REFERENCE=native keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
+            f"REFERENCE={named} keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
             "DTYPE= out."
         )
     alone = Target("baseline", target.model, 1, target.device)
-    return _composed(alone, replace(options, backend=Backend.NATIVE, plant=None))
+    return _composed(alone, replace(options, backend=WRITTEN_AGAIN[named], plant=None))
+
+
+def _padded_as(layout: Launch, reference: Launch) -> Launch:
+    """The reference; that of transformers with the rows that Megatron pads the vocabulary to."""
+    if reference.spec.backend is not Backend.TRANSFORMERS:
+        return reference
+    multiple = Flags(layout.flags).integer("--make-vocab-size-divisible-by", 128)
+    shape = replace(layout.model.shape, vocabulary_multiple=multiple)
+    rows = shape.padded_vocabulary(layout.spec.parallelism.tensor)
+    return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
 
 
 def _saving_strategy(target: Target, difference: Difference) -> str:

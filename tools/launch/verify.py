@@ -88,12 +88,35 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
     launches = verification.launches
     if options.dry_run:
         return max(dry_run(launch, options) for launch in launches)
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
+    return carried_out(verification, options, console, folder, also).verdict.exit_code
+
+
+def carried_out(
+    verification: Verification,
+    options: Options,
+    console: Console,
+    folder: Path,
+    also: Path | None = None,
+) -> Judgement:
+    """Check that it can run here, train, judge, and print the verdict.
+
+    Args:
+        verification: What is compared.
+        options: The make variables.
+        console: The terminal.
+        folder: It gets the run folders and the verdict.
+        also: A run folder that gets the results as well.
+
+    Raises:
+        LaunchError: It cannot run here; nothing was written.
+    """
+    launches = verification.launches
     make_missing_data(launches, console)
     for launch in launches:
         check(launch, options.runs, may_drop=True)  # `pairs` refuses those that drop others.
         ensure_start_checkpoint(launch, options, console)
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
     results = folder / VERIFY_FOLDER / verification.name
     with _scratch(folder) as scratch:
         judgement = judged(verification, scratch, _Training(folder, console))
@@ -109,7 +132,7 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
     if also is not None:
         shutil.copytree(results, also / VERIFY_FOLDER / verification.name, dirs_exist_ok=True)
     _print(judgement, results, console)
-    return judgement.verdict.exit_code
+    return judgement
 
 
 def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:

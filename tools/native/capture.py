@@ -1,8 +1,8 @@
 """Writes the tensors of one iteration under Megatron's names, as a reference for `tools.verify`.
 
-What this backend computes is Megatron's model written a second time, so what is wrong in every layout of
-Megatron differs from it. One rank alone. Which tensors have a counterpart stands in `taps`; the
-comparison lists those that have none.
+What is computed is Megatron's model written a second time, here or by others (`Counterpart`), so what is
+wrong in every layout of Megatron differs from it. One rank alone. Which tensors have a counterpart
+stands in `taps`; the comparison lists those that have none.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import copy
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tools.capture.sinks import Piece, Recording, Responding, StoredTensors, reach
 from tools.native.batches import MicroBatch
@@ -64,18 +67,62 @@ class OptimizingEngine(Engine, Protocol):
         """What updates the weights."""
 
 
-def capturing(engine: OptimizingEngine, model: GPT, settings: Settings) -> Engine:
+@dataclass(frozen=True)
+class Whole:
+    """A parameter of Megatron's, and what it is made of here."""
+
+    name: str
+    """Megatron's, with the layer's number from 0."""
+    placement: Placement
+    parameters: tuple[nn.Parameter, ...]
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda parts: parts[0]
+
+    def piece(self, values: Callable[[nn.Parameter], Tensor]) -> Piece:
+        """What has the parameter's shape, such as its gradient, at its place in checkpoints."""
+        made = self.join([values(parameter) for parameter in self.parameters])
+        return Piece(self.name, self.placement, made.detach())
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """Megatron's model, written by others."""
+
+    model: nn.Module
+    wholes: tuple[Whole, ...]
+    taps: Callable[[Sink, Sequence[MicroBatch]], AbstractContextManager[object]]
+    """Hands activations and their gradients to a sink while the block runs."""
+
+
+def native_counterpart(model: GPT) -> Counterpart:
+    """This backend's own."""
+    return Counterpart(model, tuple(_native_wholes(model)), partial(Taps, model))
+
+
+def _native_wholes(model: GPT) -> Iterator[Whole]:
+    experts = mixtures(model)
+    stacked = (len(model.blocks), *([experts[0].count] if experts else []))
+    for name, parameter in model.named_parameters():
+        key, places = source_of(name)
+        shape = (*stacked[: len(places)], *parameter.shape)
+        placement = Placement(key, shape, (*places, *[0] * parameter.ndim))
+        yield Whole(megatron_name(name), placement, (parameter,))
+
+
+def capturing(engine: OptimizingEngine, counterpart: Counterpart, settings: Settings) -> Engine:
     """The engine; one that writes an iteration's tensors, where the environment asks for it."""
     if FOLDER_VARIABLE not in os.environ:
         return engine
-    return CapturingEngine(engine, model, settings)
+    return CapturingEngine(engine, counterpart, settings)
 
 
 class CapturingEngine:
     """An engine whose iteration is written, and repeated with weights off by one rounding error."""
 
-    def __init__(self, engine: OptimizingEngine, model: GPT, settings: Settings) -> None:
-        self._engine, self._model, self._settings = engine, model, settings
+    def __init__(
+        self, engine: OptimizingEngine, counterpart: Counterpart, settings: Settings
+    ) -> None:
+        self._engine, self._settings = engine, settings
+        self._counterpart, self._model = counterpart, counterpart.model
         self._folder = Path(os.environ[FOLDER_VARIABLE]) / "rank-0"
         self._wanted = int(os.environ[ITERATION_VARIABLE])
         self._seeds = int(os.environ.get(SEEDS_VARIABLE, "0"))
@@ -83,7 +130,7 @@ class CapturingEngine:
         self._batches: Sequence[MicroBatch] = ()
         self._before: _Snapshot | None = None
         self._writer: CaptureWriter | None = None
-        self._reach = [torch.zeros_like(one) for one in model.parameters()]
+        self._reach = [torch.zeros_like(whole.piece(_data).values) for whole in counterpart.wholes]
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The engine's; in the wanted iteration every tensor is written."""
@@ -124,51 +171,49 @@ class CapturingEngine:
         return self._engine.logits(tokens)
 
     def _pass(self, sink: Sink) -> Tensor:
-        with Taps(self._model, sink, self._batches):
+        with self._counterpart.taps(sink, self._batches):
             losses = self._engine.forward_backward(self._batches)
         for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS):
-            for name, parameter in self._model.named_parameters():
-                assert parameter.grad is not None
-                self._write(sink, stage, name, "gradient", parameter.grad)
+            self._write(sink, stage, "gradient", _gradient)
         return losses
 
     def _step(self, sink: Sink, learning_rate: float) -> Update:
-        before = {
-            name: parameter.detach().clone() for name, parameter in self._model.named_parameters()
-        }
+        before = self._weights()
         update = self._engine.update(learning_rate)
         norm = torch.tensor([update.gradient_norm or 0.0]).double()
         sink.write(Site(Stage.NORM, "grad_norm", "returned"), norm)
-        for name, parameter in self._model.named_parameters():
-            for slot, values in self._engine.optimizer.state[parameter].items():
+        state = self._engine.optimizer.state
+        for whole in self._counterpart.wholes:
+            for slot, values in state[whole.parameters[0]].items():
+                site = Site(Stage.OPTIMIZER_STATE, whole.name, slot)
                 if values.numel() == 1:  # The number of steps.
-                    site = Site(Stage.OPTIMIZER_STATE, megatron_name(name), slot)
                     sink.write(site, values.detach().reshape(1).double())
                 else:
-                    self._write(sink, Stage.OPTIMIZER_STATE, name, slot, values)
-        for name, parameter in self._model.named_parameters():
-            moved = parameter.data - before[name]
-            self._write(sink, Stage.WEIGHTS, name, UPDATE, moved)
-            self._write(sink, Stage.WEIGHTS, name, "weight", parameter.data)
+                    sink.write_piece(site, whole.piece(lambda one, slot=slot: state[one][slot]))  # type: ignore[misc]
+        for whole in self._counterpart.wholes:
+            for slot, values in ((UPDATE, lambda one: one.data - before[one]), ("weight", _data)):
+                sink.write_piece(Site(Stage.WEIGHTS, whole.name, slot), whole.piece(values))
         return update
 
     def _follow(self, learning_rate: float) -> Update:
         """Update; note how far that reaches."""
-        before = [parameter.detach().clone() for parameter in self._model.parameters()]
+        before = self._weights()
         update = self._engine.update(learning_rate)
         state = self._engine.optimizer.state
-        for number, parameter in enumerate(self._model.parameters()):
-            squares = state[parameter].get("exp_avg_sq")
-            if squares is not None:
-                self._reach[number] += reach(parameter - before[number], squares)
+        for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
+            if "exp_avg_sq" in state[whole.parameters[0]]:
+                moved = whole.piece(lambda one: one.data - before[one]).values
+                squares = whole.piece(lambda one: state[one]["exp_avg_sq"]).values
+                reached.add_(reach(moved, squares))
         return update
 
     def _write_start(self, sink: Sink) -> None:
         """Weights before the update, and how far earlier ones reached."""
-        named = self._model.named_parameters()
-        for (name, parameter), reached in zip(named, self._reach, strict=True):
-            self._write(sink, Stage.WEIGHTS, name, START_WEIGHT, parameter.data)
-            self._write(sink, Stage.WEIGHTS, name, REACH, reached)
+        for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
+            weight = whole.piece(_data)
+            sink.write_piece(Site(Stage.WEIGHTS, whole.name, START_WEIGHT), weight)
+            piece = Piece(whole.name, whole.placement, reached)
+            sink.write_piece(Site(Stage.WEIGHTS, whole.name, REACH), piece)
 
     def _write_schedule(self, sink: Sink) -> None:
         """What the update was made with."""
@@ -179,26 +224,35 @@ class CapturingEngine:
             for group in self._engine.optimizer.param_groups
             for parameter in group["params"]
         }
-        for name, parameter in self._model.named_parameters():
-            for slot, rate in rates[id(parameter)].items():
-                site = Site(Stage.OPTIMIZER_STATE, megatron_name(name), slot)
+        for whole in self._counterpart.wholes:
+            for slot, rate in rates[id(whole.parameters[0])].items():
+                site = Site(Stage.OPTIMIZER_STATE, whole.name, slot)
                 sink.write(site, torch.tensor([rate]).double())
 
-    def _write(self, sink: Sink, stage: Stage, name: str, slot: str, values: Tensor) -> None:
-        """Write what has a parameter's shape, at its place in Megatron's checkpoints."""
-        key, places = source_of(name)
-        experts = mixtures(self._model)
-        stacked = (len(self._model.blocks), *([experts[0].count] if experts else []))
-        shape = (*stacked[: len(places)], *values.shape)
-        placement = Placement(key, shape, (*places, *[0] * values.ndim))
-        whole = megatron_name(name)
-        sink.write_piece(Site(stage, whole, slot), Piece(whole, placement, values.detach()))
+    def _write(
+        self, sink: Sink, stage: Stage, slot: str, values: Callable[[nn.Parameter], Tensor]
+    ) -> None:
+        """Write what every parameter has."""
+        for whole in self._counterpart.wholes:
+            sink.write_piece(Site(stage, whole.name, slot), whole.piece(values))
+
+    def _weights(self) -> dict[nn.Parameter, Tensor]:
+        return {one: one.detach().clone() for one in self._model.parameters()}
+
+
+def _data(parameter: nn.Parameter) -> Tensor:
+    return parameter.data
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 class _Snapshot:
     """Weights, optimizer and random state, to begin an iteration again."""
 
-    def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._weights = [parameter.detach().clone() for parameter in model.parameters()]
         self._state = copy.deepcopy(optimizer.state_dict())
@@ -214,7 +268,7 @@ class _Snapshot:
         torch.set_rng_state(self._random)
 
 
-def _perturb(model: GPT, seed: int) -> None:
+def _perturb(model: nn.Module, seed: int) -> None:
     """Multiply every weight by one plus or minus its type's epsilon."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -43,6 +43,22 @@ _IGNORED = {
 """Megatron's flags that choose kernels or output, with their number of values."""
 
 
+IMPORTED, PADDED = "--imported", "--padded-vocabulary"
+"""Those of the reference by transformers: the imported model's folder, a layout's padded vocabulary."""
+
+FROM_CONFIG = frozenset(
+    {
+        "--group-query-attention",
+        "--num-query-groups",
+        "--kv-channels",
+        "--norm-epsilon",
+        "--use-rope-scaling",
+        "--rope-scaling-factor",
+        "--add-qkv-bias",
+    }
+)
+"""Flags of the architecture that this backend does not know; an imported model's config says them."""
+
 MUON_RULE_FLAG = "--muon-rule"
 """The native backend's own."""
 

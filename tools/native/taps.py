@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, linear
 from tools.capture.probe import probed
 from tools.capture.sinks import Recording, Responding
 from tools.native.batches import MicroBatch
-from tools.native.model import GPT, MixtureOfExperts
+from tools.native.model import MixtureOfExperts
 from tools.records.capture import Site, Stage
 
 Sink = Recording | Responding
@@ -33,7 +33,7 @@ EXPERT = re.compile(r"mlp\.experts\.(\d+)\.?(.*)")
 
 
 @dataclass(frozen=True)
-class _Point:
+class Point:
     """What a module takes, argument by argument, and gives: Megatron's `module slot`, in its order."""
 
     takes: tuple[tuple[str, ...], ...] = ()
@@ -43,16 +43,16 @@ class _Point:
 
 
 _POINTS = {
-    "word_embeddings": _Point(
+    "word_embeddings": Point(
         (("embedding.word_embeddings input.input_",),), ("embedding.word_embeddings output",)
     ),
-    "norm": _Point(
+    "norm": Point(
         (("decoder.final_layernorm input.*",),),
         ("decoder.final_layernorm output", "decoder output"),
     ),
-    "output_layer": _Point((("output_layer input.input_",),), ("output_layer output.0",)),
+    "output_layer": Point((("output_layer input.input_",),), ("output_layer output.0",)),
 }
-_ENTRY = (
+ENTRY = (
     *("embedding.embedding_dropout input.input", "embedding.embedding_dropout output"),
     *("embedding output", "decoder input.hidden_states"),
 )
@@ -60,37 +60,37 @@ _ENTRY = (
 
 _CORE = "self_attention.core_attention"
 _IN_LAYER = {
-    "": _Point(((" input.hidden_states",),), (" output.0",)),
-    "norm1": _Point((("input_layernorm input.*",),), ("input_layernorm output",)),
-    "attention": _Point((("self_attention input.hidden_states",),)),
-    "attention.qkv": _Point(
+    "": Point(((" input.hidden_states",),), (" output.0",)),
+    "norm1": Point((("input_layernorm input.*",),), ("input_layernorm output",)),
+    "attention": Point((("self_attention input.hidden_states",),)),
+    "attention.qkv": Point(
         (("self_attention.linear_qkv input.input_",),), ("self_attention.linear_qkv output.0",)
     ),
-    "attention.core": _Point(
+    "attention.core": Point(
         ((f"{_CORE} input.query",), (f"{_CORE} input.key",), (f"{_CORE} input.value",))
     ),
-    "attention.proj": _Point(
+    "attention.proj": Point(
         ((f"{_CORE} output", "self_attention.linear_proj input.input_"),),
         ("self_attention.linear_proj output.0", "self_attention output.0"),
         bias_apart=True,
     ),
-    "norm2": _Point((("pre_mlp_layernorm input.*",),), ("pre_mlp_layernorm output",)),
-    "mlp": _Point((("mlp input.hidden_states",),)),
-    "mlp.fc1": _Point(
+    "norm2": Point((("pre_mlp_layernorm input.*",),), ("pre_mlp_layernorm output",)),
+    "mlp": Point((("mlp input.hidden_states",),)),
+    "mlp.fc1": Point(
         (("mlp.linear_fc1 input.input_",),), ("mlp.linear_fc1 output.0",), bias_apart=True
     ),
-    "mlp.fc2": _Point(
+    "mlp.fc2": Point(
         (("mlp.linear_fc2 input.input_",),),
         ("mlp.linear_fc2 output.0", "mlp output.0"),
         bias_apart=True,
     ),
-    "mlp.router": _Point((("mlp.router input.input",),)),
+    "mlp.router": Point((("mlp.router input.input",),)),
 }
-_MIXTURE = _Point((("mlp input.hidden_states",),), ("mlp output.0",))
+_MIXTURE = Point((("mlp input.hidden_states",),), ("mlp output.0",))
 _IN_EXPERT = {
-    "": _Point(((" input.hidden_states",),)),
+    "": Point(((" input.hidden_states",),)),
     # Megatron multiplies by the router's weight before the second matrix, this backend after it.
-    "fc1": _Point((("linear_fc1 input.input_",),), ("linear_fc1 output.0",), bias_apart=True),
+    "fc1": Point((("linear_fc1 input.input_",),), ("linear_fc1 output.0",), bias_apart=True),
 }
 
 
@@ -98,7 +98,7 @@ _IN_EXPERT = {
 class Taps:
     """Hooks for the passes of one iteration."""
 
-    model: GPT
+    model: nn.Module
     sink: Sink
     batches: Sequence[MicroBatch]
     _number: int = -1
@@ -124,16 +124,16 @@ class Taps:
             layer = int(name.split(".")[1])
             routed = partial(self._routed, layer, module)
             self._handles.append(module.router.register_forward_hook(routed))
-        point, form = self._point(name, module)
+        point, form = self.point(name, module)
         if point is None:
             return
         own = f"input.{_argument(module)}"
         takes = [[n.replace("input.*", own) for n in names] for names in point.takes]
 
-        def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(
-                self._tap(value, names, form) for value, names in zip(args, takes, strict=False)
-            )
+        def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            pairs = zip(args, takes, strict=False)
+            tapped = [self._tap(value, names, form) for value, names in pairs]
+            return (*tapped, *args[len(tapped) :])
 
         def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             value = output.detach()
@@ -145,13 +145,13 @@ class Taps:
         if point.gives:
             self._handles.append(module.register_forward_hook(after))
 
-    def _point(self, name: str, module: nn.Module) -> tuple[_Point | None, Form]:
+    def point(self, name: str, module: nn.Module) -> tuple[Point | None, Form]:
         """What a module is of Megatron's, with whole names, and the form of its tensors."""
         in_layer = LAYER.fullmatch(name)
         if in_layer is None:
-            return _POINTS.get(name), _as_it_is if name == "word_embeddings" else _sequence_first
+            return _POINTS.get(name), as_it_is if name == "word_embeddings" else sequence_first
         layer, rest = int(in_layer[1]), in_layer[2]
-        prefix, form = f"decoder.layers.{layer}", _sequence_first
+        prefix, form = f"decoder.layers.{layer}", sequence_first
         point = _MIXTURE if isinstance(module, MixtureOfExperts) else _IN_LAYER.get(rest)
         if rest == "attention.core":
             form = _heads_last
@@ -162,9 +162,9 @@ class Taps:
             prefix += f".mlp.experts.local_experts.{expert}"
             point = _IN_EXPERT.get(in_expert[2])
             form = partial(self._by_row, layer, expert)
-        whole = _prefixed(point, prefix) if point else None
+        whole = prefixed(point, prefix) if point else None
         if whole and name == "blocks.0":
-            whole = _Point((_ENTRY + whole.takes[0],), whole.gives)
+            whole = Point((ENTRY + whole.takes[0],), whole.gives)
         return whole, form
 
     def _tap(
@@ -232,7 +232,7 @@ class Taps:
 
     def _by_token(self, tensor: Tensor) -> Tensor:
         samples, length = self.batches[self._number][0].shape
-        return _sequence_first(tensor.view(samples, length, -1))
+        return sequence_first(tensor.view(samples, length, -1))
 
     def _by_row(self, layer: int, expert: int, tensor: Tensor) -> Tensor:
         return tensor[self._rows[layer, expert]]
@@ -257,12 +257,14 @@ class _Formed:
         return None
 
 
-def _prefixed(point: _Point, prefix: str) -> _Point:
+def prefixed(point: Point, prefix: str) -> Point:
+    """The point of a module that lies in another one."""
+
     def whole(name: str) -> str:
         return f"{prefix}{name}" if name.startswith(" ") else f"{prefix}.{name}"
 
     takes = tuple(tuple(map(whole, names)) for names in point.takes)
-    return _Point(takes, tuple(map(whole, point.gives)), point.bias_apart)
+    return Point(takes, tuple(map(whole, point.gives)), point.bias_apart)
 
 
 def _argument(module: nn.Module) -> str:
@@ -270,11 +272,13 @@ def _argument(module: nn.Module) -> str:
     return next(iter(inspect.signature(module.forward).parameters))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Megatron's order already."""
     return tensor
 
 
-def _sequence_first(tensor: Tensor) -> Tensor:
+def sequence_first(tensor: Tensor) -> Tensor:
+    """[batch, sequence, …] as [sequence, batch, …]."""
     return tensor.transpose(0, 1)
 
 

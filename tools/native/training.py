@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from tools.dataset.split import Split
 from tools.native.batches import SplitSamples, micro_batches
-from tools.native.capture import capturing
+from tools.native.capture import capturing, native_counterpart
 from tools.native.engines import DeepSpeedEngine, Engine, TorchEngine, count_parameters
 from tools.native.log_lines import Log, exit_line, parameters_line, validation_lines
 from tools.native.model import GPT, initialise
@@ -51,7 +51,7 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
         held = cut_into_stages(model, settings, ranks)
         engine = pipeline_engine(held, settings, ranks)
     else:
-        engine = capturing(TorchEngine(model, settings, ranks), model, settings)
+        engine = capturing(TorchEngine(model, settings, ranks), native_counterpart(model), settings)
     # As Megatron counts: sharding over replicas leaves the number, splitting a replica does not.
     is_split = ranks.data_size < ranks.world_size or settings.expert_model_parallel_size > 1
     parameters = count_parameters(held) if is_split else whole

@@ -23,12 +23,16 @@ from tools.spec.strategy import (
 
 
 class Backend(StrEnum):
-    """The trainer; `bare` is forward and backward of the native model alone, as a reference."""
+    """The trainer; `bare` is forward and backward of the native model alone, as a reference.
+
+    `transformers` is Hugging Face's own model of what was imported.
+    """
 
     MEGATRON = "megatron"
     NATIVE = "native"
     DEEPSPEED = "deepspeed"
     BARE = "bare"
+    TRANSFORMERS = "transformers"
 
 
 class RuntimeName(StrEnum):

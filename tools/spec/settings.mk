@@ -3,23 +3,23 @@
 ##   ITERS            iterations (100; 25 for a tiny model) [not soak]
 ##   MICRO_BATCH      samples in a rank's forward pass [every training target but compare-pipelines, dryrun plan]
 ##   GLOBAL_BATCH     samples in an iteration [every training target but compare-pipelines, plan advise dryrun]
-##   SEED             seed of weights, dropout and sample order (1234) [also verify-matrix verify-fuzz verify-bf16]
+##   SEED             seed of weights, dropout and sample order (1234) [also verify-matrix verify-fuzz verify-bf16 verify-hf]
 ##   DROPOUT          attention and hidden dropout
 ##   OPTIMIZER        adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too
-##   DATA             data set, such as owt-ds/mine_text_document
-##   EXTRA            further Megatron flags, "--lr 1e-4"
+##   DATA             data set, such as owt-ds/mine_text_document [also verify-hf]
+##   EXTRA            further Megatron flags, "--lr 1e-4" [also verify-hf]
 ##   DTYPE            fp32 or bf16 (fp32) [verify-*-*]
-##   REFERENCE        strategy to compare with (baseline, on one rank), or native: plain PyTorch [verify-*-*]
+##   REFERENCE        strategy to compare with (baseline, on one rank), native: plain PyTorch, or hf: transformers [verify-*-*]
 ##   RESUMED          1 compares a resumed run with the undisturbed one; a strategy: the one that saved [verify-*-*]
 ##   VERIFY           1 finds the first wrong tensor of a strategy whose losses differ [parity]
-##   EXTRA_B          flags of the layout alone, not of its reference [verify-*-*]
+##   EXTRA_B          flags of the layout alone, not of its reference [verify-*-* verify-hf]
 ##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*-*]
-##   PLANT            a Python file that each rank runs before it trains
+##   PLANT            a Python file that each rank runs before it trains [also verify-hf]
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
-##   BACKEND          megatron, native (PyTorch) or deepspeed [not demo parity reproduce compare-* verify-*-*]
+##   BACKEND          megatron, native (PyTorch), deepspeed, or transformers for an imported model [not demo parity reproduce compare-* verify-*-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…
-##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also verify-matrix verify-fuzz verify-bf16 bench-preprocess list test-slow]
-##   UNTRIED          1 trains with a Megatron version that was not tried [also verify-matrix verify-fuzz verify-bf16]
+##   MEGATRON_LM      a Megatron-LM checkout, not the wheel [also verify-matrix verify-fuzz verify-bf16 verify-hf bench-preprocess list test-slow]
+##   UNTRIED          1 trains with a Megatron version that was not tried [also verify-matrix verify-fuzz verify-bf16 verify-hf]
 ## Variables: the parity matrix [verify-matrix verify-fuzz verify-bf16]
 ##   FEATURES         families, features, levels of the matrix (all) [verify-matrix verify-fuzz]
 ##   LAYOUTS          layouts of the matrix (all)
@@ -27,7 +27,7 @@
 ##   MINUTES          minutes after which no cell is begun [verify-matrix verify-fuzz]
 ## Variables: where and how it is trained [every training target]
 ##   DRY_RUN          1 prints the command and trains nothing [also verify-matrix verify-fuzz prepare-ds* image]
-##   RUNS             folder of run folders (runs) [also verify-matrix verify-fuzz verify-bf16 status report explain calibrate]
+##   RUNS             folder of run folders (runs) [also verify-matrix verify-fuzz verify-bf16 verify-hf status report explain calibrate]
 ##   RUN              run folders to explain (all) [explain]
 ##   RUNTIME          docker or host, on GPUs [also prepare-ds*]
 ##   IMAGE            one of docker/versions.env [also prepare-ds* image]
@@ -105,7 +105,8 @@
 ##   LEAVE_OUT        the source that constants are fitted without (each reading's own) [validate]
 ##   READINGS         your own readings (all but validate: readings/mine.csv) [validate plan advise report]
 ## Variables: weights from and to Hugging Face [import-hf]
-##   HF               a folder with config.json and safetensors, or its name on the hub
+##   HF               a folder with config.json and safetensors, or its name on the hub [also verify-hf]
+##   STRATEGIES       layouts to compare with transformers (seven) [verify-hf]
 ##   NAME             name of the model (HF's)
 ##   RUN              a run folder, or hub/NAME [export-hf]
 ##   TO               the folder to write [export-hf]

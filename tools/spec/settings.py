@@ -41,6 +41,7 @@ _ONE_RUN = ("train-*", "trace-*", "resume", "sweep", "soak", *_BENCH)
 _VERIFY = "verify-*-*"
 _CELLS = ("verify-matrix", "verify-fuzz")
 _MATRIX = (*_CELLS, "verify-bf16")
+_HF = "verify-hf"
 _TRAIN = (*_ONE_RUN, "demo", "parity", "reproduce", *_COMPARE, _VERIFY)
 _OWN_BATCH = tuple(target for target in _TRAIN if target != "compare-pipelines")
 """Where a batch may be chosen: PipeDream's micro batch follows from the others' global one."""
@@ -74,7 +75,7 @@ SEED = Setting(
     positive,
     _NUMBER,
     "seed of weights, dropout and sample order (1234)",
-    (*_TRAIN, *_MATRIX),
+    (*_TRAIN, *_MATRIX, _HF),
     default=1234,
 )
 DROPOUT = Setting(
@@ -92,13 +93,15 @@ OPTIMIZER = Setting(
     _TRAIN,
     default=OptimizerName.ADAMW,
 )
-DATA = Setting("DATA", str, "a prefix", "data set, such as owt-ds/mine_text_document", _TRAIN)
+DATA = Setting(
+    "DATA", str, "a prefix", "data set, such as owt-ds/mine_text_document", (*_TRAIN, _HF)
+)
 EXTRA: Setting[tuple[str, ...]] = Setting(
     "EXTRA",
     words,
     "flags with closed quotes",
     'further Megatron flags, "--lr 1e-4"',
-    _TRAIN,
+    (*_TRAIN, _HF),
     default=(),
 )
 VERIFIED_DTYPE = Setting("DTYPE", str, "fp32 or bf16", "fp32 or bf16 (fp32)", (_VERIFY,))
@@ -106,7 +109,7 @@ REFERENCE = Setting(
     "REFERENCE",
     str,
     _TEXT,
-    "strategy to compare with (baseline, on one rank), or native: plain PyTorch",
+    "strategy to compare with (baseline, on one rank), native: plain PyTorch, or hf: transformers",
     (_VERIFY,),
 )
 RESUMED = Setting(
@@ -129,7 +132,7 @@ EXTRA_B: Setting[tuple[str, ...]] = Setting(
     words,
     "flags with closed quotes",
     "flags of the layout alone, not of its reference",
-    (_VERIFY,),
+    (_VERIFY, _HF),
     default=(),
 )
 MEGATRON_LM_B = Setting(
@@ -140,7 +143,11 @@ MEGATRON_LM_B = Setting(
     (_VERIFY,),
 )
 PLANT = Setting(
-    "PLANT", str, "a Python file", "a Python file that each rank runs before it trains", _TRAIN
+    "PLANT",
+    str,
+    "a Python file",
+    "a Python file that each rank runs before it trains",
+    (*_TRAIN, _HF),
 )
 SHARED_START = Setting(
     "SHARED_START", switch, _SWITCH, "start from the shared weights (1 on CPU ranks)", _TRAIN
@@ -148,8 +155,8 @@ SHARED_START = Setting(
 BACKEND = Setting(
     "BACKEND",
     Backend,
-    "megatron, native, deepspeed or bare",
-    "megatron, native (PyTorch) or deepspeed",
+    "megatron, native, deepspeed, bare or transformers",
+    "megatron, native (PyTorch), deepspeed, or transformers for an imported model",
     _ONE_RUN,
     default=Backend.MEGATRON,
 )
@@ -159,14 +166,14 @@ MEGATRON_LM = Setting(
     checkout,
     "a folder with pretrain_gpt.py",
     "a Megatron-LM checkout, not the wheel",
-    (*_TRAIN, *_MATRIX, "bench-preprocess", "list", "test-slow"),
+    (*_TRAIN, *_MATRIX, _HF, "bench-preprocess", "list", "test-slow"),
 )
 UNTRIED = Setting(
     "UNTRIED",
     switch,
     _SWITCH,
     "1 trains with a Megatron version that was not tried",
-    (*_TRAIN, *_MATRIX),
+    (*_TRAIN, *_MATRIX, _HF),
     default=False,
 )
 
@@ -200,7 +207,7 @@ RUNS = Setting(
     str,
     "a folder",
     "folder of run folders (runs)",
-    (*_TRAIN, *_MATRIX, "status", "report", "explain", "calibrate"),
+    (*_TRAIN, *_MATRIX, _HF, "status", "report", "explain", "calibrate"),
     "--runs",
 )
 EXPLAINED = Setting("RUN", words, _TEXT, "run folders to explain (all)", ("explain",), "*")
@@ -439,8 +446,9 @@ HF = Setting(
     str,
     _TEXT,
     "a folder with config.json and safetensors, or its name on the hub",
-    ("import-hf",),
+    ("import-hf", _HF),
 )
+PROVED = Setting("STRATEGIES", str, _TEXT, "layouts to compare with transformers (seven)", (_HF,))
 IMPORTED = Setting("NAME", str, _TEXT, "name of the model (HF's)", ("import-hf",))
 EXPORTED = Setting("RUN", str, _TEXT, "a run folder, or hub/NAME", ("export-hf",))
 TO = Setting("TO", str, _TEXT, "the folder to write", ("export-hf",))

@@ -1,15 +1,6 @@
-"""Folders as `save_pretrained` writes them, with random weights, made without transformers."""
+"""Configs of models that are small enough for hundreds of conversions."""
 
-import json
-from pathlib import Path
 from typing import Any
-
-import torch
-
-from tools.convert.hf.families import pairs_of
-from tools.convert.hf.tensor_files import Described, write_tensors
-from tools.spec.huggingface import exact_flags
-from tools.spec.model import ModelShape, model_from_flags
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -39,28 +30,3 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-def write_folder(
-    folder: Path,
-    config: dict[str, Any],
-    dtype: torch.dtype = torch.float32,
-    shard_bytes: int = 10**9,
-    prefix: str | None = None,
-) -> Path:
-    """A model of a config, every tensor of it random."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    described = [
-        Described(name, shape, dtype)
-        for pair in pairs_of(config["model_type"], shape_of(folder), prefix)
-        for name, shape in zip(pair.names, pair.shapes, strict=True)
-    ]
-    generator = torch.Generator().manual_seed(1)
-    values = (torch.randn(one.shape, generator=generator).to(dtype) for one in described)
-    write_tensors(folder, described, values, shard_bytes)
-    return folder
-
-
-def shape_of(folder: Path) -> ModelShape:
-    return model_from_flags("m", "gpt3", exact_flags(folder / "config.json")).shape

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING, write_folder
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 from tools.convert.hf import work as work_module
 from tools.convert.hf.checkpoint import StoredCheckpoint
 from tools.convert.hf.from_megatron import export_model, read_export
 from tools.convert.hf.into_megatron import import_model, read_import, read_source
+from tools.convert.hf.random_model import write_model
 from tools.convert.hf.tensor_files import INDEX, Described, TensorFolder, write_tensors
 from tools.convert.hf.work import Work
 from tools.spec.files import ROOT
@@ -65,7 +66,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 def test_what_was_imported_is_exported_bit_for_bit(
     tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, prefix: str | None, shard_bytes: int
 ) -> None:
-    source = write_folder(tmp_path / "source", config, dtype, shard_bytes, prefix)
+    source = write_model(tmp_path / "source", config, dtype, shard_bytes, prefix)
     folder = imported(source, tmp_path / "hub")
     back = exported(folder, tmp_path / "back", shard_bytes=shard_bytes)
     assert_same_bits(source, back)
@@ -76,7 +77,7 @@ def test_what_was_imported_is_exported_bit_for_bit(
 
 
 def test_without_its_import_a_model_gets_a_config_of_its_flags(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source", {**LLAMA, "rope_scaling": LLAMA3_SCALING})
+    source = write_model(tmp_path / "source", {**LLAMA, "rope_scaling": LLAMA3_SCALING})
     folder = imported(source, tmp_path / "hub")
     back = exported(folder, tmp_path / "back", as_imported=False)
     assert_same_bits(source, back)
@@ -89,7 +90,7 @@ def test_without_its_import_a_model_gets_a_config_of_its_flags(tmp_path: Path) -
 def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
     tmp_path: Path,
 ) -> None:
-    source = write_folder(tmp_path / "source", GPT2)  # 131 entries
+    source = write_model(tmp_path / "source", GPT2)  # 131 entries
     folder = imported(source, tmp_path / "hub")
     rows = StoredCheckpoint(folder / CHECKPOINT).read("embedding.word_embeddings.weight")
     assert rows.shape == (256, 8)
@@ -100,7 +101,7 @@ def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
 
 
 def test_tokenizer_files_go_with_the_weights_both_ways(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source", GPT2)
+    source = write_model(tmp_path / "source", GPT2)
     tokenizer = {"model": {"vocab": {"a": 0, "b": 130}}, "added_tokens": []}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     (source / "training_args.bin").write_bytes(b"not ours")
@@ -158,14 +159,14 @@ def token_beyond(folder: Path) -> None:
 def test_a_folder_that_does_not_fit_is_refused_by_name(
     tmp_path: Path, damage: Callable[[Path], None], said: str
 ) -> None:
-    source = write_folder(tmp_path / "source", GPT2)
+    source = write_model(tmp_path / "source", GPT2)
     damage(source)
     with pytest.raises(ValueError, match=said):
         read_source(source)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source", GPT2, shard_bytes=700)
+    source = write_model(tmp_path / "source", GPT2, shard_bytes=700)
     next(source.glob("model-00002-*")).unlink()
     with pytest.raises(ValueError, match=rf"lacks model-00002-.*{INDEX} names"):
         read_source(source)
@@ -174,7 +175,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_masks_of_older_files_and_a_stored_copy_of_a_tied_output_layer_are_left_out(
     tmp_path: Path,
 ) -> None:
-    source = write_folder(tmp_path / "source", GPT2, prefix="")
+    source = write_model(tmp_path / "source", GPT2, prefix="")
 
     def as_on_the_hub(tensors: dict[str, torch.Tensor]) -> None:
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
@@ -186,7 +187,7 @@ def test_masks_of_older_files_and_a_stored_copy_of_a_tied_output_layer_are_left_
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "a b", "../up", ".hidden"])
 def test_a_name_that_targets_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
-    source = read_source(write_folder(tmp_path / "source", GPT2))
+    source = read_source(write_model(tmp_path / "source", GPT2))
     with pytest.raises(ValueError, match="NAME="):
         import_model(source, name, Work())
 
@@ -194,7 +195,7 @@ def test_a_name_that_targets_cannot_have_is_refused(tmp_path: Path, name: str) -
 def test_a_folder_that_is_there_and_a_full_disk_are_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write_folder(tmp_path / "source", GPT2)
+    source = write_model(tmp_path / "source", GPT2)
     folder = imported(source, tmp_path / "hub")
     with pytest.raises(ValueError, match="mine is there; remove it"):
         imported(source, tmp_path / "hub")
@@ -211,7 +212,7 @@ def test_a_folder_that_is_there_and_a_full_disk_are_refused_before_anything_is_w
 def test_an_error_while_writing_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = read_source(write_folder(tmp_path / "source", GPT2))
+    source = read_source(write_model(tmp_path / "source", GPT2))
 
     def failing(_: TensorFolder, name: str) -> torch.Tensor:
         raise OSError(28, "No space left on device", name)
@@ -223,7 +224,7 @@ def test_an_error_while_writing_leaves_nothing_behind(
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    folder = imported(write_folder(tmp_path / "source", GPT2), tmp_path / "hub")
+    folder = imported(write_model(tmp_path / "source", GPT2), tmp_path / "hub")
     words = list(model_of(str(folder / "mine.args")).flags)
     words[words.index("--num-layers") + 1] = "3"
     (folder / "mine.args").write_text(" ".join(words))
@@ -232,7 +233,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    folder = imported(write_folder(tmp_path / "source", GPT2), tmp_path / "hub")
+    folder = imported(write_model(tmp_path / "source", GPT2), tmp_path / "hub")
     (folder / CHECKPOINT / ".metadata").write_bytes(b"x")
     with pytest.raises(ValueError, match="no whole checkpoint"):
         exported(folder, tmp_path / "back")
@@ -257,8 +258,8 @@ def test_memory_is_bounded_by_a_few_of_the_largest_tensor(tmp_path: Path) -> Non
     width = 512  # 4 MiB the largest tensor, 100 MiB all of them
     wide = {**LLAMA, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 10}
     sources = [
-        write_folder(tmp_path / "small", LLAMA),
-        write_folder(tmp_path / "large", wide, shard_bytes=30 * 10**6),
+        write_model(tmp_path / "small", LLAMA),
+        write_model(tmp_path / "large", wide, shard_bytes=30 * 10**6),
     ]
     held = sum(file.stat().st_size for file in sources[1].glob("*.safetensors"))
     arguments = [*map(str, sources), str(tmp_path / "hub")]

@@ -81,6 +81,21 @@ class TensorFolder:
             raise ConversionError(f"{path} cannot be read ({error}); download it again.") from None
 
 
+def differing(one: TensorFolder, other: TensorFolder) -> list[str]:
+    """Names that only one has, or whose shape, type or bits differ."""
+    names = sorted(one.tensors.keys() | other.tensors.keys())
+    return [
+        name
+        for name in names
+        if one.tensors.get(name) != other.tensors.get(name)
+        or not torch.equal(_bits(one.read(name)), _bits(other.read(name)))
+    ]
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
 def _files_of(folder: Path) -> list[Path]:
     whole = folder / FILE
     if whole.is_file() and not (folder / INDEX).is_file():
@@ -171,5 +186,4 @@ def _write_shard(file: BinaryIO, shard: Sequence[Described], values: Iterator[Te
         tensor = next(values)
         assert tuple(tensor.shape) == one.shape
         assert tensor.dtype == one.dtype
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        file.write(memoryview(numpy.asarray(flat)))
+        file.write(memoryview(numpy.asarray(_bits(tensor))))

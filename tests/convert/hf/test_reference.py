@@ -1,0 +1,149 @@
+"""The reference by transformers: its tensors under Megatron's names, and what it loads of ours."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tests.native.small_model import settings
+from tools.convert.hf.families import OUTPUT, VOCABULARY, pairs_of
+from tools.convert.hf.from_megatron import export_model, read_export
+from tools.convert.hf.into_megatron import import_model, read_source
+from tools.convert.hf.random_model import CONFIGS, write_model
+from tools.convert.hf.work import Work
+from tools.native.capture import Counterpart, capturing
+from tools.records.capture import FOLDER_VARIABLE, ITERATION_VARIABLE, SEEDS_VARIABLE, Site, Stage
+from tools.spec.model import model_of
+from tools.verify.captured import Capture, read_capture
+
+pytest.importorskip("transformers")
+
+DENSE = settings("--attention-dropout", "0", "--hidden-dropout", "0")
+TOKENS = torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def counterpart(folder: Path, rows: int = 0) -> Counterpart:
+    from tools.convert.hf.reference import counterpart_of, load
+
+    source = read_source(folder)
+    rows = rows or source.shape.vocabulary
+    model = load(source, DENSE, rows)
+    shape = replace(source.shape, vocabulary=rows)
+    return counterpart_of(model, pairs_of(source.model_type, shape), shape.layers)
+
+
+def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture:
+    from tools.convert.hf.reference import Causal, PlainEngine
+
+    for name, value in (
+        (FOLDER_VARIABLE, str(at)),
+        (ITERATION_VARIABLE, "2"),
+        (SEEDS_VARIABLE, "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    other = counterpart(folder)
+    assert isinstance(other.model, Causal)
+    engine = capturing(PlainEngine(other.model, DENSE), other, DENSE)
+    for _ in range(2):
+        engine.forward_backward([(TOKENS, TOKENS)])
+        engine.update(1e-2)
+    return read_capture(at)
+
+
+@pytest.mark.parametrize("config", [GPT2, {**LLAMA, "rope_scaling": LLAMA3_SCALING}])
+def test_its_parameters_are_those_that_were_imported(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path / "m", config)
+    source = read_source(folder)
+    by_name = {pair.parameter: source.values(pair) for pair in source.pairs}
+    wholes = counterpart(folder).wholes
+    assert [whole.name for whole in wholes] == [pair.parameter for pair in source.pairs]
+    for whole in wholes:
+        piece = whole.piece(lambda one: one.data)
+        assert torch.equal(piece.values, by_name[whole.name]), whole.name
+
+
+def test_padding_rows_of_a_layout_are_copies_of_the_last_and_change_no_other_logit(
+    tmp_path: Path,
+) -> None:
+    folder = write_model(tmp_path / "m", {**GPT2, "tie_word_embeddings": False})
+    plain, padded = counterpart(folder), counterpart(folder, rows=134)
+    with torch.no_grad():
+        ours, theirs = padded.model(TOKENS), plain.model(TOKENS)
+    assert torch.equal(ours[..., :131], theirs)
+    assert torch.equal(ours[..., 131:], theirs[..., 130:].expand(-1, -1, 3))
+    for whole in padded.wholes:
+        if whole.placement.key in VOCABULARY:
+            assert whole.placement.global_shape == (134, 8)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_an_iteration_has_megatrons_names_places_and_order(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "m", config)
+    (one,) = captured(folder, tmp_path / "c", monkeypatch).ranks
+    source = read_source(folder)
+    for pair in source.pairs:
+        for stage, slot in (
+            (Stage.LOCAL_GRADIENTS, "gradient"),
+            (Stage.REDUCED_GRADIENTS, "gradient"),
+            (Stage.OPTIMIZER_STATE, "exp_avg_sq"),
+            (Stage.WEIGHTS, "update"),
+        ):
+            record = one.by_site[Site(stage, pair.parameter, slot)]
+            assert record.shape == pair.shape
+            assert record.placement is not None
+            assert record.placement.key == pair.key
+    logits = one.by_site[Site(Stage.OUTPUTS, "output_layer", "output.0", 0)]
+    assert logits.shape == (8, 2, config["vocab_size"])
+    layer = one.by_site[Site(Stage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)]
+    assert layer.shape == (8, 2, 8)
+    assert {record.site.name for record in one.records} >= {
+        *("decoder", "decoder.final_layernorm", "decoder.layers.0.pre_mlp_layernorm", "loss"),
+    }
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_what_was_exported_with_nothing_missing_and_nothing_left(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = write_model(tmp_path / "source", CONFIGS[family], dtype)
+    import_model(read_source(source), "mine", Work(), tmp_path / "hub")
+    folder = tmp_path / "hub" / "mine"
+    model = model_of(str(folder / "mine.args"))
+    for imported in (folder, None):  # With its own config, and with one of Megatron's flags.
+        checkpoint = folder / "checkpoint" / "iter_0000001"
+        export = read_export(checkpoint, model.flags, model.shape, imported)
+        target = tmp_path / f"back-{imported is None}"
+        export_model(export, target, Work())
+        (target / "config.json").write_text(
+            json.dumps({**json.loads((target / "config.json").read_text()), "bos_token_id": 0})
+        )
+        ours, found = AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.float32, output_loading_info=True
+        )
+        assert not found["missing_keys"]
+        assert not found["unexpected_keys"]
+        theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        assert_same_logits(ours, theirs)
+
+
+def assert_same_logits(*models: Any) -> None:
+    with torch.no_grad():
+        one, other = (model.eval()(input_ids=TOKENS).logits for model in models)
+    assert torch.equal(one, other)
+
+
+def test_an_untied_output_layer_is_compared_too(tmp_path: Path) -> None:
+    names: Sequence[str] = [w.name for w in counterpart(write_model(tmp_path / "m", LLAMA)).wholes]
+    assert OUTPUT in names

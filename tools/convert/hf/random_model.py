@@ -1,0 +1,92 @@
+"""A small model with random weights in a folder as `save_pretrained` writes it, without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.convert.hf.families import pairs_of
+from tools.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
+from tools.spec.huggingface import exact_flags
+from tools.spec.model import ModelShape, model_from_flags
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 515,
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 512,
+        "max_position_embeddings": 16384,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+}
+"""GPT-2's vocabulary is one that TP 2 pads; Llama's positions are those that its scaling is made for."""
+
+
+def write_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+    prefix: str | None = None,
+) -> Path:
+    """Make the folder; every element of every tensor is random, norms and biases too.
+
+    Args:
+        folder: It is made.
+        config: Its `config.json`.
+        dtype: Of all tensors.
+        shard_bytes: Most of a file.
+        prefix: What names begin with; the family's own by default.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    described = [
+        Described(name, shape, dtype)
+        for pair in pairs_of(config["model_type"], shape_of(folder), prefix)
+        for name, shape in zip(pair.names, pair.shapes, strict=True)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    values = (_random(one, generator) for one in described)
+    write_tensors(folder, described, values, shard_bytes)
+    return folder
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """The model's, as its config says it."""
+    return model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json")).shape
+
+
+def _random(one: Described, generator: torch.Generator) -> Tensor:
+    values = 0.1 * torch.randn(one.shape, generator=generator)
+    is_norm = len(one.shape) == 1 and one.name.endswith("weight")
+    return (1 + values if is_norm else values).to(one.dtype)

@@ -1,0 +1,197 @@
+"""The same model, batches and updates by `transformers`: what an imported model is compared with.
+
+A plain loop over the weights as `from_pretrained` loads them, in fp32, on one rank: forward, backward,
+clipping, PyTorch's AdamW. It takes Megatron's flags as the native backend does, and the model from the
+folder that was imported. Where a layout of Megatron has padding rows (TP that does not divide the
+vocabulary), the model gets the same, copies of its last row.
+
+    torchrun --nproc-per-node 1 -m tools.convert.hf.reference --imported hub/NAME FLAGS…
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tools.convert.hf.families import Pair, pairs_of
+from tools.convert.hf.into_megatron import Source, read_import, read_source
+from tools.native.batches import MicroBatch, SplitSamples
+from tools.native.capture import Counterpart, Whole, capturing
+from tools.native.engines import Update
+from tools.native.log_lines import parameters_line
+from tools.native.model import mean_loss
+from tools.native.optimizer import adamw, clip_gradients
+from tools.native.parallel import RankLayout
+from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
+from tools.native.taps import ENTRY, Form, Point, Sink, Taps, as_it_is, prefixed, sequence_first
+from tools.native.training import train
+from tools.records.capture import Placement
+from tools.spec.flags import drop_flags
+
+_OUTSIDE = {
+    "wte": Point(
+        (("embedding.word_embeddings input.input_",),), ("embedding.word_embeddings output",)
+    ),
+    "ln_f": Point((), ("decoder.final_layernorm output", "decoder output")),
+    "lm_head": Point((("output_layer input.input_",),), ("output_layer output.0",)),
+}
+_OUTSIDE |= {"embed_tokens": _OUTSIDE["wte"], "norm": _OUTSIDE["ln_f"]}
+_LAYER = Point(((" input.hidden_states",),), (" output.0",))
+_IN_LAYER = {
+    "ln_1": Point((), ("input_layernorm output",)),
+    "ln_2": Point((), ("pre_mlp_layernorm output",)),
+}
+_IN_LAYER |= {
+    "input_layernorm": _IN_LAYER["ln_1"],
+    "post_attention_layernorm": _IN_LAYER["ln_2"],
+}
+_LISTS = ("h", "layers")
+"""What a family calls its layers."""
+
+
+class Causal(nn.Module):
+    """A model of `transformers` that takes tokens and gives logits, and nothing else."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, sequence] to [batch, sequence, vocabulary]."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+class PlainEngine:
+    """Forward and backward of each micro batch, then AdamW."""
+
+    def __init__(self, model: Causal, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self.optimizer: torch.optim.Optimizer = adamw(model, settings)
+
+    def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """The mean loss, [1]."""
+        total = torch.zeros(1)
+        for tokens, labels in batches:
+            loss = mean_loss(self._model(tokens), labels)
+            torch.autograd.backward(loss / len(batches))
+            total += loss.detach() / len(batches)
+        return total
+
+    def update(self, learning_rate: float) -> Update:
+        """Clip, step, clear."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = clip_gradients(self._model.parameters(), self._settings.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return Update(norm)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Without gradients and dropout."""
+        self._model.eval()
+        with torch.no_grad():
+            found: Tensor = self._model(tokens)
+        self._model.train()
+        return found
+
+
+class ReferenceTaps(Taps):
+    """Megatron's names of what both models have: embeddings, layers, norms, logits."""
+
+    def point(self, name: str, module: nn.Module) -> tuple[Point | None, Form]:  # noqa: ARG002
+        """What a module is of Megatron's, and the form of its tensors."""
+        parts = name.split(".")
+        own = parts[-1]
+        place = next((at for at, part in enumerate(parts) if part in _LISTS), None)
+        if place is None or place + 1 == len(parts):
+            return _OUTSIDE.get(own), as_it_is if own in ("wte", "embed_tokens") else sequence_first
+        layer = parts[place + 1]
+        is_layer = place + 2 == len(parts)
+        inside = _IN_LAYER.get(own) if place + 3 == len(parts) else None
+        point = _LAYER if is_layer else inside
+        if point is None:
+            return None, sequence_first
+        whole = prefixed(point, f"decoder.layers.{layer}")
+        if is_layer and layer == "0":
+            whole = Point((ENTRY + whole.takes[0],), whole.gives)
+        return whole, sequence_first
+
+
+def counterpart_of(model: Causal, pairs: Sequence[Pair], layers: int) -> Counterpart:
+    """The model's parameters as Megatron's, by the table that weights are converted with."""
+    named = dict(model.model.named_parameters())
+
+    def whole(pair: Pair) -> Whole:
+        stacked = pair.layer is not None
+        shape = (*(layers,) * stacked, *pair.shape)
+        offset = (*((pair.layer,) if pair.layer is not None else ()), *(0 for _ in pair.shape))
+        parameters = tuple(named[name] for name in pair.names)
+        return Whole(pair.parameter, Placement(pair.key, shape, offset), parameters, pair.form.join)
+
+    def taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
+        return ReferenceTaps(model, sink, batches)
+
+    return Counterpart(model, tuple(map(whole, pairs)), taps)
+
+
+def load(source: Source, settings: Settings, rows: int) -> Causal:
+    """The folder's model in fp32, with this run's dropout and `rows` rows of the vocabulary."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(source.folder)
+    for name in ("resid_pdrop", "embd_pdrop"):
+        _set(config, name, settings.hidden_dropout)
+    for name in ("attn_pdrop", "attention_dropout"):
+        _set(config, name, settings.attention_dropout)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source.folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    if rows > source.shape.vocabulary:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        with torch.no_grad():
+            for parameter in {model.get_input_embeddings().weight, model.lm_head.weight}:
+                parameter[source.shape.vocabulary :] = parameter[source.shape.vocabulary - 1]
+    return Causal(model.train())
+
+
+def _set(config: Any, name: str, value: float) -> None:
+    if hasattr(config, name):
+        setattr(config, name, value)
+
+
+def main(words: Sequence[str]) -> None:
+    """Train to `--exit-interval`."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument(IMPORTED, type=Path, required=True)
+    parser.add_argument(PADDED, type=int, default=0)
+    own, rest = parser.parse_known_args(words)
+    settings = parse_settings(drop_flags(rest, FROM_CONFIG))
+    source = read_source(Path(read_import(own.imported).folder))
+    rows = max(own.padded_vocabulary, source.shape.vocabulary)
+    dist.init_process_group("gloo")
+    ranks = RankLayout(0, 1, 1, torch.device("cpu"))
+    torch.manual_seed(settings.seed)
+    model = load(source, settings, rows)
+    shape = replace(source.shape, vocabulary=rows)
+    pairs = pairs_of(source.model_type, shape)
+    print(parameters_line(0, 0, sum(one.numel() for one in model.parameters())), flush=True)
+    counterpart = counterpart_of(model, pairs, shape.layers)
+    engine = capturing(PlainEngine(model, settings), counterpart, settings)
+    count = settings.train_iters * settings.global_batch_size
+    prefix = Path(settings.data_path)
+    samples = SplitSamples(prefix, settings.split, count, settings.seq_length, settings.seed)
+    train(settings, ranks, engine, samples)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
