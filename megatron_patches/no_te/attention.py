@@ -126,7 +126,26 @@ def _attend_dropping(
         return attend(*arguments)
 
 
-def _attend_gathered(attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: int) -> Tensor:
+    """`causal_mask` without what Megatron's own mask hides as well, such as other documents.
+
+    Args:
+        hidden: True where a query may not attend, shape [b, 1, local_length, local_length·ranks], its
+            rows this rank's and its columns in the order of the sequence; None hides nothing more.
+        rank: Of this process in its context-parallel group.
+        ranks: Of the group.
+        local_length: Tokens of a rank.
+    """
+    mask = causal_mask(rank, ranks, local_length)
+    if hidden is None:
+        return mask
+    keys = torch.cat([positions_of_rank(r, ranks, local_length) for r in range(ranks)])
+    return mask.to(hidden.device) & ~hidden[..., keys.to(hidden.device)]
+
+
+def _attend_gathered(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None
+) -> Tensor:
     """Attention of a rank's queries to all ranks' keys and values."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -134,7 +153,7 @@ def _attend_gathered(attention: Any, query: Tensor, key: Tensor, value: Tensor) 
     group = parallel_state.get_context_parallel_group()
     # Gathers along the sequence; its backward is the reduce-scatter of dK and dV.
     gather = functools.partial(gather_from_sequence_parallel_region, group=group)
-    mask = causal_mask(group.rank(), group.size(), query.size(0)).to(query.device)
+    mask = gathered_mask(hidden, group.rank(), group.size(), query.size(0)).to(query.device)
     return _attend_dropping(attention, query, gather(key), gather(value), mask)
 
 
@@ -161,8 +180,9 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 f"'{getattr(self.config, 'softmax_type', 'vanilla')}', and no --reset-attention-mask."
             )
         # Recomputing this part in backward is what gathers K and V a second time.
+        hidden = args[0] if args else kwargs.get("attention_mask")
         out: Tensor = tensor_parallel.checkpoint(
-            functools.partial(_attend_gathered, self), False, query, key, value
+            functools.partial(_attend_gathered, self), False, query, key, value, hidden
         )
         return out
 

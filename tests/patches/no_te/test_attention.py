@@ -7,6 +7,7 @@ import torch
 from megatron_patches.no_te.attention import (
     attend,
     causal_mask,
+    gathered_mask,
     has_bias_or_packing,
     is_plain,
     positions_of_rank,
@@ -50,6 +51,21 @@ def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, grou
         mask = causal_mask(rank, ranks, length // ranks)
         part = attend(query[mine], key[order], value[order], mask, scale, 0.0)
         torch.testing.assert_close(part, whole[mine])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_megatrons_mask_hides_is_hidden_from_every_rank(ranks: int) -> None:
+    length, document = 16, torch.tensor([0] * 5 + [1] * 11)
+    hidden = torch.ones(length, length).triu(1).bool() | (document[:, None] != document)
+    order = torch.cat([positions_of_rank(r, ranks, length // ranks) for r in range(ranks)])
+    for rank in range(ranks):
+        mine = positions_of_rank(rank, ranks, length // ranks)
+        own = hidden[mine][None, None]
+        mask = gathered_mask(own, rank, ranks, length // ranks)
+        assert torch.equal(mask[0, 0], ~hidden[mine][:, order])
+        assert gathered_mask(None, rank, ranks, length // ranks) is causal_mask(
+            rank, ranks, length // ranks
+        )
 
 
 def test_attention_without_a_mask_is_causal() -> None:
