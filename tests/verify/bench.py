@@ -22,7 +22,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from tests.verify.plants.check import FOLDER, Plant, plants
-from tools.launch.matrix.cells import Asked, Cell, patched, rows_of
+from tools.launch.matrix.asked import Asked
+from tools.launch.matrix.cell import Cell, patched
+from tools.launch.matrix.cells import rows_of
 from tools.launch.matrix.commands import known_findings
 from tools.launch.matrix.definition import load_matrix
 from tools.launch.options import Options, read_plant

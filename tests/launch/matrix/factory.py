@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tools.launch.matrix.cells import Cell
+from tools.launch.matrix.cell import Cell
 from tools.launch.matrix.definition import Apart, Family, Layout, Level, Matrix
 from tools.launch.matrix.outcome import CellRecord, CellStatus
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.launch.matrix.factory import DP, TP, factor, family, matrix, record
-from tools.launch.matrix.cells import Cell
+from tools.launch.matrix.cell import Cell
 from tools.launch.matrix.curves import curve_of
 from tools.launch.matrix.outcome import CellStatus, Error
 from tools.launch.matrix.page import HTML, MARKDOWN, read_stored, store, store_curves, write_pages

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.launch.matrix.factory import DP, TP, factor, family, guilty, matrix, record
-from tools.launch.matrix.cells import Cell, cells_of
+from tools.launch.matrix.cell import Cell
+from tools.launch.matrix.cells import cells_of
 from tools.launch.matrix.outcome import (
     CellRecord,
     CellStatus,

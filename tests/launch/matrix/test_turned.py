@@ -9,7 +9,7 @@ import pytest
 
 from tests.verify.bench import GENERAL
 from tests.verify.plants.check import Plant, plants
-from tools.launch.matrix.cells import is_within, split
+from tools.launch.matrix.cell import is_within, split
 from tools.launch.matrix.definition import Family, Layout, Level, load_matrix
 
 FAMILIES = load_matrix().families

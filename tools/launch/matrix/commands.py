@@ -17,7 +17,8 @@ from rich.console import Console
 
 from tools.launch.data import ensure_small_sample
 from tools.launch.errors import wrong_settings_refused
-from tools.launch.matrix.cells import Asked, cells_of
+from tools.launch.matrix.asked import Asked
+from tools.launch.matrix.cells import cells_of
 from tools.launch.matrix.curves import curves
 from tools.launch.matrix.definition import Matrix, load_matrix
 from tools.launch.matrix.fuzz import draws

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tools.launch.matrix.cells import Cell, patched
+from tools.launch.matrix.cell import Cell, patched
 from tools.launch.matrix.definition import Family, Layout, Level, Matrix
 from tools.launch.matrix.outcome import CellRecord, CellStatus
 from tools.launch.matrix.running import MatrixRun

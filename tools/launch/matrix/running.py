@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.errors import LaunchError
-from tools.launch.matrix.cells import Cell, applies
+from tools.launch.matrix.cell import Cell, applies
 from tools.launch.matrix.definition import Level
 from tools.launch.matrix.outcome import (
     CellRecord,
