@@ -51,10 +51,14 @@ class MatrixOfVersion:
 
     @property
     def counts(self) -> str:
-        """How many cells came to what."""
-        numbers = {status: sum(one.status is status for one in self.records) for status in STATUSES}
-        said = ", ".join(f"{number} {status}" for status, number in numbers.items() if number)
-        return f"{len(self.records)} cells: {said}"
+        """How many cells, and how many pairs of a level and a layout, came to what."""
+        pairs = [pair.status for table in self.tables for row in table.rows for pair in row.pairs]
+        cells = [one.status for one in self.records]
+        left = f", {pairs.count(None)} in no cell" if None in pairs else ""
+        return (
+            f"{len(cells)} cells: {_counted(cells)}. {len(pairs)} pairs of a level and a layout: "
+            f"{_counted(pairs)}{left}"
+        )
 
     @cached_property
     def known(self) -> list[tuple[Finding, list[CellRecord]]]:
@@ -92,6 +96,11 @@ class MatrixOfVersion:
         first = self.tables[0]
         own = [one for one in self.records if one.family == first.family.name]
         return list(first.layouts), bf16_costs(own, first.layouts)
+
+
+def _counted(statuses: Sequence[CellStatus | None]) -> str:
+    numbers = ((status, statuses.count(status)) for status in STATUSES)
+    return ", ".join(f"{number} {status}" for status, number in numbers if number)
 
 
 def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
