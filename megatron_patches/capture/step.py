@@ -175,7 +175,9 @@ def _run(
         stepped = step(*args, **kwargs)
         for number, norm in enumerate((stepped[1], *norms)):
             slot = f"used for clipping, call {number}" if number else "returned"
-            if norm is not None:
+            # Where nothing is clipped some of Megatron's optimizers compute no norm, and return 0.
+            computed = norm is not None and (bool(norms) or float(norm) > 0)
+            if computed:
                 sink.write(
                     Site(Stage.NORM, "grad_norm", slot), torch.tensor([float(norm)]).double()
                 )
