@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from tools.launch.matrix.curves import ITERATIONS, Curve
 from tools.launch.matrix.definition import Matrix
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.launch.matrix.table import MEANINGS, SIGNS, FamilyTable, Pair, bf16_costs, tables
+from tools.launch.matrix.table import BF16, MEANINGS, SIGNS, FamilyTable, Pair, bf16_costs, tables
 from tools.records.io import write_record, write_whole
 from tools.text.html import environment
 from tools.text.table import markdown_text
@@ -52,11 +52,14 @@ class MatrixOfVersion:
     @property
     def counts(self) -> str:
         """How many cells, and how many pairs of a level and a layout, came to what."""
-        pairs = [pair.status for table in self.tables for row in table.rows for pair in row.pairs]
+        found = [pair for table in self.tables for row in table.rows for pair in row.pairs]
+        pairs = [pair.status for pair in found if not pair.is_open]
+        still = len(found) - len(pairs)
         cells = [one.status for one in self.records]
         left = f", {pairs.count(None)} in no cell" if None in pairs else ""
+        left += f", {still} only in cells of which it is not known what is wrong" if still else ""
         return (
-            f"{len(cells)} cells: {_counted(cells)}. {len(pairs)} pairs of a level and a layout: "
+            f"{len(cells)} cells: {_counted(cells)}. {len(found)} pairs of a level and a layout: "
             f"{_counted(pairs)}{left}"
         )
 
@@ -115,13 +118,13 @@ def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
 
 def _as_stored(record: CellRecord) -> dict[str, object]:
     """What is not as it is by default; numbers with as many digits as are read."""
-    blank = CellRecord("", "", "", (), "", CellStatus.HELD)
+    blank, bf16 = CellRecord("", "", "", (), "", CellStatus.HELD), BF16 in record.levels
     fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
     needed = ("id", "family", "layout", "levels", "command", "status")
     return {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in fields.items()
-        if name in needed or value != getattr(blank, name)
+        if name in needed or (value != getattr(blank, name) and (name != "stages" or bf16))
     }
 
 
@@ -194,6 +197,7 @@ def markdown_page(versions: Sequence[MatrixOfVersion]) -> str:
     lines = [_HEAD, "| sign | |", "|---|---|"]
     lines += [f"| {sign} | {meaning} |" for _, sign, meaning in _legend()]
     lines += ["| ✓ᵖ | held with the patch of a known finding, which it would else show |"]
+    lines += ["| ✗? | one of the cell's levels differs, and it is not known yet which |"]
     lines += ["| ✗ with … | differs only together with that level |", "| – | in no cell |", ""]
     for version in versions:
         lines += _version(version)
@@ -209,8 +213,8 @@ at least one cell, and a cell has many features at once: a pair shows the worst 
 cell that is wrong the levels that are to blame. Every cell with its command is in
 [{HTML}]({HTML}). [matrix.yaml](../examples/matrix.yaml) says what levels and layouts are.
 
-Made by `make verify-matrix PAGE=docs` (`MEGATRON_LM=` for another version); what is stored is in
-[{STORED}/]({STORED}).
+Made by `make verify-matrix PAGE=docs` (`MEGATRON_LM=` for another version); the cells are kept in
+`docs/{STORED}/`.
 """
 
 

@@ -21,6 +21,8 @@ class Pair:
     """Of what held, the largest error over tolerance."""
     beside: tuple[str, ...] = ()
     """Levels with which alone it is wrong."""
+    is_open: bool = False
+    """Whether any level of the cell may be to blame: it was not found out yet."""
 
     @property
     def text(self) -> str:
@@ -31,6 +33,8 @@ class Pair:
             patched = "ᵖ" if self.record and self.record.patch else ""
             return f"✓{patched} {self.ratio or 0:.2f}"
         mark = SIGNS[self.status]
+        if self.is_open:
+            return f"{mark}?"
         return f"{mark} with {', '.join(_names(self.beside))}" if self.beside else mark
 
     @property
@@ -48,6 +52,8 @@ class Pair:
             return "not tried"
         return f"{self.record.status}: {self.record.sentence}"
 
+
+BF16 = "dtype/bf16"
 
 SIGNS = {
     CellStatus.HELD: "✓",
@@ -133,7 +139,7 @@ def pair_of(family: Family, level: Level, layout: str, records: Iterable[CellRec
     unexplained = [one for one in wrong if one.blamed is None and not one.finding]
     if unexplained:
         least = min(unexplained, key=lambda one: (len(one.levels), -STATUSES.index(one.status)))
-        return Pair(least.status, least)
+        return Pair(least.status, least, is_open=len(least.levels) > 1)
     return Pair(None)
 
 
@@ -171,7 +177,7 @@ def bf16_costs(
     """
     found: dict[str, dict[str, float]] = {}
     for one in records:
-        if one.is_right and "dtype/bf16" in one.levels:
+        if one.is_right and BF16 in one.levels:
             for stage, error in one.stages.items():
                 before = found.setdefault(stage, {}).get(one.layout, 0.0)
                 found[stage][one.layout] = max(before, error.error / epsilon)
