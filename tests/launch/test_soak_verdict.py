@@ -42,9 +42,9 @@ def test_memory_that_settles_after_the_start_is_steady() -> None:
 
 
 def test_growth_of_more_than_a_hundredth_is_named() -> None:
-    (found,) = steadiness([reading(n, memory=1000 + 2 * n) for n in range(1, 13)])
+    (found,) = steadiness([reading(n, memory=1000 + 3 * n) for n in range(1, 13)])
     # Readings 4 to 12 are left after the first quarter: the least of 4 to 6 and of 10 to 12.
-    assert (found.memory_bytes, found.growth > 1.01, found.is_steady) == ((1008, 1020), True, False)
+    assert (found.memory_bytes, found.growth > 1.01, found.is_steady) == ((1012, 1030), True, False)
 
 
 def test_what_a_save_takes_for_a_while_is_no_growth() -> None:

@@ -26,7 +26,7 @@ UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 """Names of the two runs' folders."""
 
 MEMORY_LIMIT = 0.01
-"""Growth from the first third to the last, as a share, below which memory is called steady."""
+"""By how much of itself the least of the last third may be above the most of the first."""
 
 _FEWEST_WINDOWS = 3
 
@@ -88,9 +88,9 @@ class Steadiness:
 
     @property
     def is_steady(self) -> bool:
-        """Whether neither grew: memory by more than the limit, and by more than it fluctuates."""
+        """Whether neither grew: memory beyond what it reached, by more than the limit."""
         first, last = self.memory_bytes
-        memory = self.growth <= 1 + MEMORY_LIMIT or last - first <= self.fluctuation_bytes
+        memory = last <= (first + self.fluctuation_bytes) * (1 + MEMORY_LIMIT)
         return memory and self.descriptors[1] <= self.descriptors[0]
 
 
