@@ -65,13 +65,17 @@ def attend(
 
 def is_plain(attention: Any) -> bool:
     """Whether Megatron's attention is causal, over all that came before, with the usual softmax."""
+    return _is_causal(attention) and not _ends_at_documents()
+
+
+def _is_causal(attention: Any) -> bool:
+    """The same but for what a mask hides as well."""
     from megatron.core.transformer.enums import AttnMaskType
 
     return (
         attention.attn_mask_type == AttnMaskType.causal
         and attention.config.window_size is None
         and getattr(attention, "softmax_offset", None) is None
-        and not _ends_at_documents()
     )
 
 
@@ -173,14 +177,16 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 # Both are parts of one tensor, which Megatron views as rows; others need no copy.
                 key, value = key.contiguous(), value.contiguous()
             return original(self, query, key, value, *args, **kwargs)
-        if not plain:
+        hidden = args[0] if args else kwargs.get("attention_mask")
+        # A later pipeline stage gets no mask, and could not end at documents.
+        if not _is_causal(self) or (hidden is None and _ends_at_documents()):
             raise NotImplementedError(
                 f"Context parallelism without Transformer Engine knows plain causal attention, not "
                 f"{self.attn_mask_type} with window {self.config.window_size} and softmax "
-                f"'{getattr(self.config, 'softmax_type', 'vanilla')}', and no --reset-attention-mask."
+                f"'{getattr(self.config, 'softmax_type', 'vanilla')}', and --reset-attention-mask only "
+                "where a mask is given."
             )
         # Recomputing this part in backward is what gathers K and V a second time.
-        hidden = args[0] if args else kwargs.get("attention_mask")
         out: Tensor = tensor_parallel.checkpoint(
             functools.partial(_attend_gathered, self), False, query, key, value, hidden
         )
