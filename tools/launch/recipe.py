@@ -17,7 +17,13 @@ from tools.convert.recipe.flags import reading_of_fields
 from tools.convert.recipe.imported import imported, model_name
 from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import BRIDGE_VERSION
-from tools.convert.recipe.written import ENTRY_FILE, RECIPE_FILE, written_entry, written_recipe
+from tools.convert.recipe.written import (
+    ENTRY_FILE,
+    GPUS_OF_A_MACHINE,
+    RECIPE_FILE,
+    written_entry,
+    written_recipe,
+)
 from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
@@ -59,9 +65,20 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     Raises:
         LaunchError: There is no such run, or no recipe says what it trains; nothing was written.
     """
-    source = source_of_target(run, options) if run.startswith("train-") else source_of_folder(run)
+    if run.startswith("train-"):
+        source = source_of_target(run, options)
+        for reason in violations(source.spec):
+            raise LaunchError(f"{run} makes a run that Megatron refuses: {reason}")
+    else:
+        source = source_of_folder(run)
     origin = f"make export-recipe RUN={run} TO={to}"
     folder = RECIPES / source.name
+    ranks = source.spec.parallelism.world_size
+    if to == NEMO and ranks > GPUS_OF_A_MACHINE:
+        raise LaunchError(
+            f"{run} needs {ranks} GPUs, and nemo-run's entry is for one machine of "
+            f"{GPUS_OF_A_MACHINE}; use TO=bridge with an executor of your own."
+        )
     try:
         recipe = recipe_of(source)
         text = written_recipe(recipe, source.spec, origin, from_root(folder / RECIPE_FILE))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.convert.recipe.documents import source, write
 from tools.convert.recipe.bridge import read_recipe
@@ -13,7 +14,11 @@ from tools.convert.recipe.flags import Reading, reading_of_fields
 from tools.convert.recipe.imported import imported
 from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import ROWS, Symbol
-from tools.launch.recipe import recipe_of, source_of_folder
+from tools.convert.recipe.written import written_entry, written_recipe
+from tools.launch import recipe as command
+from tools.launch.errors import LaunchError
+from tools.launch.options import options_from_environment
+from tools.launch.recipe import export_recipe, recipe_of, source_of_folder
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import model_names, training_flags
@@ -30,11 +35,25 @@ STRATEGIES = {
 RUNS = ROOT / "tests/golden/runs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", model_names())
-def test_every_strategy_of_a_model_comes_back_from_its_recipe_as_the_same_run(
-    model: str, tmp_path: Path
-) -> None:
-    for strategy, ranks in STRATEGIES.items():
+def test_every_strategy_of_a_model_comes_back_from_its_recipe_as_the_same_run(model: str) -> None:
+    comes_back(model, *STRATEGIES)
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "moe-tiny"])
+def test_every_strategy_comes_back_from_its_recipe_as_the_same_run(model: str) -> None:
+    comes_back(model, *STRATEGIES)
+
+
+def test_every_model_comes_back_from_its_recipe_as_the_same_run() -> None:
+    for model in model_names():
+        comes_back(model, "tp2")
+
+
+def comes_back(model: str, *strategies: str) -> None:
+    for strategy in strategies:
+        ranks = STRATEGIES[strategy]
         asked = source(f"train-{strategy}-{model}-{ranks}gpu")
         recipe = recipe_of(asked)
         reading = reading_of_fields(recipe.fields)
@@ -42,9 +61,14 @@ def test_every_strategy_of_a_model_comes_back_from_its_recipe_as_the_same_run(
         assert replace(read, strategy=strategy) == asked.spec
         assert (recipe.left_out, reading.left_out) == ((), ())
         assert trained_by(reading, asked.spec) == read
-    assert (
-        read_recipe(str(write(tmp_path / "r.yaml", recipe.fields))).items() >= recipe.fields.items()
-    )
+
+
+def test_a_recipe_comes_back_from_the_yaml_that_bridge_writes(tmp_path: Path) -> None:
+    fields = recipe_of(source("train-tp2-llama3-8b-fp8-2gpu")).fields
+    fields["model.attention_backend"] = Symbol("megatron.core.transformer.enums.AttnBackend.fused")
+    read = read_recipe(str(write(tmp_path / "r.yaml", fields)))
+    assert read.items() >= fields.items()
+    assert Flags(reading_of_fields(read).flags).text("--attention-backend") == "fused"
 
 
 def trained_by(reading: Reading, spec: RunSpec) -> RunSpec:
@@ -142,6 +166,36 @@ def test_what_has_no_counterpart_is_named() -> None:
         "PLANT=bug.py",
         "--log-memory-interval 5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("run", "to", "sentence"),
+    [
+        ("train-tp2-gpt2-xl-2gpu", "bridge", "refuses: gpt2-xl has 25 attention heads"),
+        ("train-tp8pp16dp8-gpt3-175b-1024gpu", "nemo", "needs 1024 GPUs"),
+        ("runs/none", "bridge", "is no run folder"),
+    ],
+)
+def test_a_run_that_is_none_is_refused_before_anything_is_written(
+    run: str, to: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "RECIPES", tmp_path / "recipes")
+    with pytest.raises(LaunchError, match=sentence):
+        export_recipe(run, to, options_from_environment({}), Console())
+    assert not (tmp_path / "recipes").exists()
+
+
+def test_a_recipe_is_a_python_file_with_units_and_the_command_that_trains_it() -> None:
+    asked = source("train-tp2-llama3-8b-2gpu")
+    text = written_recipe(recipe_of(asked), asked.spec, "make …", "recipes/x/bridge_recipe.py")
+    compile(text, "bridge_recipe.py", "exec")
+    assert "torchrun --standalone --nproc-per-node 2 recipes/x/bridge_recipe.py" in text
+    assert "            seq_length=8192,  # tokens\n" in text
+    assert "            activation_func=torch.nn.functional.silu,\n" in text
+    assert "            num_query_groups=8,  # heads of keys and values\n" in text
+    entry = written_entry(asked.spec, "x", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "make …", "y")
+    compile(entry, "nemo_entry.py", "exec")
+    assert 'launcher="torchrun"' in entry
 
 
 def test_each_flag_and_each_field_stands_in_the_table_once() -> None:

@@ -98,7 +98,7 @@ def _evaluate(file: str, out: Path, *options: str) -> None:
         raise RecipeError(f"{file} took more than {_SECONDS} seconds to build.") from None
     if ended.returncode or not out.is_file():
         said = ended.stderr.strip().splitlines() or ["it wrote nothing"]
-        raise RecipeError(f"{file} makes no container: {said[-1]}")
+        raise RecipeError(f"{Path(file).name} makes no container: {said[-1]}")
 
 
 def differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterable[str]:

@@ -12,6 +12,7 @@ from tools.spec.run import RunSpec
 
 RECIPE_FILE, ENTRY_FILE = "bridge_recipe.py", "nemo_entry.py"
 NEMO_VERSION = "0.11.1"
+GPUS_OF_A_MACHINE = 8
 
 _CONFIG = "megatron.bridge.training.config"
 _CLASSES = {
@@ -141,7 +142,7 @@ def _docstring(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> Iterabl
     yield f"Made by `{origin}`."
     yield "Trains where its data set's path begins, in an image with Megatron-Bridge:"
     yield ""
-    yield f"    torchrun --standalone --nproc-per-node {ranks} {path}"
+    yield f"    torchrun {_machines(ranks)} {path}"
     yield ""
     yield "Fields that are not here have Megatron-Bridge's defaults, which are Megatron-LM's too."
     if recipe.left_out:
@@ -154,6 +155,15 @@ def _docstring(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> Iterabl
             yield words.fill(plain)
     yield '"""'
     yield ""
+
+
+def _machines(ranks: int) -> str:
+    """torchrun's options for one machine, or several."""
+    if ranks <= GPUS_OF_A_MACHINE:
+        return f"--standalone --nproc-per-node {ranks}"
+    nodes = -(-ranks // GPUS_OF_A_MACHINE)
+    rendezvous = "--node-rank … --master-addr …"
+    return f"--nnodes {nodes} --nproc-per-node {ranks // nodes} {rendezvous}"
 
 
 def _by_section(fields: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
