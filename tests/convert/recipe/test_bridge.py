@@ -34,6 +34,12 @@ TARGETS = (
     *("train-zero1-gpt3-1.3b-2gpu", "train-fsdp2-gpt3-1.3b-2gpu", "train-baseline-moe-tiny-1gpu"),
     "train-tp2pp2dp2-gpt2-tiny-8gpu",
 )
+OPPOSITES = (
+    *("--untie-embeddings-and-output-weights", "--no-persist-layer-norm"),
+    *("--no-load-optim", "--no-load-rng"),
+)
+"""Flags that the parser keeps under their own name, the opposite of the field's."""
+
 SAYS_NOTHING = {
     "checkpoint.strict_fsdp_dtensor_load": "loading a checkpoint of Megatron-FSDP",
     "checkpoint.use_persistent_ckpt_worker": "asynchronous saving",
@@ -79,7 +85,9 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 def test_defaults_of_the_table_are_megatrons(configs: Mapping[str, Any]) -> None:
     derived = {"--seq-length", "--num-query-groups", "--dataloader-type", "--split"}
     for row in ROWS:
-        if row.flag not in derived:
+        if row.flag in OPPOSITES:
+            assert (row.megatron, bool(configs["defaults"][row.flag])) == (True, False)
+        elif row.flag not in derived:
             default = configs["defaults"][row.flag]
             default = default[0] if isinstance(default, list) and default else default
             kept = row.megatron.path if isinstance(row.megatron, Symbol) else row.megatron
