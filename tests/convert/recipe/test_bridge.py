@@ -161,7 +161,8 @@ def unused(place: str, fields: Mapping[str, Value]) -> bool:
     if place in one_rank:
         return fields[f"model.{one_rank[place]}_parallel_size"] == 1
     if "fp8" in place or "in_bf16" in place:
-        return fields["model.fp8"] is None
+        kept = "in_bf16" in place and not fields["model.first_last_layers_bf16"]
+        return fields["model.fp8"] is None or kept
     if place.startswith("ddp.") and fields["dist.use_torch_fsdp2"]:
         return True  # Megatron has other settings for it.
     if place == "ddp.data_parallel_sharding_strategy":
