@@ -177,9 +177,11 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 # Both are parts of one tensor, which Megatron views as rows; others need no copy.
                 key, value = key.contiguous(), value.contiguous()
             return original(self, query, key, value, *args, **kwargs)
-        hidden = args[0] if args else kwargs.get("attention_mask")
+        # Plain causal attention needs no mask of each sample.
+        documents = _ends_at_documents()
+        hidden = (args[0] if args else kwargs.get("attention_mask")) if documents else None
         # A later pipeline stage gets no mask, and could not end at documents.
-        if not _is_causal(self) or (hidden is None and _ends_at_documents()):
+        if not _is_causal(self) or (documents and hidden is None):
             raise NotImplementedError(
                 f"Context parallelism without Transformer Engine knows plain causal attention, not "
                 f"{self.attn_mask_type} with window {self.config.window_size} and softmax "
