@@ -101,7 +101,7 @@ def test_what_is_set_up_is_not_set_up_again(bare_kit: Path) -> None:
     first = set_up(bare_kit)
     assert (first.returncode, called(bare_kit)) == (0, ["venv", "pip requirements.txt"])
     assert first.stderr.startswith(
-        "Setting up .venv with Python 3.12.1, once: 131 packages, 2.8 GB"
+        "Setting up .venv with Python 3.12.1, once: 133 packages, 2.8 GB"
     )
     assert "WARNING" not in first.stderr
     second = set_up(bare_kit)

@@ -41,7 +41,7 @@ from tools.records import run as records
 from tools.records.io import write_whole
 from tools.spec import settings
 from tools.spec.files import from_root
-from tools.spec.strategy import devices_of
+from tools.spec.strategy import StrategyError, devices_of
 
 SAVE_EVERY = 50
 """Iterations, as many as between two evaluations."""
@@ -138,7 +138,10 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         LaunchError: Strategy and model do not fit each other.
     """
     model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
-    devices = devices_of(strategy, otherwise=2)
+    try:
+        devices = devices_of(strategy, otherwise=2)
+    except StrategyError as error:
+        raise LaunchError(f"STRATEGY={strategy}: {error}") from None
     target = parse_target(f"train-{strategy}-{model}-{devices}cpu")
     iterations = round(hours * 3600 / _FASTEST_SECONDS)
     schedule = ("--train-iters", str(iterations), "--lr-decay-iters", str(iterations))
