@@ -56,6 +56,12 @@ def test_of_several_nodes_the_first_holds_it_and_a_new_folder_is_nobodys(tmp_pat
         pass
 
 
+def test_a_run_folder_that_is_none_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="is no folder"), only_attempt(tmp_path / "none", None):
+        raise AssertionError("a folder that is none is held")
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(("number", "refuses"), [(errno.ENOSYS, False), (errno.EACCES, True)])
 def test_where_a_file_system_has_no_locks_runs_go_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, refuses: bool

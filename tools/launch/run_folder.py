@@ -94,11 +94,13 @@ def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
     A folder that is still to be made is not held; of several nodes the first holds it.
 
     Raises:
-        LaunchError: Another launcher holds it, or a rank of the run still lives.
+        LaunchError: It is no folder, another launcher holds it, or a rank of the run still lives.
     """
     if run is None or (nodes is not None and nodes.rank > 0):
         yield
         return
+    if not run.is_dir():
+        raise LaunchError(f"RUN_FOLDER={run} is no folder; make it, or leave RUN_FOLDER= out.")
     with (run / LOCK_FILE).open("ab") as file:
         try:
             lock(file)
