@@ -26,6 +26,9 @@ from tools.verify.findings import Finding, Judged, findings
 MARKDOWN, HTML, STORED = "parity-matrix.md", "parity-cells.html", "parity"
 _TEMPLATES = Path(__file__).parent / "templates"
 
+_NAMED_KITS = 3
+"""Commits that a title names."""
+
 
 @dataclass(frozen=True)
 class MatrixOfVersion:
@@ -47,7 +50,13 @@ class MatrixOfVersion:
         dates = sorted({one.date for one in self.records})
         kits = sorted({one.kit for one in self.records if one.kit})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        return f"Megatron {self.records[0].megatron}, {when}, kit {', '.join(kits) or DASH}"
+        # A matrix may take days, and the kit change meanwhile; each cell's record has its own.
+        kit = (
+            f"{len(kits)} states of the kit"
+            if len(kits) > _NAMED_KITS
+            else f"kit {', '.join(kits)}"
+        )
+        return f"Megatron {self.records[0].megatron}, {when}, {kit if kits else DASH}"
 
     @property
     def counts(self) -> str:
