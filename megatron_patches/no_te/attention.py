@@ -168,10 +168,9 @@ def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        plain = is_plain(self)
         if self.config.context_parallel_size == 1:
             # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
-            if query.is_cuda and plain and not has_bias_or_packing(args, kwargs):
+            if query.is_cuda and is_plain(self) and not has_bias_or_packing(args, kwargs):
                 return _attend_dropping(self, query, key, value, None)
             if self.config.multi_latent_attention:
                 # Both are parts of one tensor, which Megatron views as rows; others need no copy.

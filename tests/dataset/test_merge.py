@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tools.dataset import folder
+from tests.preprocess.conftest import interrupt_after_moves
 from tools.dataset.verify import verify
 
 DOCUMENTS = [f"Document {i} " + "and words " * (i % 5) for i in range(60)] + [""]
@@ -91,17 +91,8 @@ def test_an_existing_output_is_not_touched(tool, parts, tmp_path, capsys):
 def test_killed_while_renaming_it_can_be_run_again(
     tool, parts, tmp_path, monkeypatch, moves, reference, read_pair
 ):
-    move, done = folder.move, 0
-
-    def dying(source, target):
-        nonlocal done
-        if done == moves:
-            raise KeyboardInterrupt
-        move(source, target)
-        done += 1
-
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "move", dying)
+        interrupt_after_moves(patch, moves)
         assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 130
     assert not (tmp_path / "all.idx").exists()
     assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 0

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from tools.dataset import folder
 from tools.preprocess.cli import main
 from tools.preprocess.encoders import Encoder, GigatokenEncoder, HuggingFaceEncoder
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
@@ -20,6 +21,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 Reference = Callable[..., tuple[bytes, bytes]]
 Tool = Callable[..., int]
+
+
+def interrupt_after_moves(patch: pytest.MonkeyPatch, moves: int) -> None:
+    """Have a data set's output interrupted when so many of its files have their final names."""
+    move, done = folder.move, 0
+
+    def dying(source: Path, target: Path) -> None:
+        nonlocal done
+        if done == moves:
+            raise KeyboardInterrupt
+        move(source, target)
+        done += 1
+
+    patch.setattr(folder, "move", dying)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.preprocess.conftest import interrupt_after_moves
 from tools.bench.synthetic_text import write_synthetic
 
 KILL_FLAGS = ("--append-eod", "--commit-mib", "2", "--workers", "2")
@@ -188,20 +189,9 @@ def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path,
 def test_killed_while_renaming_it_finishes_the_renames(
     tool, english, undisturbed, tmp_path, monkeypatch, moves
 ):
-    from tools.dataset import folder
-
     arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:
-        move, done = folder.move, 0
-
-        def dying(source, target):
-            nonlocal done
-            if done == moves:
-                raise KeyboardInterrupt
-            move(source, target)
-            done += 1
-
-        patch.setattr(folder, "move", dying)
+        interrupt_after_moves(patch, moves)
         assert tool(*arguments) == 130
     assert not (tmp_path / "o_text_document.idx").exists()
     assert tool(*arguments) == 0

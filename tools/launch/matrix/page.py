@@ -51,12 +51,10 @@ class MatrixOfVersion:
         kits = sorted({one.kit for one in self.records if one.kit})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
         # A matrix may take days, and the kit change meanwhile; each cell's record has its own.
-        kit = (
-            f"{len(kits)} states of the kit"
-            if len(kits) > _NAMED_KITS
-            else f"kit {', '.join(kits)}"
-        )
-        return f"Megatron {self.records[0].megatron}, {when}, {kit if kits else DASH}"
+        kit = f"kit {', '.join(kits) or DASH}"
+        if len(kits) > _NAMED_KITS:
+            kit = f"{len(kits)} states of the kit"
+        return f"Megatron {self.records[0].megatron}, {when}, {kit}"
 
     @property
     def counts(self) -> str:
