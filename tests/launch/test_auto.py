@@ -16,10 +16,13 @@ from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.plan.calibration import calibration_path, load_calibration
 from tools.plan.search import search
-from tools.plan.time.cluster import Calibration
+from tools.plan.time.cluster import Calibration, Cluster
+from tools.plan.time.compute import layer_seconds, product_seconds, rates
 from tools.records import run as records
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.run import DeviceKind
+from tools.spec.model import ModelShape
+from tools.spec.run import DeviceKind, RunSpec
+from tools.spec.strategy import Batch, Parallelism
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
 TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
@@ -59,6 +62,25 @@ def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:
     h200 = device_by_key("h200")
     on_gpu = from_figures(FIGURES, DeviceKind.GPU, h200, link_by_key(h200.link))
     assert (on_gpu.contention, on_gpu.launch_beside_work) == (Calibration().contention, True)
+
+
+def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_took() -> None:
+    h100 = device_by_key("h100")
+    link, work = link_by_key(h100.link), calibrate.WORKLOADS[DeviceKind.GPU]
+    assert work.matmul_size is not None
+    assert work.attention_shape is not None
+    took = Figures(matmul_flops=700e12, attention_flops=400e12, copy_bytes_per_second=2.9e12)
+    calibration = from_figures(took, DeviceKind.GPU, h100, link)
+    assert calibration.memory == pytest.approx(2.9 / 3.35)
+    rate = rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
+    size = work.matmul_size
+    product = product_seconds(size, size, size, 2, rate)
+    assert 2 * size**3 / product == pytest.approx(700e12)
+    heads, length, width = work.attention_shape
+    shape = ModelShape(1, heads * width, heads, heads, width, 0, length, 0)
+    layer = layer_seconds(RunSpec(shape, Parallelism(), Batch(1, 1), dropout=0.0), rate)
+    attention = layer.forward_attention + layer.backward_attention
+    assert 6 * heads * length**2 * width / attention == pytest.approx(400e12)
 
 
 def test_one_rank_has_no_link_to_measure() -> None:

@@ -20,9 +20,10 @@ from rich.console import Console
 from tools.launch import microbenchmark
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.microbenchmark import Figures, Workload
+from tools.launch.microbenchmark import Figures, Workload, attention_flops
 from tools.plan.calibration import calibration_of, calibration_path
-from tools.plan.time.cluster import Calibration
+from tools.plan.time.cluster import Calibration, Cluster
+from tools.plan.time.compute import layer_seconds, product_seconds, rates
 from tools.plan.time.constants import NAMES, constants_of
 from tools.records.io import write_record
 from tools.spec.files import from_root
@@ -33,14 +34,17 @@ from tools.spec.hardware import (
     find_device,
     link_by_key,
 )
-from tools.spec.run import DeviceKind
+from tools.spec.model import ModelShape
+from tools.spec.run import DeviceKind, RunSpec
+from tools.spec.strategy import Batch, Parallelism
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import DASH
 
 TIMEOUT_SECONDS = 600.0
 MEGATRON_LAYER, MEGATRON_LOOP = 3.5, 20.0
 """Host time of a layer of Megatron, and of its training loop for an iteration, in layers of PyTorch's
-own encoder (`Workload.layer`): measured on a CPU rank with 4 and 16 layers of 16 tokens."""
+own encoder (`Workload.layer`): measured on a CPU rank with 4 and 16 layers of 16 tokens. The host of a
+GPU runs the same Python."""
 WORKLOADS = {
     DeviceKind.CPU: Workload(
         matmul_size=1024,
@@ -56,11 +60,13 @@ WORKLOADS = {
     ),
     DeviceKind.GPU: Workload(
         matmul_size=8192,
-        attention_shape=(32, 2048, 128),
+        attention_shape=(256, 2048, 128),
         copy_bytes=1 << 30,
         layer=True,
-        all_reduce_bytes=16 << 20,
+        all_reduce_bytes=256 << 20,
         latency=True,
+        seconds_each=1.0,
+        median=True,
     ),
 }
 
@@ -169,7 +175,8 @@ def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Li
 
 
 def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link) -> Calibration:
-    """Shares of the datasheet's (for a CPU: nominal) rates; what was not measured keeps its default."""
+    """What the formulas take, rates as shares of the datasheet's (for a CPU: nominal) ones; what was not
+    measured keeps its default."""
     peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
     assert peak_flops is not None
     measured = {
@@ -187,17 +194,46 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
     }
     known = {name: value for name, value in measured.items() if value is not None}
     calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
+    layer = figures.layer_seconds
+    if layer is not None:
+        calibration = replace(
+            calibration,
+            layer_launch_seconds=MEGATRON_LAYER * layer,
+            iteration_host_seconds=MEGATRON_LOOP * layer,
+        )
     if kind is DeviceKind.GPU:
-        return calibration
-    layer = figures.layer_seconds or 0.0
+        return _rates_of_formulas(calibration, figures, device, link)
     # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
-    return replace(
-        calibration,
-        contention=1.0,
-        launch_beside_work=False,
-        layer_launch_seconds=MEGATRON_LAYER * layer,
-        iteration_host_seconds=MEGATRON_LOOP * layer,
-    )
+    return replace(calibration, contention=1.0, launch_beside_work=False)
+
+
+def _rates_of_formulas(
+    measured: Calibration, figures: Figures, device: Device, link: Link
+) -> Calibration:
+    """Rates of products and attention with which the formulas give the timed kernels the time they took.
+
+    Beside the rate the formulas count what a kernel reads, fills and computes again: the shares that it
+    reached with all of that are too small for them.
+    """
+    work = WORKLOADS[DeviceKind.GPU]
+    asymptotic = replace(measured, matmul=1.0, attention=1.0)
+    rate = rates(Cluster(device, 1, 1, link, link, asymptotic), "bf16")
+    found: dict[str, float] = {}
+    if (size := work.matmul_size) and figures.matmul_flops:
+        whole, faster = (
+            product_seconds(size, size, size, 2, replace(rate, flops=times * rate.flops))
+            for times in (1, 2)
+        )
+        arithmetic = 2 * (whole - faster)
+        operands = whole - arithmetic
+        found["matmul"] = arithmetic / (2 * size**3 / figures.matmul_flops - operands)
+    if (shape := work.attention_shape) and figures.attention_flops:
+        heads, length, width = shape
+        model = ModelShape(1, heads * width, heads, heads, width, 0, length, 0)
+        layer = layer_seconds(RunSpec(model, Parallelism(), Batch(1, 1), dropout=0.0), rate)
+        took = attention_flops(shape, causal=True) / figures.attention_flops
+        found["attention"] = (layer.forward_attention + layer.backward_attention) / took
+    return replace(measured, **found)  # type: ignore[arg-type]
 
 
 def _share(measured: float | None, nominal: float) -> float | None:

@@ -92,6 +92,12 @@ class Figures:
     """Of each node with the next one around the ring; two nodes are one pair."""
 
 
+def attention_flops(shape: tuple[int, int, int], causal: bool) -> int:
+    """Of SDPA forward and backward (`Workload.attention_shape`); causal, half of the scores count."""
+    heads, length, width = shape
+    return 12 * heads * length * length * width // (2 if causal else 1)
+
+
 def measure(
     workload: Workload,
     device: DeviceKind,

@@ -20,7 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tools.launch.microbenchmark import Figures, Workload
+from tools.launch.microbenchmark import Figures, Workload, attention_flops
 from tools.spec.run import DeviceKind
 
 LARGE_CALLS, SMALL_CALLS = 10, 200
@@ -152,8 +152,7 @@ def _attention(timer: _Timer, heads: int, length: int, width: int) -> float:
         )
         out.sum().backward()  # type: ignore[no-untyped-call]
 
-    flops = 3 * 4 * heads * length * length * width
-    return (flops / 2 if causal else flops) / timer.seconds(work)
+    return attention_flops((heads, length, width), causal) / timer.seconds(work)
 
 
 def _copy(timer: _Timer, size_bytes: int) -> float:

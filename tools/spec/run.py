@@ -251,9 +251,10 @@ def spec_of_flags(
     flags = Flags(words)
     parallelism = parallelism_from_flags(words, devices)
     micro = flags.integer("--micro-batch-size", 1)
-    # Megatron's own layers, for hosts without Transformer Engine, keep the scores of attention; their
-    # context parallelism gathers K and V (megatron_patches).
-    local = device is DeviceKind.CPU or flags.text("--transformer-impl") == "local"
+    # Of Megatron's own layers, for hosts without Transformer Engine, CPU ranks keep the scores of attention
+    # and GPUs use SDPA; their context parallelism gathers K and V (megatron_patches/no_te).
+    on_cpu = device is DeviceKind.CPU
+    local = on_cpu or flags.text("--transformer-impl") == "local"
     return RunSpec(
         shape=shape_from_flags(model, flags),
         parallelism=parallelism,
@@ -262,7 +263,7 @@ def spec_of_flags(
         quantised=quantised_of(flags),
         dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
-        fused_attention=not local or parallelism.context > 1,
+        fused_attention=not on_cpu or parallelism.context > 1,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
         stages=stages_of(flags),
         token_dispatcher=_token_dispatcher(flags),
@@ -289,9 +290,12 @@ def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
     for degree in degrees:
         devices *= degree
     try:
-        return spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
+        spec = spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
     except (ValueError, ZeroDivisionError):
         return None
+    # Somebody else's Megatron has no patches: its own layers keep the scores.
+    local = flags.text("--transformer-impl") == "local" and spec.parallelism.context == 1
+    return replace(spec, fused_attention=False) if local else spec
 
 
 def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
