@@ -251,8 +251,8 @@ def spec_of_flags(
     flags = Flags(words)
     parallelism = parallelism_from_flags(words, devices)
     micro = flags.integer("--micro-batch-size", 1)
-    # Of Megatron's own layers, for hosts without Transformer Engine, CPU ranks keep the scores of attention
-    # and GPUs use SDPA; their context parallelism gathers K and V (megatron_patches/no_te).
+    # Of Megatron's own layers, for hosts without Transformer Engine, CPU ranks keep scores and
+    # GPUs use SDPA; their context parallelism gathers K and V (megatron_patches/no_te).
     on_cpu = device is DeviceKind.CPU
     local = on_cpu or flags.text("--transformer-impl") == "local"
     return RunSpec(
