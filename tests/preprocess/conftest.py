@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -52,18 +52,17 @@ def hugging_face_gpt2(gpt2: TokenizerSpec) -> Encoder:
     return HuggingFaceEncoder(gpt2)
 
 
-@pytest.fixture(scope="session")
-def indexed_dataset() -> Iterator[ModuleType]:
+@pytest.fixture
+def indexed_dataset(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Megatron's own module, from the installed wheel."""
+    monkeypatch.setenv("RANK", "0")  # it warns without
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         from megatron.core.datasets import indexed_dataset
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")  # it warns without
-        yield indexed_dataset
+    return indexed_dataset
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def reference(
     indexed_dataset: ModuleType,
     hugging_face_gpt2: Encoder,

@@ -36,6 +36,16 @@ def test_ranks_are_found_by_their_environment(tmp_path: Path) -> None:
         assert wait_for(ranks, 0).pid != wait_for(ranks, 1).pid
 
 
+def test_a_rank_that_the_launcher_itself_has_is_nobodys_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    command = ("bash", "-c", "RANK=1 sleep 60 & wait")
+    with RankProcesses(command, {}, tmp_path / "log.txt") as ranks:
+        wait_for(ranks, 1)
+        assert set(ranks.by_rank()) == {1}
+
+
 def test_processes_that_ignore_sigterm_are_ended_by_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
 
 _MARK = "KIT_RUN_MARK"
+_RANK_VARIABLE = "RANK"
 _RANK = re.compile(r"rank(\d+)")
 _SUPERVISOR = (sys.executable, "-m", "tools.launch.supervise.supervisor")
 
@@ -57,7 +58,7 @@ class RankProcesses:
                 *command,
             ),
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, _MARK: self._mark},
+            env={**_without_rank(), "PYTHONUNBUFFERED": "1", **environment, _MARK: self._mark},
             # Never written to: its end shows the supervisor that this process is gone.
             stdin=subprocess.PIPE,
             stdout=self._log,
@@ -91,7 +92,7 @@ class RankProcesses:
             if named := _RANK.fullmatch(_name(process)):
                 found.setdefault(int(named[1]), process)
         for process in self._descendants():
-            rank = _environment(process).get("RANK")
+            rank = _environment(process).get(_RANK_VARIABLE)
             if rank is not None:
                 found.setdefault(int(rank), process)
         return found
@@ -134,6 +135,11 @@ class RankProcesses:
             return psutil.Process(self._warm.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+
+def _without_rank() -> dict[str, str]:
+    """This process's variables without what ranks are known by, which clusters may set here too."""
+    return {name: value for name, value in os.environ.items() if name != _RANK_VARIABLE}
 
 
 def _name(process: psutil.Process) -> str:
