@@ -15,13 +15,14 @@ from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.plan.calibration import calibration_path, load_calibration
+from tools.plan.readings.own import add_rows, row_of
 from tools.plan.search import search
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import layer_seconds, product_seconds, rates
 from tools.records import run as records
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import ModelShape
-from tools.spec.run import DeviceKind, RunSpec
+from tools.spec.model import ModelShape, load_model
+from tools.spec.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
@@ -190,3 +191,21 @@ def test_two_cpu_ranks_are_measured_planned_for_and_trained(
     assert records.read_status(run).status is records.Status.OK
     again = plan_here(TINY, replace(options, calibrate=False), QUIET)
     assert again.request.cluster.calibration == measured
+
+
+def test_ones_own_runs_correct_the_plan_of_train_auto(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plan_here(TINY, Options(runs=tmp_path, dry_run=True), QUIET)
+    measured, own = next(c for c in plain.ranked if c.strategy == "dp2"), tmp_path / "mine.csv"
+    assert plan_here(TINY, Options(runs=tmp_path, dry_run=True), QUIET, own).ranked == plain.ranked
+    argv = (*load_model("gpt2-tiny").flags, *flags_of_spec(measured.spec))
+    trained = spec_of_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
+    add_rows(own, [row_of(trained, argv, CPU, "run", 3 * measured.seconds.total)])
+    corrected = plan_here(TINY, Options(runs=tmp_path, dry_run=True), QUIET, own)
+    found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
+    assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
+    own.write_text("hello\n")
+    monkeypatch.setattr("tools.launch.auto.OWN_READINGS", own)
+    with pytest.raises(LaunchError, match="row 1 lacks the column"):
+        train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)

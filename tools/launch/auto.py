@@ -1,13 +1,15 @@
 """`make train-auto-<model>-<N>cpu|gpu`: plan for this machine, say what was chosen and why, train it.
 
 The planner's constants are measured on this machine first, and kept until its devices or what measures
-them change; CALIBRATE=1 measures them anew.
+them change; CALIBRATE=1 measures them anew. Runs that `make report` kept as one's own readings correct
+its times, as they correct those of `make plan`.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -18,8 +20,12 @@ from tools.launch.options import Options
 from tools.launch.target import Target, parse_target
 from tools.launch.train import train
 from tools.plan.calibration import calibration_of
+from tools.plan.readings.near import uncertainty
+from tools.plan.readings.own import OwnRuns, own_runs
+from tools.plan.readings.table import ReadingsError
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
+from tools.spec.files import OWN_READINGS
 from tools.spec.hardware import Device, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, cp_comm_flags, recompute_flags, spec_of_model
@@ -33,7 +39,7 @@ def train_auto(name: str, options: Options, console: Console) -> int:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
     target = parse_target(f"train-baseline-{name.removeprefix('train-auto-')}")
-    plan = plan_here(target, options, console)
+    plan = plan_here(target, options, console, OWN_READINGS)
     explain(plan, console)
     chosen = plan.winner
     if chosen is None:
@@ -43,15 +49,26 @@ def train_auto(name: str, options: Options, console: Console) -> int:
     return train(strategy, flags, as_options(chosen, target, options), console)
 
 
-def plan_here(target: Target, options: Options, console: Console) -> Plan:
+def plan_here(target: Target, options: Options, console: Console, own: Path | None = None) -> Plan:
     """Search on this machine's devices, with its measured constants where there are any.
 
+    Args:
+        target: With any strategy; its model and devices count.
+        options: Of the training.
+        console: Says what is measured.
+        own: The file of one's own readings, which correct every time; None takes none.
+
     Raises:
-        LaunchError: The devices are not here, or are none the planner knows.
+        LaunchError: The devices are not here, or are none the planner knows; `own` is no table.
     """
     device = _device(target)
     calibration = _calibration(target, device, options, console)
-    return search(request_here(target, device, calibration, options))
+    request = request_here(target, device, calibration, options)
+    try:
+        known = own_runs(own, request.cluster) if own else OwnRuns()
+    except ReadingsError as error:
+        raise LaunchError(str(error)) from None
+    return search(replace(request, own=known))
 
 
 def request_here(
@@ -83,6 +100,10 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(sentence, highlight=False)
     ranking = ", ".join(f"{c.strategy} {1e3 * c.seconds.total:.1f} ms" for c in plan.ranked[:5])
     console.print(f"Predicted: {ranking}.", highlight=False)
+    if plan.winner is not None:
+        request = plan.request
+        known = uncertainty(plan.winner.spec, request.cluster, request.own)
+        console.print(str(known), highlight=False)
     source = plan.request.cluster.calibration.source
     console.print(f"Constants: {source}.", highlight=False)
 

@@ -140,7 +140,21 @@ def test_an_interval_is_what_is_left_of_ones_own_runs_when_the_others_correct_th
 def test_a_run_is_no_witness_of_its_own_prediction(tmp_path: Path) -> None:
     own = known(tmp_path / "mine.csv", measured("dp2", 1.5))
     assert own.without(replace(spec("dp2"), seed=7)) == OwnRuns()
-    assert uncertainty(spec("dp2"), on(2), OwnRuns()).interval is None
+
+
+def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
+    link = link_by_key(H200.link)
+    unknown = uncertainty(
+        spec("dp2"), Cluster(device_by_key("rtx4090"), 2, 2, link, link), OwnRuns()
+    )
+    assert unknown.interval is None
+    assert "No public reading on GeForce RTX 4090 is near this" in str(unknown)
+
+
+def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:
+    found = uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
+    assert len(found.errors) == 6
+    assert "measured: 0.77B, 2 H200: 0.4372 s" in str(found)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,15 @@ import yaml
 from numpy.typing import NDArray
 
 from tools.plan.readings.express import Expressed, RefusedError, express
+from tools.plan.readings.published import KIT, kit_runs, paper_runs
 from tools.plan.readings.residual import residual, with_constants
 from tools.plan.readings.table import Reading, read_readings
-from tools.plan.residuals import h200_figures, h200_spec, paper_specs, usual_cluster
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.compute import NoPeakError
 from tools.plan.time.constants import BOUNDS, CONSTANTS, NAMES, Constants, start_of
 from tools.records.io import write_whole
 from tools.spec.files import read_yaml
-from tools.spec.published import load_paper
 
 FITTED = ("ampere", "hopper", "blackwell")
 """Generations with readings enough; the others borrow."""
@@ -58,33 +57,7 @@ class Fit:
 def all_fitted() -> list[Expressed]:
     """The named part of the readings, and the published runs that the kit reproduces."""
     readings, _ = read_readings()
-    return [*fitted_readings(readings), *_published()]
-
-
-def _published() -> list[Expressed]:
-    """The six gpt2-large runs, and the eight of arXiv:2205.05198, as readings."""
-    found = []
-    for figure in h200_figures():
-        assert figure.mean_iteration_ms is not None
-        cluster = usual_cluster("h200", figure.devices)
-        spec, seconds = h200_spec(figure.strategy), figure.mean_iteration_ms / 1e3
-        found.append(Expressed(_step(_KIT, seconds), spec, cluster))
-    paper = load_paper()
-    for case in paper.cases:
-        cluster = usual_cluster(paper.device, case.tensor * case.pipeline)
-        measured = (case.full_seconds, case.selective_seconds)
-        for spec, seconds in zip(paper_specs(paper, case), measured, strict=True):
-            found.append(Expressed(_step(paper.source, seconds), spec, cluster))
-    return found
-
-
-_KIT = "examples/gpt3/published.yaml"
-
-
-def _step(source: str, seconds: float) -> Reading:
-    unknown: Any = dict.fromkeys(field.name for field in fields(Reading))
-    stated: Any = {"line": 0, "source": source, "metric": "step_time_s", "value": seconds}
-    return Reading(**(unknown | stated))
+    return [*fitted_readings(readings), *kit_runs(), *paper_runs()]
 
 
 def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
@@ -136,7 +109,7 @@ def fit(
 
 def _weight(source: str, sources: Mapping[str, int]) -> float:
     """Of a reading; the runs that the kit itself reproduces count more."""
-    return (_OWN_WEIGHT if source == _KIT else 1) * float(sources[source] ** -0.5)
+    return (_OWN_WEIGHT if source == KIT else 1) * float(sources[source] ** -0.5)
 
 
 def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.float64]:

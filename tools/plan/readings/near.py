@@ -11,8 +11,9 @@ from functools import cache
 from math import exp, log2
 from typing import Any
 
-from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.own import OwnRuns
+from tools.plan.readings.published import kit_runs
 from tools.plan.readings.residual import Residual, left_out, residual
 from tools.plan.readings.table import Reading, read_readings
 from tools.plan.tensors import UnevenSplitError, parameters_total
@@ -117,22 +118,29 @@ def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
 def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """The nearest timed readings on the same device with their held-out residuals, nearest first."""
     gpu = cluster.device.key.split("-")[0]
-    same = (r for r in _readings() if r.metric in _TIMED and r.gpu.lower().split("-")[0] == gpu)
-    placed = [(d, r) for r in same if (d := _distance(r, spec, cluster)) is not None]
+    placed = [
+        (distance, reading.line, place)
+        for place, (reading, _) in enumerate(_readings())
+        if reading.gpu.lower().split("-")[0] == gpu
+        and (distance := _distance(reading, spec, cluster)) is not None
+    ]
     found: list[tuple[float, Residual]] = []
-    for distance, reading in sorted(placed, key=lambda item: (item[0], item[1].line)):
+    for distance, _, place in sorted(placed):
         if distance > _FAR or len(found) == _LIKE:
             break
+        reading, known = _readings()[place]
         try:
-            found.append((distance, residual(left_out(express(reading), reading.source))))
+            found.append((distance, residual(left_out(known or express(reading), reading.source))))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
     return found
 
 
 @cache
-def _readings() -> tuple[Reading, ...]:
-    return read_readings()[0]
+def _readings() -> tuple[tuple[Reading, Expressed | None], ...]:
+    """Timed readings of the file and the published runs of the kit, which are expressed already."""
+    timed = [(reading, None) for reading in read_readings()[0] if reading.metric in _TIMED]
+    return (*timed, *((run.reading, run) for run in kit_runs()))
 
 
 def _distance(reading: Reading, spec: RunSpec, cluster: Cluster) -> float | None:
@@ -151,9 +159,11 @@ def _distance(reading: Reading, spec: RunSpec, cluster: Cluster) -> float | None
 
 
 def _measured(reading: Reading) -> str:
-    layout = "".join(f" {n.upper()}{v}" for n in ("tp", "pp", "cp") if (v := getattr(reading, n)))
+    degrees = ((name.upper(), getattr(reading, name) or 1) for name in ("tp", "pp", "cp"))
+    layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
+    where = f"{reading.gpus:,} {reading.gpu}" + (f", {layout}" if layout else "")
     unit = "s" if reading.metric == "step_time_s" else "tokens/s a GPU"
-    return f"{reading.params_b:g}B, {reading.gpus:,} {reading.gpu},{layout}: {reading.value:,.4g} {unit}"
+    return f"{reading.params_b:g}B, {where}: {reading.value:,.4g} {unit}"
 
 
 def _range(errors: tuple[float, ...]) -> str:

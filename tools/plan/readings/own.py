@@ -170,7 +170,7 @@ _REACH = 4.0
 
 
 def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
-    """The rows of a file on the cluster's kind of device, predicted with its constants.
+    """The rows of a file on the cluster's kind of device, predicted with its constants and cores.
 
     CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
 
@@ -187,7 +187,9 @@ def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
             expressed = express(reading)
             if expressed.cluster.device.key != cluster.device.key:
                 continue
-            measured_here = replace(expressed.cluster, calibration=cluster.calibration)
+            measured_here = replace(
+                expressed.cluster, calibration=cluster.calibration, cores=cluster.cores
+            )
             found.append(residual(replace(expressed, cluster=measured_here)))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -129,4 +130,6 @@ def _cluster(run: Run, runs_root: Path) -> Cluster | None:
         link_by_key(device.network),
         calibration,
         execution_of_flags(Flags(flags)),
+        # CPU ranks are this machine's (`_device`).
+        len(os.sched_getaffinity(0)) if device.key == "cpu" else None,
     )
