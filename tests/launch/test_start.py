@@ -17,6 +17,7 @@ from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
+from tools.spec.flags import Flags
 
 
 @pytest.fixture
@@ -132,3 +133,22 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(
     assert path.is_dir()
     assert len(written) == 1
     assert sorted(partials(launch)) == sorted([living, elsewhere, other])
+
+
+def test_weights_of_a_router_that_refuses_a_balancing_loss_are_written_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
+) -> None:
+    target = parse_target("train-dp2-moe-tiny-2cpu")
+    sinkhorn = ("--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0")
+    options = Options(runs=tmp_path, extra=sinkhorn)
+    flags: list[str] = []
+
+    def run_ranks(writer: Launch, log: Path, *__: object) -> int:
+        flags.extend(writer.flags)
+        write(log.parent, 1)
+        return 0
+
+    monkeypatch.setattr(start, "run_ranks", run_ranks)
+    launch = compose_target(target, flags_of_grammar(target), options)
+    start.ensure_start_checkpoint(launch, options, Console(quiet=True))
+    assert Flags(flags).text("--moe-aux-loss-coeff") == "0"

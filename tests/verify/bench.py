@@ -1,6 +1,7 @@
 """`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
 
     python -m tests.verify.bench [plants | resumed | live | healthy | turned] [--only ID …] [--seeds N]
+    python -m tests.verify.bench present --megatron-lm CHECKOUT   each finding in another Megatron
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
 forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
@@ -20,17 +21,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 from packaging.version import Version
+from rich.console import Console
 
 from tests.verify.plants.check import FOLDER, Plant, plants
+from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.data import ensure_small_sample
+from tools.launch.errors import LaunchError
 from tools.launch.matrix.asked import Asked
 from tools.launch.matrix.cell import Cell, patched
 from tools.launch.matrix.cells import rows_of
-from tools.launch.matrix.commands import known_findings
+from tools.launch.matrix.commands import known_findings, label
 from tools.launch.matrix.definition import load_matrix
+from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options, read_plant
 from tools.launch.pairs import Difference
 from tools.launch.verifier import ForkedRanks, Verifier
-from tools.records.verdict import Outcome
+from tools.records.verdict import Outcome, Verdict
 from tools.spec.files import ROOT, read_yaml
 from tools.verify.findings import Finding, Judged, findings
 from tools.verify.verdict import Judgement
@@ -44,6 +50,8 @@ class Bench:
 
     data: str
     verifier: Verifier
+    megatron_lm: Path | None = None
+    """A checkout; None is the installed one."""
 
     def verify(
         self,
@@ -63,6 +71,7 @@ class Bench:
         """
         options = Options(
             data=self.data,
+            megatron_lm=self.megatron_lm,
             extra=tuple(flags),
             seed=seed,
             iterations=iteration,
@@ -79,11 +88,15 @@ class Row:
     plant: Plant
     judgement: Judgement
     seconds: float
+    fails: str = ""
+    """Words of the error that is to end the run; empty where tensors are to be compared."""
 
     @property
     def found(self) -> bool:
-        """Whether stage and module are those that the plant has."""
+        """Whether stage and module, or the error, are those that the plant has."""
         verdict = self.judgement.verdict
+        if self.fails:
+            return verdict.verdict is Outcome.NOT_COMPARABLE and self.fails in str(verdict.reason)
         if not self.plant.stage:
             return verdict.verdict is Outcome.HELD
         return (verdict.stage, verdict.module) == (self.plant.stage, self.plant.module)
@@ -91,15 +104,16 @@ class Row:
     def line(self) -> str:
         """As Markdown."""
         verdict, first = self.judgement.verdict, self.judgement.first
-        if verdict.verdict is Outcome.NOT_COMPARABLE:
-            return f"| {self.plant.id} | not comparable: {verdict.reason} |"
         caught = "yes" if self.found else f"**no** ({self.plant.stage}, {self.plant.module})"
         ratio = f"{first.ratio:.2g}" if first else f"{verdict.worst_ratio or 0:.2g}"
         layout = " ".join((self.plant.strategy, self.plant.model, self.plant.dtype))
+        of_plant = f"| {self.plant.id} | {self.plant.catalogue} | {layout} | {caught} |"
+        if verdict.verdict is Outcome.NOT_COMPARABLE:
+            said = self.fails if self.found else f"not comparable: {verdict.reason}"
+            return f"{of_plant} {said} | | | | {self.seconds:.0f} |"
         return (
-            f"| {self.plant.id} | {self.plant.catalogue} | {layout} | {caught} | "
-            f"{verdict.stage or 'held'} | `{verdict.module or ''}` | {verdict.kind or ''} | {ratio} | "
-            f"{self.seconds:.0f} |"
+            f"{of_plant} {verdict.stage or 'held'} | `{verdict.module or ''}` | "
+            f"{verdict.kind or ''} | {ratio} | {self.seconds:.0f} |"
         )
 
 
@@ -162,7 +176,44 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
                 difference=Difference(reference=finding.reference, flags=finding.own_flags),
                 both=True,
             )
-            yield Row(_of_finding(finding, stated), judgement, time.monotonic() - began)
+            fails = finding.fails if stated else ""
+            yield Row(_of_finding(finding, stated), judgement, time.monotonic() - began, fails)
+
+
+def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Verify each finding that has a layout: a line, and whether the Megatron is judged as it is.
+
+    With the matrix's small vocabulary: whether it is there does not depend on it. One that was mended
+    is looked for with its flags, whatever it is first seen in.
+    """
+    name = label(find_entry(bench.megatron_lm))
+    for finding in findings():
+        if not finding.layouts or (only and finding.id not in only):
+            continue
+        began = time.monotonic()
+        try:
+            verdict = bench.verify(
+                *(finding.layouts[0], finding.model, finding.devices),
+                (*finding.flags, "--vocab-size", "1024"),
+                finding.shown_with,
+                iteration=None,
+                difference=Difference(reference=finding.reference, flags=finding.own_flags),
+                both=True,
+            ).verdict
+        except LaunchError as error:
+            verdict = Verdict(Outcome.NOT_COMPARABLE, reason=str(error))
+        seen = verdict.verdict is Outcome.DIFFERS and finding.stage in (None, verdict.stage)
+        failed = verdict.verdict is Outcome.NOT_COMPARABLE
+        seen = seen or (failed and bool(finding.fails) and finding.fails in str(verdict.reason))
+        stated = name in finding.present
+        basis = {**finding.present, **finding.absent}[name]
+        yield (
+            f"| {finding.id} | {'present' if stated else 'absent'} ({basis}) | "
+            f"{'seen' if seen else 'not run' if failed else 'not seen'} | "
+            f"{(verdict.reason or verdict.sentence).replace('|', '/')} | "
+            f"{time.monotonic() - began:.0f} |",
+            failed or seen is stated,
+        )
 
 
 def _of_finding(finding: Finding, stated: bool) -> Plant:
@@ -264,7 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "what",
-        choices=("plants", "resumed", "live", "healthy", "turned", "all"),
+        choices=("plants", "resumed", "live", "healthy", "turned", "present", "all"),
         nargs="?",
         default="all",
     )
@@ -274,6 +325,7 @@ def main() -> int:
         "--folder", type=Path, help="keeps logs and references (else a temporary one)"
     )
     parser.add_argument("--data", default="owt-ds/sample_text_document")
+    parser.add_argument("--megatron-lm", type=Path, help="a checkout (else the installed one)")
     given = parser.parse_args()
     missed = 0
     (ROOT / "runs").mkdir(exist_ok=True)
@@ -281,8 +333,12 @@ def main() -> int:
         temporary = tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".bench-verify-")
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
-        ranks = around.enter_context(closing(ForkedRanks()))
-        bench = Bench(given.data, Verifier(folder.resolve(), ranks))
+        ranks = around.enter_context(closing(ForkedRanks(Options(megatron_lm=given.megatron_lm))))
+        small = given.what == "present"
+        if small:
+            ensure_small_sample(Console())
+        data = SMALL_SAMPLE if small else given.data
+        bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm)
         tables = {
             "plants": verify_plants(bench, given.only),
             "resumed": verify_resumed(bench, given.only),
@@ -304,6 +360,11 @@ def main() -> int:
             for line, differs in verify_turned(bench, given.only):
                 print(line, flush=True)
                 missed += not differs
+        if given.what == "present":
+            print("| finding | judged | here | verdict | s |\n|---|---|---|---|---|")
+            for line, agrees in verify_present(bench, given.only):
+                print(line, flush=True)
+                missed += not agrees
     print(f"{missed} wrong")
     return int(missed > 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,11 @@ class KnownTensors:
     def find(self, tensor: torch.Tensor) -> Any:
         """What was noted of a tensor with the same values, or None."""
         entry = self._known.get(self._key(tensor))
-        return entry[1] if entry and tensor.is_contiguous() else None
+        if entry is None or not tensor.is_contiguous():
+            return None
+        noted, what = entry
+        # Megatron may have freed its memory, which another tensor then has.
+        return what if noted.data_ptr() == tensor.data_ptr() else None
 
     def note(self, tensor: torch.Tensor, what: Any) -> None:
         """Remember what a tensor is; it is kept alive, so that its memory is not used again."""
@@ -231,7 +236,11 @@ def forced_tensors(folder: Path) -> StoredTensors | None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().reshape(-1)
-    if flat.dtype is torch.bfloat16:  # numpy has no such type.
-        flat = flat.view(torch.int16)
-    return memoryview(numpy.ascontiguousarray(flat.numpy()).view(numpy.uint8))
+    """The values without a copy, in a way that lets the model free the tensor's memory afterwards.
+
+    What `Tensor.numpy` has been called of cannot: torch never resizes its storage again.
+    """
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    array = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
+    array.tensor = flat  # type: ignore[attr-defined] # Alive as long as the view is.
+    return memoryview(array)

@@ -35,12 +35,15 @@ from tools.launch.progress import RunProgress
 from tools.records.run import LOG_FILE
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
-from tools.spec.flags import flag_words
+from tools.spec.flags import Flags, flag_words
 from tools.spec.model import imported_weights
 from tools.spec.run import Backend, OptimizerName
 from tools.spec.strategy import UNTIED, Batch
 
 _IMPORT_AGAIN = "remove the model's folder and run 'make import-hf' again."
+
+_WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
+"""Ways to balance a router that refuse a loss for it."""
 
 Run = Callable[[Launch, Path], int]
 """Trains a launch on one rank, whose output goes to a log; its exit code."""
@@ -173,6 +176,7 @@ def check_owner(folder: Path) -> None:
 
 def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
     """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
+    router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
     save = flag_words(
         {
             "--lr": 0,
@@ -184,6 +188,8 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
             "--no-save-optim": True,
             "--no-save-rng": True,
             UNTIED: UNTIED in launch.flags,
+            # The model's file may have one, which these refuse, and EXTRA= is not all taken over.
+            "--moe-aux-loss-coeff": 0 if router in _WITHOUT_LOSS else None,
         }
     )
     single = replace(

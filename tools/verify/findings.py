@@ -73,6 +73,8 @@ class Finding:
     """Of the first wrong tensor, as module and kind."""
     module: str = ""
     kind: str = ""
+    fails: str = ""
+    """Words of the error that ends the layout's run, where there is no tensor to compare."""
     behind: str = ""
     """Another finding that hides it; its patch is applied where this one is shown."""
     effect: Effect | None = None

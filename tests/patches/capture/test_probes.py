@@ -3,7 +3,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_patches.capture.probes import Probes, described_modules, global_names
 from tests.verify.captures import rank
-from tools.capture.sinks import Recording, Responding, StoredTensors
+from tools.capture.sinks import KnownTensors, Recording, Responding, StoredTensors
 from tools.records.capture import CaptureWriter, Site, Stage
 
 
@@ -97,6 +97,23 @@ def test_a_forced_gradient_hides_what_went_wrong_after(tmp_path):
     stored = captured(tmp_path / "forced", wrong, forced=right)
     assert value(stored, "first", "output", Stage.ACTIVATION_GRADIENTS) == 8
     assert value(stored, "first", "input.x", Stage.ACTIVATION_GRADIENTS) == 12
+
+
+def test_a_tensor_that_was_written_can_still_be_freed(tmp_path):
+    tensor = torch.ones(2)
+    with CaptureWriter(tmp_path / "c") as writer:
+        Recording(writer).forward(Site(Stage.OUTPUTS, "first", "output", 0), tensor)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_memory_that_one_tensor_had_and_another_has_is_not_taken_for_the_first():
+    known, memory = KnownTensors(), bytearray(8)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
+    known.note(first, "first")
+    assert known.find(second) == "first"
+    first.set_()  # As if freed.
+    assert known.find(second) is None
 
 
 def test_a_response_is_the_relative_change(tmp_path):

@@ -33,8 +33,6 @@ class CellStatus(StrEnum):
 STATUSES = list(CellStatus)
 _EXCEPTION = re.compile(r"\b(\w+(?:Error|Exception|Exit))\b")
 _REFUSING = ("AssertionError", "ValueError", "NotImplementedError")
-_HELD_BY_CAPTURE = "Trying to resize storage that is not resizable"
-"""Megatron frees a tensor's memory that the capture still reads."""
 _ABSENT = re.compile(
     r"without Transformer Engine|Transformer ?Engine|\bTE\b|CUDA|Apex|apex|NVML|NCCL|grouped.gemm",
 )
@@ -120,8 +118,6 @@ def status_of_reason(reason: str) -> CellStatus:
     """What a sentence means by which a run, or a comparison, did not happen."""
     if "ended with" not in reason and "was not written" not in reason:
         return CellStatus.NOT_COMPARABLE
-    if _HELD_BY_CAPTURE in reason:
-        return CellStatus.NOT_JUDGED
     if _ABSENT.search(reason):
         return CellStatus.MISSING
     named = _EXCEPTION.search(reason)
