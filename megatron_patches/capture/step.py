@@ -66,7 +66,7 @@ class _Batches:
 
 def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
     wanted = int(os.environ.get(ITERATION_VARIABLE, "1"))
-    watch: list[_Watch] = []
+    watch: list[_StepWatch] = []
 
     @functools.wraps(original)
     def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
         if iteration > wanted:
             return original(forward_step, data, model, *args, **kwargs)
         if not watch:
-            watch.append(_Watch(model))
+            watch.append(_StepWatch(model))
         if _seeds() > 0:  # A reference; of it alone it is asked how far updates reach.
             watch[0].start.follow(args[0])
         if iteration < wanted:
@@ -93,7 +93,7 @@ def _seeds() -> int:
     return int(os.environ.get(SEEDS_VARIABLE, "0"))
 
 
-class _Watch:
+class _StepWatch:
     """A rank's model and the folder that takes its tensors."""
 
     def __init__(self, model: Any) -> None:
@@ -135,7 +135,7 @@ def _call(
     return original(wrapped(forward_step), data, model, *args, **kwargs)
 
 
-def _capture(watch: _Watch, call: Any, data: Any, optimizer: Any, scheduler: Any) -> Any:
+def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler: Any) -> Any:
     """Run the iteration, writing its tensors; then again with changed weights, if that is asked for."""
     seeds = _seeds()
     parameters = watch.parameters
@@ -160,7 +160,7 @@ def _capture(watch: _Watch, call: Any, data: Any, optimizer: Any, scheduler: Any
 
 
 def _run(
-    watch: _Watch, call: Any, sink: Sink, optimizer: Any
+    watch: _StepWatch, call: Any, sink: Sink, optimizer: Any
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """What the iteration returns, and the groups of ranks over which norms were summed."""
     parameters = watch.parameters

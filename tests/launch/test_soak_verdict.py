@@ -3,14 +3,14 @@ import pytest
 from tools.launch.soak_verdict import (
     UNDISTURBED,
     Fault,
-    Reading,
+    ProcessReading,
     SoakVerdict,
     compare_losses,
     drift,
     steadiness,
 )
 from tools.records.run import Status
-from tools.report.analyse.statistics import Verdict
+from tools.report.analyse.statistics import TimeVerdict
 
 
 def reading(
@@ -20,9 +20,9 @@ def reading(
     descriptors: int = 9,
     processor: float = 0.0,
     control: float = 1.0,
-) -> Reading:
+) -> ProcessReading:
     """The `number`-th, ten iterations and 5 s after the one before."""
-    return Reading(
+    return ProcessReading(
         UNDISTURBED,
         1,
         5.0 * number,
@@ -71,7 +71,7 @@ def test_drift_is_judged_by_processor_time_over_the_controls() -> None:
     _, processor = drift([reading(n, processor=spent[n]) for n in range(21)], every=10)
     assert processor is not None
     assert processor.ratio == pytest.approx(2)
-    assert processor.verdict is Verdict.SLOWER
+    assert processor.verdict is TimeVerdict.SLOWER
 
 
 def test_drift_needs_three_windows_in_each_half() -> None:

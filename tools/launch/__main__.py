@@ -38,6 +38,7 @@ from tools.launch.target import Target
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
 from tools.spec.settings import MEASURED_DEVICES
+from tools.text.terminal import say
 
 INTERRUPTED_EXIT = 130
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         with interruptible():
             return _dispatch(_parser().parse_args(arguments), console)
     except (LaunchError, ValueError) as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        say(console, str(error), "red")
         return 2
     except Interrupted:
         console.print("Interrupted; all ranks have ended.")

@@ -38,6 +38,7 @@ from tools.spec.model import ModelShape
 from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.strategy import Batch, Parallelism
 from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import say
 from tools.text.units import DASH
 
 TIMEOUT_SECONDS = 600.0
@@ -93,10 +94,9 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
     measured = calibrate(runs, kind, ranks, device, link_by_key(device.link))
     console.print(rich_table(_compared(measured, device)))
     kept = from_root(calibration_path(runs, device))
-    console.print(
+    say(
+        console,
         f"Kept in {kept}: 'make plan GPU={device.key}', 'make report' and train-auto-… use them.",
-        highlight=False,
-        soft_wrap=True,
     )
     return 0
 

@@ -36,6 +36,7 @@ from tools.records.run import RUN_FILE, read_run
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import RunSpec
 from tools.spec.strategy import StrategyError, parse_strategy, strategy_flags
+from tools.text.terminal import say
 
 RECIPES = ROOT / "recipes"
 NEMO = "nemo"
@@ -43,7 +44,7 @@ _NEEDED_BY_RANKS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER")
 
 
 @dataclass(frozen=True)
-class Source:
+class RecipeRun:
     """What a recipe is made of."""
 
     name: str
@@ -91,7 +92,7 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, (content, said) in files.items():
         write_whole(folder / name, content)
-        console.print(f"{from_root(folder / name)}: {said}", highlight=False, soft_wrap=True)
+        say(console, f"{from_root(folder / name)}: {said}")
     for sentence in recipe.left_out:
         _warn(console, f"Without a counterpart: {sentence}")
     return 0
@@ -132,25 +133,25 @@ def import_recipe(file: str, name: str, ranks: int | None, console: Console) -> 
             f"There is a model {from_root(written)} already, another one; give NAME=another-name."
         )
     write_whole(written, text)
-    console.print(f"{from_root(written)}; train it with", highlight=False, soft_wrap=True)
-    console.print(read.command, highlight=False, soft_wrap=True)
+    say(console, f"{from_root(written)}; train it with")
+    say(console, read.command)
     for sentence in reading.left_out:
         _warn(console, f"In no flag: {sentence}")
     return 0
 
 
 def _warn(console: Console, sentence: str) -> None:
-    console.print(sentence, style="yellow", highlight=False, soft_wrap=True)
+    say(console, sentence, "yellow")
 
 
-def recipe_of(source: Source) -> Recipe:
+def recipe_of(source: RecipeRun) -> Recipe:
     """Its recipe; raises RecipeError where none says what it trains."""
     # Up to 0.17 Megatron's NullTokenizer adds an entry to the size it is given.
     added = 1 if release(source.megatron_version) < (0, 18) else 0
     return recipe_of_flags(source.words, source.spec, added)
 
 
-def source_of_folder(run: str) -> Source:
+def source_of_folder(run: str) -> RecipeRun:
     """A run that was trained.
 
     Raises:
@@ -169,10 +170,10 @@ def source_of_folder(run: str) -> Source:
             f"{folder / RUN_FILE} is not of this version of the kit ({error})."
         ) from None
     version = record.entry.megatron_version
-    return Source(folder.resolve().name, record.argv, record.spec, version, record.environment)
+    return RecipeRun(folder.resolve().name, record.argv, record.spec, version, record.environment)
 
 
-def source_of_target(name: str, options: Options) -> Source:
+def source_of_target(name: str, options: Options) -> RecipeRun:
     """What a target would train on GPUs with Transformer Engine.
 
     Raises:
@@ -183,7 +184,7 @@ def source_of_target(name: str, options: Options) -> Source:
     runtime = replace(ON_HOST, transformer_engine=True, apex=True)
     launch = compose_target(target, flags_of_grammar(target), options, runtime)
     version = launch.entry.megatron_version
-    return Source(target.name, launch.arguments(), launch.spec, version, launch.environment)
+    return RecipeRun(target.name, launch.arguments(), launch.spec, version, launch.environment)
 
 
 def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:
@@ -202,7 +203,7 @@ def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:
     )
 
 
-def _entry(source: Source, origin: str, path: str) -> str:
+def _entry(source: RecipeRun, origin: str, path: str) -> str:
     given = source.environment
     needed = {name: given[name] for name in _NEEDED_BY_RANKS if name in given}
     return written_entry(source.spec, source.name, needed, origin, path)

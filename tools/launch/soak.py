@@ -32,7 +32,7 @@ from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
-from tools.launch.soak_verdict import DISTURBED, UNDISTURBED, Fault, Reading, judge
+from tools.launch.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.ranks import alive
 from tools.launch.target import Target, parse_target
@@ -42,6 +42,7 @@ from tools.records.io import write_whole
 from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.strategy import StrategyError, devices_of
+from tools.text.terminal import say
 
 SAVE_EVERY = 50
 """Iterations, as many as between two evaluations."""
@@ -120,14 +121,14 @@ def soak(what: Soak, console: Console) -> int:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = options.runs / f"{stamp}-soak-{what.target.name.removeprefix('train-')}"
     folder.mkdir(parents=True)
-    with _Watch(what, folder, console) as watch:
+    with _Soaking(what, folder, console) as watch:
         reached = watch.train_undisturbed()
         faults = watch.train_disturbed(reached)
     verdict = judge(folder, watch.readings, faults, what.every)
     text = verdict.render(f"{what.target.name}, {what.hours:g} h")
     write_whole(folder / TEXT_FILE, text + "\n")
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Soak: {from_root(folder / TEXT_FILE)}", highlight=False, soft_wrap=True)
+    say(console, text)
+    say(console, f"Soak: {from_root(folder / TEXT_FILE)}")
     return int(not verdict.held)
 
 
@@ -180,21 +181,21 @@ def _name_of(process: psutil.Process) -> str | None:
 
 
 @dataclass
-class _Watch:
+class _Soaking:
     """Starts launchers in the soak's folder, reads their processes now and then, and kills some."""
 
     soak: Soak
     folder: Path
     console: Console
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[ProcessReading] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _attempts: dict[str, int] = field(default_factory=dict)
     _logged_before: int = 0
     """Bytes of the log when this attempt began."""
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _Soaking:
         self._file = (self.folder / READINGS_FILE).open("w", newline="")
-        self._writer = csv.DictWriter(self._file, [each.name for each in fields(Reading)])
+        self._writer = csv.DictWriter(self._file, [each.name for each in fields(ProcessReading)])
         self._writer.writeheader()
         return self
 
@@ -320,7 +321,7 @@ class _Watch:
         for name, process in processes_of(launcher).items():
             with suppress(psutil.Error), process.oneshot():
                 times = process.cpu_times()
-                reading = Reading(
+                reading = ProcessReading(
                     run,
                     self._attempts[run],
                     round(seconds, 2),

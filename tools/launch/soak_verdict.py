@@ -14,8 +14,8 @@ from tools.records.run import Status
 from tools.report.analyse.parity import loss_curve
 from tools.report.analyse.statistics import (
     ON_CPU_RANKS,
-    Comparison,
-    Verdict,
+    TimeComparison,
+    TimeVerdict,
     compare_within_runs,
 )
 from tools.report.read.runs import load_folder
@@ -32,7 +32,7 @@ _FEWEST_WINDOWS = 3
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProcessReading:
     """One process of a run at one moment; a line of `readings.csv`."""
 
     run: str
@@ -110,9 +110,9 @@ class SoakVerdict:
     """Of both runs."""
 
     processes: tuple[Steadiness, ...]
-    wall: Comparison | None
+    wall: TimeComparison | None
     """An iteration's time, the second half's over the first's; None with too few iterations."""
-    processor: Comparison | None
+    processor: TimeComparison | None
     """The same of the ranks' processor time over that of the control."""
     losses: Losses
     faults: tuple[Fault, ...]
@@ -122,7 +122,7 @@ class SoakVerdict:
     def slows(self) -> bool:
         """Whether the ranks need more processor time for an iteration, more than repeats scatter by."""
         found = self.processor
-        if found is None or found.verdict is not Verdict.SLOWER:
+        if found is None or found.verdict is not TimeVerdict.SLOWER:
             return False
         return found.ratio > 1 + ON_CPU_RANKS.assumed
 
@@ -170,7 +170,7 @@ class SoakVerdict:
 
 
 def judge(
-    folder: Path, readings: Sequence[Reading], faults: Sequence[Fault], every: int
+    folder: Path, readings: Sequence[ProcessReading], faults: Sequence[Fault], every: int
 ) -> SoakVerdict:
     """Judge the two runs in a soak's folder; windows of `every` iterations hold a save each."""
     alone = [reading for reading in readings if reading.run == UNDISTURBED]
@@ -196,7 +196,7 @@ def compare_losses(whole: dict[int, float], resumed: dict[int, float]) -> Losses
     return Losses(len(common), other, max(common, default=0))
 
 
-def steadiness(readings: Sequence[Reading]) -> tuple[Steadiness, ...]:
+def steadiness(readings: Sequence[ProcessReading]) -> tuple[Steadiness, ...]:
     """Of each process that was read often enough, from the first iteration on."""
     trained = [reading for reading in readings if reading.iteration]
     found = []
@@ -213,12 +213,14 @@ def steadiness(readings: Sequence[Reading]) -> tuple[Steadiness, ...]:
     return tuple(found)
 
 
-def drift(readings: Sequence[Reading], every: int) -> tuple[Comparison | None, Comparison | None]:
+def drift(
+    readings: Sequence[ProcessReading], every: int
+) -> tuple[TimeComparison | None, TimeComparison | None]:
     """Wall time, and processor time over the control's, of the second half over the first.
 
     In windows of `every` iterations, the first of which is left out.
     """
-    moments: dict[float, list[Reading]] = {}
+    moments: dict[float, list[ProcessReading]] = {}
     for reading in readings:
         if reading.iteration and reading.process.startswith("rank "):
             moments.setdefault(reading.seconds, []).append(reading)
@@ -244,12 +246,12 @@ def drift(readings: Sequence[Reading], every: int) -> tuple[Comparison | None, C
     return _halves(wall, half), _halves(processor, half)
 
 
-def _halves(windows: np.ndarray[tuple[int], np.dtype[np.float64]], half: int) -> Comparison:
+def _halves(windows: np.ndarray[tuple[int], np.dtype[np.float64]], half: int) -> TimeComparison:
     values = windows.tolist()
     return compare_within_runs([values[:half]], [values[-half:]])
 
 
-def _ratio(found: Comparison | None) -> str:
+def _ratio(found: TimeComparison | None) -> str:
     if found is None:
         return "too few iterations"
     return f"×{bracketed(found.ratio, found.low, found.high, '.3f')}, {found.verdict}"

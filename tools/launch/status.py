@@ -26,6 +26,7 @@ from tools.report.read.lines import split_lines
 from tools.report.read.runs import find_run_folders
 from tools.report.read.sources import read_samples
 from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import say
 from tools.text.units import GIB, clock
 
 TAIL_BYTES = 256 << 10
@@ -118,7 +119,7 @@ def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None
         for seen in rows:
             if seen.note:
                 line = _printable(f"{seen.run}: {seen.note}")
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                say(console, line)
 
 
 def follow(runs: Path) -> list[RunStatus]:

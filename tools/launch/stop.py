@@ -18,6 +18,7 @@ from tools.launch.train import outcome
 from tools.records import run as records
 from tools.records.run import LauncherRecord, Status, StatusRecord
 from tools.spec.files import from_root
+from tools.text.terminal import say
 
 STOP_SECONDS = 30.0
 """A launcher that is asked to stop ends its ranks within 10 s, and then writes the status."""
@@ -46,7 +47,7 @@ def stop(run: Path, console: Console) -> int:
         if launcher is not None:  # Else it died, and the supervisor is ending the ranks already.
             launcher.terminate()
         _wait_for_the_end(run, launcher)
-    console.print(outcome(run, records.read_status(run)), highlight=False, soft_wrap=True)
+    say(console, outcome(run, records.read_status(run)))
     return 0
 
 

@@ -27,6 +27,7 @@ from tools.records import run as records
 from tools.records.io import write_record
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import DeviceKind, RuntimeName
+from tools.text.terminal import say
 
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0
@@ -89,7 +90,7 @@ def submit_array(
     job_id = _hand_over(replace(job, cells=cells), folders, image)
     for folder in folders:
         shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-        console.print(f"job {job_id}: {shown}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"job {job_id}: {shown}")
     console.print("'make status' follows it.", highlight=False)
     return folders
 

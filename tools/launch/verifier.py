@@ -114,7 +114,7 @@ class Verifier:
         quiet = Console(quiet=True)
         ensure_start_checkpoint(verification.reference, options, quiet, self.ranks.exit_code)
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-            training = _Training(self, Path(scratch), verification, both)
+            training = _SharedRuns(self, Path(scratch), verification, both)
             return judged(verification, Path(scratch), training)
 
     @property
@@ -133,7 +133,7 @@ class Verifier:
 
 
 @dataclass(frozen=True)
-class _Training:
+class _SharedRuns:
     verifier: Verifier
     scratch: Path
     verification: Verification

@@ -38,6 +38,7 @@ from tools.records.capture import (
 from tools.records.run import Status
 from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec.files import from_root
+from tools.text.terminal import say
 from tools.verify.captured import VerifyError, read_capture
 from tools.verify.page import write_page
 from tools.verify.verdict import (
@@ -60,7 +61,7 @@ SEEDS = 3
 
 
 @dataclass(frozen=True)
-class _Training:
+class _KeptRuns:
     """Trains as any target does, in run folders under one folder."""
 
     folder: Path
@@ -119,7 +120,7 @@ def carried_out(
         ensure_start_checkpoint(launch, options, console)
     results = folder / VERIFY_FOLDER / verification.name
     with _scratch(folder) as scratch:
-        judgement = judged(verification, scratch, _Training(folder, console))
+        judgement = judged(verification, scratch, _KeptRuns(folder, console))
     verdict = replace(
         judgement.verdict,
         reference=verification.reference_name,
@@ -268,33 +269,33 @@ _NAMES = (
 
 
 def _print(judgement: Judgement, results: Path, console: Console) -> None:
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
     verdict = judgement.verdict
     if verdict.mode:
-        say(f"compared: {verdict.mode}")
+        say(console, f"compared: {verdict.mode}")
     if verdict.verdict is Outcome.NOT_COMPARABLE:
-        say(f"not comparable: {verdict.reason}", "red")
+        say(console, f"not comparable: {verdict.reason}", "red")
     elif verdict.verdict is Outcome.HELD:
         ratio = verdict.worst_ratio or 0.0
-        say(f"held: no error is above {ratio:.2f} of its tolerance", "green")
+        say(console, f"held: no error is above {ratio:.2f} of its tolerance", "green")
         if verdict.routing_flips:
-            say(f"  {verdict.routing_flips} routing choices within rounding differ")
+            say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
     else:
-        say(f"differs at: {verdict.stage}, {verdict.module} ({verdict.tensor})", "red")
-        say(f"  iteration  {verdict.iteration}")
-        say(f"  kind       {verdict.kind}")
-        say(f"  ranks      {', '.join(map(str, verdict.ranks))}")
-        say(f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
+        say(console, f"differs at: {verdict.stage}, {verdict.module} ({verdict.tensor})", "red")
+        say(console, f"  iteration  {verdict.iteration}")
+        say(console, f"  kind       {verdict.kind}")
+        say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
+        say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
         by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
-        say(f"  by itself  {by_itself[verdict.confirmed]}")
-        say(f"  source     {verdict.source or 'unknown'}")
+        say(console, f"  by itself  {by_itself[verdict.confirmed]}")
+        say(console, f"  source     {verdict.source or 'unknown'}")
     if verdict.seen:
-        say(f"compared {verdict.compared:,} of {verdict.seen:,} tensors with {verdict.reference}'s")
+        say(
+            console,
+            f"compared {verdict.compared:,} of {verdict.seen:,} tensors with {verdict.reference}'s",
+        )
     for line in verdict.not_aligned[:5]:
-        say(f"not compared: {_of_all_layers(line)}")
-    say(f"→ {from_root(results)}/verify.html")
+        say(console, f"not compared: {_of_all_layers(line)}")
+    say(console, f"→ {from_root(results)}/verify.html")
 
 
 def _of_all_layers(line: str) -> str:

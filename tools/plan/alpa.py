@@ -41,7 +41,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Stage:
+class AlpaStage:
     """Units `first` to before `end` on `devices` devices."""
 
     first: int
@@ -54,7 +54,7 @@ Costs = Callable[[int, int, int], Iterable[Cost]]
 """Ways to run units `first` to before `end` on so many devices."""
 _Fastest = Callable[[int, int, int, int], Cost | None]
 """The fastest that fits with so many micro batches in flight."""
-_Found = tuple[float, tuple[Stage, ...]]
+_Found = tuple[float, tuple[AlpaStage, ...]]
 """Sum of the stages' seconds, or an iteration's, and the stages."""
 
 
@@ -62,7 +62,7 @@ _Found = tuple[float, tuple[Stage, ...]]
 class Alpa:
     """What the method chooses."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[AlpaStage, ...]
     layers_a_unit: int
     seconds: float
     """Of an iteration, by its own objective."""
@@ -159,7 +159,7 @@ def _within(
                     continue
                 total, key = seconds + cost.seconds, (first, used + mesh)
                 if key not in grown or total < grown[key][0]:
-                    grown[key] = total, (Stage(first, end, mesh, cost), *stages)
+                    grown[key] = total, (AlpaStage(first, end, mesh, cost), *stages)
         whole = grown.get((0, devices))
         if whole is not None and (best is None or whole[0] < best[0]):
             best = whole
@@ -242,7 +242,9 @@ def _cost(request: Request, spec: RunSpec, rank: int, samples: int) -> Cost:
     )
 
 
-def _as_candidate(request: Request, stages: tuple[Stage, ...], samples: int) -> Candidate | None:
+def _as_candidate(
+    request: Request, stages: tuple[AlpaStage, ...], samples: int
+) -> Candidate | None:
     """Stages of equal layers and one split are a layout of Megatron's."""
     lengths = {stage.end - stage.first for stage in stages}
     if len({stage.cost.split for stage in stages}) > 1 or len(lengths) > 1:

@@ -35,7 +35,7 @@ _SECONDS_A_DAY = 86400
 _PARTS = ("parameters_gb", "gradients_gb", "optimizer_gb", "activations_gb")
 
 
-class Verdict(StrEnum):
+class ClaimVerdict(StrEnum):
     """What becomes of a claim."""
 
     CONFIRMED = "confirmed"
@@ -44,22 +44,22 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class JudgedClaim:
     """One statement of a claim."""
 
     claim: str
     states: str
-    verdict: Verdict
+    verdict: ClaimVerdict
     evidence: str
 
 
-def judge(claim: Claim) -> list[Judgement]:
+def judge(claim: Claim) -> list[JudgedClaim]:
     """Each statement of a claim with its verdict and the evidence."""
     found = (*_rates(claim), *_money(claim), *_time(claim), *_memory(claim), *_degrees(claim))
-    return [Judgement(claim.about, *each) for each in found]
+    return [JudgedClaim(claim.about, *each) for each in found]
 
 
-_Said = tuple[str, Verdict, str]
+_Said = tuple[str, ClaimVerdict, str]
 
 
 def _rates(claim: Claim) -> Iterator[_Said]:
@@ -75,7 +75,7 @@ def _rates(claim: Claim) -> Iterator[_Said]:
         yield f"{claim.mfu:.0%} MFU", _if(_near(share, claim.mfu)), said
     if claim.scaling_efficiency is not None:
         states = f"scales to 1,024 GPUs with {claim.scaling_efficiency:.0%}"
-        yield states, Verdict.OPEN, "no smaller run is named that it would be relative to"
+        yield states, ClaimVerdict.OPEN, "no smaller run is named that it would be relative to"
 
 
 def _money(claim: Claim) -> Iterator[_Said]:
@@ -99,7 +99,7 @@ def _money(claim: Claim) -> Iterator[_Said]:
 def _time(claim: Claim) -> Iterator[_Said]:
     if claim.training_days is not None and not claim.layout:
         states = f"{claim.training_days:g} days"
-        yield states, Verdict.OPEN, "no layout is named, and nobody measured it"
+        yield states, ClaimVerdict.OPEN, "no layout is named, and nobody measured it"
     elif claim.training_days is not None:
         found = _planned(claim.layout, Recompute.FULL)
         days = TOKENS / found.tokens_per_second / _SECONDS_A_DAY
@@ -167,8 +167,8 @@ def _near(found: float, claimed: float) -> bool:
     return abs(found / claimed - 1) <= _ERROR
 
 
-def _if(holds: bool) -> Verdict:
-    return Verdict.CONFIRMED if holds else Verdict.CONTRADICTED
+def _if(holds: bool) -> ClaimVerdict:
+    return ClaimVerdict.CONFIRMED if holds else ClaimVerdict.CONTRADICTED
 
 
 def _days_at(flops: float) -> float:
@@ -233,10 +233,10 @@ def _prediction(model: str, gpus: int, gpu: str, samples: int | None, other: str
 def claims_table() -> str:
     """Markdown: every statement of the survey's claims, judged."""
     columns = (
-        Column[Judgement]("claim", lambda each: each.claim, right=False),
-        Column[Judgement]("states", lambda each: each.states, right=False),
-        Column[Judgement]("verdict", lambda each: each.verdict, right=False),
-        Column[Judgement]("evidence", lambda each: each.evidence, right=False),
+        Column[JudgedClaim]("claim", lambda each: each.claim, right=False),
+        Column[JudgedClaim]("states", lambda each: each.states, right=False),
+        Column[JudgedClaim]("verdict", lambda each: each.verdict, right=False),
+        Column[JudgedClaim]("evidence", lambda each: each.evidence, right=False),
     )
     return markdown_table(Table(columns, tuple(each for c in _claims() for each in judge(c))))
 

@@ -30,6 +30,7 @@ from tools.report.render.text import print_report
 from tools.spec.files import from_root
 from tools.spec.hardware import Device
 from tools.spec.published import load_published
+from tools.text.terminal import say
 
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
 
@@ -83,7 +84,7 @@ def build(options: BuildOptions, console: Console) -> int:
     # Not wrapped: a path in two lines can be neither clicked nor copied.
     if not can_draw():
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
-    console.print(f"Report: {page}", markup=False, soft_wrap=True)
+    say(console, f"Report: {page}")
     return _exit_code(report, options)
 
 
@@ -115,16 +116,15 @@ def _add_readings(report: Report, path: Path, console: Console) -> None:
     try:
         new = add_rows(path, rows)
     except ReadingsError as error:
-        console.print(str(error), markup=False, soft_wrap=True)
+        say(console, str(error))
         return
     except OSError as error:
         console.print(f"{path} cannot be written: {error.strerror}.", markup=False)
         return
-    console.print(
+    say(
+        console,
         f"{len(rows)} row(s) are in {from_root(path)}, {new} of them new: 'make plan' and the next "
         "report predict by them.",
-        markup=False,
-        soft_wrap=True,
     )
 
 

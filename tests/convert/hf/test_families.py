@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.convert.hf.families import EMBEDDING, Pair, pairs_of
+from tools.convert.hf.families import EMBEDDING, TensorPair, pairs_of
 from tools.spec.model import ModelShape
 
 
@@ -26,7 +26,7 @@ def shape(**other: Any) -> ModelShape:
     return ModelShape(**{**plain, **other})
 
 
-def pair(family: str, parameter: str, model: ModelShape) -> Pair:
+def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
     return next(one for one in pairs_of(family, model) if one.parameter == parameter)
 
 

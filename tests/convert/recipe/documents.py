@@ -10,14 +10,14 @@ import yaml
 
 from tools.convert.recipe.table import Symbol, Value
 from tools.launch.options import options_from_environment
-from tools.launch.recipe import Source, source_of_target
+from tools.launch.recipe import RecipeRun, source_of_target
 
 CONTAINER = "megatron.bridge.training.config.ConfigContainer"
 ATTENTION = "megatron.core.transformer.enums.AttnBackend"
 MEMBERS = {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5}
 
 
-def source(target: str) -> Source:
+def source(target: str) -> RecipeRun:
     """What a target would train, whatever is set around the tests."""
     return source_of_target(target, options_from_environment({}))
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.convert.recipe.documents import source, write
 from tools.convert.recipe.bridge import read_recipe
 from tools.convert.recipe.fields import recipe_of_flags
-from tools.convert.recipe.flags import Reading, reading_of_fields
+from tools.convert.recipe.flags import RecipeFlags, reading_of_fields
 from tools.convert.recipe.imported import imported
 from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import ROWS, Symbol
@@ -71,7 +71,7 @@ def test_a_recipe_comes_back_from_the_yaml_that_bridge_writes(tmp_path: Path) ->
     assert Flags(reading_of_fields(read).flags).text("--attention-backend") == "fused"
 
 
-def trained_by(reading: Reading, spec: RunSpec) -> RunSpec:
+def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
     """What the kit trains by an imported recipe's model file, target and variables."""
     ranks, model = spec.parallelism.world_size, spec.model
     made = imported(reading, model, ranks)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tools.launch.checks import devices, docker, host, network
-from tools.launch.checks.finding import FAIL, PASS, WARN, Finding, ask
+from tools.launch.checks.finding import FAIL, PASS, WARN, CheckResult, ask
 from tools.launch.devices import all_gpus, describe
 from tools.spec.files import ROOT
 
@@ -23,7 +23,7 @@ def program(folder: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def statuses(findings: list[Finding]) -> dict[str, str]:
+def statuses(findings: list[CheckResult]) -> dict[str, str]:
     return {finding.what: finding.status for finding in findings}
 
 

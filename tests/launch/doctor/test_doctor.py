@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.checks.finding import PASS, WARN, Finding
+from tools.launch.checks.finding import PASS, WARN, CheckResult
 from tools.launch.doctor.__main__ import table
 from tools.spec.files import ROOT
 
 
 def test_the_table_puts_the_fix_below_and_fits_the_width() -> None:
     rows = [
-        Finding(PASS, "Python", "3.12"),
-        Finding(WARN, "Hub", "is out of reach " * 6, "name one"),
+        CheckResult(PASS, "Python", "3.12"),
+        CheckResult(WARN, "Hub", "is out of reach " * 6, "name one"),
     ]
     text = table(rows, 60, colour=False)
     assert text.splitlines()[0] == "pass  Python  3.12"

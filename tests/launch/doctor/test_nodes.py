@@ -2,16 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.checks.finding import PASS, WARN, Finding
+from tools.launch.checks.finding import PASS, WARN, CheckResult
 from tools.launch.doctor.nodes import Outlier, describe, outliers, parse, srun_command
 
 
-def driver(version: str) -> Finding:
-    return Finding(PASS, "Driver", version)
+def driver(version: str) -> CheckResult:
+    return CheckResult(PASS, "Driver", version)
 
 
-def rate(value: float) -> Finding:
-    return Finding(PASS, "All-reduce", f"{value} GB/s", "", value)
+def rate(value: float) -> CheckResult:
+    return CheckResult(PASS, "All-reduce", f"{value} GB/s", "", value)
 
 
 def test_nodes_that_are_alike_have_no_outlier() -> None:
@@ -38,14 +38,14 @@ def test_of_two_nodes_that_differ_both_are_named() -> None:
 
 
 def test_a_node_that_lacks_a_row_is_an_outlier() -> None:
-    gpus = Finding(PASS, "GPUs", "8 H200")
+    gpus = CheckResult(PASS, "GPUs", "8 H200")
     answers = {"a": [gpus], "b": [], "c": [gpus]}
     assert outliers(answers) == [Outlier("b", "GPUs", "no such row", "8 H200")]
 
 
 def test_what_a_shell_prints_around_a_nodes_line_is_no_answer() -> None:
     text = 'Welcome!\n{"host": "b", "findings": [["warn", "Hub", "out of reach", "", null]]}\n{}\n'
-    assert parse(text) == [("b", [Finding(WARN, "Hub", "out of reach")])]
+    assert parse(text) == [("b", [CheckResult(WARN, "Hub", "out of reach")])]
 
 
 def test_the_slowest_pair_is_named_where_it_stands_out() -> None:

@@ -1,6 +1,6 @@
 """Cells with times as a test wants them."""
 
-from tools.launch.experiment.definition import Cell
+from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.overtaking import Swept
 from tools.plan.tensors import parameters_total
@@ -21,7 +21,7 @@ def measured(
     """Times of one percent's scatter about a median; None was never measured."""
     samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
     values: dict[str, object] = {
-        "cell": Cell(model, strategy, devices, DeviceKind.CPU, backend),
+        "cell": ExperimentCell(model, strategy, devices, DeviceKind.CPU, backend),
         "backend": backend,
         "parameters": parameters_total(load_model(model).shape),
         "tokens_per_iteration": 512,

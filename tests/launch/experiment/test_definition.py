@@ -90,7 +90,7 @@ def test_cells_take_another_model_and_the_devices_that_are_here(folder: Path) ->
 
 def test_the_readme_explains_every_key_and_names_every_file() -> None:
     text = (FOLDER / "README.md").read_text()
-    for key in definition._File.__struct_fields__:
+    for key in definition._ExperimentFile.__struct_fields__:
         assert f"`{key}`" in text
     for name in (*NAMES, "bench_gpu"):
         assert f"`{name}.yaml`" in text

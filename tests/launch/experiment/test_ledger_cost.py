@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.cells import Planned
+from tools.launch.experiment.cells import PlannedCells
 from tools.launch.experiment.commands import refuse_without_ledger
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.tables.ledger_cost import LedgerCost, by_call, cost_of, kinds
@@ -62,7 +62,7 @@ def test_odd_iterations_are_not_watched_and_warm_up_does_not_count() -> None:
 
 def test_without_the_ledger_there_is_nothing_to_measure() -> None:
     with pytest.raises(LaunchError, match="LEDGER=0 leaves nothing to measure"):
-        refuse_without_ledger(Planned(()), Options(ledger=False))
+        refuse_without_ledger(PlannedCells(()), Options(ledger=False))
 
 
 def test_the_run_switches_the_ledger_and_lies_apart_from_others() -> None:

@@ -8,7 +8,7 @@ from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.experiment import runner as module
 from tools.launch.experiment.cells import compose_cell
-from tools.launch.experiment.definition import Cell
+from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.experiment.runner import Runner
 from tools.launch.options import Options
 from tools.launch.run_folder import create_run_folder
@@ -52,13 +52,14 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
     return Options(data=str(sample_prefix), runs=tmp_path / "runs")
 
 
-def cells(*strategies: str, seed_offset: int = 0) -> list[Cell]:
+def cells(*strategies: str, seed_offset: int = 0) -> list[ExperimentCell]:
     return [
-        Cell("gpt2-tiny", name, 2, DeviceKind.CPU, seed_offset=seed_offset) for name in strategies
+        ExperimentCell("gpt2-tiny", name, 2, DeviceKind.CPU, seed_offset=seed_offset)
+        for name in strategies
     ]
 
 
-def runner(cells: list[Cell], options: Options, takes_finished: bool = False) -> Runner:
+def runner(cells: list[ExperimentCell], options: Options, takes_finished: bool = False) -> Runner:
     launches = [(cell, compose_cell(cell, options)) for cell in cells]
     return Runner(launches, options, Console(quiet=True), takes_finished)
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.experiment.factory import measured, pair
-from tools.launch.experiment.measured import Comparison, Verdict
 from tools.launch.experiment.tables.overtaking import SizePoint, crossover, fastest, verdicts
 from tools.launch.experiment.tables.sweep import draw_sweep, render
+from tools.report.analyse.statistics import TimeComparison, TimeVerdict
 from tools.spec.run import Backend, DeviceKind
 from tools.text.units import parameters
 
@@ -49,8 +49,8 @@ def test_layouts_of_one_backend_are_compared_along_the_sizes() -> None:
 
 
 def point(parameters: int, ratio: float) -> SizePoint:
-    verdict = Verdict.SLOWER if ratio > 1 else Verdict.FASTER
-    return SizePoint("m", parameters, Comparison(ratio, ratio / 2, 2 * ratio, verdict))
+    verdict = TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
+    return SizePoint("m", parameters, TimeComparison(ratio, ratio / 2, 2 * ratio, verdict))
 
 
 def test_one_sided_results_say_that_there_is_no_crossover() -> None:

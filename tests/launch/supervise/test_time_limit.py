@@ -9,7 +9,7 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.experiment.cells import compose_cell
-from tools.launch.experiment.definition import Cell
+from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.options import Options
 from tools.records.run import Status, read_status
 from tools.spec.run import DeviceKind
@@ -26,7 +26,7 @@ class Endless(Launch):
 
 
 def endless(runs: Path, data: Path) -> Launch:
-    cell = Cell("gpt2-tiny", "dp2", 2, DeviceKind.CPU)
+    cell = ExperimentCell("gpt2-tiny", "dp2", 2, DeviceKind.CPU)
     launch = compose_cell(cell, Options(data=str(data), runs=runs))
     fields: Sequence[str] = list(launch.__dataclass_fields__)
     return Endless(**{name: getattr(launch, name) for name in fields})

@@ -3,7 +3,7 @@ import pytest
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.report.analyse.comparability import adam_state, compare_speed, differences
 from tools.report.analyse.configurations import configurations
-from tools.report.analyse.statistics import Verdict
+from tools.report.analyse.statistics import TimeVerdict
 from tools.report.read.runs import load_folder, load_runs
 from tools.spec.strategy import Batch
 
@@ -22,7 +22,7 @@ def test_equal_work_is_compared_per_iteration(tmp_path):
     speed = compare_speed(found["baseline"], found["tp2"])
     assert speed.per_iteration is not None
     assert speed.per_iteration.ratio == pytest.approx(1.5, abs=0.01)
-    assert speed.per_iteration.verdict is Verdict.SLOWER
+    assert speed.per_iteration.verdict is TimeVerdict.SLOWER
     assert speed.per_device == pytest.approx(1 / 3, abs=0.01)
 
 

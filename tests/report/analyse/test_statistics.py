@@ -7,7 +7,7 @@ from tools.report.analyse.statistics import (
     ON_CPU_RANKS,
     Method,
     Scatter,
-    Verdict,
+    TimeVerdict,
     block_length,
     compare,
     compare_within_runs,
@@ -135,7 +135,7 @@ def known(*runs, **options):
     return found
 
 
-@pytest.mark.parametrize(("percent", "verdict"), [(3, Verdict.NOISE), (8, Verdict.SLOWER)])
+@pytest.mark.parametrize(("percent", "verdict"), [(3, TimeVerdict.NOISE), (8, TimeVerdict.SLOWER)])
 def test_one_run_each_calls_only_what_runs_do_not_scatter_by(percent, verdict):
     found = compare(known(run(100, 0.005)), known(run(100 + percent, 0.005, seed=1)))
     assert found.verdict is verdict
@@ -144,15 +144,15 @@ def test_one_run_each_calls_only_what_runs_do_not_scatter_by(percent, verdict):
 
 def test_faster_is_called_too():
     found = compare(known(run(100, 0.005)), known(run(90, 0.005, seed=1)))
-    assert found.verdict is Verdict.FASTER
+    assert found.verdict is TimeVerdict.FASTER
     assert found.low < 0.9 < found.high < 0.96
 
 
 def test_on_cpu_ranks_runs_are_known_to_scatter_more():
     one, two = ([run(level, 0.005)] for level in (100, 110))
-    assert compare(known(*one), known(*two)).verdict is Verdict.SLOWER
+    assert compare(known(*one), known(*two)).verdict is TimeVerdict.SLOWER
     on_cpu = (known(*side, scatter=ON_CPU_RANKS) for side in (one, two))
-    assert compare(*on_cpu).verdict is Verdict.NOISE
+    assert compare(*on_cpu).verdict is TimeVerdict.NOISE
 
 
 def repeats(level, between, count, generator, length=8):
@@ -172,7 +172,7 @@ def test_at_most_six_percent_of_equal_configurations_are_called_different(betwee
     false, pairs = 0, 400
     for _ in range(pairs):
         one, two = (known(*repeats(100, between, count, generator)) for _ in range(2))
-        false += compare(one, two).verdict is not Verdict.NOISE
+        false += compare(one, two).verdict is not TimeVerdict.NOISE
     assert false <= 0.06 * pairs
 
 
@@ -181,7 +181,7 @@ def test_uneven_numbers_of_runs_hold_the_promise_too():
     false, pairs = 0, 400
     for _ in range(pairs):
         one, five = (known(*repeats(100, 0.02, count, generator)) for count in (1, 5))
-        false += compare(one, five).verdict is not Verdict.NOISE
+        false += compare(one, five).verdict is not TimeVerdict.NOISE
     assert false <= 0.06 * pairs
 
 
@@ -191,7 +191,7 @@ def test_three_quiet_runs_see_what_one_run_each_cannot():
     for count in (1, 3):
         one, two = (known(*repeats(level, 0.003, count, generator)) for level in (100, 102))
         seen[count] = compare(one, two).verdict
-    assert seen == {1: Verdict.NOISE, 3: Verdict.SLOWER}
+    assert seen == {1: TimeVerdict.NOISE, 3: TimeVerdict.SLOWER}
 
 
 def test_the_lost_power_is_a_number():
@@ -216,21 +216,21 @@ def test_a_short_run_does_not_count_as_much_as_a_long_one():
 
 def test_kinds_of_iterations_of_the_same_runs_are_compared_more_finely():
     one, two = run(100, 0.005, 200), run(101, 0.005, 200, seed=3)
-    assert compare(known(one), known(two)).verdict is Verdict.NOISE
-    assert compare_within_runs([one], [two]).verdict is Verdict.SLOWER
+    assert compare(known(one), known(two)).verdict is TimeVerdict.NOISE
+    assert compare_within_runs([one], [two]).verdict is TimeVerdict.SLOWER
 
 
 def test_run_against_itself_is_within_noise_with_a_real_interval():
     found = known(run(100, 0.02))
     compared = compare(found, found)
-    assert compared.verdict is Verdict.NOISE
+    assert compared.verdict is TimeVerdict.NOISE
     assert compared.low < 1 < compared.high
 
 
 def test_too_few_samples_have_no_verdict():
     few = estimate([[1.0, 2.0]])
     assert few is not None
-    assert compare(few, few).verdict is Verdict.UNKNOWN
+    assert compare(few, few).verdict is TimeVerdict.UNKNOWN
 
 
 def test_small_samples_are_compared_by_their_intervals():
@@ -240,7 +240,7 @@ def test_small_samples_are_compared_by_their_intervals():
     )
     assert one is not None
     assert two is not None
-    assert compare(one, two).verdict is Verdict.SLOWER
+    assert compare(one, two).verdict is TimeVerdict.SLOWER
 
 
 def test_weight_compares_times_a_token():

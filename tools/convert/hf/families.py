@@ -40,7 +40,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Pair:
+class TensorPair:
     """One tensor of Megatron's, of one layer, and what it is made of."""
 
     key: str
@@ -75,7 +75,7 @@ def prefix_of(family: str, names: Sequence[str]) -> str:
     return "" if is_bare else prefix
 
 
-def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple[Pair, ...]:
+def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple[TensorPair, ...]:
     """Every tensor of a model, outside of the layers first, then layer by layer, then the output.
 
     Args:
@@ -87,10 +87,10 @@ def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple
     prefix = own if prefix is None else prefix
     rows = (*rows, *(() if shape.tied_embeddings else (_HEAD,)))
 
-    def pairs(row: _Row, layer: int | None) -> Pair:
+    def pairs(row: _NamedTensor, layer: int | None) -> TensorPair:
         names = (name if name == HEAD else prefix + name for name in row.names)
         numbered = tuple(name.format(layer) for name in names)
-        return Pair(row.key, layer, row.shape(shape), numbered, row.form(shape))
+        return TensorPair(row.key, layer, row.shape(shape), numbered, row.form(shape))
 
     inside = [row for row in rows if "{}" in row.names[0]]
     first = [row for row in rows if row.key.startswith("embedding.")]
@@ -109,7 +109,7 @@ def is_buffer(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _NamedTensor:
     """A line of a family's table; `{}` in a name is the layer's number."""
 
     key: str
@@ -177,62 +177,68 @@ def _layer(key: str, *names: str) -> tuple[str, tuple[str, ...]]:
     return f"decoder.layers.{key}", names
 
 
-_HEAD = _Row(OUTPUT, (HEAD,), _vocabulary, _same)
+_HEAD = _NamedTensor(OUTPUT, (HEAD,), _vocabulary, _same)
 
 _GPT2 = (
-    _Row(EMBEDDING, ("wte.weight",), _vocabulary, _same),
-    _Row(
+    _NamedTensor(EMBEDDING, ("wte.weight",), _vocabulary, _same),
+    _NamedTensor(
         "embedding.position_embeddings.weight",
         ("wpe.weight",),
         lambda s: (s.positions, s.hidden),
         _same,
     ),
-    _Row(
+    _NamedTensor(
         *_layer("self_attention.linear_qkv.layer_norm_weight", "h.{}.ln_1.weight"), _hidden, _same
     ),
-    _Row(*_layer("self_attention.linear_qkv.layer_norm_bias", "h.{}.ln_1.bias"), _hidden, _same),
-    _Row(
+    _NamedTensor(
+        *_layer("self_attention.linear_qkv.layer_norm_bias", "h.{}.ln_1.bias"), _hidden, _same
+    ),
+    _NamedTensor(
         *_layer("self_attention.linear_qkv.weight", "h.{}.attn.c_attn.weight"),
         lambda s: (_qkv(s), s.hidden),
         _fused_by_group,
     ),
-    _Row(
+    _NamedTensor(
         *_layer("self_attention.linear_qkv.bias", "h.{}.attn.c_attn.bias"),
         lambda s: (_qkv(s),),
         _fused_by_group,
     ),
-    _Row(
+    _NamedTensor(
         *_layer("self_attention.linear_proj.weight", "h.{}.attn.c_proj.weight"),
         lambda s: (s.hidden, s.heads * s.head_width),
         _transposed,
     ),
-    _Row(*_layer("self_attention.linear_proj.bias", "h.{}.attn.c_proj.bias"), _hidden, _same),
-    _Row(*_layer("mlp.linear_fc1.layer_norm_weight", "h.{}.ln_2.weight"), _hidden, _same),
-    _Row(*_layer("mlp.linear_fc1.layer_norm_bias", "h.{}.ln_2.bias"), _hidden, _same),
-    _Row(
+    _NamedTensor(
+        *_layer("self_attention.linear_proj.bias", "h.{}.attn.c_proj.bias"), _hidden, _same
+    ),
+    _NamedTensor(*_layer("mlp.linear_fc1.layer_norm_weight", "h.{}.ln_2.weight"), _hidden, _same),
+    _NamedTensor(*_layer("mlp.linear_fc1.layer_norm_bias", "h.{}.ln_2.bias"), _hidden, _same),
+    _NamedTensor(
         *_layer("mlp.linear_fc1.weight", "h.{}.mlp.c_fc.weight"),
         lambda s: (s.ffn_hidden, s.hidden),
         _transposed,
     ),
-    _Row(*_layer("mlp.linear_fc1.bias", "h.{}.mlp.c_fc.bias"), lambda s: (s.ffn_hidden,), _same),
-    _Row(
+    _NamedTensor(
+        *_layer("mlp.linear_fc1.bias", "h.{}.mlp.c_fc.bias"), lambda s: (s.ffn_hidden,), _same
+    ),
+    _NamedTensor(
         *_layer("mlp.linear_fc2.weight", "h.{}.mlp.c_proj.weight"),
         lambda s: (s.hidden, s.ffn_hidden),
         _transposed,
     ),
-    _Row(*_layer("mlp.linear_fc2.bias", "h.{}.mlp.c_proj.bias"), _hidden, _same),
-    _Row("decoder.final_layernorm.weight", ("ln_f.weight",), _hidden, _same),
-    _Row("decoder.final_layernorm.bias", ("ln_f.bias",), _hidden, _same),
+    _NamedTensor(*_layer("mlp.linear_fc2.bias", "h.{}.mlp.c_proj.bias"), _hidden, _same),
+    _NamedTensor("decoder.final_layernorm.weight", ("ln_f.weight",), _hidden, _same),
+    _NamedTensor("decoder.final_layernorm.bias", ("ln_f.bias",), _hidden, _same),
 )
 
 _LLAMA = (
-    _Row(EMBEDDING, ("embed_tokens.weight",), _vocabulary, _same),
-    _Row(
+    _NamedTensor(EMBEDDING, ("embed_tokens.weight",), _vocabulary, _same),
+    _NamedTensor(
         *_layer("self_attention.linear_qkv.layer_norm_weight", "layers.{}.input_layernorm.weight"),
         _hidden,
         _same,
     ),
-    _Row(
+    _NamedTensor(
         *_layer(
             "self_attention.linear_qkv.weight",
             *(f"layers.{{}}.self_attn.{part}_proj.weight" for part in "qkv"),
@@ -240,17 +246,17 @@ _LLAMA = (
         lambda s: (_qkv(s), s.hidden),
         _by_group,
     ),
-    _Row(
+    _NamedTensor(
         *_layer("self_attention.linear_proj.weight", "layers.{}.self_attn.o_proj.weight"),
         lambda s: (s.hidden, s.heads * s.head_width),
         _same,
     ),
-    _Row(
+    _NamedTensor(
         *_layer("mlp.linear_fc1.layer_norm_weight", "layers.{}.post_attention_layernorm.weight"),
         _hidden,
         _same,
     ),
-    _Row(
+    _NamedTensor(
         *_layer(
             "mlp.linear_fc1.weight",
             "layers.{}.mlp.gate_proj.weight",
@@ -259,12 +265,12 @@ _LLAMA = (
         lambda s: (2 * s.ffn_hidden, s.hidden),
         _halves,
     ),
-    _Row(
+    _NamedTensor(
         *_layer("mlp.linear_fc2.weight", "layers.{}.mlp.down_proj.weight"),
         lambda s: (s.hidden, s.ffn_hidden),
         _same,
     ),
-    _Row("decoder.final_layernorm.weight", ("norm.weight",), _hidden, _same),
+    _NamedTensor("decoder.final_layernorm.weight", ("norm.weight",), _hidden, _same),
 )
 
 _FAMILIES = {"gpt2": ("transformer.", _GPT2), "llama": ("model.", _LLAMA)}

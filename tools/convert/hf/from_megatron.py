@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tools.convert.hf.checkpoint import StoredCheckpoint
 from tools.convert.hf.errors import ConversionError
-from tools.convert.hf.families import VOCABULARY, Pair, pairs_of
+from tools.convert.hf.families import VOCABULARY, TensorPair, pairs_of
 from tools.convert.hf.into_megatron import (
     CONFIG_FILE,
     IMPORT_FILE,
@@ -33,7 +33,7 @@ class Export:
 
     checkpoint: StoredCheckpoint
     config: dict[str, object]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[TensorPair, ...]
     imported: Path | None
     """The folder of the imported model that was trained; None for a model of the kit's own."""
 
@@ -55,7 +55,7 @@ class Export:
                 work.done(part.nbytes)
                 yield part
 
-    def _dtype(self, pair: Pair) -> torch.dtype:
+    def _dtype(self, pair: TensorPair) -> torch.dtype:
         entry = self.checkpoint.find(pair.key)
         assert entry is not None
         return entry.properties.dtype
@@ -141,7 +141,7 @@ def _as_imported(folder: Path, config: dict[str, object]) -> dict[str, object]:
     return {**own, **dict.fromkeys(names, config["dtype"])}
 
 
-def _check(checkpoint: StoredCheckpoint, pairs: Sequence[Pair], shape: ModelShape) -> None:
+def _check(checkpoint: StoredCheckpoint, pairs: Sequence[TensorPair], shape: ModelShape) -> None:
     """Refuse missing, extra and wrong tensors."""
     for pair in pairs:
         entry = checkpoint.find(pair.key)

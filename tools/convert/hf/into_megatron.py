@@ -24,7 +24,7 @@ from tools.convert.hf.families import (
     EMBEDDING,
     HEAD,
     VOCABULARY,
-    Pair,
+    TensorPair,
     is_buffer,
     pairs_of,
     prefix_of,
@@ -68,7 +68,7 @@ class ImportRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Source:
+class ImportSource:
     """A folder that can be imported: every tensor is there, in its shape, and none is left over."""
 
     folder: Path
@@ -77,7 +77,7 @@ class Source:
     shape: ModelShape
     tensors: TensorFolder
     prefix: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[TensorPair, ...]
     ignored: tuple[str, ...]
 
     @property
@@ -85,16 +85,16 @@ class Source:
         """Without padding, tied ones once."""
         return sum(torch.Size(pair.shape).numel() for pair in self.pairs)
 
-    def dtype(self, pair: Pair) -> torch.dtype:
+    def dtype(self, pair: TensorPair) -> torch.dtype:
         """Of a pair's tensors."""
         return self.tensors.tensors[pair.names[0]].dtype
 
-    def values(self, pair: Pair) -> Tensor:
+    def values(self, pair: TensorPair) -> Tensor:
         """Megatron's tensor."""
         return pair.form.join([self.tensors.read(name) for name in pair.names])
 
 
-def read_source(folder: Path) -> Source:
+def read_source(folder: Path) -> ImportSource:
     """Look at a folder without reading weights.
 
     Raises:
@@ -111,11 +111,11 @@ def read_source(folder: Path) -> Source:
     left = _check_names(folder, tensors, pairs, shape)
     _check_tensors(folder, tensors, pairs)
     _check_tokenizer(folder, shape.vocabulary)
-    return Source(folder, model_type, flags, shape, tensors, prefix, pairs, left)
+    return ImportSource(folder, model_type, flags, shape, tensors, prefix, pairs, left)
 
 
 def import_model(
-    source: Source, name: str, work: Work, hub: Path = HUB, known_as: str = ""
+    source: ImportSource, name: str, work: Work, hub: Path = HUB, known_as: str = ""
 ) -> Summary:
     """Write `hub/NAME`.
 
@@ -192,7 +192,7 @@ def _check_name(name: str, target: Path, hub: Path) -> None:
 
 
 def _check_names(
-    folder: Path, tensors: TensorFolder, pairs: Sequence[Pair], shape: ModelShape
+    folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPair], shape: ModelShape
 ) -> tuple[str, ...]:
     """Refuse missing and extra tensors; return the buffers that are ignored."""
     wanted = {name for pair in pairs for name in pair.names}
@@ -224,7 +224,7 @@ def _and_others(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[Pair]) -> None:
+def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPair]) -> None:
     for pair in pairs:
         found = [tensors.tensors[name] for name in pair.names]
         for one, shape in zip(found, pair.shapes, strict=True):
@@ -271,7 +271,7 @@ def _ids(definition: Mapping[str, object]) -> list[int]:
     return [*own, *(int(token["id"]) for token in added)]
 
 
-def _as_stored(source: Source) -> list[StackedTensor]:
+def _as_stored(source: ImportSource) -> list[StackedTensor]:
     """What the checkpoint holds: the vocabulary with its padding rows."""
     return [
         StackedTensor(
@@ -297,7 +297,7 @@ def _padded(values: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.cat((values, values[-1:].expand(rows, -1))) if rows else values
 
 
-def _args_file(source: Source, record: ImportRecord, target: Path) -> str:
+def _args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
     divisor = next(d for d in (128, 64, 32, 16, 8, 4, 2, 1) if source.shape.vocabulary % d == 0)
     weights = from_root(target / IMPORTED_WEIGHTS)
     words = merge_flags(

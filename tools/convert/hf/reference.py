@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tools.convert.hf.families import Pair, pairs_of
-from tools.convert.hf.into_megatron import Source, read_import, read_source
+from tools.convert.hf.families import TensorPair, pairs_of
+from tools.convert.hf.into_megatron import ImportSource, read_import, read_source
 from tools.native.batches import MicroBatch, SplitSamples
 from tools.native.capture import Counterpart, Whole, capturing
 from tools.native.engines import Update
@@ -126,11 +126,11 @@ class ReferenceTaps(Taps):
         return whole, sequence_first
 
 
-def counterpart_of(model: Causal, pairs: Sequence[Pair], layers: int) -> Counterpart:
+def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
     """The model's parameters as Megatron's, by the table that weights are converted with."""
     named = dict(model.model.named_parameters())
 
-    def whole(pair: Pair) -> Whole:
+    def whole(pair: TensorPair) -> Whole:
         stacked = pair.layer is not None
         shape = (*(layers,) * stacked, *pair.shape)
         offset = (*((pair.layer,) if pair.layer is not None else ()), *(0 for _ in pair.shape))
@@ -143,7 +143,7 @@ def counterpart_of(model: Causal, pairs: Sequence[Pair], layers: int) -> Counter
     return Counterpart(model, tuple(map(whole, pairs)), taps)
 
 
-def load(source: Source, settings: Settings, rows: int) -> Causal:
+def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
     """The folder's model in fp32, with this run's dropout and `rows` rows of the vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -56,7 +56,7 @@ class _Empty(types.ModuleType):
         return _Anything(name, (), {"__module__": self.__name__})
 
 
-class _StandIn(MetaPathFinder, Loader):
+class _MissingModules(MetaPathFinder, Loader):
     def __init__(self, missing: Sequence[str]) -> None:
         self._missing = missing
 
@@ -98,7 +98,7 @@ def main(words: Sequence[str]) -> None:
 def stand_in() -> None:
     """From here on, imports of what is missing of `STOOD_IN` succeed."""
     missing = [name for name in STOOD_IN if importlib.util.find_spec(name) is None]
-    sys.meta_path.insert(0, _StandIn(missing))
+    sys.meta_path.insert(0, _MissingModules(missing))
 
 
 def built(recipe: str) -> Any:

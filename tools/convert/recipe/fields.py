@@ -19,7 +19,7 @@ from tools.convert.recipe.joint import (
     RecipeError,
     implied,
 )
-from tools.convert.recipe.table import BRIDGE, BRIDGE_VERSION, ROWS, Row, Symbol, Value
+from tools.convert.recipe.table import BRIDGE, BRIDGE_VERSION, ROWS, FlagFields, Symbol, Value
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
 from tools.spec.model import SHAPE_FLAGS
 from tools.spec.run import Backend, DeviceKind, RunSpec
@@ -132,7 +132,7 @@ def _canonical(words: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
     return (*merged, _STAGES, str(stages)) if stages > 1 else merged
 
 
-def _given(row: Row, words: tuple[str, ...]) -> Value:
+def _given(row: FlagFields, words: tuple[str, ...]) -> Value:
     found = pick_flags(words, (row.flag,))
     if not found:
         return row.megatron

@@ -19,12 +19,12 @@ from tools.convert.recipe.joint import (
     implied,
     shown,
 )
-from tools.convert.recipe.table import BRIDGE, ON, ROWS, Row, Symbol, Value
+from tools.convert.recipe.table import BRIDGE, ON, ROWS, FlagFields, Symbol, Value
 from tools.spec.flags import Flags, drop_flags, merge_flags
 
 
 @dataclass(frozen=True)
-class Reading:
+class RecipeFlags:
     """A recipe as Megatron's flags."""
 
     flags: tuple[str, ...]
@@ -61,7 +61,7 @@ _DERIVED = frozenset(
 """Fields that another decides, or that are read beside the table."""
 
 
-def reading_of_fields(fields: Fields) -> Reading:
+def reading_of_fields(fields: Fields) -> RecipeFlags:
     """A recipe as flags; fields that are missing have Bridge's default.
 
     Raises:
@@ -82,7 +82,7 @@ def reading_of_fields(fields: Fields) -> Reading:
     unsaid = implied(Flags(words))
     if "--use-megatron-fsdp" in words and _PARTS not in words:
         words += [_PARTS, "optim_grads_params"]  # Megatron's default, which not every release has.
-    return Reading(drop_flags(merge_flags(words), unsaid), (*notes, *_unread(fields)))
+    return RecipeFlags(drop_flags(merge_flags(words), unsaid), (*notes, *_unread(fields)))
 
 
 def _refuse_other_models(fields: Fields) -> None:
@@ -125,7 +125,7 @@ def _with_precision(fields: dict[str, Value], name: str, given: set[str]) -> dic
     return fields | {"ddp.grad_reduce_in_fp32": fields[f"{name}.grad_reduce_in_fp32"]}
 
 
-def _words_of(row: Row, fields: Fields, notes: list[str]) -> list[str]:
+def _words_of(row: FlagFields, fields: Fields, notes: list[str]) -> list[str]:
     value = _one_value(row, fields, notes)
     if value is None:
         return []
@@ -139,7 +139,7 @@ def _words_of(row: Row, fields: Fields, notes: list[str]) -> list[str]:
     return [] if words is None or value == row.megatron else [row.flag, *words]
 
 
-def _one_value(row: Row, fields: Fields, notes: list[str]) -> Value:
+def _one_value(row: FlagFields, fields: Fields, notes: list[str]) -> Value:
     """The value that the row's places hold together."""
     held: dict[str, Value] = {}
     for place in row.places:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.convert.recipe.flags import Reading
+from tools.convert.recipe.flags import RecipeFlags
 from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import ROWS
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
@@ -65,7 +65,7 @@ class ImportedRecipe:
         return "\n".join((f"# {title}", *flags)) + "\n"
 
 
-def imported(reading: Reading, name: str, ranks: int | None = None) -> ImportedRecipe:
+def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> ImportedRecipe:
     """A recipe's flags as a model, a target and variables.
 
     Args:

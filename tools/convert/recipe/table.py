@@ -33,7 +33,7 @@ type Value = bool | int | float | str | list[Value] | Symbol | None
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """How a flag's words and a field's value are one another."""
 
     wanted: str
@@ -46,11 +46,11 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Row:
+class FlagFields:
     """One flag, and the fields that hold its value."""
 
     flag: str
-    kind: Kind
+    kind: ValueKind
     places: tuple[str, ...]
     """`section.field`; `!section.field` holds the opposite."""
     megatron: Value
@@ -200,13 +200,13 @@ def _first[T](convert: Callable[[str], T]) -> Callable[[Sequence[str]], T]:
     return read
 
 
-def _switch(present: bool) -> Kind:
+def _switch(present: bool) -> ValueKind:
     def words(value: Value) -> tuple[str, ...] | None:
         if not isinstance(value, bool):
             raise TypeError
         return () if value is present else None
 
-    return Kind("True or False", lambda _: present, words)
+    return ValueKind("True or False", lambda _: present, words)
 
 
 ON = _switch(True)
@@ -215,26 +215,26 @@ ON = _switch(True)
 _KINDS = {
     "on": ON,
     "off": _switch(False),
-    "whole": Kind("a whole number", _first(int), _alone(_whole)),
-    "decimal": Kind("a number", _first(float), _alone(_decimal)),
-    "text": Kind("a text", _first(str), _alone(_text)),
-    "texts": Kind("a list of texts", list, _several),
-    "numbers": Kind(
+    "whole": ValueKind("a whole number", _first(int), _alone(_whole)),
+    "decimal": ValueKind("a number", _first(float), _alone(_decimal)),
+    "text": ValueKind("a text", _first(str), _alone(_text)),
+    "texts": ValueKind("a list of texts", list, _several),
+    "numbers": ValueKind(
         "a list of whole numbers", lambda words: [int(word) for word in words], _several
     ),
-    "backend": Kind(
+    "backend": ValueKind(
         "a member of AttnBackend", _first(lambda word: Symbol(_ATTENTION + word)), _attention
     ),
 }
 
 
-def _read_rows() -> tuple[Row, ...]:
+def _read_rows() -> tuple[FlagFields, ...]:
     with (Path(__file__).parent / "table.csv").open(newline="") as file:
         return tuple(_row(**line) for line in csv.DictReader(file, skipinitialspace=True))
 
 
-def _row(flag: str, kind: str, places: str, megatron: str, **more: str) -> Row:
-    return Row(
+def _row(flag: str, kind: str, places: str, megatron: str, **more: str) -> FlagFields:
+    return FlagFields(
         flag,
         _KINDS[kind],
         tuple(places.split()),

@@ -276,7 +276,7 @@ class _Part(io.RawIOBase):
         return data
 
 
-class _StandIn:
+class _AnyClass:
     """Any class that a pickle names: takes its arguments and state, does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -296,7 +296,7 @@ class MetadataReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ARG002 - pickle's signature
         """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
-        return type(name.rpartition(".")[2], (_StandIn,), {})
+        return type(name.rpartition(".")[2], (_AnyClass,), {})
 
 
 class _SizeReader(MetadataReader):

@@ -5,7 +5,7 @@ import os
 import shutil
 from typing import NamedTuple
 
-from tools.launch.checks.finding import PASS, WARN, Finding, ask
+from tools.launch.checks.finding import PASS, WARN, CheckResult, ask
 
 REPOSITORY = "megatron-parallelism-kit"
 """Of the kit's images; a pair of `docker/versions.env` is a tag."""
@@ -25,14 +25,14 @@ class DockerEngine(NamedTuple):
         return "nvidia" in self.runtimes
 
 
-def check_docker() -> "list[Finding]":
+def check_docker() -> "list[CheckResult]":
     """Rows for client, engine, NVIDIA runtime and image, up to the first that is missing."""
     if os.environ.get("KIT_IMAGE"):
-        return [Finding(PASS, "Docker", "inside the kit's image, where targets run directly")]
+        return [CheckResult(PASS, "Docker", "inside the kit's image, where targets run directly")]
     return check_container()
 
 
-def check_container(image: str = "", tag: str = "") -> "list[Finding]":
+def check_container(image: str = "", tag: str = "") -> "list[CheckResult]":
     """The same for one image, whose NGC tag the fix names; without arguments for any of the kit's."""
     row, engine = check_engine()
     if engine is None:
@@ -42,16 +42,16 @@ def check_container(image: str = "", tag: str = "") -> "list[Finding]":
             "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
             "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"
         )
-        return [row, Finding(WARN, "NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
+        return [row, CheckResult(WARN, "NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
     return [row, _check_image(image, tag)]
 
 
-def check_engine() -> "tuple[Finding, DockerEngine | None]":
+def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
     """Whether there is a client and its engine answers; without one a fix, and no engine."""
     if shutil.which("docker") is None:
         found = "Docker is not installed (no 'docker' on PATH)"
         fix = "install Docker Engine with the NVIDIA container toolkit, or set RUNTIME=host"
-        return Finding(WARN, "Docker", found, fix), None
+        return CheckResult(WARN, "Docker", found, fix), None
     answer = ask(["docker", "info", "--format", DESCRIBE])
     try:
         described = json.loads(answer.out) if answer.good else {}
@@ -61,10 +61,10 @@ def check_engine() -> "tuple[Finding, DockerEngine | None]":
         reason = "no answer" if answer.good else answer.problem.rstrip(".?!") or "no answer"
         found = f"Docker's engine does not answer ({reason})"
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
-        return Finding(WARN, "Docker", found, fix), None
+        return CheckResult(WARN, "Docker", found, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
     engine = DockerEngine(tuple(described["runtimes"]), rootless)
-    return Finding(PASS, "Docker", "its engine answers"), engine
+    return CheckResult(PASS, "Docker", "its engine answers"), engine
 
 
 def image_id(image: str) -> "str | None":
@@ -73,14 +73,14 @@ def image_id(image: str) -> "str | None":
     return answer.out or None if answer.good else None
 
 
-def _check_image(image: str, tag: str) -> Finding:
+def _check_image(image: str, tag: str) -> CheckResult:
     if image:
         if image_id(image):
-            return Finding(PASS, "Image", image)
+            return CheckResult(PASS, "Image", image)
         fix = f"run 'make image IMAGE={tag}', or set RUNTIME=host"
-        return Finding(WARN, "Image", f"Image {image} is not built", fix)
+        return CheckResult(WARN, "Image", f"Image {image} is not built", fix)
     listed = ask(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
     built = [name for name in listed.splitlines() if name.startswith(REPOSITORY + ":")]
     if not built:
-        return Finding(WARN, "Image", "not built", "run 'make image', or set RUNTIME=host")
-    return Finding(PASS, "Image", ", ".join(built))
+        return CheckResult(WARN, "Image", "not built", "run 'make image', or set RUNTIME=host")
+    return CheckResult(PASS, "Image", ", ".join(built))

@@ -14,7 +14,7 @@ SETUP_STAMP = ".requirements.sha256"
 """In `.venv`: what `tools/setup.sh` writes when all packages are installed."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One row of the doctor's table, or a reason to refuse a run."""
 
     status: str
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """Finding and fix as one sentence."""
+        """CheckResult and fix as one sentence."""
         return self.found + "; " + self.fix + "."
 
 
@@ -68,7 +68,7 @@ def ask(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
     return CommandOutput(process.returncode, _text(out), _first_line(complaint) or _first_line(out))
 
 
-def refusals(findings: "list[Finding]") -> "list[str]":
+def refusals(findings: "list[CheckResult]") -> "list[str]":
     """The findings that are no pass, a sentence each."""
     return [finding.refusal for finding in findings if finding.status != PASS]
 

@@ -16,7 +16,7 @@ from tools.launch.checks.finding import (
     ROOT,
     SETUP_STAMP,
     WARN,
-    Finding,
+    CheckResult,
     ask,
     kit_python,
 )
@@ -44,30 +44,30 @@ LIST_PACKAGES = (
 )
 
 
-def check_python() -> Finding:
+def check_python() -> CheckResult:
     """Whether there is a Python that setup can use, by setup's own search."""
     if os.environ.get("KIT_IMAGE"):
-        return Finding(PASS, "Python", "of the image {}".format(os.environ["KIT_IMAGE"]))
+        return CheckResult(PASS, "Python", "of the image {}".format(os.environ["KIT_IMAGE"]))
     answer = ask(["tools/setup.sh", "--python"])
     if not answer.good:
-        return Finding(
+        return CheckResult(
             FAIL,
             "Python",
             "no CPython 3.12 or 3.13 with venv",
             "install one, for example 'uv python install 3.12' or 'pyenv install 3.12'",
         )
     version = ask([answer.out, "-c", "import platform; print(platform.python_version())"]).out
-    return Finding(PASS, "Python", f"{version} at {answer.out}")
+    return CheckResult(PASS, "Python", f"{version} at {answer.out}")
 
 
-def check_packages() -> Finding:
+def check_packages() -> CheckResult:
     """Whether `.venv` holds what requirements.txt pins."""
     if os.environ.get("KIT_IMAGE"):
-        return Finding(PASS, "Packages", "those of the image")
+        return CheckResult(PASS, "Packages", "those of the image")
     requirements = Path(ROOT, "requirements.txt").read_bytes()
     python = kit_python()
     if python is None:
-        return Finding(
+        return CheckResult(
             WARN,
             "Packages",
             "not installed yet",
@@ -75,15 +75,19 @@ def check_packages() -> Finding:
         )
     installed = Path(ROOT, ".venv", SETUP_STAMP).read_text()
     if hashlib.sha256(requirements).hexdigest() not in installed:
-        return Finding(WARN, "Packages", "requirements.txt has changed since", "run 'make setup'")
+        return CheckResult(
+            WARN, "Packages", "requirements.txt has changed since", "run 'make setup'"
+        )
     wrong = differing_packages(python, requirements.decode())
     if wrong is None:
-        return Finding(FAIL, "Packages", ".venv's Python does not run", "rm -r .venv && make setup")
+        return CheckResult(
+            FAIL, "Packages", ".venv's Python does not run", "rm -r .venv && make setup"
+        )
     if wrong:
-        return Finding(
+        return CheckResult(
             FAIL, "Packages", "not as pinned: " + ", ".join(wrong), "rm -r .venv && make setup"
         )
-    return Finding(PASS, "Packages", "as pinned in requirements.txt")
+    return CheckResult(PASS, "Packages", "as pinned in requirements.txt")
 
 
 def differing_packages(python: str, requirements: str) -> "list[str] | None":
@@ -100,33 +104,33 @@ def differing_packages(python: str, requirements: str) -> "list[str] | None":
     ]
 
 
-def check_programs() -> Finding:
+def check_programs() -> CheckResult:
     """git for the kit's commit, make and a C++ compiler for a checkout's data helpers."""
     missing = [name for name in ("git", "make", "g++") if shutil.which(name) is None]
     if missing:
-        return Finding(
+        return CheckResult(
             WARN,
             "Programs",
             "missing: " + ", ".join(missing),
             "install them; git records the commit, make and g++ build a Megatron-LM checkout's helpers",
         )
-    return Finding(PASS, "Programs", "git, make, g++")
+    return CheckResult(PASS, "Programs", "git, make, g++")
 
 
-def check_shared_memory() -> Finding:
+def check_shared_memory() -> CheckResult:
     """NCCL and data loaders pass buffers through /dev/shm."""
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
-        return Finding(WARN, "Shared memory", "no /dev/shm", "mount a tmpfs there")
+        return CheckResult(WARN, "Shared memory", "no /dev/shm", "mount a tmpfs there")
     found = f"{size / GIB:.1f} GiB in /dev/shm"
     if size < GIB:
         fix = "sudo mount -o remount,size=8G /dev/shm; of a container: --ipc=host"
-        return Finding(WARN, "Shared memory", found, fix)
-    return Finding(PASS, "Shared memory", found)
+        return CheckResult(WARN, "Shared memory", found, fix)
+    return CheckResult(PASS, "Shared memory", found)
 
 
-def check_limits() -> Finding:
+def check_limits() -> CheckResult:
     """Locked memory for InfiniBand, open files for many ranks; containers have their own."""
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -135,13 +139,15 @@ def check_limits() -> Finding:
     )
     if locked != resource.RLIM_INFINITY and Path("/dev/infiniband").is_dir():
         fix = "NCCL pins what InfiniBand reads: 'memlock unlimited' in /etc/security/limits.conf"
-        return Finding(WARN, "Limits", found, fix)
+        return CheckResult(WARN, "Limits", found, fix)
     if files != resource.RLIM_INFINITY and files < OPEN_FILES:
-        return Finding(WARN, "Limits", found, f"'nofile {OPEN_FILES}' in /etc/security/limits.conf")
-    return Finding(PASS, "Limits", found)
+        return CheckResult(
+            WARN, "Limits", found, f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
+        )
+    return CheckResult(PASS, "Limits", found)
 
 
-def check_disk(folder: str = ROOT) -> Finding:
+def check_disk(folder: str = ROOT) -> CheckResult:
     """Room for setup or a run, and the disk's write rate, flushed."""
     before_setup = kit_python() is None
     needed, by = (SETUP_BYTES, "setup") if before_setup else (GIB, "a run")
@@ -154,34 +160,34 @@ def check_disk(folder: str = ROOT) -> Finding:
         rate = write_rate(folder, min(PROBE_BYTES, free // 4))
     except OSError as error:
         found = f"{folder} cannot be written: {error.strerror}"
-        return Finding(FAIL, "Disk", found, "clone the kit where you may write")
+        return CheckResult(FAIL, "Disk", found, "clone the kit where you may write")
     found = f"{free / GIB:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
     if rate < SLOW_BYTES_PER_SECOND:
         fix = (
             "slow for checkpoints and data sets; put runs elsewhere with RUNS= and data with DATA="
         )
-        return Finding(WARN, "Disk", found, fix, rate)
-    return Finding(PASS, "Disk", found, "", rate)
+        return CheckResult(WARN, "Disk", found, fix, rate)
+    return CheckResult(PASS, "Disk", found, "", rate)
 
 
 def check_room(
     folder: str, needed_bytes: int, needed_by: str, elsewhere: str, needed_files: int = RUN_FILES
-) -> Finding:
+) -> CheckResult:
     """Whether a folder can be written and has room for what `needed_by` (a noun) writes."""
     if not os.access(folder, os.W_OK):
-        return Finding(FAIL, "Disk", f"{folder} is not writable", elsewhere)
+        return CheckResult(FAIL, "Disk", f"{folder} is not writable", elsewhere)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         found = f"{folder} has {_size(free)} free and {needed_by} needs about {_size(needed_bytes)}"
-        return Finding(WARN, "Disk", found, "free some room, or " + elsewhere)
+        return CheckResult(WARN, "Disk", found, "free some room, or " + elsewhere)
     files = free_files(folder)
     if files is not None and files < needed_files:
         found = (
             f"{folder} can take {files} more files (free inodes) and {needed_by} needs about "
             f"{needed_files}"
         )
-        return Finding(WARN, "Disk", found, "remove files that are not needed, or " + elsewhere)
-    return Finding(PASS, "Disk", _size(free) + " free")
+        return CheckResult(WARN, "Disk", found, "remove files that are not needed, or " + elsewhere)
+    return CheckResult(PASS, "Disk", _size(free) + " free")
 
 
 def free_files(folder: str) -> "int | None":

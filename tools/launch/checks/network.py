@@ -11,24 +11,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
-from tools.launch.checks.finding import PASS, ROOT, WARN, Finding, ask, kit_python
+from tools.launch.checks.finding import PASS, ROOT, WARN, CheckResult, ask, kit_python
 
 SECONDS = 8.0
 SMALL_PACKAGE = "six"
 WANDB_HOST = "api.wandb.ai"
 
 
-def check_hub() -> Finding:
+def check_hub() -> CheckResult:
     """The data sets' hub, or the mirror that HF_ENDPOINT names."""
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     problem = unreachable(address)
     if problem:
         fix = "name a mirror with HF_ENDPOINT=; 'make prepare-ds-sample' and prepare-ds need none"
-        return Finding(WARN, "Hub", f"{address} is out of reach: {problem}", fix)
-    return Finding(PASS, "Hub", address)
+        return CheckResult(WARN, "Hub", f"{address} is out of reach: {problem}", fix)
+    return CheckResult(PASS, "Hub", address)
 
 
-def check_package_index() -> Finding:
+def check_package_index() -> CheckResult:
     """The index that pip is configured for: pip downloads a small package."""
     python = kit_python() or sys.executable
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
@@ -37,38 +37,40 @@ def check_package_index() -> Finding:
         download = ["download", "--no-deps", "--dest", folder, SMALL_PACKAGE]
         answer = ask([python, "-m", "pip", *download, *quiet, *timeout], seconds=6 * SECONDS)
     if answer.good:
-        return Finding(PASS, "Package index", "pip gets packages")
+        return CheckResult(PASS, "Package index", "pip gets packages")
     if "No module named pip" in answer.problem:
-        return Finding(
+        return CheckResult(
             WARN, "Package index", "not asked: this Python has no pip", "run 'make setup'"
         )
     fix = "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
-    return Finding(WARN, "Package index", "pip gets no packages: " + answer.problem[:120], fix)
+    return CheckResult(WARN, "Package index", "pip gets no packages: " + answer.problem[:120], fix)
 
 
-def check_image_registry() -> Finding:
+def check_image_registry() -> CheckResult:
     """The registry of the Dockerfile's FROM; an HTTP error (such as 401) also means that it answers."""
     dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
     match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
-        return Finding(
+        return CheckResult(
             WARN, "Image registry", "docker/Dockerfile names none", "write FROM <registry>/…"
         )
     problem = unreachable(f"https://{match.group(1)}/v2/")
     if problem:
         fix = "'make image' needs it; RUNTIME=host does not"
-        return Finding(WARN, "Image registry", f"{match.group(1)} is out of reach: {problem}", fix)
-    return Finding(PASS, "Image registry", match.group(1))
+        return CheckResult(
+            WARN, "Image registry", f"{match.group(1)} is out of reach: {problem}", fix
+        )
+    return CheckResult(PASS, "Image registry", match.group(1))
 
 
-def check_wandb() -> Finding:
+def check_wandb() -> CheckResult:
     """Whether WANDB=1 would log online; only the key's presence is looked at."""
     if os.environ.get("WANDB_API_KEY"):
-        return Finding(PASS, "W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
+        return CheckResult(PASS, "W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
     if wandb_login(os.environ):
-        return Finding(PASS, "W&B", "logged in ('wandb login'): WANDB=1 logs online")
+        return CheckResult(PASS, "W&B", "logged in ('wandb login'): WANDB=1 logs online")
     fix = "run '.venv/bin/wandb login' or set WANDB_API_KEY; 'wandb sync' uploads a run later"
-    return Finding(WARN, "W&B", "not logged in: WANDB=1 logs offline", fix)
+    return CheckResult(WARN, "W&B", "not logged in: WANDB=1 logs offline", fix)
 
 
 def wandb_login(environment: "Mapping[str, str]") -> str:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tools.launch.checks import devices, docker, host, network
-from tools.launch.checks.finding import FAIL, PASS, WARN, Finding
+from tools.launch.checks.finding import FAIL, PASS, WARN, CheckResult
 
-CHECKS: "tuple[Callable[[], Finding | list[Finding]], ...]" = (
+CHECKS: "tuple[Callable[[], CheckResult | list[CheckResult]], ...]" = (
     host.check_python,
     host.check_packages,
     host.check_programs,
@@ -30,18 +30,18 @@ CHECKS: "tuple[Callable[[], Finding | list[Finding]], ...]" = (
 COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
 
 
-def examine() -> "list[Finding]":
+def examine() -> "list[CheckResult]":
     """Every check at once, since most of them wait; rows in the order of `CHECKS`."""
     with ThreadPoolExecutor(len(CHECKS)) as threads:
         answers = [threads.submit(check) for check in CHECKS]
-    rows = []  # type: list[Finding]
+    rows = []  # type: list[CheckResult]
     for answer in answers:
         found = answer.result()
         rows += found if isinstance(found, list) else [found]
     return rows
 
 
-def table(findings: "list[Finding]", width: int, colour: bool) -> str:
+def table(findings: "list[CheckResult]", width: int, colour: bool) -> str:
     """Status, what was looked at, what was found; below it the way to fix it."""
     column = max(len(finding.what) for finding in findings) + 2
     indent = " " * (6 + column)

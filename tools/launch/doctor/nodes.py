@@ -20,12 +20,13 @@ from typing import Any
 from rich.console import Console
 
 from tools.launch.checks.devices import check_rates
-from tools.launch.checks.finding import FAIL, PASS, WARN, Finding
+from tools.launch.checks.finding import FAIL, PASS, WARN, CheckResult
 from tools.launch.cluster.sbatch import FIRST_NODE
 from tools.launch.cluster.slurm import argv_of_directives, slurm_from_environment
 from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import say
 from tools.text.units import DASH
 
 SECONDS = 420
@@ -41,7 +42,7 @@ EXCHANGE = "\n".join(
     )
 )
 
-Answers = Mapping[str, Sequence[Finding]]
+Answers = Mapping[str, Sequence[CheckResult]]
 """Findings by node."""
 
 
@@ -63,15 +64,15 @@ def main() -> int:
         answers = ask_nodes(srun)
         between = exchange(srun) if len(answers) > 1 else None
     except LaunchError as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        say(console, str(error), "red")
         return 2
     differing = outliers(answers)
     console.print(rich_table(_table(answers, differing), console.width))
     if between is not None:
-        console.print(describe(between), markup=False, highlight=False, soft_wrap=True)
+        say(console, describe(between))
     for one in differing:
         text = f"{one.node} differs: {one.what}: {one.found}; others: {one.others}."
-        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(console, text, "yellow")
     if not differing:
         console.print(f"{len(answers)} nodes, all alike.", highlight=False)
     failed = any(finding.status == FAIL for findings in answers.values() for finding in findings)
@@ -136,13 +137,13 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     return ("srun", *count, *argv_of_directives(slurm.directives if slurm else ()))
 
 
-def parse(text: str) -> Sequence[tuple[str, list[Finding]]]:
+def parse(text: str) -> Sequence[tuple[str, list[CheckResult]]]:
     """Each node's line; what else a node's shell prints is no answer."""
     found = []
     for line in text.splitlines():
         try:
             answer = json.loads(line)
-            rows = [Finding(*row) for row in answer["findings"]]
+            rows = [CheckResult(*row) for row in answer["findings"]]
             found.append((str(answer["host"]), rows))
         except (ValueError, TypeError, KeyError):
             continue
@@ -155,18 +156,18 @@ def outliers(answers: Answers) -> list[Outlier]:
     Of two nodes that differ either may be right, so both are named.
     """
     found: list[Outlier] = []
-    by_what: dict[str, dict[str, Finding]] = {}
+    by_what: dict[str, dict[str, CheckResult]] = {}
     for node, findings in answers.items():
         for finding in findings:
             by_what.setdefault(finding.what, {})[node] = finding
     for what, rows in by_what.items():
         missing = [node for node in answers if node not in rows]
-        rows |= {node: Finding(WARN, what, "no such row") for node in missing}
+        rows |= {node: CheckResult(WARN, what, "no such row") for node in missing}
         found += _outliers_of(what, rows)
     return found
 
 
-def _outliers_of(what: str, rows: Mapping[str, Finding]) -> list[Outlier]:
+def _outliers_of(what: str, rows: Mapping[str, CheckResult]) -> list[Outlier]:
     values = [finding.value for finding in rows.values()]
     if all(value is not None for value in values):
         middle = statistics.median(value for value in values if value is not None)
@@ -187,7 +188,7 @@ def _outliers_of(what: str, rows: Mapping[str, Finding]) -> list[Outlier]:
     return [Outlier(node, what, rows[node].found, usual) for node in sorted(off)]
 
 
-def _others(node: str, rows: Mapping[str, Finding]) -> list[str]:
+def _others(node: str, rows: Mapping[str, CheckResult]) -> list[str]:
     return [f"{other}: {finding.found}" for other, finding in sorted(rows.items()) if other != node]
 
 
@@ -209,7 +210,7 @@ def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:
     return Table(columns, tuple(dict.fromkeys(what for found in rows.values() for what in found)))
 
 
-def _finding_text(found: Finding | None) -> str:
+def _finding_text(found: CheckResult | None) -> str:
     return f"{found.status}: {found.found}" if found else DASH
 
 

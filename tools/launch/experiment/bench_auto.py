@@ -11,15 +11,16 @@ from rich.console import Console
 
 from tools.launch.auto import as_options, plan_here
 from tools.launch.experiment.cells import check_cells, plan_cells
-from tools.launch.experiment.definition import Cell, Experiment, VariableValue, load_sweep
+from tools.launch.experiment.definition import Experiment, ExperimentCell, VariableValue, load_sweep
 from tools.launch.experiment.measured import measure
-from tools.launch.experiment.runner import Runner, say
+from tools.launch.experiment.runner import Runner
 from tools.launch.experiment.tables.auto import AutoGroup, AutoRow, render
 from tools.launch.options import Options
 from tools.plan.alpa import alpa
 from tools.plan.search import Candidate, Plan
 from tools.spec import settings
 from tools.spec.files import ROOT
+from tools.text.terminal import say
 
 NAME = "auto"
 BEST = 4
@@ -63,7 +64,9 @@ def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
     )
 
 
-def _group(experiment: Experiment, cell: Cell, options: Options, console: Console) -> AutoGroup:
+def _group(
+    experiment: Experiment, cell: ExperimentCell, options: Options, console: Console
+) -> AutoGroup:
     target = cell.target
     plan = plan_here(target, options, console)
     solved = alpa(plan.request)
@@ -97,7 +100,7 @@ def _group(experiment: Experiment, cell: Cell, options: Options, console: Consol
     return AutoGroup(cell.model, cell.devices, rows, str(solved or ""))
 
 
-def cell_of(cell: Cell, candidate: Candidate, options: Options) -> Cell:
+def cell_of(cell: ExperimentCell, candidate: Candidate, options: Options) -> ExperimentCell:
     """What trains a planned layout."""
     batch, own = candidate.spec.batch, as_options(candidate, cell.target, options)
     given: list[tuple[str, VariableValue]] = [

@@ -9,7 +9,7 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.data import ensure_data
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.definition import Cell, Experiment, option_fields
+from tools.launch.experiment.definition import Experiment, ExperimentCell, option_fields
 from tools.launch.options import Options
 from tools.launch.preflight import check, check_composition
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
@@ -21,26 +21,26 @@ from tools.spec.run import DeviceKind
 class Skipped:
     """A cell that is not trained, and the rule that says so."""
 
-    cell: Cell
+    cell: ExperimentCell
     rule: str
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCells:
     """What will be trained, in this order, and what will not."""
 
-    launches: tuple[tuple[Cell, Launch], ...]
+    launches: tuple[tuple[ExperimentCell, Launch], ...]
     skipped: tuple[Skipped, ...] = ()
 
 
-def plan_cells(experiment: Experiment, options: Options, console: Console) -> Planned:
+def plan_cells(experiment: Experiment, options: Options, console: Console) -> PlannedCells:
     """Compose every cell under `options`, which have the experiment's settings; make missing data.
 
     Raises:
         LaunchError: A cell does not fit its devices, unless the experiment skips such cells.
     """
     runtimes: dict[DeviceKind, Runtime] = {}
-    launches: list[tuple[Cell, Launch]] = []
+    launches: list[tuple[ExperimentCell, Launch]] = []
     skipped: list[Skipped] = []
     for cell in experiment.cells:
         try:
@@ -53,10 +53,10 @@ def plan_cells(experiment: Experiment, options: Options, console: Console) -> Pl
             skipped.append(_skip(cell, error))
     if not options.dry_run:
         ensure_data([launch for _, launch in launches], console)
-    return Planned(tuple(launches), tuple(skipped))
+    return PlannedCells(tuple(launches), tuple(skipped))
 
 
-def check_cells(planned: Planned, experiment: Experiment, options: Options) -> Planned:
+def check_cells(planned: PlannedCells, experiment: Experiment, options: Options) -> PlannedCells:
     """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself.
 
     Raises:
@@ -64,7 +64,7 @@ def check_cells(planned: Planned, experiment: Experiment, options: Options) -> P
             thing once.
     """
     look = check if options.slurm is None else check_composition
-    launches: list[tuple[Cell, Launch]] = []
+    launches: list[tuple[ExperimentCell, Launch]] = []
     skipped: list[Skipped] = list(planned.skipped)
     problems: dict[str, str] = {}
     for cell, launch in planned.launches:
@@ -81,11 +81,11 @@ def check_cells(planned: Planned, experiment: Experiment, options: Options) -> P
     if problems and not experiment.skips_illegal:
         raise LaunchError("\n".join(filter(None, (*problems.values(), experiment.instead))))
     order = {cell: place for place, cell in enumerate(experiment.cells)}
-    return Planned(tuple(launches), tuple(sorted(skipped, key=lambda one: order[one.cell])))
+    return PlannedCells(tuple(launches), tuple(sorted(skipped, key=lambda one: order[one.cell])))
 
 
 def compose_cell(
-    cell: Cell, options: Options, runtimes: dict[DeviceKind, Runtime] | None = None
+    cell: ExperimentCell, options: Options, runtimes: dict[DeviceKind, Runtime] | None = None
 ) -> Launch:
     """A cell's launch; `runtimes` keeps what was found of each kind of device.
 
@@ -101,7 +101,7 @@ def compose_cell(
     return compose_target(target, flags, own, found[cell.device])
 
 
-def cell_options(cell: Cell, options: Options) -> Options:
+def cell_options(cell: ExperimentCell, options: Options) -> Options:
     """The options under which this cell is trained.
 
     Raises:
@@ -119,5 +119,5 @@ def cell_options(cell: Cell, options: Options) -> Options:
     return replace(common, **{**own, "extra": (*common.extra, *own.get("extra", ()))})
 
 
-def _skip(cell: Cell, error: Exception) -> Skipped:
+def _skip(cell: ExperimentCell, error: Exception) -> Skipped:
     return Skipped(cell, " ".join(str(error).split()))

@@ -12,11 +12,11 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.data import run_module
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.cells import Planned, check_cells, plan_cells
+from tools.launch.experiment.cells import PlannedCells, check_cells, plan_cells
 from tools.launch.experiment.definition import SWEEP, Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
-from tools.launch.experiment.runner import CellResult, Runner, say
+from tools.launch.experiment.runner import CellResult, Runner
 from tools.launch.experiment.sweep import sweep
 from tools.launch.experiment.tables import backends, ledger_cost, moe, pipelines, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
@@ -30,6 +30,7 @@ from tools.report.read.runs import load_folder
 from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.published import MAIN_SOURCE, load_published
+from tools.text.terminal import say
 
 COMPARISON_FILE = "comparison.md"
 SKIPPED_ITERATIONS = 16
@@ -184,7 +185,7 @@ def disagreements(runs: Sequence[Measured]) -> list[str]:
     ]
 
 
-def refuse_few_iterations(_: Planned, options: Options) -> None:
+def refuse_few_iterations(_: PlannedCells, options: Options) -> None:
     """Refuse to reproduce what ends before Adam's state exists.
 
     Raises:
@@ -197,7 +198,7 @@ def refuse_few_iterations(_: Planned, options: Options) -> None:
         )
 
 
-def refuse_without_ledger(_: Planned, options: Options) -> None:
+def refuse_without_ledger(_: PlannedCells, options: Options) -> None:
     """Refuse to measure the ledger's cost without it.
 
     Raises:
@@ -330,7 +331,7 @@ class Output:
 
     finish: Callable[[Ended], int]
     """Make the tables; the exit code."""
-    before: Callable[[Planned, Options], None] | None = None
+    before: Callable[[PlannedCells, Options], None] | None = None
     """Refuse what no table could be made of."""
     announce: Callable[[Sequence[Launch], Options], str] | None = None
 

@@ -38,7 +38,7 @@ VariableValue = str | int | float | bool
 
 
 @dataclass(frozen=True)
-class Cell:
+class ExperimentCell:
     """One thing to train."""
 
     model: str
@@ -82,7 +82,7 @@ class Experiment:
 
     report: str
     """Folder of its results in `reports/`."""
-    cells: tuple[Cell, ...]
+    cells: tuple[ExperimentCell, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Options` where the caller's variables do not set them."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class _Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     needs: str = ""
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's keys; `examples/experiments/README.md` explains them."""
 
     report: str
@@ -178,7 +178,7 @@ def load_experiment(
     entries = [_Cell(entry) if isinstance(entry, str) else entry for entry in file.cells]
     lacking = {e.needs for e in entries if e.needs and importlib.util.find_spec(e.needs) is None}
     cells = [
-        Cell(
+        ExperimentCell(
             model,
             target.strategy if target else entry.strategy,
             target.devices if target else devices_of(entry.strategy, otherwise=file.devices),
@@ -242,7 +242,7 @@ def load_sweep(name: str, given: Mapping[str, str]) -> Experiment:
     )
 
 
-def _over_axes(axes: Mapping[str, str], file: _File) -> tuple[Cell, ...]:
+def _over_axes(axes: Mapping[str, str], file: _ExperimentFile) -> tuple[ExperimentCell, ...]:
     def each[T](axis: str, convert: Callable[[str], T], wanted: str) -> tuple[T, ...]:
         found = []
         for word in dict.fromkeys(axes[axis].replace(",", " ").split()):
@@ -265,7 +265,7 @@ def _over_axes(axes: Mapping[str, str], file: _File) -> tuple[Cell, ...]:
         kind = _device(file)
         places = [((n, kind), each) for n, each in zip(numbers, strategies, strict=True)]
     return tuple(
-        Cell(model, strategy, number, kind, backend)
+        ExperimentCell(model, strategy, number, kind, backend)
         for model, ((number, kind), strategy), backend in product(models, places, backends)
     )
 
@@ -277,23 +277,23 @@ def _devices(text: str) -> tuple[int, DeviceKind]:
     return int(match[1]), DeviceKind(match[2])
 
 
-def _device(file: _File) -> DeviceKind:
+def _device(file: _ExperimentFile) -> DeviceKind:
     enough = len(visible_gpus()) >= file.devices if file.device == "any" else file.device == "gpu"
     return DeviceKind.GPU if enough else DeviceKind.CPU
 
 
-def _read(name: str) -> _File:
+def _read(name: str) -> _ExperimentFile:
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
         raise LaunchError(f"There is no experiment '{name}'; there are {known}.")
     try:
-        return msgspec.convert(read_yaml(path), type=_File)
+        return msgspec.convert(read_yaml(path), type=_ExperimentFile)
     except msgspec.ValidationError as error:
         raise LaunchError(f"{path.relative_to(ROOT)} is no experiment: {error}.") from None
 
 
-def _defaults(file: _File, source: str, model: str, device: DeviceKind) -> dict[str, Any]:
+def _defaults(file: _ExperimentFile, source: str, model: str, device: DeviceKind) -> dict[str, Any]:
     """Of the batch, then of all, of the device, of the model: a later one counts."""
     own = load_model(model).batch
     batch: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from rich.console import Console
 from tools.launch.cluster.slurm import job_states
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.definition import Cell
+from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.experiment.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
 from tools.launch.status import RunStatus, follow, read_job
@@ -26,7 +26,9 @@ COUNT = ("queued", "running", Status.OK.value)
 
 
 def submit_cells(
-    cells: Iterable[tuple[Cell, Launch, dict[str, str]]], options: Options, console: Console
+    cells: Iterable[tuple[ExperimentCell, Launch, dict[str, str]]],
+    options: Options,
+    console: Console,
 ) -> None:
     """Submit what is neither made nor on its way; each cell under its make variables.
 

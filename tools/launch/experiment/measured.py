@@ -17,23 +17,13 @@ from tools.report.analyse.configurations import scatter_of
 from tools.report.analyse.entry import Entry, final_loss, peak_memory
 from tools.report.analyse.parity import loss_curve
 from tools.report.analyse.report import build_report
-from tools.report.analyse.statistics import Comparison, Estimate, Verdict, compare, estimate
+from tools.report.analyse.statistics import Estimate, estimate
 from tools.report.explain.predicted import compare_bubble
 from tools.report.explain.time_shares import mean, read_time_ledger, time_shares
 from tools.report.read.runs import Run, load_runs
 from tools.spec.flags import Flags
 from tools.spec.published import Published
 from tools.spec.run import RunSpec, Transport
-
-__all__ = [
-    "Comparison",
-    "Estimate",
-    "Measured",
-    "Verdict",
-    "compare",
-    "measure",
-    "pooled",
-]
 
 ACCURACY = "next token accuracy"
 _SHARDED_BY = {

@@ -13,7 +13,7 @@ from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.experiment.cells import cell_options
-from tools.launch.experiment.definition import Cell
+from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.experiment.finished import finished_runs
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
@@ -21,11 +21,12 @@ from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import outcome
 from tools.records.run import Status
 from tools.spec.run import Backend
+from tools.text.terminal import say
 
-Finished = Callable[[Cell, Launch], Sequence[Path]]
+Finished = Callable[[ExperimentCell, Launch], Sequence[Path]]
 """Runs of a cell that were made before and count, newest first."""
 
-Judge = Callable[[Cell, Path | None, str], str]
+Judge = Callable[[ExperimentCell, Path | None, str], str]
 """Given the folder and the problem of a run that has ended, if it has them; why it does not count, or
 has to be the cell's last, and nothing if it is good."""
 
@@ -36,7 +37,7 @@ NO_TIME = "no time was left for it"
 class CellResult:
     """What there is of one cell by now."""
 
-    cell: Cell
+    cell: ExperimentCell
     launch: Launch
     runs: tuple[Path, ...]
     """Run folders that ended well, newest first, at most as many as were wanted."""
@@ -60,7 +61,7 @@ class CellResult:
 class Runner:
     """Trains cells in turn; `results` says at any time what there is, also after Ctrl-C."""
 
-    cells: Sequence[tuple[Cell, Launch]]
+    cells: Sequence[tuple[ExperimentCell, Launch]]
     options: Options
     console: Console
     takes_finished: bool
@@ -78,8 +79,8 @@ class Runner:
     _longest_seconds: dict[int, float] = field(default_factory=dict)
     """Of the runs so far, by their number of iterations."""
     _began: float = field(default_factory=time.monotonic)
-    _made: dict[Cell, list[Path]] = field(default_factory=dict)
-    _failed: dict[Cell, tuple[str, Path | None]] = field(default_factory=dict)
+    _made: dict[ExperimentCell, list[Path]] = field(default_factory=dict)
+    _failed: dict[ExperimentCell, tuple[str, Path | None]] = field(default_factory=dict)
 
     def train(self) -> None:
         """Train what is not there, while there is time.
@@ -127,16 +128,16 @@ class Runner:
         """One a cell, in order."""
         return [self._result(cell, launch) for cell, launch in self.cells]
 
-    def _result(self, cell: Cell, launch: Launch) -> CellResult:
+    def _result(self, cell: ExperimentCell, launch: Launch) -> CellResult:
         runs = self._taken(cell, launch) if self.takes_finished else self._made.get(cell, [])[::-1]
         failure, folder = self._failed.get(cell, ("", None))
         failed = (folder,) if folder else ()
         return CellResult(cell, launch, tuple(runs), failed, failure, self._wanted(cell))
 
-    def _wanted(self, cell: Cell) -> int:
+    def _wanted(self, cell: ExperimentCell) -> int:
         return cell.repeats or self.options.repeats
 
-    def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
+    def _taken(self, cell: ExperimentCell, launch: Launch) -> Sequence[Path]:
         if not self.takes_finished:
             return []
         found = (
@@ -146,7 +147,7 @@ class Runner:
         )
         return found[: self._wanted(cell)]
 
-    def _train(self, cell: Cell, launch: Launch, title: str) -> str:
+    def _train(self, cell: ExperimentCell, launch: Launch, title: str) -> str:
         own, began, folder = cell_options(cell, self.options), time.monotonic(), None
         try:
             launch = replace(launch, warm=self._warm_for(launch))
@@ -182,7 +183,7 @@ class Runner:
             self._warm = WarmMegatron(*wanted)
         return self._warm
 
-    def _title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
+    def _title(self, cell: ExperimentCell, launch: Launch, number: int, repeat: int) -> str:
         which = f" repeat {repeat}" if self._wanted(cell) > 1 else ""
         other = launch.spec.backend != Backend.MEGATRON
         short = f"{launch.spec.backend} {cell.strategy}" if other else cell.strategy
@@ -190,7 +191,7 @@ class Runner:
         return f"[{number}/{len(self.cells)}]{which} {name}"
 
 
-def in_turn(cells: Sequence[Cell], repeats: int = 1) -> list[tuple[int, Cell]]:
+def in_turn(cells: Sequence[ExperimentCell], repeats: int = 1) -> list[tuple[int, ExperimentCell]]:
     """Every repeat of every cell, in the order in which they are trained.
 
     Repeats are apart, so that a slow drift falls on all cells alike. Cells with more repeats come before
@@ -204,8 +205,3 @@ def in_turn(cells: Sequence[Cell], repeats: int = 1) -> list[tuple[int, Cell]]:
         for cell in cells
         if wanted[cell] == number
     ]
-
-
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """A line on the terminal, as it is."""
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

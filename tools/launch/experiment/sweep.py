@@ -10,14 +10,15 @@ import msgspec
 from rich.console import Console
 
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.cells import Planned, cell_options, check_cells, plan_cells
-from tools.launch.experiment.definition import SWEEP, Cell, Experiment, load_sweep
+from tools.launch.experiment.cells import PlannedCells, cell_options, check_cells, plan_cells
+from tools.launch.experiment.definition import SWEEP, Experiment, ExperimentCell, load_sweep
 from tools.launch.experiment.in_slurm import finished_in_slurm, submit_cells
-from tools.launch.experiment.runner import Runner, say
+from tools.launch.experiment.runner import Runner
 from tools.launch.experiment.tables.sweep import CELLS_FILE, swept, write_results
 from tools.launch.options import Options
 from tools.spec import settings
 from tools.spec.files import ROOT
+from tools.text.terminal import say
 
 _AXES = (settings.MODELS, settings.STRATEGIES, settings.BACKENDS, settings.DEVICES)
 _OF_THE_SWEEP = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
@@ -73,7 +74,7 @@ def sweep(
     return int(not all(result.complete for result in results))
 
 
-def variables(cell: Cell, options: Options) -> dict[str, str]:
+def variables(cell: ExperimentCell, options: Options) -> dict[str, str]:
     """Make variables under which `make <target>` trains exactly this cell: the caller's, and its own.
 
     A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
@@ -90,7 +91,7 @@ def variables(cell: Cell, options: Options) -> dict[str, str]:
     return given | {name: str(value) for name, value in decided.items() if value is not None}
 
 
-def as_data(planned: Planned, options: Options) -> dict[str, Sequence[dict[str, object]]]:
+def as_data(planned: PlannedCells, options: Options) -> dict[str, Sequence[dict[str, object]]]:
     """`cells.json`: target and variables of each cell; the skipped ones with their rule."""
     return {
         "cells": [

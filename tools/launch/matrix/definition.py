@@ -172,7 +172,7 @@ class _Family(msgspec.Struct, forbid_unknown_fields=True):
     smaller: list[str] = []
 
 
-class _File(msgspec.Struct):
+class _MatrixFile(msgspec.Struct):
     families: dict[str, _Family]
     layouts: dict[str, _Layout]
     apart: list[list[str]]
@@ -185,7 +185,7 @@ def load_matrix(path: Path = FILE) -> Matrix:
         LaunchError: A key is not known, or a value is not of its kind.
     """
     try:
-        file = msgspec.convert(read_yaml(path), _File)
+        file = msgspec.convert(read_yaml(path), _MatrixFile)
     except msgspec.ValidationError as error:
         raise LaunchError(f"{from_root(path)}: {error}; correct it.") from None
     layouts = {name: _layout(name, one) for name, one in file.layouts.items()}

@@ -16,7 +16,15 @@ from packaging.version import InvalidVersion, Version
 from tools.launch.matrix.curves import ITERATIONS, Curve
 from tools.launch.matrix.definition import Matrix
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.launch.matrix.table import BF16, MEANINGS, SIGNS, FamilyTable, Pair, bf16_costs, tables
+from tools.launch.matrix.table import (
+    BF16,
+    MEANINGS,
+    SIGNS,
+    FamilyTable,
+    LevelResult,
+    bf16_costs,
+    tables,
+)
 from tools.records.io import write_record, write_whole
 from tools.text.html import environment
 from tools.text.table import markdown_text
@@ -269,7 +277,7 @@ def _wrong(version: MatrixOfVersion) -> list[str]:
     return lines
 
 
-def _markdown_cell(version: str, pair: Pair) -> str:
+def _markdown_cell(version: str, pair: LevelResult) -> str:
     if pair.record is None or pair.record.is_right:
         return pair.text
     return f"[{pair.text}]({HTML}#{version}.{pair.record.id})"

@@ -10,7 +10,7 @@ from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
 
 
 @dataclass(frozen=True)
-class Pair:
+class LevelResult:
     """A level in a layout."""
 
     status: CellStatus | None
@@ -82,7 +82,7 @@ class Row:
     """One level in all layouts."""
 
     level: Level
-    pairs: tuple[Pair, ...]
+    pairs: tuple[LevelResult, ...]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
     return made
 
 
-def pair_of(family: Family, level: Level, layout: str, records: Iterable[CellRecord]) -> Pair:
+def pair_of(
+    family: Family, level: Level, layout: str, records: Iterable[CellRecord]
+) -> LevelResult:
     """What the cells of a layout that have a level say of it.
 
     A wrong cell counts against the levels that are to blame for it; until these are known it counts
@@ -125,22 +127,24 @@ def pair_of(family: Family, level: Level, layout: str, records: Iterable[CellRec
     blamed = [one for one in wrong if _is_to_blame(one, level, first)]
     if blamed:
         worst = max(blamed, key=lambda one: STATUSES.index(one.status))
-        return Pair(worst.status, worst)
+        return LevelResult(worst.status, worst)
     held = [one for one in having if one.is_right]
     beside = [one for one in wrong if level.path in (one.blamed or ())]
     if held:
         if beside:
             others = tuple(path for path in beside[0].blamed or () if path != level.path)
-            return Pair(beside[0].status, beside[0], beside=others)
+            return LevelResult(beside[0].status, beside[0], beside=others)
         # A cell without a patch says more.
         unpatched = [one for one in held if not one.patch] or held
         ratio = max(one.worst_ratio or 0.0 for one in held)
-        return Pair(CellStatus.HELD, max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio)
+        return LevelResult(
+            CellStatus.HELD, max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio
+        )
     unexplained = [one for one in wrong if one.blamed is None and not one.finding]
     if unexplained:
         least = min(unexplained, key=lambda one: (len(one.levels), -STATUSES.index(one.status)))
-        return Pair(least.status, least, is_open=len(least.levels) > 1)
-    return Pair(None)
+        return LevelResult(least.status, least, is_open=len(least.levels) > 1)
+    return LevelResult(None)
 
 
 def _has(record: CellRecord, level: Level, first: bool) -> bool:

@@ -18,7 +18,7 @@ from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
     Choice,
-    Group,
+    ErrorGroup,
     as_data,
     by_gpu,
     by_kind,
@@ -132,7 +132,7 @@ def _print_regrets(found: list[Choice], console: Console) -> None:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(title: str, groups: list[Group]) -> Table[list[str]]:
+def _table(title: str, groups: list[ErrorGroup]) -> Table[list[str]]:
     header, *rows = error_cells(groups)
     columns = tuple(
         Column[list[str]](title if index == 0 else name, itemgetter(index), right=index > 0)

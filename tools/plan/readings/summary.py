@@ -17,7 +17,7 @@ MEMORY, TIME = "memory", "time"
 
 
 @dataclass(frozen=True)
-class Group:
+class ErrorGroup:
     """Errors of the readings that have something in common."""
 
     name: str
@@ -62,7 +62,7 @@ def kind_of(metric: str) -> str:
     return MEMORY if "memory" in metric else TIME
 
 
-def by_source(residuals: Residuals) -> list[Group]:
+def by_source(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each source; memory is a group of its own where the source also has times."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
@@ -76,7 +76,7 @@ def by_source(residuals: Residuals) -> list[Group]:
     return _groups(residuals.predicted, name, refused)
 
 
-def by_gpu(residuals: Residuals) -> list[Group]:
+def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each device, times and memory apart."""
     return _groups(
         residuals.predicted,
@@ -85,7 +85,7 @@ def by_gpu(residuals: Residuals) -> list[Group]:
     )
 
 
-def by_kind(residuals: Residuals) -> list[Group]:
+def by_kind(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each kind of run that the README names, times in seconds or tokens and bytes."""
     named = [(_kind_of_run(item), item) for item in residuals.predicted]
     groups = _groups([item for kind, item in named if kind], _kind_of_run, Counter())
@@ -195,7 +195,7 @@ def _measured(item: Residual) -> float:
     return (item.seconds or 0.0) / (1 + item.error)
 
 
-def error_cells(groups: list[Group]) -> list[list[str]]:
+def error_cells(groups: list[ErrorGroup]) -> list[list[str]]:
     """Header and rows of the table of errors, as text."""
     header = ["source", "readings", "predicted", "median |error|", "mean |error|", "median error"]
     header += ["p90 |error|", "within 10%", "within 15%"]
@@ -257,7 +257,7 @@ def as_data(residuals: Residuals) -> dict[str, Any]:
     }
 
 
-def _groups(predicted: Iterable[Residual], name: Any, refused: Counter[str]) -> list[Group]:
+def _groups(predicted: Iterable[Residual], name: Any, refused: Counter[str]) -> list[ErrorGroup]:
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in predicted:
         members[name(item)].append(item)
@@ -267,5 +267,5 @@ def _groups(predicted: Iterable[Residual], name: Any, refused: Counter[str]) -> 
     for title, items in sorted(members.items()):
         metrics = dict.fromkeys(item.reading.metric for item in items)
         errors = tuple(item.error for item in items)
-        groups.append(Group(title, "+".join(metrics), len(items) + refused[title], errors))
+        groups.append(ErrorGroup(title, "+".join(metrics), len(items) + refused[title], errors))
     return groups

@@ -11,7 +11,7 @@ from tools.report.analyse.configurations import (
     link_rate,
     plant_name,
 )
-from tools.report.analyse.statistics import Comparison, compare
+from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec
 
@@ -34,9 +34,9 @@ class SpeedComparison:
     reference: str
     """Name of the reference's row."""
     other: str
-    per_iteration: Comparison | None
+    per_iteration: TimeComparison | None
     """None where the iterations hold different work: then a speedup per iteration is refused."""
-    per_token: Comparison | None
+    per_token: TimeComparison | None
     """Time a token, over all devices; a sample where a log does not print its sequence length."""
     per_device: float | None
     """Tokens/s/device over the reference's: 1 is perfect scaling."""

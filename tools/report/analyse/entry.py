@@ -55,6 +55,11 @@ class Entry:
         """Of iteration times, in milliseconds."""
         return self.configuration.estimate
 
+    @property
+    def time_ms(self) -> float | None:
+        """Median of iteration times."""
+        return self.estimate.median if self.estimate else None
+
 
 def peak_memory(run: Run) -> tuple[int | None, int | None]:
     """Largest peak of any rank and that rank: the ledger's, else the allocator's in the log."""

@@ -26,7 +26,7 @@ _MILLISECONDS = 1e3
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedEntry:
     """A row's prediction beside its measurement."""
 
     entry: Entry
@@ -39,7 +39,9 @@ class Planned:
         return _MILLISECONDS * self.known.seconds / found.median - 1 if found else None
 
 
-def planned(entries: Iterable[Entry], runs_root: Path, own: Path | None) -> tuple[Planned, ...]:
+def planned(
+    entries: Iterable[Entry], runs_root: Path, own: Path | None
+) -> tuple[PlannedEntry, ...]:
     """The rows that the planner can predict, each without its own reading.
 
     Megatron's on GPUs whose rates are known, and on this machine's CPU ranks once it is calibrated:
@@ -57,7 +59,7 @@ def planned(entries: Iterable[Entry], runs_root: Path, own: Path | None) -> tupl
             continue
         known = own_runs(own, cluster).without(spec) if own else OwnRuns()
         try:
-            found.append(Planned(entry, uncertainty(spec, cluster, known)))
+            found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
         except (UnevenSplitError, NoPeakError, ZeroDivisionError):
             continue
     return tuple(found)

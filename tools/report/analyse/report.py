@@ -27,10 +27,10 @@ from tools.report.analyse.configurations import (
 )
 from tools.report.analyse.entry import RESULTS, Entry, device_memory
 from tools.report.analyse.parity import Parity, parity_of
-from tools.report.analyse.planned import Planned
+from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import rates_of
-from tools.report.analyse.statistics import Verdict, compare, estimate
+from tools.report.analyse.statistics import TimeVerdict, compare, estimate
 from tools.report.analyse.within_run import changes_within
 from tools.report.read.printed import printed_spec
 from tools.report.read.runs import Run
@@ -66,7 +66,7 @@ class Report:
     """The earlier report that `changes` compares with."""
     gpu_bench: GpuBench | None = None
     """What `make bench-gpu` left beside the runs."""
-    planned: tuple[Planned, ...] = ()
+    planned: tuple[PlannedEntry, ...] = ()
     """What the planner predicts of the rows that it can predict."""
 
 
@@ -256,7 +256,7 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
     found = compare(then, now)
     span = f" (95%: {found.low:.3f} to {found.high:.3f})" if found.low and found.high else ""
     text = f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}"
-    kind = {Verdict.SLOWER: "regression", Verdict.FASTER: "unexpected improvement"}
+    kind = {TimeVerdict.SLOWER: "regression", TimeVerdict.FASTER: "unexpected improvement"}
     return [Change(name, kind.get(found.verdict, "same"), f"{text}, {found.verdict}")]
 
 

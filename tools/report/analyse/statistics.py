@@ -110,7 +110,7 @@ class Estimate:
         return self.between is not None and self.between > 2 * self.scatter.assumed
 
 
-class Verdict(StrEnum):
+class TimeVerdict(StrEnum):
     """The verdict of a comparison of times on the second."""
 
     FASTER = "faster"
@@ -120,13 +120,13 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TimeComparison:
     """The second's time over the first's."""
 
     ratio: float
     low: float | None
     high: float | None
-    verdict: Verdict
+    verdict: TimeVerdict
     smallest: float | None = None
     """Relative difference below which nothing can be seen with these runs."""
 
@@ -170,7 +170,7 @@ def estimate(
     return Estimate(middle, low, high, *counts, method, error, freedom, between, scatter)
 
 
-def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> Comparison:
+def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeComparison:
     """Compare times; `weight` scales the other's (tokens of the reference over its own).
 
     A difference is called if the ratio's 95% interval, which holds the scatter between runs, leaves
@@ -178,16 +178,16 @@ def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> Compar
     """
     ratio = weight * other.median / reference.median
     if reference.error is None or other.error is None:
-        return Comparison(ratio, None, None, Verdict.UNKNOWN)
+        return TimeComparison(ratio, None, None, TimeVerdict.UNKNOWN)
     below, above = _distances(reference, other)
     low, high = ratio * math.exp(-below), ratio * math.exp(above)
     smallest = math.expm1(max(below, above))
-    return Comparison(ratio, low, high, _verdict(ratio, low, high), smallest)
+    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), smallest)
 
 
 def compare_within_runs(
     reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]], centre: Centre = median
-) -> Comparison:
+) -> TimeComparison:
     """Compare two kinds of iterations of the same runs, whose differences between runs cancel out."""
     one, two = ([np.asarray(run, dtype=float) for run in runs] for runs in (reference, other))
     # One side is reversed: both use one seed, and equal samples must not cancel out.
@@ -195,7 +195,7 @@ def compare_within_runs(
     size = min(len(draws), len(theirs))
     low, high = _quantiles(theirs[:size] / draws[:size])
     ratio = float(np.mean([centre(run) for run in two]) / np.mean([centre(run) for run in one]))
-    return Comparison(ratio, low, high, _verdict(ratio, low, high), high / low - 1)
+    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), high / low - 1)
 
 
 def smallest_difference(runs: int, scatter: float) -> float:
@@ -352,10 +352,10 @@ def _distance(found: Estimate, end: float | None) -> float:
     return abs(math.log(max(end or 0.0, 1e-9 * found.median) / found.median))
 
 
-def _verdict(ratio: float, low: float, high: float) -> Verdict:
+def _verdict(ratio: float, low: float, high: float) -> TimeVerdict:
     if low <= 1 <= high:
-        return Verdict.NOISE
-    return Verdict.SLOWER if ratio > 1 else Verdict.FASTER
+        return TimeVerdict.NOISE
+    return TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
 
 
 def _quantiles(values: Floats) -> tuple[float, float]:

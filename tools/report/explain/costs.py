@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
-from tools.report.analyse.statistics import Verdict, compare
+from tools.report.analyse.statistics import TimeVerdict, compare
 from tools.report.explain.predicted import StageTimes, ideal_bubble, measured_stages
 from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
@@ -84,9 +84,9 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     text = f"{subject.label}: {_difference(subject, whole, fair)}"
     one, two = baseline.entry.estimate, subject.entry.estimate
     found = compare(one, two, 1 / share) if one and two else None
-    if found is None or found.verdict is Verdict.UNKNOWN:
+    if found is None or found.verdict is TimeVerdict.UNKNOWN:
         return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
-    if found.verdict is Verdict.NOISE:
+    if found.verdict is TimeVerdict.NOISE:
         return f"{text}, which is within noise{_seen(found.smallest)}, so no cost can be named."
     costs = costs_above(reference, times, share)
     named = _named_causes(costs, whole - fair, (found.smallest or 0.0) * fair)

@@ -51,10 +51,7 @@ class Topic:
 
 def subjects_of(report: Report) -> tuple[Subject, ...]:
     """Every entry with its findings."""
-    return tuple(
-        Subject(entry, findings_of(entry.run, entry.estimate.median if entry.estimate else None))
-        for entry in report.entries
-    )
+    return tuple(Subject(entry, findings_of(entry.run, entry.time_ms)) for entry in report.entries)
 
 
 def find(

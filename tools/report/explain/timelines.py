@@ -24,6 +24,7 @@ from tools.report.explain.time_shares import mean
 from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace, schedule_of
 from tools.report.read.runs import Run, find_run_folders, load_folder
 from tools.spec.strategy import Parallelism
+from tools.text.terminal import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -288,12 +289,8 @@ def trace_run(wanted: str | None, root: Path, console: Console) -> int:
         console.print(str(error), markup=False)
         return 1
     console.print(text, markup=False)
-    console.print(f"Picture: {picture}", markup=False, soft_wrap=True)
-    console.print(
-        f"Trace:   {run.path / TRACE_FILE} (open in ui.perfetto.dev or chrome://tracing)",
-        markup=False,
-        soft_wrap=True,
-    )
+    say(console, f"Picture: {picture}")
+    say(console, f"Trace:   {run.path / TRACE_FILE} (open in ui.perfetto.dev or chrome://tracing)")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Lines that differ from one already understood only in their digits, read as columns.
 
-Nearly all of a long log is such lines. A `Layout` is learned from one line, which
+Nearly all of a long log is such lines. A `LineLayout` is learned from one line, which
 `iteration_line` has taken apart: where its numbers stand, and which byte is fixed. Any other line
 of that length whose other bytes are the same must then mean the same, so the numbers of thousands
 are computed at once, each rounded once, as `float` does it.
@@ -55,7 +55,7 @@ class _Number:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LineLayout:
     """One kind of line."""
 
     length: int
@@ -90,7 +90,7 @@ class Layout:
         return right, columns
 
 
-def learn(line: bytes) -> Layout | None:
+def learn(line: bytes) -> LineLayout | None:
     """The layout of a line that is one iteration of plain characters; None where it is not.
 
     Args:
@@ -120,7 +120,7 @@ def learn(line: bytes) -> Layout | None:
     classes = _CLASSES[buffer]
     fixed = np.flatnonzero((classes == _DIGIT) & ~free)
     pads = [np.arange(each.padded.start, each.padded.stop - 1) for each in numbers]
-    return Layout(
+    return LineLayout(
         len(line),
         classes,
         fixed,
@@ -197,7 +197,7 @@ class LogBlock:
         """The lines from `first` to before `behind`, line ends included."""
         return self.data[self.starts[first] : self.stops[behind - 1] + 1]
 
-    def fill(self, layout: Layout, first: int = 0) -> None:
+    def fill(self, layout: LineLayout, first: int = 0) -> None:
         """Read the lines of a kind, from one on."""
         lengths = self.stops[first:] - self.starts[first:]
         places = first + np.flatnonzero((lengths == layout.length) & ~self.plain[first:])
@@ -227,7 +227,7 @@ class LayoutReader:
 
     def __init__(self, other_news: re.Pattern[bytes]) -> None:
         self._other_news = other_news
-        self._layouts: dict[int, list[Layout]] = {}
+        self._layouts: dict[int, list[LineLayout]] = {}
         self._count = 0
         self._failures = 0
 

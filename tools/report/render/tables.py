@@ -20,10 +20,10 @@ from tools.report.analyse.entry import (
     peak_memory,
     sent_bytes,
 )
-from tools.report.analyse.planned import Planned
+from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.published import Match
 from tools.report.analyse.report import ArgumentDifference, Change, Report
-from tools.report.analyse.statistics import Comparison
+from tools.report.analyse.statistics import TimeComparison
 from tools.spec.published import Correction
 from tools.text.table import Column, Table
 from tools.text.units import DASH, count, interval, loss, number, percent, size
@@ -34,13 +34,9 @@ _MAX_VALUES = 12
 _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "running": "cyan"}
 
 
-def ratio(found: Comparison) -> str:
+def ratio(found: TimeComparison) -> str:
     """`×1.24 slower`, without its interval."""
     return f"×{found.ratio:.2f} {found.verdict}"
-
-
-def _time(entry: Entry) -> float | None:
-    return entry.estimate.median if entry.estimate else None
 
 
 def _interval(entry: Entry) -> tuple[float, float] | None:
@@ -81,7 +77,7 @@ def _range(value: tuple[float, float] | None) -> str:
 
 def _time_and_interval(entry: Entry) -> str:
     found = _interval(entry)
-    return f"{number(_time(entry))} [{interval(*found)}]" if found else number(_time(entry))
+    return f"{number(entry.time_ms)} [{interval(*found)}]" if found else number(entry.time_ms)
 
 
 def _status_and_attempts(entry: Entry) -> str:
@@ -105,7 +101,7 @@ _DEVICE = Column[Entry]("Device", lambda e: e.run.device or None, right=False)
 _STATUS = Column[Entry](
     "Status", lambda e: e.run.status.status.value, right=False, style=_status_style
 )
-_TIME = Column[Entry]("ms/iteration", _time, number)
+_TIME = Column[Entry]("ms/iteration", lambda entry: entry.time_ms, number)
 _INTERVAL = Column[Entry]("95% interval", _interval, _range)
 _SPEED = Column[Entry]("Time a token", _speed, _said)
 _RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number)
@@ -302,15 +298,15 @@ def _matches(report: Report) -> tuple[MatchOf, ...]:
     return tuple((entry, match) for entry in report.entries for match in entry.matches)
 
 
-def planned(report: Report) -> Table[Planned]:
+def planned(report: Report) -> Table[PlannedEntry]:
     """What the planner predicts of each row, and how far predictions like it are off."""
     columns = (
-        Column[Planned]("Strategy", lambda p: p.entry.label, right=False),
-        Column[Planned]("ms/iteration", lambda p: _time(p.entry), number),
-        Column[Planned]("Predicted", lambda p: _MS * p.known.seconds, number),
-        Column[Planned]("Error", lambda p: p.error, _signed),
-        Column[Planned]("Interval", lambda p: p.known.interval, _interval_of_seconds),
-        Column[Planned]("By", lambda p: str(p.known), right=False),
+        Column[PlannedEntry]("Strategy", lambda p: p.entry.label, right=False),
+        Column[PlannedEntry]("ms/iteration", lambda p: p.entry.time_ms, number),
+        Column[PlannedEntry]("Predicted", lambda p: _MS * p.known.seconds, number),
+        Column[PlannedEntry]("Error", lambda p: p.error, _signed),
+        Column[PlannedEntry]("Interval", lambda p: p.known.interval, _interval_of_seconds),
+        Column[PlannedEntry]("By", lambda p: str(p.known), right=False),
     )
     return Table(columns, report.planned)
 

@@ -13,7 +13,7 @@ from tools.report.analyse.comparability import SHARED, SpeedComparison
 from tools.report.analyse.entry import Entry, disagreement
 from tools.report.analyse.parity import LOGS_AGREE
 from tools.report.analyse.report import Report
-from tools.report.analyse.statistics import Verdict, smallest_difference
+from tools.report.analyse.statistics import TimeVerdict, smallest_difference
 from tools.report.canvas import Chart
 from tools.report.read.runs import Run
 from tools.report.render import tables
@@ -121,7 +121,7 @@ def answer(report: Report) -> str:
         rate = one.rates.tokens_per_second
         each = f", {number(rate)} tokens/s" if rate else ""
         more = f"; {len(timed) - 1} more row(s) compare with nothing" if len(timed) > 1 else ""
-        return f"{one.label} takes {number(_ms(one))} ms an iteration{each}{more}."
+        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
     return _fastest(report, compared)
 
 
@@ -136,7 +136,7 @@ def _fastest(report: Report, compared: Sequence[Entry]) -> str:
     best = min(members, key=_token_ratio)
     faster = [e for e in members if e.speed and e.speed.per_token and _is_faster(e)]
     slower = sum(
-        e.speed.per_token.verdict is Verdict.SLOWER
+        e.speed.per_token.verdict is TimeVerdict.SLOWER
         for e in members
         if e.speed and e.speed.per_token
     )
@@ -145,16 +145,12 @@ def _fastest(report: Report, compared: Sequence[Entry]) -> str:
         rest = "all within noise"
         if slower:
             rest = f"{slower} slower" + (", the others within noise" if slower < count - 1 else "")
-        of = f"{reference.label} ({number(_ms(reference))} ms an iteration)"
+        of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
         return f"Of {count} rows none is faster than {of}: {rest}."
     return (
-        f"{best.label} is the fastest of {count} rows: {number(_ms(best))} ms an iteration,"
+        f"{best.label} is the fastest of {count} rows: {number(best.time_ms)} ms an iteration,"
         f" ×{_token_ratio(best):.3f} the time a token of {reference.label}."
     )
-
-
-def _ms(entry: Entry) -> float | None:
-    return entry.estimate.median if entry.estimate else None
 
 
 def _token_ratio(entry: Entry) -> float:
@@ -164,7 +160,7 @@ def _token_ratio(entry: Entry) -> float:
 
 def _is_faster(entry: Entry) -> bool:
     found = entry.speed.per_token if entry.speed else None
-    return found is not None and found.verdict is Verdict.FASTER
+    return found is not None and found.verdict is TimeVerdict.FASTER
 
 
 def _some(names: Sequence[str]) -> str:
@@ -184,7 +180,7 @@ def _speed_sentences(report: Report) -> list[str]:
     texts = [text for entry in report.entries if (text := speed_sentence(entry, report))]
     if len(texts) <= _MAX_SENTENCES:
         return texts
-    groups: dict[tuple[str, Verdict], list[Entry]] = {}
+    groups: dict[tuple[str, TimeVerdict], list[Entry]] = {}
     for entry in report.entries:
         if entry.speed and entry.speed.per_token:
             key = entry.speed.reference, entry.speed.per_token.verdict
@@ -194,7 +190,7 @@ def _speed_sentences(report: Report) -> list[str]:
         reference = next(entry for entry in report.entries if entry.run.name == name)
         ratios = sorted(map(_token_ratio, members))
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
-        joint = "of" if verdict is Verdict.NOISE else "than"
+        joint = "of" if verdict is TimeVerdict.NOISE else "than"
         result.append(
             f"{len(members)} rows: {verdict} {joint} {reference.label}, {span} the time a token"
             f" ({_some([entry.label for entry in members])})."
@@ -217,14 +213,14 @@ def speed_sentence(entry: Entry, report: Report) -> str:
         )
     unit = "an iteration" if comparison.per_iteration else "a token"
     span = f", 95% {found.low:.3f} to {found.high:.3f}" if found.low and found.high else ""
-    joint = "of" if found.verdict is Verdict.NOISE else "than"
+    joint = "of" if found.verdict is TimeVerdict.NOISE else "than"
     text = (
         f"{entry.label} is {found.verdict} {joint} {reference.label}:"
         f" ×{found.ratio:.3f} the time {unit}{span}"
     )
-    if found.verdict is Verdict.UNKNOWN:
+    if found.verdict is TimeVerdict.UNKNOWN:
         text = f"{entry.label} against {reference.label}: too few samples for a verdict"
-    elif found.verdict is Verdict.NOISE and found.smallest:
+    elif found.verdict is TimeVerdict.NOISE and found.smallest:
         text += f"; a difference below {found.smallest:.1%} cannot be seen with these runs"
     if comparison.caution:
         text += f"; {comparison.caution}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_patches.fusions import NAMES
-from tools.launch.experiment.definition import FOLDER, Cell
+from tools.launch.experiment.definition import FOLDER, ExperimentCell
 from tools.launch.experiment.runner import in_turn
 from tools.launch.microbenchmark import Workload
 from tools.launch.target import parse_target
@@ -28,7 +28,7 @@ over several seconds, so that the clocks settle as they do in training."""
 START_SECONDS = 40.0
 """From the command to the first iteration. Assumed, not measured."""
 
-Run = tuple[int, Cell]
+Run = tuple[int, ExperimentCell]
 """A repeat, from 1, of a cell."""
 
 
@@ -120,11 +120,11 @@ SETTINGS = tuple(map(_whole, _BENCH.settings))
 KNOWN = (*SETTINGS, *map(_whole, _BENCH.on_request))
 
 
-def cells_of(settings: Sequence[BenchSetting], runs: Path) -> tuple[Cell, ...]:
+def cells_of(settings: Sequence[BenchSetting], runs: Path) -> tuple[ExperimentCell, ...]:
     """A cell for each setting; those that are repeated come first, and their repeats in turn."""
     target = parse_target(TARGET)
     return tuple(
-        Cell(
+        ExperimentCell(
             *(target.model, target.strategy, target.devices, target.device),
             label=setting.name,
             settings=tuple(variables(setting, str(runs / setting.name)).items()),

@@ -30,7 +30,7 @@ from tools.launch.experiment.bench_gpu.plan import (
     describe,
 )
 from tools.launch.experiment.cells import check_cells, plan_cells
-from tools.launch.experiment.definition import Cell, Experiment
+from tools.launch.experiment.definition import Experiment, ExperimentCell
 from tools.launch.experiment.runner import Runner
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.options import Options, options_from_environment
@@ -94,13 +94,13 @@ class Bench:
         runner.train()
         return not planned.skipped and not any(result.failure for result in runner.results())
 
-    def finished(self, cell: Cell, _: Launch) -> list[Path]:
+    def finished(self, cell: ExperimentCell, _: Launch) -> list[Path]:
         """Runs that are kept, newest first."""
         kept = self._kept(cell.label)
         names = [run.run for run in kept.runs] if kept else []
         return [self.runs / FOLDER / cell.label / name for name in reversed(names)]
 
-    def judge(self, cell: Cell, folder: Path | None, problem: str) -> str:
+    def judge(self, cell: ExperimentCell, folder: Path | None, problem: str) -> str:
         """Keep a run with its timed iterations, also of one that fell over after them; its problem."""
         setting = next(each for each in self.settings if each.name == cell.label)
         if folder is None:

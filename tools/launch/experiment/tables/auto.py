@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from tools.launch.experiment.measured import Estimate
+from tools.report.analyse.statistics import Estimate
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, bracketed, change, percent
 

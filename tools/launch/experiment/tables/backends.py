@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.launch.experiment.measured import Comparison, Measured, Verdict, compare
+from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.zero import interval, ratio
+from tools.report.analyse.statistics import TimeComparison, TimeVerdict, compare
 from tools.spec.run import Backend
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, change, megabytes, rounded
@@ -62,9 +63,9 @@ class _BackendRow:
         return self.run is self.bare
 
 
-def _verdict(result: Comparison) -> str:
+def _verdict(result: TimeComparison) -> str:
     speed = f"{abs(1 - 1 / result.ratio):.1%} {'faster' if result.ratio < 1 else 'slower'}"
-    if result.verdict in (Verdict.FASTER, Verdict.SLOWER):
+    if result.verdict in (TimeVerdict.FASTER, TimeVerdict.SLOWER):
         return f"{speed} on this machine."
     return f"{speed}, which is {result.verdict}."
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from tools.launch.errors import LaunchError
 from tools.report.analyse.statistics import (
-    Comparison,
     Estimate,
+    TimeComparison,
     compare_within_runs,
     estimate,
     fastest_half,
@@ -38,7 +38,7 @@ class LedgerCost:
     off: Estimate
     """Of the fastest half, in milliseconds."""
     on: Estimate
-    over: Comparison
+    over: TimeComparison
 
     def __str__(self) -> str:
         return (

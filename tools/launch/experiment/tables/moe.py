@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from statistics import mean
 
 from tools.launch.compose import Launch
-from tools.launch.experiment.measured import Estimate, Measured, Verdict, compare, pooled
+from tools.launch.experiment.measured import Measured, pooled
 from tools.launch.experiment.tables.windows import commonest_share, shared_windows
 from tools.records.measurements import first_other_choice
 from tools.records.run import Status
+from tools.report.analyse.statistics import Estimate, TimeVerdict, compare
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.published import Figure, load_published
@@ -183,7 +184,7 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
             continue
         result = compare(one, two)
         span = f", 95% {result.low:.3f} to {result.high:.3f}" if result.low and result.high else ""
-        joint = "of" if result.verdict is Verdict.NOISE else "than"
+        joint = "of" if result.verdict is TimeVerdict.NOISE else "than"
         sentences.append(
             f"{strategy} under {optimizer}: native is {result.verdict} {joint} Megatron, "
             f"×{result.ratio:.3f} the time an iteration{span}."

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import exp, log
 
-from tools.launch.experiment.definition import Cell
-from tools.launch.experiment.measured import Comparison, Estimate, Measured, Verdict, compare
+from tools.launch.experiment.definition import ExperimentCell
+from tools.launch.experiment.measured import Measured
+from tools.report.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
 from tools.text.units import joined, parameters
@@ -20,7 +21,7 @@ Devices = tuple[int, DeviceKind]
 class Swept:
     """One cell of a sweep, with what was measured of its repeats together."""
 
-    cell: Cell
+    cell: ExperimentCell
     backend: Backend
     parameters: int
     tokens_per_iteration: int
@@ -69,11 +70,11 @@ class SizePoint:
 
     model: str
     parameters: int
-    found: Comparison
+    found: TimeComparison
     """The second side's time a token over the first's."""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TimeVerdict:
         """On the second side against the first."""
         return self.found.verdict
 
@@ -122,7 +123,7 @@ def _passes_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
     raise AssertionError("the ratio is on one side of 1")
 
 
-def compare_tokens(reference: Swept, other: Swept) -> Comparison | None:
+def compare_tokens(reference: Swept, other: Swept) -> TimeComparison | None:
     """Time a token of the second over the first's; None where one has no times."""
     if reference.estimate is None or other.estimate is None:
         return None
@@ -183,9 +184,9 @@ def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], 
 
 def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
     """What the sizes, small to large, allow to say of the pair."""
-    clear = [p for p in points if p.verdict in (Verdict.FASTER, Verdict.SLOWER)]
-    unclear = [point.text for point in points if point.verdict is Verdict.NOISE]
-    unknown = [point.text for point in points if point.verdict is Verdict.UNKNOWN]
+    clear = [p for p in points if p.verdict in (TimeVerdict.FASTER, TimeVerdict.SLOWER)]
+    unclear = [point.text for point in points if point.verdict is TimeVerdict.NOISE]
+    unknown = [point.text for point in points if point.verdict is TimeVerdict.UNKNOWN]
     tail = f"; within noise of each other at {joined(unclear)}" if unclear and clear else ""
     tail += f"; too few samples at {joined(unknown)}" if unknown and (clear or unclear) else ""
     if not clear:
@@ -198,7 +199,7 @@ def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> s
     for small, big in pairwise(clear):
         if small.verdict is not big.verdict:
             winner, loser = _in_order(big, one, two)
-            known = [p for p in points if p.verdict is not Verdict.UNKNOWN]
+            known = [p for p in points if p.verdict is not TimeVerdict.UNKNOWN]
             between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
             crossings.append(
                 f"{winner} overtakes {loser} at {crossover(between).text}, between {small.text} and "
@@ -224,4 +225,4 @@ def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
 
 def _in_order(point: SizePoint, one: str, two: str) -> tuple[str, str]:
     """The faster and the slower."""
-    return (two, one) if point.verdict is Verdict.FASTER else (one, two)
+    return (two, one) if point.verdict is TimeVerdict.FASTER else (one, two)

@@ -20,7 +20,7 @@ CLOSE = 1e-3
 def render(model: str, runs: Sequence[Measured]) -> str:
     """Markdown: the table, and what follows for the framework survey's claims on PipeDream."""
     reference = next((run for run in runs if run.strategy == "baseline"), None)
-    rows = tuple(_Row(run, reference) for run in runs)
+    rows = tuple(_Trained(run, reference) for run in runs)
     return "\n\n".join(
         (
             f"# Pipelines compared: {model}",
@@ -39,7 +39,7 @@ def render(model: str, runs: Sequence[Measured]) -> str:
 
 def disagreements(runs: Sequence[Measured]) -> list[str]:
     """A sentence for every pipeline that flushes and does not have the reference's losses."""
-    rows = [_Row(run, runs[0]) for run in runs]
+    rows = [_Trained(run, runs[0]) for run in runs]
     return [
         f"{row.run.backend} {row.run.strategy} flushes, and its losses differ from "
         f"{runs[0].strategy}'s by up to {row.distance or 0:.2g} of the loss."
@@ -80,7 +80,7 @@ def _verdict(is_so: bool) -> str:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Trained:
     run: Measured
     reference: Measured | None
 
@@ -109,7 +109,7 @@ def _of_stages(spec: RunSpec | None) -> range:
     return range(spec.parallelism.pipeline if spec else 0)
 
 
-def _losses(row: _Row) -> str:
+def _losses(row: _Trained) -> str:
     if row.distance is None:
         return DASH
     if row.run is row.reference:
@@ -118,13 +118,13 @@ def _losses(row: _Row) -> str:
     return f"{row.distance:.1e}{judged}"
 
 
-def _staleness(row: _Row) -> str:
+def _staleness(row: _Trained) -> str:
     spec = row.run.spec
     ages = [row.schedule.staleness(len(_of_stages(spec)), stage) for stage in _of_stages(spec)]
     return " ".join(map(str, ages))
 
 
-def _weights(row: _Row) -> str:
+def _weights(row: _Trained) -> str:
     spec, held = row.run.spec, row.run.weight_bytes
     if spec is None or len(held) != spec.parallelism.pipeline:
         return DASH
@@ -134,13 +134,13 @@ def _weights(row: _Row) -> str:
     )
 
 
-def _bubble(row: _Row) -> str:
+def _bubble(row: _Trained) -> str:
     if row.run.bubble is None or row.run.ideal_bubble is None:
         return DASH
     return f"{percent(row.run.bubble)} ({percent(row.run.ideal_bubble)})"
 
 
-_COLUMNS: tuple[Column[_Row], ...] = (
+_COLUMNS: tuple[Column[_Trained], ...] = (
     Column("Pipeline", lambda row: f"{row.run.backend} {row.run.strategy}"),
     Column("Schedule", lambda row: row.schedule.paper_name if row.run.bubble is not None else DASH),
     Column("Status", lambda row: row.run.status),

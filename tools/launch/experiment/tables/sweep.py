@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tools.launch.experiment.cells import Skipped
-from tools.launch.experiment.measured import Comparison, Estimate, measure
+from tools.launch.experiment.measured import measure
 from tools.launch.experiment.runner import CellResult
 from tools.launch.experiment.tables.overtaking import Swept, compare_tokens, fastest, verdicts
 from tools.plan.tensors import parameters_total
+from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 from tools.spec.run import Backend, DeviceKind
 from tools.text.table import Column, Table, markdown_rows, markdown_table, markdown_text
@@ -79,7 +80,7 @@ class _SweepRow:
     reference: Swept | None
 
     @property
-    def against(self) -> Comparison | None:
+    def against(self) -> TimeComparison | None:
         return compare_tokens(self.reference, self.result) if self.reference else None
 
 
@@ -132,7 +133,7 @@ def _time(found: Estimate | None) -> str:
     return f"{number(found.median)} [{interval(found.low, found.high)}]"
 
 
-def _against(found: Comparison | None) -> str:
+def _against(found: TimeComparison | None) -> str:
     if found is None:
         return ""
     span = f" [{found.low:.3f}–{found.high:.3f}]" if found.low and found.high else ""
