@@ -26,3 +26,5 @@ shared() { # one version with .venv, of which it sees the packages
   grep -oE '^(numpy|pandas|pyarrow|safetensors|regex|pyyaml|rich|jinja2|psutil)==[^ ;]*' requirements.txt
 }
 pin requirements-bridge --override <(left_out) --constraint <(shared) "$@"
+# Comments name the files above by the descriptors that the shell happened to give them.
+sed -i 's|-c /dev/fd/.*|-c requirements.txt|; s|--override /dev/fd/.*|--override tools/pin.sh|' requirements-bridge.txt

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tools.spec.setting import SettingError
+from tools.spec.strategy import StrategyError
 
 
 class LaunchError(Exception):
@@ -19,3 +20,15 @@ def wrong_settings_refused() -> Iterator[None]:
         yield
     except SettingError as error:
         raise LaunchError(str(error)) from None
+
+
+@contextmanager
+def wrong_strategies_refused(given: str = "") -> Iterator[None]:
+    """A strategy that is none, or does not fit its devices, stops the launch likewise.
+
+    `given` says where it was given, such as `STRATEGY=dp3`, if the error does not.
+    """
+    try:
+        yield
+    except StrategyError as error:
+        raise LaunchError(f"{given}: {error}" if given else str(error)) from None

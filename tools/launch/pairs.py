@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strategies_refused
 from tools.launch.options import Options
 from tools.launch.relaunch import OF_THE_START
 from tools.launch.target import Target, parse_target
@@ -27,7 +27,7 @@ from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.setting import one_of
-from tools.spec.strategy import Sharding, StrategyError, devices_of, parse_strategy
+from tools.spec.strategy import Sharding, devices_of, parse_strategy
 
 PREFIX = "verify-"
 ITERATION = 2
@@ -244,10 +244,8 @@ def _iteration(options: Options, resumed: str) -> int:
 
 def _devices(strategy: str, target: Target) -> int:
     """Ranks of a strategy beside the target's: one for baseline."""
-    try:
+    with wrong_strategies_refused():
         return 1 if strategy == "baseline" else devices_of(strategy, target.devices)
-    except StrategyError as error:
-        raise LaunchError(str(error)) from None
 
 
 def _composed(target: Target, options: Options) -> Launch:

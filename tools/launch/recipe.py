@@ -24,7 +24,7 @@ from tools.convert.recipe.written import (
     written_entry,
     written_recipe,
 )
-from tools.launch.errors import LaunchError
+from tools.launch.errors import LaunchError, wrong_strategies_refused
 from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
@@ -35,7 +35,7 @@ from tools.records.io import write_whole
 from tools.records.run import RUN_FILE, read_run
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import RunSpec
-from tools.spec.strategy import StrategyError, parse_strategy, strategy_flags
+from tools.spec.strategy import parse_strategy, strategy_flags
 from tools.text.terminal import say
 
 RECIPES = ROOT / "recipes"
@@ -225,10 +225,8 @@ def _started(entry: str, recipe: str, spec: RunSpec) -> str:
 def _refuse_another_strategy(spec: RunSpec) -> None:
     """Refuse a layout that no target names."""
     name = spec.name
-    try:
+    with wrong_strategies_refused():
         named = parse_strategy(name, spec.parallelism.world_size)
-    except StrategyError as error:
-        raise LaunchError(str(error)) from None
     if replace(named, expert_tensor=spec.parallelism.expert_tensor) != spec.parallelism:
         asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
         raise LaunchError(f"The recipe's layout ({asked}) has no target; {name} is {here}.")

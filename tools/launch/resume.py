@@ -18,14 +18,13 @@ from rich.console import Console
 
 from tools.launch.checkpoint.stored import SelectedCheckpoint, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint
-from tools.launch.errors import LaunchError
+from tools.launch.errors import LaunchError, wrong_strategies_refused
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import only_attempt
 from tools.launch.train import describe, dry_run, train_once
 from tools.records import run as records
-from tools.spec.strategy import StrategyError
 
 
 def resume(run: Path, strategy: str | None, options: Options, console: Console) -> int:
@@ -46,7 +45,8 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         loaded = ResumePoint(
             run.name, run / records.CHECKPOINTS_FOLDER, choice.checkpoint.iteration
         )
-        launch = _relaunch(record, loaded, strategy, options)
+        with wrong_strategies_refused():
+            launch = relaunch(record, loaded, strategy, options)
         if options.dry_run:
             return dry_run(launch, options)
         if launch.nodes is None:  # Else each node reports to the others what stops it.
@@ -71,15 +71,6 @@ def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Consol
         f"{describe(launch)}",
         highlight=False,
     )
-
-
-def _relaunch(
-    record: records.RunRecord, resume_point: ResumePoint, strategy: str | None, options: Options
-) -> Launch:
-    try:
-        return relaunch(record, resume_point, strategy, options)
-    except StrategyError as error:
-        raise LaunchError(str(error)) from None
 
 
 def _read(run: Path) -> records.RunRecord:

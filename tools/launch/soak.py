@@ -28,7 +28,7 @@ from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strategies_refused
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
@@ -41,7 +41,7 @@ from tools.records import run as records
 from tools.records.io import write_whole
 from tools.spec import settings
 from tools.spec.files import from_root
-from tools.spec.strategy import StrategyError, devices_of
+from tools.spec.strategy import devices_of
 from tools.text.terminal import say
 
 SAVE_EVERY = 50
@@ -139,10 +139,8 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         LaunchError: Strategy and model do not fit each other.
     """
     model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
-    try:
+    with wrong_strategies_refused(f"STRATEGY={strategy}"):
         devices = devices_of(strategy, otherwise=2)
-    except StrategyError as error:
-        raise LaunchError(f"STRATEGY={strategy}: {error}") from None
     target = parse_target(f"train-{strategy}-{model}-{devices}cpu")
     iterations = round(hours * 3600 / _FASTEST_SECONDS)
     schedule = ("--train-iters", str(iterations), "--lr-decay-iters", str(iterations))

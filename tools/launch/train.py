@@ -16,7 +16,7 @@ from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
 from tools.launch.data import make_missing_data
-from tools.launch.errors import LaunchError
+from tools.launch.errors import wrong_strategies_refused
 from tools.launch.execute import execute
 from tools.launch.multi_node import train_first, train_other
 from tools.launch.options import Options
@@ -32,7 +32,7 @@ from tools.records.run import Status, StatusRecord
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import Backend
-from tools.spec.strategy import StrategyError, parse_strategy, scaling_sentence, strategy_flags
+from tools.spec.strategy import parse_strategy, scaling_sentence, strategy_flags
 
 
 def start_target(name: str, options: Options, console: Console) -> int:
@@ -55,10 +55,8 @@ def flags_of_grammar(target: Target) -> tuple[str, ...]:
     Raises:
         LaunchError: Its degrees do not multiply to its devices.
     """
-    try:
+    with wrong_strategies_refused():
         return strategy_flags(parse_strategy(target.strategy, target.devices))
-    except StrategyError as error:
-        raise LaunchError(str(error)) from None
 
 
 def train(target: Target, flags: Sequence[str], options: Options, console: Console) -> int:
@@ -132,7 +130,7 @@ def compose_target(
     Raises:
         LaunchError: Its strategy, its flags and its devices do not fit each other.
     """
-    try:
+    with wrong_strategies_refused():
         parse_strategy(target.strategy, target.devices)
         model = load_model(target.model)
         runtime = runtime or choose_runtime(options, target.device)
@@ -140,8 +138,6 @@ def compose_target(
             target.strategy, flags, model, target.devices, target.device, options, runtime
         )
         return for_backend(launch, options)
-    except StrategyError as error:
-        raise LaunchError(str(error)) from None
 
 
 def command_line(launch: Launch) -> str:

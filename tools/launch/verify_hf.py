@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tools.dataset.indexed import bin_path, idx_path, token_dtype, write_index
 from tools.launch.backends import NO_TRANSFORMERS
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strategies_refused
 from tools.launch.execute import execute
 from tools.launch.hub import folder_of
 from tools.launch.options import Options
@@ -37,7 +37,7 @@ from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.model import model_of
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import StrategyError, devices_of, parse_strategy
+from tools.spec.strategy import devices_of, parse_strategy
 from tools.text.table import Column, Table, rich_table
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
@@ -90,11 +90,9 @@ def verify_hf(
 
 
 def _devices(strategy: str) -> int:
-    try:
+    with wrong_strategies_refused(f"STRATEGIES= holds {strategy}"):
         devices = devices_of(strategy)
         parse_strategy(strategy, devices)
-    except StrategyError as error:
-        raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
     return devices
 
 
