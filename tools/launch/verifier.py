@@ -6,12 +6,10 @@ of a tiny model takes seconds. Nothing but references and logs is kept.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,10 +19,10 @@ from megatron_patches.plant import SHA256 as PLANT_SHA256
 from tools.launch.compose import UNTRIED, Launch
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
-from tools.launch.pairs import Difference, Verification, compose_verification
+from tools.launch.pairs import Difference, compose_verification
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmMegatron
-from tools.launch.verify import judged
+from tools.launch.verify import SharedReferences, judged
 from tools.report.read.diagnosis import diagnose
 from tools.verify.verdict import Judgement
 
@@ -87,13 +85,14 @@ class ForkedRanks:
         self.warm.close()
 
 
-@dataclass
 class Verifier:
     """Verifies layouts of one Megatron."""
 
-    folder: Path
-    """Takes starting weights, references and logs."""
-    ranks: ForkedRanks
+    def __init__(self, folder: Path, ranks: ForkedRanks) -> None:
+        """The folder takes starting weights, references and logs."""
+        self.folder = folder
+        self.ranks = ranks
+        self._references = SharedReferences(folder / "references")
 
     def verify(
         self, name: str, options: Options, difference: Difference | None = None, both: bool = False
@@ -113,52 +112,19 @@ class Verifier:
         verification = compose_verification(name, options, difference or Difference())
         quiet = Console(quiet=True)
         ensure_start_checkpoint(verification.reference, options, quiet, self.ranks.exit_code)
+        if not both:
+            verification = replace(verification, reference=_without_plant(verification.reference))
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-            training = _SharedRuns(self, Path(scratch), verification, both)
-            return judged(verification, Path(scratch), training)
-
-    @property
-    def log(self) -> Path:
-        """What the last run of a layout printed."""
-        return self.folder / "layout.txt"
-
-    @property
-    def references(self) -> Path:
-        """References with their logs."""
-        return self.folder / "references"
+            train = self._references.around(self._train, Path(scratch))
+            return judged(verification, Path(scratch), train)
 
     def forget(self) -> None:
         """Remove the references: each is hundreds of megabytes."""
-        shutil.rmtree(self.references, ignore_errors=True)
+        self._references.forget()
 
-
-@dataclass(frozen=True)
-class _SharedRuns:
-    verifier: Verifier
-    scratch: Path
-    verification: Verification
-    planted: bool
-
-    def __call__(self, part: str, launch: Launch) -> str:
-        run = self.verifier.ranks.run
-        if not part.startswith("reference"):
-            return run(launch, self.verifier.log)
-        kept = self.verifier.references / f"{part}-{self._key}"
-        if not kept.is_dir():
-            launch = launch if self.planted else _without_plant(launch)
-            if failure := run(launch, kept.with_suffix(".txt")):
-                return failure
-            shutil.move(self.scratch / part, kept)
-        (self.scratch / part).symlink_to(kept)
-        return ""
-
-    @property
-    def _key(self) -> str:
-        reference = self.verification.reference
-        plant = reference.spec.plant if self.planted else None
-        words = (*reference.flags, str(reference.devices), str(plant), reference.entry.path)
-        words = (*words, str(self.verification.iteration))
-        return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+    def _train(self, part: str, launch: Launch) -> str:
+        kind = "reference" if part.startswith("reference") else "layout"
+        return self.ranks.run(launch, self.folder / f"{kind}.txt")
 
 
 def _without_plant(launch: Launch) -> Launch:

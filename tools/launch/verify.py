@@ -8,6 +8,7 @@ is in one folder of the runs folder: two run folders and `verify/<name>/`; the t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_patches.plant import SHA256 as PLANT_SHA256
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
 from tools.launch.errors import LaunchError
@@ -73,6 +75,42 @@ class _KeptRuns:
         return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
 
 
+@dataclass(frozen=True)
+class SharedReferences:
+    """Trains a reference once for all layouts that are compared with the same one."""
+
+    folder: Path
+    """Takes the references' tensors, hundreds of megabytes each, until `forget`."""
+
+    def around(self, train: Train, scratch: Path) -> Train:
+        """`train`, but for references that are here already; tensors are expected in `scratch`."""
+
+        def trained(part: str, launch: Launch) -> str:
+            if not part.startswith("reference"):
+                return train(part, launch)
+            kept = self.folder / f"{part}-{_key(launch)}"
+            if not kept.is_dir():
+                if failure := train(part, launch):
+                    return failure
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(scratch / part, kept)
+            (scratch / part).symlink_to(kept)
+            return ""
+
+        return trained
+
+    def forget(self) -> None:
+        """Remove them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _key(launch: Launch) -> str:
+    """Of what a reference's tensors follow from, as far as verifications of one command differ in it."""
+    variables = (launch.environment.get(name, "") for name in (PLANT_SHA256, ITERATION_VARIABLE))
+    words = (*launch.flags, str(launch.devices), str(launch.entry.path), *variables)
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
 def verify(name: str, options: Options, console: Console, also: Path | None = None) -> int:
     """Run a verification; 0 held, 1 differs, 2 not comparable.
 
@@ -100,6 +138,7 @@ def carried_out(
     console: Console,
     folder: Path,
     also: Path | None = None,
+    shared: SharedReferences | None = None,
 ) -> Judgement:
     """Check that it can run here, train, judge, and print the verdict.
 
@@ -109,6 +148,7 @@ def carried_out(
         console: The terminal.
         folder: It gets the run folders and the verdict.
         also: A run folder that gets the results as well.
+        shared: References of other layouts, of which this one's may be one.
 
     Raises:
         LaunchError: It cannot run here; nothing was written.
@@ -120,7 +160,10 @@ def carried_out(
         ensure_start_checkpoint(launch, options, console)
     results = folder / VERIFY_FOLDER / verification.name
     with _scratch(folder) as scratch:
-        judgement = judged(verification, scratch, _KeptRuns(folder, console))
+        train: Train = _KeptRuns(folder, console)
+        if shared is not None:
+            train = shared.around(train, scratch)
+        judgement = judged(verification, scratch, train)
     verdict = replace(
         judgement.verdict,
         reference=verification.reference_name,

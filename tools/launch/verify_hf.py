@@ -25,12 +25,12 @@ from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strat
 from tools.launch.execute import execute
 from tools.launch.hub import folder_of
 from tools.launch.options import Options
-from tools.launch.pairs import HF, PREFIX, Difference, compose_verification
+from tools.launch.pairs import HF, PREFIX, Difference, Verification, compose_verification
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
 from tools.launch.target import Target
 from tools.launch.train import compose_target
-from tools.launch.verify import carried_out
+from tools.launch.verify import SharedReferences, carried_out
 from tools.records.run import LOG_FILE, Status
 from tools.records.verdict import EXIT_CODES, Outcome
 from tools.spec import settings
@@ -78,11 +78,14 @@ def verify_hf(
         raise LaunchError(NO_TRANSFORMERS)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = options.runs / f"{stamp}-verify-hf"
+    shared = SharedReferences(folder / "references")
     proofs: list[Proof] = []
     try:
         for source, name in _sources(given, folder / "sources"):
-            proofs += _proofs_of(source, name, ranks, difference, folder, options, console)
+            proofs += _proofs_of(source, name, ranks, difference, folder, shared, options, console)
+            shared.forget()
     finally:
+        shared.forget()
         shutil.rmtree(folder / "models", ignore_errors=True)
     console.print(rich_table(Table(_COLUMNS, tuple(proofs), "Against transformers"), console.width))
     console.print(f"→ {from_root(folder)}", highlight=False)
@@ -114,6 +117,7 @@ def _proofs_of(
     strategies: Sequence[tuple[str, int]],
     difference: Difference,
     folder: Path,
+    shared: SharedReferences,
     options: Options,
     console: Console,
 ) -> Iterator[Proof]:
@@ -129,7 +133,9 @@ def _proofs_of(
     options = replace(options, data=data, runs=folder, extra=(*sequence, *options.extra))
     with _known_by_file(hub / name / f"{name}.args"):
         for strategy, devices in strategies:
-            yield _layout(strategy, f"{name}-{devices}cpu", difference, folder, options, console)
+            target = f"{PREFIX}{strategy}-{name}-{devices}cpu"
+            verification = compose_verification(target, options, difference)
+            yield _layout(verification, folder, shared, options, console)
         yield _training(name, folder, options, console)
 
 
@@ -150,20 +156,19 @@ def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
 
 
 def _layout(
-    strategy: str,
-    named: str,
-    difference: Difference,
+    verification: Verification,
     folder: Path,
+    shared: SharedReferences,
     options: Options,
     console: Console,
 ) -> Proof:
-    verification = compose_verification(f"{PREFIX}{strategy}-{named}", options, difference)
     console.print(f"{verification.name}: {verification.mode}", highlight=False)
-    verdict = carried_out(verification, options, console, folder / verification.name).verdict
+    own = folder / verification.name
+    verdict = carried_out(verification, options, console, own, shared=shared).verdict
     seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
     if verdict.seen:
         seen += f"; {verdict.compared:,} tensors compared"
-    return Proof(verification.target.model, strategy, verdict.verdict, seen)
+    return Proof(verification.target.model, verification.target.strategy, verdict.verdict, seen)
 
 
 def _training(name: str, folder: Path, options: Options, console: Console) -> Proof:
