@@ -35,7 +35,7 @@ def test_without_a_manifest_the_end_token_is_the_one_all_sequences_share(prefix)
 
 
 def test_documents_of_many_sentences_are_measured_whole(tool, tmp_path, write_lines, monkeypatch):
-    monkeypatch.setattr("tools.dataset.stats.CHUNK", 2)
+    monkeypatch.setattr("tools.dataset.indexed.CHUNK", 2)
     documents = [["one", "two"], ["one"], [], ["one", "two", "three"], ["one"]]
     assert tool("--input", write_lines(documents), "--output-prefix", tmp_path / "o") == 0
     stats = measure(replace(open_dataset(tmp_path / "o_text_document"), manifest=None))

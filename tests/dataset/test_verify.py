@@ -104,8 +104,7 @@ def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
 
 
 def test_chunks_make_no_difference(bare, monkeypatch):
-    for module in ("indexed", "verify"):
-        monkeypatch.setattr(f"tools.dataset.{module}.CHUNK", 3)
+    monkeypatch.setattr("tools.dataset.indexed.CHUNK", 3)
     assert common_end(open_dataset(bare)) == 50256
     assert not verify(bare).problems
     path = bare.with_name(bare.name + ".idx")

@@ -1,6 +1,7 @@
 """Killed at any moment, the same command again ends in the same files."""
 
 import os
+import platform
 import random
 import re
 import shutil
@@ -84,18 +85,18 @@ def stop_after(monkeypatch, commits):
     """Let the tool die, as from a kill, right after so many commits."""
     from tools.preprocess import parts
 
-    written, done = parts.written_folder, 0
+    written, done = parts.made_whole, 0
 
     @contextmanager
-    def dying(folder):
+    def dying(folder, durable):
         nonlocal done
-        with written(folder) as unfinished:
+        with written(folder, durable) as unfinished:
             yield unfinished
         done += 1
         if done == commits:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts, "written_folder", dying)
+    monkeypatch.setattr(parts, "made_whole", dying)
 
 
 @pytest.fixture
@@ -117,11 +118,11 @@ def test_it_resumes_from_the_last_commit(tool, interrupted, undisturbed, tmp_pat
 
 
 def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed, tmp_path):
-    unfinished = tmp_path / "o.partial" / "part-000002.new"
-    unfinished.mkdir()
-    (tmp_path / "o.partial/whole.new").mkdir()
-    for name in ("part-000002.new/text.bin", "part-000002.new/part.json", "whole.new/text.bin"):
-        (tmp_path / "o.partial" / name).write_bytes(b"half a line")
+    for name in ("part-000002", "whole"):
+        unfinished = tmp_path / "o.partial" / f".{name}.{platform.node()}-{2**22 + 1}.partial"
+        unfinished.mkdir()
+        for file in ("text.bin", "part.json"):
+            (unfinished / file).write_bytes(b"half a line")
     assert tool(*interrupted) == 0
     assert outputs(tmp_path / "o") == undisturbed
 

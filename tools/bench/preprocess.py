@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 
 from tools.bench.synthetic_text import TEXTS, write_synthetic
+from tools.dataset.indexed import DatasetError
 from tools.preprocess.documents import Parser, Problem
 from tools.preprocess.encoders import GigatokenEncoder
-from tools.preprocess.errors import PreprocessError
 from tools.preprocess.pipeline import default_threads
 from tools.preprocess.source import open_source
 from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
@@ -87,14 +87,14 @@ def main(arguments: Sequence[str]) -> int:
     flags = parser.parse_args(arguments)
     try:
         if flags.mb <= 0:
-            raise PreprocessError(f"--mb {flags.mb:g} is not positive.")
+            raise DatasetError(f"--mb {flags.mb:g} is not positive.")
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             source = flags.input
             if source is None:
                 source = Path(name) / "text.jsonl"
                 write_synthetic(source, round(flags.mb * 1e6), text=flags.text)
             found = compare(source, Path(name), flags.megatron_lm, flags.repeats, _say)
-    except PreprocessError as error:
+    except DatasetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(msgspec.json.encode(found).decode() if flags.json else "\n".join(describe(found)))
@@ -107,10 +107,10 @@ def compare(
     """Measure everything on `source`, the repetitions of this tool spread between the others.
 
     Raises:
-        PreprocessError: One of the programs fails.
+        DatasetError: One of the programs fails.
     """
     if megatron is not None and not (megatron / _SCRIPT).is_file():
-        raise PreprocessError(f"MEGATRON_LM={megatron} holds no {_SCRIPT}.")
+        raise DatasetError(f"MEGATRON_LM={megatron} holds no {_SCRIPT}.")
     if megatron is not None and not (megatron / _OWN_TOKENIZER).is_file():
         _require_transformers(megatron)
     ours: list[Rate] = []
@@ -145,7 +145,7 @@ def compare(
 def _require_transformers(megatron: Path) -> None:
     # Without it the script's workers end, and its pool starts new ones for ever.
     if importlib.util.find_spec("transformers") is None:
-        raise PreprocessError(
+        raise DatasetError(
             f"MEGATRON_LM={megatron} reads GPT-2's tokenizer with the package transformers, which is "
             "not installed; install it, or name a checkout of 0.16 or before, which needs none."
         )
@@ -209,7 +209,7 @@ def _run(
     wall = time.monotonic() - start
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PreprocessError(f"'{' '.join(command[:3])} …' failed: {last}")
+        raise DatasetError(f"'{' '.join(command[:3])} …' failed: {last}")
     return Rate(source.stat().st_size / 1e6 / wall, _children_seconds() - before)
 
 

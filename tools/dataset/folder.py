@@ -51,21 +51,6 @@ def locked(folder: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def written_folder(folder: Path) -> Iterator[Path]:
-    """A folder that takes the name `folder` when the block ends: it is there whole or not at all.
-
-    The content of its files has to be on the disk by then.
-    """
-    unfinished = folder.with_name(folder.name + ".new")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    yield unfinished
-    flush_names_to_disk(unfinished)
-    unfinished.rename(folder)
-    flush_names_to_disk(folder.parent)
-
-
 def publish(folder: Path, prefixes: Mapping[str, Path]) -> None:
     """Rename `whole/KEY.*` to the final names (again after a kill), then remove the folder.
 

@@ -40,7 +40,7 @@ _REMAKE = "make the data set again"
 
 
 class DatasetError(Exception):
-    """A data set is missing, damaged, not what its manifest says, or cannot be written."""
+    """A data set cannot be used or made: one sentence that names the thing, the value and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,16 @@ def _index_array(path: Path, dtype: str, offset: int, count: int) -> IntArray:
     return np.memmap(path, dtype, "r", _HEADER.size + offset, (count,))
 
 
+def stretches(count: int) -> Iterator[slice]:
+    """So many numbers in stretches that fit any memory."""
+    for start in range(0, count, CHUNK):
+        yield slice(start, min(start + CHUNK, count))
+
+
 def _chunked(arrays: Iterable[IntArray]) -> Iterator[IntArray]:
-    """Pieces of at most `CHUNK` numbers."""
     for array in arrays:
-        for start in range(0, len(array), CHUNK):
-            yield array[start : start + CHUNK]
+        for part in stretches(len(array)):
+            yield array[part]
 
 
 def bin_path(prefix: Path) -> Path:

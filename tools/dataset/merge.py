@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.dataset.folder import WHOLE, locked, publish, working_folder, written_folder
+from tools.dataset.folder import WHOLE, locked, publish, working_folder
 from tools.dataset.indexed import (
     Dataset,
     DatasetError,
@@ -23,7 +23,7 @@ from tools.dataset.indexed import (
     write_index,
     write_manifest,
 )
-from tools.records.io import flush_to_disk
+from tools.records.io import flush_to_disk, made_whole
 
 _KEY = "data"
 
@@ -97,7 +97,7 @@ def merge(
         raise DatasetError(f"{output} exists already; choose another, or give --overwrite.")
     with locked(folder):
         shutil.rmtree(folder / WHOLE, ignore_errors=True)
-        with written_folder(folder / WHOLE) as whole:
+        with made_whole(folder / WHOLE, durable=True) as whole:
             join(datasets, whole / _KEY, _identity(datasets))
         idx_path(output).unlink(missing_ok=True)
         manifest_path(output).unlink(missing_ok=True)

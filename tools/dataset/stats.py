@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.dataset.indexed import CHUNK, Dataset
+from tools.dataset.indexed import Dataset, stretches
 from tools.dataset.split import Draw
 from tools.dataset.verify import common_end
 
@@ -39,8 +39,8 @@ def measure(dataset: Dataset) -> Stats:
     """Read a data set once, in bounded memory."""
     histogram = np.zeros(LENGTH_BINS + 1, dtype=np.int64)
     longest = 0
-    for start in range(0, dataset.documents, CHUNK):
-        lengths = np.diff(dataset.tokens_before(dataset.boundaries[start : start + CHUNK + 1]))
+    for part in stretches(dataset.documents):
+        lengths = np.diff(dataset.tokens_before(dataset.boundaries[part.start : part.stop + 1]))
         # frexp's exponent is the number of binary digits.
         histogram += np.bincount(np.frexp(lengths)[1], minlength=len(histogram))
         longest = max(longest, int(lengths.max()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.dataset.indexed import CHUNK, Dataset, DatasetError, IntArray, Manifest, open_dataset
+from tools.dataset.indexed import Dataset, DatasetError, IntArray, Manifest, open_dataset, stretches
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def common_end(dataset: Dataset) -> int | None:
     lengths, pointers = dataset.lengths, dataset.pointers
     itemsize = np.dtype(dataset.dtype).itemsize
     common: int | None = None
-    for part in _parts(dataset.sequences):
+    for part in stretches(dataset.sequences):
         ends = pointers[part] // itemsize + lengths[part]
         last = tokens[ends[lengths[part] > 0] - 1]
         if common is None and len(last):
@@ -83,7 +83,7 @@ def _check_hashes(dataset: Dataset, manifest: Manifest) -> Iterator[str]:
     with dataset.bin_path.open("rb") as stream:
         for shard in manifest.shards:
             after = first + shard.tokens
-            for part in _parts(shard.tokens):
+            for part in stretches(shard.tokens):
                 digest.update(np.fromfile(stream, manifest.dtype, part.stop - part.start))
             if digest.hexdigest() != shard.sha256:
                 yield (
@@ -97,7 +97,7 @@ def _check_pointers(dataset: Dataset) -> Iterator[str]:
     """Each sequence starts where the one before it ends."""
     itemsize = np.dtype(dataset.dtype).itemsize
     due = 0
-    for part in _parts(dataset.sequences):
+    for part in stretches(dataset.sequences):
         lengths, pointers = dataset.lengths[part], dataset.pointers[part]
         ends = due + itemsize * np.cumsum(lengths, dtype=np.int64)
         starts = np.concatenate(([due], ends[:-1]))
@@ -120,7 +120,7 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
         yield f"{dataset.idx_path}: document boundary 0 is {first}, not 0."
     end = common_end(dataset)
     most = np.inf if end is None or dataset.sequences < 2 else 1
-    for part in _parts(dataset.documents):
+    for part in stretches(dataset.documents):
         sequences = np.diff(dataset.boundaries[part.start : part.stop + 1])
         for at in _first((sequences < 0) | (sequences > most)):
             why = f", though every sequence ends in token {end}, which ends documents"
@@ -143,12 +143,6 @@ def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
             )
             return
         first += len(tokens)
-
-
-def _parts(count: int) -> Iterator[slice]:
-    """Stretches of so many numbers that fit any memory."""
-    for start in range(0, count, CHUNK):
-        yield slice(start, min(start + CHUNK, count))
 
 
 def _first(wrong: IntArray) -> list[int]:

@@ -7,17 +7,24 @@ import sys
 from argparse import Namespace as Flags
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tools.dataset.commands import COMMANDS as DATASET_COMMANDS
-from tools.dataset.commands import Add, Commands, summary, whole_number
-from tools.dataset.indexed import DatasetError, open_dataset
-from tools.preprocess.errors import PreprocessError
+import msgspec
+
+from tools.dataset import stats
+from tools.dataset.indexed import Dataset, DatasetError, open_dataset, strip_suffix
+from tools.dataset.merge import merge
+from tools.dataset.split import draws
+from tools.dataset.verify import verify
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.progress import Progress
 from tools.preprocess.run import PreprocessOptions, preprocess
 from tools.preprocess.sample import write_sample
 from tools.preprocess.source import parse_shard
 from tools.spec.settings import program
+
+Add = Callable[..., Any]
+"""argparse's `add_argument`."""
 
 INTERRUPTED = 130
 
@@ -51,13 +58,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for flag in (word.partition("=")[0] for word in words):
             if flag in _UPSTREAM:
-                raise PreprocessError(
+                raise DatasetError(
                     f"{flag} is a flag of Megatron's preprocess_data.py, not of this tool: "
                     f"{_UPSTREAM[flag]}."
                 )
         flags = command_line().parse_args(words)
         return int(flags.command(flags))
-    except (PreprocessError, DatasetError) as error:
+    except DatasetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -84,10 +91,26 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+def _whole_number(flag: str, least: int) -> Callable[[str], int]:
+    """A reader of the value of `flag`, which is at least 0 or 1."""
+
+    def read(text: str) -> int:
+        if (value := int(text)) >= least:
+            return value
+        raise DatasetError(f"{flag} {value} is {'not positive' if least else 'negative'}.")
+
+    return read
+
+
+def _summary(dataset: Dataset) -> str:
+    """One line of counts."""
+    return f"{dataset.prefix}: {dataset.documents:,} documents, {dataset.tokens:,} tokens"
+
+
 def _bytes(flag: str, unit: float) -> Callable[[str], int]:
     def number(text: str) -> int:
         if (value := float(text)) <= 0:
-            raise PreprocessError(f"{flag} {value:g} is not positive.")
+            raise DatasetError(f"{flag} {value:g} is not positive.")
         return max(1, round(value * unit))
 
     return number
@@ -106,7 +129,7 @@ def _add_run_flags(add: Add) -> None:
     part = "only this part, from 0; or 'slurm'"
     add("--shard", type=parse_shard, default="0/1", metavar="I/N", help=part)
     both = "documents encoded by Hugging Face tokenizers too, and compared"
-    count = whole_number("--cross-check", 0)
+    count = _whole_number("--cross-check", 0)
     add("--cross-check", type=count, default=64, metavar="N", help=both)
     large = "refuse documents larger than this"
     size = _bytes("--max-document-mb", 1e6)
@@ -115,7 +138,7 @@ def _add_run_flags(add: Add) -> None:
     size = _bytes("--commit-mib", 2**20)
     add("--commit-mib", dest="part_bytes", type=size, default="64", metavar="MIB", help=commit)
     threads = "threads; 0 is one for each core"
-    count = whole_number("--workers", 0)
+    count = _whole_number("--workers", 0)
     add("--workers", dest="threads", type=count, default=0, metavar="N", help=threads)
     _add_hub_split(add)
     add("--restart", action="store_true", help="drop what an unfinished run has left")
@@ -137,7 +160,7 @@ def _run(flags: Flags) -> int:
     finally:
         progress.clear()
     for dataset in datasets:
-        print(summary(dataset))
+        print(_summary(dataset))
         for kind, count in (dataset.manifest.problems if dataset.manifest else {}).items():
             print(f"  {count:,} × {kind}")
     if progress.text_bytes:
@@ -177,7 +200,7 @@ def _hub(flags: Flags) -> int:
     prefix: Path = flags.output_prefix
     made = prefix.with_name(f"{prefix.name}_text_document")
     try:
-        print(f"{summary(open_dataset(made))}, made before")
+        print(f"{_summary(open_dataset(made))}, made before")
         code = 0
     except DatasetError:
         lines = prefix.with_name(prefix.name + ".jsonl")
@@ -189,9 +212,72 @@ def _hub(flags: Flags) -> int:
     return code
 
 
-_COMMANDS: Commands = {
+def _add_merge_flags(add: Add) -> None:
+    add("prefix", type=Path, nargs="+", help="such as part-0_text_document")
+    add("--output-prefix", type=Path, required=True, help="writes PREFIX.bin/.idx")
+    add("--overwrite", action="store_true", help="replace a finished data set")
+
+
+def _merge(flags: Flags) -> int:
+    """Join data sets in the order given, in bounded memory: the parts of --shard i/n, or others."""
+    inputs = [strip_suffix(path) for path in flags.prefix]
+    output = strip_suffix(flags.output_prefix)
+    dataset = merge(inputs, output, flags.overwrite, lambda text: print(text, file=sys.stderr))
+    print(_summary(dataset))
+    return 0
+
+
+def _add_verify_flags(add: Add) -> None:
+    add("prefix", type=Path, nargs="+", help="such as owt-ds/sample_text_document")
+    add("--vocabulary", type=int, help="entries; the manifest's if not given")
+
+
+def _verify(flags: Flags) -> int:
+    """Check every byte of a data set; exits with 1 if anything is wrong."""
+    status = 0
+    for prefix in map(strip_suffix, flags.prefix):
+        verdict = verify(prefix, flags.vocabulary)
+        for problem in verdict.problems:
+            print(f"damaged: {problem}")
+            status = 1
+        if not verdict.problems:
+            print(f"{prefix}: {verdict.describe()}")
+    return status
+
+
+def _add_stats_flags(add: Add) -> None:
+    add("prefix", type=Path, help="such as owt-ds/sample_text_document")
+    for flag, default, what in (
+        ("--seq-length", 1024, "tokens of a sample"),
+        ("--steps", 100, "iterations of the run"),
+        ("--global-batch-size", 32, "samples of an iteration"),
+    ):
+        add(flag, type=_whole_number(flag, 1), default=default, help=what)
+    add("--split", default="949,50,1", help="Megatron's --split")
+    add("--json", action="store_true", help="print as JSON")
+
+
+def _stats(flags: Flags) -> int:
+    """Describe a data set: counts, document lengths, and what a training run will draw from it."""
+    dataset = open_dataset(strip_suffix(flags.prefix))
+    found = stats.measure(dataset)
+    samples = flags.steps * flags.global_batch_size
+    drawn = draws(dataset, flags.split, flags.seq_length, samples)
+    if flags.json:
+        print(msgspec.json.encode({"stats": found, "draws": drawn}).decode())
+        return 0
+    print(*stats.describe_counts(dataset, found), "", sep="\n")
+    print(*stats.text_histogram(found.length_histogram), "", sep="\n")
+    print(*stats.describe_draws(drawn, flags.seq_length, flags.steps), sep="\n")
+    return 0
+
+
+_COMMANDS: dict[str, tuple[Callable[[Flags], int], Callable[[Add], None]]] = {
     "run": (_run, _add_run_flags),
     "sample": (_sample, _add_sample_flags),
     "hub": (_hub, _add_hub_flags),
-    **DATASET_COMMANDS,
+    "merge": (_merge, _add_merge_flags),
+    "verify": (_verify, _add_verify_flags),
+    "stats": (_stats, _add_stats_flags),
 }
+"""By name: what runs it (its docstring is the help) and what adds its flags."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tools.dataset.indexed import InputIdentity
-from tools.preprocess.errors import PreprocessError
+from tools.dataset.indexed import DatasetError, InputIdentity
 
 BLOCK_BYTES = 4 << 20
 """Text parsed and encoded at a time; a longer line makes a longer block."""
@@ -83,7 +82,7 @@ def expand(patterns: Iterable[str]) -> tuple[Path, ...]:
     for pattern in patterns:
         path = Path(pattern)
         if pattern == "-" or (path.exists() and not path.is_dir() and not path.is_file()):
-            raise PreprocessError(
+            raise DatasetError(
                 f"--input {pattern} is a pipe or a device: it cannot be read again, which resuming "
                 "after a kill needs; write it into a file first (COMMAND > text.jsonl) and give "
                 "that. Archives (.gz, .zst) are read as they are."
@@ -96,7 +95,7 @@ def expand(patterns: Iterable[str]) -> tuple[Path, ...]:
             found = sorted(Path(p) for p in glob.glob(pattern, recursive=True))  # noqa: PTH207
         if not found:
             what = f"no file ending in {', '.join(_SUFFIXES)}" if path.is_dir() else "nothing"
-            raise PreprocessError(f"--input {pattern} matches {what}; check the path.")
+            raise DatasetError(f"--input {pattern} matches {what}; check the path.")
         files += found
     return tuple(files)
 
@@ -110,7 +109,7 @@ def identify(path: Path) -> InputIdentity:
             stream.seek(max(0, status.st_size - _EDGE_BYTES))
             digest.update(stream.read(_EDGE_BYTES))
     except OSError as error:
-        raise PreprocessError(f"{path} cannot be read ({error.strerror}); check it.") from None
+        raise DatasetError(f"{path} cannot be read ({error.strerror}); check it.") from None
     return InputIdentity(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
@@ -121,7 +120,7 @@ def whole_file(path: Path) -> Slice:
     found = next((known for magic, known in _MAGIC.items() if head.startswith(magic)), Format.LINES)
     promised = _SUFFIXES.get(path.suffix, Format.LINES)
     if head and found is Format.LINES is not promised:
-        raise PreprocessError(
+        raise DatasetError(
             f"{path} is no {promised} file, whatever its name says; fetch it again or rename it."
         )
     return Slice(str(path), found, 0, None, path.stat().st_size)

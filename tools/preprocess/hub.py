@@ -16,9 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tools.dataset.indexed import Dataset, InputIdentity
+from tools.dataset.indexed import Dataset, DatasetError, InputIdentity
 from tools.dataset.split import draws, samples_of
-from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Block
 from tools.records.io import written_whole
 
@@ -75,12 +74,12 @@ class Hub:
         except Exception as error:  # the client has no common base for what a hub can do to it
             name = getattr(error, "filename", None)
             if isinstance(error, OSError) and str(name or "").startswith(str(lines.parent)):
-                raise PreprocessError(
+                raise DatasetError(
                     f"{name} cannot be written ({error.strerror}); free some room in "
                     f"{lines.parent}."
                 ) from None
             endpoint = os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
-            raise PreprocessError(
+            raise DatasetError(
                 f"Data set {self.name} was not fetched from {endpoint} ({_reason(error)}); run the "
                 "same command again (files that arrived whole are kept), name a mirror with "
                 "HF_ENDPOINT=, or use other text: 'make prepare-ds-sample', or 'make prepare-ds "
@@ -105,7 +104,7 @@ class Hub:
                 tables.check_columns(table.column_names, self.label, keys)
                 yield from tables.record_blocks(table.select(list(keys)), keys, offset, 0)
                 offset += table.num_rows
-        except PreprocessError:
+        except DatasetError:
             raise
         except Exception as error:
             raise self._unreadable(error) from None
@@ -121,8 +120,8 @@ class Hub:
         except Exception as error:
             raise self._unreadable(error) from None
 
-    def _unreadable(self, error: Exception) -> PreprocessError:
-        return PreprocessError(
+    def _unreadable(self, error: Exception) -> DatasetError:
+        return DatasetError(
             f"{self.label} cannot be read ({_reason(error)}); check name, split and network, or "
             "download it and give its files with --input."
         )

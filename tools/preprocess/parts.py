@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tools.dataset.folder import WHOLE, written_folder
+from tools.dataset.folder import WHOLE
 from tools.dataset.indexed import (
     DatasetError,
     RunIdentity,
@@ -28,10 +28,9 @@ from tools.dataset.indexed import (
     write_manifest,
 )
 from tools.dataset.merge import join
-from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Position
 from tools.preprocess.pipeline import Encoded, Packed
-from tools.records.io import flush_to_disk, write_record
+from tools.records.io import flush_to_disk, made_whole, write_record
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def write_parts(
     """Write the next blocks, each with the place where it ends, and append their parts to `parts`."""
     identity = replace(identity, inputs=())  # of which there may be thousands
     while not (parts and parts[-1].final):
-        with written_folder(_part_folder(folder, len(parts))) as unfinished:
+        with made_whole(_part_folder(folder, len(parts)), durable=True) as unfinished:
             part = _write_part(unfinished, blocks, identity, engine)
             write_record(unfinished / "part.json", part, durable=True)
         parts.append(part)
@@ -119,13 +118,13 @@ class _Output:
 
 def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
     """Make the data sets of all parts, as the folder `whole`; from then on only renames are left."""
-    with written_folder(folder / WHOLE) as whole:
+    with made_whole(folder / WHOLE, durable=True) as whole:
         for key in identity.json_keys:
             try:
                 parts = [open_dataset(_part_folder(folder, n) / key) for n in range(count)]
                 join(parts, whole / key, identity)
             except DatasetError as error:
-                raise PreprocessError(f"{error} Or start over with --restart.") from None
+                raise DatasetError(f"{error} Or start over with --restart.") from None
 
 
 def decoded[Record](file: Path, kind: type[Record]) -> Record:
@@ -133,7 +132,7 @@ def decoded[Record](file: Path, kind: type[Record]) -> Record:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except msgspec.MsgspecError:
-        raise PreprocessError(f"{file} is damaged; start over with --restart.") from None
+        raise DatasetError(f"{file} is damaged; start over with --restart.") from None
 
 
 def _part_folder(folder: Path, number: int) -> Path:

@@ -21,7 +21,6 @@ from tools.dataset.indexed import (
 )
 from tools.preprocess.documents import HARMLESS, Parser, Problem, ProblemKind
 from tools.preprocess.encoders import choose_encoder
-from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Block, Position, Slice
 from tools.preprocess.lines import lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
@@ -167,7 +166,7 @@ def _named(
         for line, problem in encoded.problems:
             named[problem.kind] += 1
             if problem.kind not in HARMLESS and not skip_errors:
-                raise PreprocessError(
+                raise DatasetError(
                     f"{_describe(problem, slice_, place.lines + line)}; correct it, or leave such "
                     "documents out with --on-error skip."
                 )
@@ -197,7 +196,7 @@ def _claim(file: Path, identity: RunIdentity) -> None:
     if not file.exists():
         write_record(file, identity, durable=True)
     elif changed := difference(identity, decoded(file, RunIdentity)):
-        raise PreprocessError(
+        raise DatasetError(
             f"{file.parent} holds an unfinished run that differs: {changed}; "
             "repeat it as it was, or start over with --restart."
         )
@@ -212,14 +211,14 @@ def _existing(prefixes: list[Path], identity: RunIdentity) -> list[Dataset]:
     try:
         datasets = [open_dataset(prefix) for prefix in prefixes]
     except DatasetError as error:
-        raise PreprocessError(
+        raise DatasetError(
             f"{there[0]} exists already, incomplete: {error} Else {remedy}"
         ) from None
     for dataset in datasets:
         if dataset.manifest is None:
-            raise PreprocessError(f"{there[0]} exists already and has no manifest; {remedy}")
+            raise DatasetError(f"{there[0]} exists already and has no manifest; {remedy}")
         if changed := difference(identity, dataset.manifest.identity):
-            raise PreprocessError(f"{there[0]} exists already, but {changed}; {remedy}")
+            raise DatasetError(f"{there[0]} exists already, but {changed}; {remedy}")
     return datasets
 
 

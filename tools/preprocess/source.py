@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from tools.dataset.indexed import InputIdentity
+from tools.dataset.indexed import DatasetError, InputIdentity
 from tools.preprocess.documents import Parser, Problem, ProblemKind
-from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import Block, Format, Position, Slice, expand, identify, whole_file
 from tools.preprocess.hub import PREFIX as HUB_PREFIX
 from tools.preprocess.hub import Hub
@@ -37,11 +36,9 @@ def parse_shard(text: str) -> InputShard:
         return _slurm_shard()
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
-        raise PreprocessError(
-            f"--shard {text} is not of the form i/n, such as 0/4; or give 'slurm'."
-        )
+        raise DatasetError(f"--shard {text} is not of the form i/n, such as 0/4; or give 'slurm'.")
     if int(index) >= int(count):
-        raise PreprocessError(
+        raise DatasetError(
             f"--shard {text} does not exist: parts count from 0, so the last of {count} is "
             f"{max(int(count) - 1, 0)}/{count}."
         )
@@ -54,7 +51,7 @@ def _slurm_shard() -> InputShard:
             int(os.environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "COUNT")
         )
     except (KeyError, ValueError):
-        raise PreprocessError(
+        raise DatasetError(
             "--shard slurm needs SLURM_ARRAY_TASK_ID, _MIN and _COUNT; submit with "
             "sbatch --array=0-7, or give i/n."
         ) from None
@@ -166,15 +163,15 @@ def open_source(
     """Find what `--input` names and cut it to the part asked for."""
     for key in keys:
         if not key or "/" in key or "\0" in key or keys.count(key) > 1:
-            raise PreprocessError(
+            raise DatasetError(
                 f"--json-keys '{key}' cannot name a data set: keys become part of the file's "
                 "name, so each must be given once, without slashes."
             )
     if any(name.startswith(HUB_PREFIX) for name in inputs):
         if len(inputs) > 1:
-            raise PreprocessError("--input hub:NAME stands alone; run once for each and merge.")
+            raise DatasetError("--input hub:NAME stands alone; run once for each and merge.")
         if shard.count > 1:
-            raise PreprocessError(
+            raise DatasetError(
                 f"--input {inputs[0]} is not cut by --shard; download it and give its files with "
                 "--input."
             )

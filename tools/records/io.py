@@ -49,10 +49,14 @@ def written_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def made_whole(path: Path) -> Iterator[Path]:
+def made_whole(path: Path, durable: bool = False) -> Iterator[Path]:
     """A folder that takes the name `path` when the block ends; an error leaves nothing behind.
 
     What a killed process of this machine left of the same folder goes.
+
+    Args:
+        path: The final name.
+        durable: Flush names to the disk before returning; the block flushes what its files hold.
 
     Raises:
         OSError: It cannot be written, or a folder of that name has come meanwhile.
@@ -66,10 +70,14 @@ def made_whole(path: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        if durable:
+            flush_names_to_disk(partial)
         partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    if durable:
+        flush_names_to_disk(path.parent)
 
 
 def write_whole(path: Path, content: bytes | str, durable: bool = False) -> None:
