@@ -11,10 +11,12 @@ from tests.convert.hf.folders import GPT2
 from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.random_model import write_model
 from tools.convert.hf.work import Work
+from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.pairs import Difference, Verification, compose_verification
 from tools.launch.preflight import check
+from tools.launch.verify import SharedReferences
 from tools.launch.verify_hf import verify_hf
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
@@ -43,6 +45,33 @@ def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(
     assert split.reference.entry.path == "tools/convert/hf/reference.py"
     plain = verification(tmp_path, "pp2-mine-2cpu", monkeypatch)
     assert plain.mode == "Megatron against transformers"
+
+
+def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> None:
+    shared = SharedReferences(tmp_path / "references")
+    trained: list[tuple[str, str]] = []
+
+    def compared(strategy: str, *extra: str) -> Path:
+        options = Options(runs=tmp_path, extra=extra)
+        found = compose_verification(f"verify-{strategy}-gpt2-tiny-2cpu", options, Difference())
+        scratch = tmp_path / f"{strategy}{len(trained)}"
+
+        def train(part: str, launch: Launch) -> str:
+            trained.append((part, launch.spec.name))
+            (scratch / part).mkdir(parents=True)
+            return ""
+
+        scratch.mkdir()
+        for part, launch in (("reference", found.reference), ("layout", found.layout)):
+            assert shared.around(train, scratch)(part, launch) == ""
+        return (scratch / "reference").resolve()
+
+    assert compared("tp2") == compared("pp2")
+    assert trained == [("reference", "baseline"), ("layout", "tp2"), ("layout", "pp2")]
+    other = compared("pp2", "--lr", "1e-3")
+    assert trained[3:] == [("reference", "baseline"), ("layout", "pp2")]
+    shared.forget()
+    assert not other.exists()
 
 
 def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> None:
