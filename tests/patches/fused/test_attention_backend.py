@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron_patches.fused.attention_backend import only
-from megatron_patches.no_te.attention import attend
+from megatron_patches.no_te.attention import attend, causal_mask
 
 
 def test_inside_only_the_named_kernel_is_allowed() -> None:
@@ -60,6 +60,30 @@ def test_each_kernel_and_its_gradients_equal_float64(
     out = attending(kernel, device)(*inputs, None, 80**-0.5, 0.0)
     out.backward(upstream)
     expected = attend(*exact, None, 80**-0.5, 0.0)
+    expected.backward(upstream.double())
+    close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
+    torch.testing.assert_close(out.double(), expected, **close)
+    for mine, theirs in zip(inputs, exact, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kernel", ["chosen", "cudnn"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_with_the_mask_of_split_sequences_it_and_its_gradients_equal_float64(
+    kernel: str, dtype: torch.dtype, rank: int, device: str
+) -> None:
+    torch.manual_seed(0)
+    # gpt2-large over two ranks: 512 queries, 1024 keys, heads 80 wide.
+    shapes = [(512, 1, 2, 80), (1024, 1, 2, 80), (1024, 1, 2, 80)]
+    inputs = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    upstream = torch.randn(512, 1, 160, device=device).to(dtype)
+    mask = causal_mask(rank, 2, 512).to(device)
+    out = attending(kernel, device)(*inputs, mask, 80**-0.5, 0.0)
+    out.backward(upstream)
+    expected = attend(*exact, mask, 80**-0.5, 0.0)
     expected.backward(upstream.double())
     close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
     torch.testing.assert_close(out.double(), expected, **close)

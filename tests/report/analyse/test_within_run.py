@@ -74,9 +74,14 @@ OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
         # What it says again and again has not begun there.
         ([(20, OVERLAP), (50, OVERLAP.replace("3", "4"))], ""),
         (
-            [(0, "  profile_step_start .............................. 50")],
+            [
+                (0, "  profile ......................................... True"),
+                (0, "  profile_step_start .............................. 50"),
+            ],
             "(as --profile-step-start 50 says)",
         ),
+        # Megatron prints the default of a run that is not profiled, too.
+        ([(0, "  profile_step_start .............................. 50")], ""),
         ([(0, "  lr_warmup_iters ................................. 50")], ""),
     ],
 )

@@ -153,8 +153,11 @@ def _cause(run: Run, first: int) -> str:
 
 def _argument_of(run: Run, first: int) -> str:
     """The argument that names this iteration as a beginning or an end."""
+    profiles = run.arguments.get("profile") == "True"
     for given, value in run.arguments.items():
         name = given.lstrip("-").replace("_", "-")
+        if name.startswith("profile-") and not profiles:
+            continue
         if value in (str(first), str(first - 1)) and _OF_A_BEGINNING.search(name):
             return f" (as --{name} {value} says)"
     return ""
