@@ -8,8 +8,10 @@ from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
+from tools.native.settings import parse_settings
 from tools.spec.flags import Flags, drop_flags
 from tools.spec.run import Backend
+from tools.spec.strategy import Batch
 
 KNOWN = [
     (Backend.NATIVE, "baseline", 1),
@@ -122,3 +124,50 @@ def test_a_value_that_only_megatron_has_is_refused_before_anything_starts() -> N
     assert problem.startswith(
         "BACKEND=native cannot take --moe-router-load-balancing-type: invalid choice: 'sinkhorn'"
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "model"),
+    [
+        ("baseline", 1, "gpt2-xl"),
+        ("tp2", 2, "gpt2-tiny"),
+        ("1f1b2", 2, "gpt3-64m"),
+        ("ep2", 2, "moe-tiny"),
+        ("baseline", 1, "blueberry-79m"),
+    ],
+)
+def test_the_backend_reads_the_same_run_from_the_flags_as_the_records_do(
+    strategy: str, ranks: int, model: str
+) -> None:
+    composed = launch(strategy, ranks, Backend.NATIVE, model)
+    ours, spec = parse_settings(composed.arguments("run")), composed.spec
+    shape, split = spec.trained_shape, spec.parallelism
+    read = replace(
+        shape,
+        layers=ours.num_layers,
+        hidden=ours.hidden_size,
+        heads=ours.num_attention_heads,
+        seq_length=ours.seq_length,
+        positions=ours.max_position_embeddings if "learned" in ours.position_embedding_type else 0,
+        vocabulary=ours.vocab_size,
+        vocabulary_multiple=ours.make_vocab_size_divisible_by,
+        gated=ours.activation == "swiglu",
+        bias=ours.bias,
+        rms_norm=ours.normalization == "RMSNorm",
+        tied_embeddings=not ours.untie_embeddings_and_output_weights,
+        experts=ours.num_experts,
+        experts_per_token=ours.moe_router_topk if ours.num_experts else 0,
+        expert_ffn_hidden=ours.ffn_hidden_size,
+    )
+    assert read == shape
+    assert ours.padded_vocabulary == shape.padded_vocabulary(split.tensor)
+    assert Batch(ours.micro_batch_size, ours.global_batch_size) == spec.batch
+    degrees = (ours.tensor_model_parallel_size, ours.pipeline_model_parallel_size)
+    assert degrees == (split.tensor, split.pipeline)
+    assert (ours.expert_model_parallel_size, ours.pipeline_schedule) == (
+        split.expert,
+        split.schedule,
+    )
+    assert (ours.hidden_dropout, ours.attention_dropout) == (spec.dropout, spec.dropout)
+    assert (ours.seed, ours.optimizer) == (spec.seed, spec.optimizer)
+    assert (ours.fp16, ours.bf16, spec.dtype) == (False, False, "fp32")

@@ -65,7 +65,11 @@ MUON_RULE_FLAG = "--muon-rule"
 
 @dataclass(frozen=True)
 class Settings:
-    """One run; sizes as in Megatron's arguments of the same names."""
+    """One run; sizes as in Megatron's arguments of the same names.
+
+    What a training process reads from its command line. The `RunSpec` that is recorded of it is read
+    from the same flags; it knows neither paths nor rates, nor what this backend has to refuse.
+    """
 
     num_layers: int
     hidden_size: int
