@@ -4,7 +4,8 @@ The tensor-parallel ranks that share an expert each bring as many tokens as were
 gathers and reduce-scatters such parts; gloo needs equal ones. An all-to-all takes any, and over a group
 sends the same bytes: every rank's part to every other. The all-to-all in turn needs its split sizes as
 numbers: Megatron makes NumPy arrays of them where it copies them from a GPU, so tensors that are on the
-host already stay tensors.
+host already stay tensors. The layer-wise optimizer gathers lists of whole weights, of which ranks have
+unequal numbers: there each rank broadcasts its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import distributed
 from torch.distributed import ProcessGroup
 
@@ -70,6 +72,26 @@ def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
+def gather_list(parts: Sequence[torch.Tensor], own: torch.Tensor, group: ProcessGroup) -> None:
+    """`torch.distributed.all_gather` of parts of any lengths; `own` is this rank's element."""
+    for rank, part in enumerate(parts):
+        distributed.broadcast(own if rank == group.rank() else part, group=group, group_src=rank)
+
+
+def _of_any_lengths(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def gather(*args: Any, **kwargs: Any) -> None:
+        equal = distributed.all_gather
+        distributed.all_gather = gather_list
+        try:
+            original(*args, **kwargs)
+        finally:
+            distributed.all_gather = equal
+
+    return gather
+
+
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 SPLITS = Patch(
     name="expert_splits",
@@ -88,5 +110,6 @@ PATCH = Patch(
     replacements=(
         Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _on_gloo(gather_parts)),
         Replacement(f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _on_gloo(reduce_scatter_parts)),
+        Replacement(f"{_LAYER_WISE}.allgather_params", _of_any_lengths, since=Version("0.17")),
     ),
 )

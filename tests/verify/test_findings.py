@@ -50,4 +50,4 @@ def test_every_finding_differs_as_it_says_and_holds_with_its_patch(
     sample_prefix: Path, tmp_path: Path
 ) -> None:
     printed = bench(sample_prefix, tmp_path, "live")
-    assert printed.count("| yes |") == 2 * len(REPRODUCED)
+    assert printed.count("| yes |") == 2 * sum(not one.checkout for one in REPRODUCED)

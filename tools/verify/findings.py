@@ -75,6 +75,8 @@ class Finding:
     kind: str = ""
     fails: str = ""
     """Words of the error that ends the layout's run, where there is no tensor to compare."""
+    checkout: bool = False
+    """Whether it takes `MEGATRON_LM=`: the kit's own entry refuses it."""
     behind: str = ""
     """Another finding that hides it; its patch is applied where this one is shown."""
     effect: Effect | None = None
@@ -103,6 +105,7 @@ class Finding:
             "EXTRA": shlex.join(self.flags),
             "EXTRA_B": shlex.join(self.own_flags),
             "PLANT": from_root(patch) if patch else "",
+            "MEGATRON_LM": "<checkout>" if self.checkout else "",
         }
         words += [f'{name}="{value}"' for name, value in given.items() if value]
         return " ".join(words)

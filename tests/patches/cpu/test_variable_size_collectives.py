@@ -20,7 +20,8 @@ def test_two_ranks_gather_and_reduce_parts_of_one_and_two_rows(tmp_path: Path) -
     done = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
     by_rank = ast.literal_eval(done.stdout.decode().strip())
     whole = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
-    assert [gathered for gathered, _ in by_rank] == [whole, whole]
+    assert [gathered for gathered, *_ in by_rank] == [whole, whole]
+    assert [listed for *_, listed in by_rank] == [whole, whole]
     # One rank's rows and twice the same of the other: three times 0 to 5.
     assert by_rank[0][1] == [[0.0, 3.0]]
     assert by_rank[1][1] == [[6.0, 9.0], [12.0, 15.0]]

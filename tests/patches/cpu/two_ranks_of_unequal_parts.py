@@ -9,7 +9,11 @@ import sys
 import torch
 from torch import distributed
 
-from megatron_patches.cpu.variable_size_collectives import gather_parts, reduce_scatter_parts
+from megatron_patches.cpu.variable_size_collectives import (
+    gather_list,
+    gather_parts,
+    reduce_scatter_parts,
+)
 
 ROWS = [1, 2]
 
@@ -22,8 +26,12 @@ own = torch.full((ROWS[rank], 2), float(rank + 1))
 gathered = gather_parts(own, group, ROWS)
 whole = torch.arange(6.0).view(3, 2) * (rank + 1)
 kept = reduce_scatter_parts(whole, group, ROWS)
+listed = [own if number == rank else torch.empty(rows, 2) for number, rows in enumerate(ROWS)]
+gather_list(listed, own, group)
 answers: list[object] = [None, None]
-distributed.all_gather_object(answers, (gathered.tolist(), kept.tolist()))
+distributed.all_gather_object(
+    answers, (gathered.tolist(), kept.tolist(), torch.cat(listed).tolist())
+)
 if rank == 0:
     print(answers)
 # Nobody may hold the group any longer, or gloo's threads end with the interpreter, which aborts.
