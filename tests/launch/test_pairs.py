@@ -79,6 +79,15 @@ def test_experts_that_drop_tokens_are_compared_where_ranks_route_as_many(
         composed("sp2-moe-tiny-2cpu", extra=extra)
 
 
+def test_experts_balanced_by_sinkhorn_are_compared_where_ranks_route_as_many(
+    composed: Composer,
+) -> None:
+    extra = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"
+    assert composed("dp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
+    with pytest.raises(LaunchError, match=r"by sinkhorn .* 64 in the layout and 128"):
+        composed("sp2-moe-tiny-2cpu", extra=extra)
+
+
 def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_ranks(
     composed: Composer,
 ) -> None:

@@ -282,7 +282,7 @@ def _refuse_other_work(verification: Verification) -> None:
                 "its reference; give it to both with EXTRA=."
             )
     _refuse_other_balance(ours, theirs)
-    _refuse_other_capacity(ours, theirs)
+    _refuse_other_tokens(ours, theirs)
 
 
 def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
@@ -290,7 +290,7 @@ def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
     flags = Flags(ours.flags)
     if not (ours.model.shape.experts and float(flags.text("--moe-aux-loss-coeff") or 0) > 0):
         return
-    kind = flags.text("--moe-router-load-balancing-type") or "aux_loss"
+    kind = flags.text(_BALANCING) or "aux_loss"
     name, batches = ours.model.name, [one.spec.batch.micro_batch_size for one in (ours, theirs)]
     ranks = [one.spec.parallelism.data for one in (ours, theirs)]
     remedy = (
@@ -309,17 +309,26 @@ def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
         )
 
 
+_BALANCING = "--moe-router-load-balancing-type"
 _CAPACITY = "--moe-expert-capacity-factor"
 
 
-def _refuse_other_capacity(ours: Launch, theirs: Launch) -> None:
-    """Refuse experts that drop other tokens: each rank drops of those that it routes itself."""
+def _refuse_other_tokens(ours: Launch, theirs: Launch) -> None:
+    """Refuse experts that get or drop other tokens: each rank decides over those it routes."""
     tokens, other = _routed_tokens(ours), _routed_tokens(theirs)
-    if tokens != other and Flags(ours.flags).has(_CAPACITY):
+    if tokens == other:
+        return
+    counts = f"{tokens} in the layout and {other} in its reference, so the two train something else"
+    remedy = "or compare layouts whose ranks route as many (REFERENCE=<a strategy>)."
+    if Flags(ours.flags).has(_CAPACITY):
         raise LaunchError(
-            f"{ours.model.name} drops tokens beyond {_CAPACITY} of those that a rank routes, {tokens} "
-            f"in the layout and {other} in its reference, so the two train something else; leave that "
-            "flag out, or compare layouts whose ranks route as many (REFERENCE=<a strategy>)."
+            f"{ours.model.name} drops tokens beyond {_CAPACITY} of those that a rank routes, {counts}; "
+            f"leave that flag out, {remedy}"
+        )
+    if Flags(ours.flags).text(_BALANCING) == "sinkhorn":
+        raise LaunchError(
+            f"{ours.model.name} balances its experts by sinkhorn over the tokens that a rank routes, "
+            f"{counts}; choose another {_BALANCING}, {remedy}"
         )
 
 
