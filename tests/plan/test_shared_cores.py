@@ -1,10 +1,12 @@
 """Ranks that share a machine's cores, and what is measured of them in place of counting bytes."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from tools.plan.time.cluster import Calibration, Cluster
+from tools.plan.time.compute import product_seconds, rates
 from tools.plan.time.iteration import iteration_seconds, pipeline_seconds
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape
@@ -70,6 +72,66 @@ def test_an_update_takes_what_was_measured_a_parameter_and_a_tensor() -> None:
     )
     # Twelve a layer, two tables and the last norm's two.
     assert each - plain == pytest.approx((4 * 12 + 4) * 1e-3)
+
+
+def test_each_micro_batch_adds_the_gradients_of_layers_and_tables() -> None:
+    dearer = replace(MEASURED, gradient_seconds=1e-9, large_gradient_seconds=9e-9)
+    for samples, count in ((4, 1), (8, 2)):
+        plain, added = (
+            iteration_seconds(run(Parallelism(), samples=samples), on(1, 2, measured)).memory_bound
+            for measured in (MEASURED, dearer)
+        )
+        # Twelve squares of the width in each of four layers; the table for its look-up and its logits.
+        elements = 4 * 12 * 64**2 + 2 * 64 * 50304
+        assert added - plain == pytest.approx(count * elements * 1e-9)
+
+
+def test_a_table_beyond_the_heap_costs_what_new_pages_cost() -> None:
+    # 50,304 rows of 128 in fp32 are 24.6 MiB, of 256 they are 49.1.
+    measured = replace(MEASURED, gradient_seconds=1e-12, large_gradient_seconds=9e-9)
+    for hidden, seconds in ((128, 1e-12), (256, 9e-9)):
+        spec = replace(run(Parallelism()), shape=replace(SHAPE, hidden=hidden))
+        plain, own = (
+            iteration_seconds(spec, on(1, 2, each)).memory_bound for each in (MEASURED, measured)
+        )
+        assert own - plain == pytest.approx(2 * 2 * hidden * 50304 * seconds, rel=0.05)
+
+
+def test_experts_that_run_one_after_another_are_each_launched() -> None:
+    shape = replace(SHAPE, experts=8, experts_per_token=2, expert_ffn_hidden=32)
+    dearer = replace(MEASURED, layer_launch_seconds=1e-3)
+    found = []
+    for experts, split in (
+        (8, Parallelism()),
+        (16, Parallelism()),
+        (16, Parallelism(data=2, expert=2)),
+    ):
+        spec = replace(run(split), shape=replace(shape, experts=experts))
+        plain, launched = (
+            iteration_seconds(spec, on(2, 2, each)).memory_bound / spec.microbatches
+            for each in (replace(MEASURED, layer_launch_seconds=0.0), dearer)
+        )
+        found.append(launched - plain)
+    eight, sixteen, halved = found
+    assert halved == pytest.approx(eight)
+    assert sixteen > 1.4 * eight
+
+
+def test_a_core_multiplies_few_rows_at_its_usual_rate() -> None:
+    rate = rates(on(1, 2), "fp32")
+    one, eight = (product_seconds(rows, 512, 512, 0, rate) for rows in (16, 128))
+    assert eight == pytest.approx(8 * one)
+
+
+def test_ranks_wait_for_the_slowest_of_those_that_have_a_core() -> None:
+    spread = replace(MEASURED, jitter=0.1)
+    two, four = (
+        iteration_seconds(run(Parallelism(data=ranks), samples=8), on(ranks, 2, spread))
+        for ranks in (2, 4)
+    )
+    for found in (two, four):
+        steady = found.total - found.stragglers
+        assert found.stragglers == pytest.approx(0.1 * math.sqrt(2 * math.log(2)) * steady)
 
 
 def test_a_measured_latency_is_that_of_a_whole_call() -> None:

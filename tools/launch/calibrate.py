@@ -42,9 +42,9 @@ from tools.text.terminal import say
 from tools.text.units import DASH
 
 TIMEOUT_SECONDS = 600.0
-MEGATRON_LAYER, MEGATRON_LOOP = 3.5, 20.0
+MEGATRON_LAYER, MEGATRON_LOOP = 4.5, 20.0
 """Host time of a layer of Megatron, and of its training loop for an iteration, in layers of PyTorch's
-own encoder (`Workload.layer`): measured on a CPU rank with 4 and 16 layers of 16 tokens. The host of a
+own encoder (`Workload.layer`): measured on a CPU rank with 4 and 12 layers of 16 tokens. The host of a
 GPU runs the same Python."""
 WORKLOADS = {
     DeviceKind.CPU: Workload(
@@ -57,6 +57,7 @@ WORKLOADS = {
         table=10 << 20,
         all_reduce_bytes=16 << 20,
         latency=True,
+        spread=True,
         median=True,
     ),
     DeviceKind.GPU: Workload(
@@ -190,7 +191,9 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
         "large_logit_seconds": figures.large_logit_seconds,
         "parameter_seconds": figures.parameter_seconds,
         "tensor_seconds": figures.tensor_seconds,
+        "jitter": figures.jitter,
         "gradient_seconds": figures.gradient_seconds,
+        "large_gradient_seconds": figures.large_gradient_seconds,
     }
     known = {name: value for name, value in measured.items() if value is not None}
     calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]

@@ -49,11 +49,13 @@ class Workload:
     parameters: int | None = None
     """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped."""
     table: int | None = None
-    """Elements of an embedding whose gradient is made and added; beyond a CPU's heap, as in training,
-    where what the heap holds at its end goes back to the system too."""
+    """Elements of an embedding whose gradient is made and added, beyond a CPU's heap; and a quarter of
+    them, which fits into it."""
     all_reduce_bytes: int | None = None
     latency: bool = False
     """What a small all-reduce adds to arithmetic, the wait for the slowest rank included."""
+    spread: bool = False
+    """How far ranks that do the same work are apart."""
     node_pairs: bool = False
     """The all-reduce between each node and the next one alone, too."""
     seconds_each: float = 0.5
@@ -83,9 +85,13 @@ class Figures:
     """The same where the memory of the logits is new each time."""
     gradient_seconds: float | None = None
     """Of a table's gradient, made and added to what is there, an element."""
+    large_gradient_seconds: float | None = None
+    """The same where its memory is new each time."""
     all_reduce_bytes_per_second: float | None = None
     """That a rank sends in a ring: 2(n-1)/n of the tensor in the time of the fastest call."""
     all_reduce_latency_seconds: float | None = None
+    jitter: float | None = None
+    """What the slowest of n ranks takes longer than their mean, of the mean, over the root of 2 ln n."""
     nodes: tuple[str, ...] = ()
     """Names, in node order, where pairs were asked for."""
     pair_bytes_per_second: tuple[float, ...] = ()

@@ -7,6 +7,7 @@ the same number of calls.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -24,11 +25,15 @@ from tools.launch.microbenchmark import Figures, Workload, attention_flops
 from tools.spec.run import DeviceKind
 
 LARGE_CALLS, SMALL_CALLS = 10, 200
+SPREAD_CALLS = 50
 WARM_UP_COLLECTIVES = 3
 SMALL_BYTES = 1 << 17
 PRODUCTS = 4
 """Of 256 x 256 matrices, before each small all-reduce: about half a millisecond on a core."""
 LEAST_LATENCY_SECONDS = 1e-6
+OTHER_BYTES = 64 << 20
+"""What training writes between two micro batches' logits, which no cache then holds: weights,
+gradients and activations of the layers."""
 
 Work = Callable[[], object]
 
@@ -45,11 +50,12 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
     dist.barrier()  # All at once, as they train: cores share memory.
     own = local_figures(workload, device) if _has_a_core(device) else Figures()
     mine = asdict(own) | _collective_figures(workload, device)
+    spread = _spread(workload, device) if workload.spread else {}
     ranks: list[dict[str, float | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     pairs = _pairs(workload, device) if workload.node_pairs else {}
     if dist.get_rank() == 0:
-        output.write_bytes(msgspec.json.encode(slowest(ranks) | pairs))
+        output.write_bytes(msgspec.json.encode(slowest(ranks) | spread | pairs))
     dist.destroy_process_group()
 
 
@@ -65,6 +71,7 @@ def local_figures(workload: Workload, device: str) -> Figures:
     head = workload.head
     small, large = _heads(timer, *head, flops) if head and flops else (None, None)
     elements = workload.parameters
+    table, large_table = _tables(timer, workload.table) if workload.table else (None, None)
     return Figures(
         matmul_flops=flops,
         attention_flops=(
@@ -76,7 +83,8 @@ def local_figures(workload: Workload, device: str) -> Figures:
         large_logit_seconds=large,
         parameter_seconds=_update(timer, elements) / elements if elements else None,
         tensor_seconds=_update(timer, 1) if elements else None,
-        gradient_seconds=_table_gradient(timer, workload.table) if workload.table else None,
+        gradient_seconds=table,
+        large_gradient_seconds=large_table,
     )
 
 
@@ -106,13 +114,19 @@ class _Timer:
         self.workload, self.device = workload, device
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
-    def seconds(self, work: Work) -> float:
-        """Over calls that take `seconds_each` together, at least three."""
+    def seconds(self, work: Work, before: Work | None = None) -> float:
+        """Over calls that take `seconds_each` together, at least three; `before` each is not timed."""
         for _ in range(self.workload.warm_up_calls):
             work()
         times: list[float] = []
         while len(times) < 3 or sum(times) < self.workload.seconds_each:
+            if before:
+                before()
             times.append(call_seconds(work, self.device))
+        return self.typical(times)
+
+    def typical(self, times: list[float]) -> float:
+        """Of calls, the one that the workload asks for."""
         return statistics.median(times) if self.workload.median else min(times)
 
 
@@ -193,7 +207,8 @@ def _head(timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float)
         logits.t() @ hidden
 
     products = 6 * tokens * width * vocabulary / flops
-    return max(0.0, timer.seconds(work) - products) / (tokens * vocabulary)
+    seconds = timer.seconds(work, before=_other_work(timer))
+    return max(0.0, seconds - products) / (tokens * vocabulary)
 
 
 def _update(timer: _Timer, elements: int) -> float:
@@ -213,27 +228,46 @@ def _update(timer: _Timer, elements: int) -> float:
     return timer.seconds(work)
 
 
+def _tables(timer: _Timer, elements: int) -> tuple[float, float]:
+    small, large = (_table_gradient(timer, count) for count in (elements // 4, elements))
+    return small, max(small, large)
+
+
 def _table_gradient(timer: _Timer, elements: int) -> float:
     """A look-up's gradient is as large as the table, and added to the micro batches' before."""
     summed = torch.zeros(elements, device=timer.device)
-    return timer.seconds(lambda: summed.add_(torch.zeros_like(summed))) / elements
+    work: Work = lambda: summed.add_(torch.zeros_like(summed))  # noqa: E731
+    return timer.seconds(work, before=_other_work(timer)) / elements
+
+
+def _other_work(timer: _Timer) -> Work:
+    others = torch.zeros(OTHER_BYTES // 4, device=timer.device)
+    return lambda: others.add_(1.0)
 
 
 def _collective_figures(workload: Workload, device: str) -> dict[str, float]:
     found: dict[str, float] = {}
     if workload.all_reduce_bytes:
         tensor = torch.zeros(workload.all_reduce_bytes // 4, device=device)
-        found["all_reduce_bytes_per_second"] = _ring_rate(tensor, None, dist.get_world_size())
+        typical = _Timer(workload, device).typical
+        found["all_reduce_bytes_per_second"] = _ring_rate(
+            tensor, None, dist.get_world_size(), typical
+        )
     if workload.latency:
         rate = found.get("all_reduce_bytes_per_second")
         found["all_reduce_latency_seconds"] = _latency(device, rate)
     return found
 
 
-def _ring_rate(tensor: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> float:
+def _ring_rate(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    ranks: int,
+    typical: Callable[[list[float]], float] = min,
+) -> float:
     work: Work = lambda: dist.all_reduce(tensor, group=group)  # noqa: E731
-    least = min(_counted(work, tensor.device.type, LARGE_CALLS))
-    return 2 * (ranks - 1) / ranks * tensor.nbytes / least
+    seconds = typical(_counted(work, tensor.device.type, LARGE_CALLS))
+    return 2 * (ranks - 1) / ranks * tensor.nbytes / seconds
 
 
 def _latency(device: str, bytes_per_second: float | None) -> float:
@@ -259,6 +293,32 @@ def _latency(device: str, bytes_per_second: float | None) -> float:
         for work in (compute_and_reduce, compute)
     )
     return max(together - alone - moving, LEAST_LATENCY_SECONDS)
+
+
+def _spread(workload: Workload, device: str) -> dict[str, float]:
+    """How far ranks that have a core each are apart when they do the same work: nothing of one rank.
+
+    Pieces are about as long as those between two calls in training, and not aligned by anything.
+    """
+    times: list[float] = []
+    dist.barrier()
+    if _has_a_core(device):
+        timer = _Timer(workload, device)
+        others, matrix = _other_work(timer), torch.randn(512, 512, device=device)
+
+        def piece() -> None:
+            others()
+            for _ in range(PRODUCTS):
+                matrix @ matrix
+
+        times = _counted(piece, device, SPREAD_CALLS)
+    ranks: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(ranks, times)
+    at_once = list(zip(*filter(None, ranks), strict=True))
+    if len(at_once[0]) < 2:
+        return {}
+    longest, mean = (sum(map(of, at_once)) for of in (max, statistics.mean))
+    return {"jitter": (longest / mean - 1) / math.sqrt(2 * math.log(len(at_once[0])))}
 
 
 def _counted(work: Work, device: str, calls: int) -> list[float]:

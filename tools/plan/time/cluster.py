@@ -42,7 +42,9 @@ class Calibration:
     tensor_seconds: float = 0.0
     """Of the host for an update, a tensor."""
     gradient_seconds: float = 0.0
-    """Of a table's gradient in a micro batch, an element, where no kernel adds it to the others."""
+    """Of a weight's gradient in a micro batch, an element, where no kernel adds it to the others."""
+    large_gradient_seconds: float = 0.0
+    """The same where it is too large for the C library's heap."""
     iteration_host_seconds: float = 0.0
     """Of the host for an iteration, beside layers: data, schedule, log."""
     launch_beside_work: bool = True

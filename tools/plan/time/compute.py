@@ -152,6 +152,8 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     products = tuple(_products(spec))
     cast_forward, cast_backward = _cast_bytes(products, rate.quantised)
     attention, attention_backward = _attention_seconds(spec, rate)
+    added = 0.0 if frozen else sum(p.copies * p.inner * p.columns for p in products)
+    added *= rate.measured.gradient_seconds / rate.share
     forward = int(forward * rate.elementwise) + context_forward + routed_forward + cast_forward
     backward = int(backward * rate.elementwise) + context_backward + routed_backward + cast_backward
     element = spec.element_bytes
@@ -173,7 +175,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
         forward_attention=attention + scores_forward / rate.bytes_per_second,
         forward_memory=forward / rate.bytes_per_second,
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
-        backward_memory=backward / rate.bytes_per_second,
+        backward_memory=backward / rate.bytes_per_second + added,
     )
 
 
@@ -217,7 +219,9 @@ def _table_gradient_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Of the embedding's, or the output layer's: made whole, and added to those before."""
     tensor = spec.parallelism.tensor
     table = spec.shape.padded_vocabulary(tensor) * spec.shape.hidden // tensor
-    return table * rate.measured.gradient_seconds / rate.share
+    measured, large = rate.measured, table * spec.element_bytes > _LARGEST_OF_HEAP
+    each = measured.large_gradient_seconds if large else measured.gradient_seconds
+    return table * each / rate.share
 
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
@@ -269,10 +273,7 @@ def product_seconds(
     """
     if not rows * inner * columns:
         return 0.0
-    steps = min(
-        -(-copies * -(-rows // high) * -(-columns // wide) // rate.processors) * high * wide / share
-        for high, wide, share in _TILES
-    )
+    steps = _tiled(rows, columns, copies, rate.processors)
     fewer = quantised and bool(rate.quantised)
     flops = rate.quantised_flops if fewer else rate.flops
     fill = rate.fill * (flops / rate.flops)
@@ -280,6 +281,16 @@ def product_seconds(
     width = QUANTISED_BYTES[rate.quantised] if fewer else element_bytes
     operands = width * (rows * inner + inner * columns) + element_bytes * rows * columns
     return seconds + copies * operands / rate.bytes_per_second
+
+
+def _tiled(rows: int, columns: int, copies: int, processors: int) -> float:
+    """Elements of the result that each processor computes; a core's tiles are too small to count."""
+    if processors == 1:
+        return rows * columns * copies
+    return min(
+        -(-copies * -(-rows // high) * -(-columns // wide) // processors) * high * wide / share
+        for high, wide, share in _TILES
+    )
 
 
 def _products(spec: RunSpec) -> Iterator[_Product]:

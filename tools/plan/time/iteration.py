@@ -39,7 +39,7 @@ from tools.plan.time.compute import (
 from tools.plan.time.host import launch_seconds
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.run import RunSpec
+from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
@@ -99,7 +99,7 @@ class IterationSeconds:
     gradient_sync: float
     optimizer: float
     stragglers: float
-    """Waiting for the slowest of all devices, whose times differ by chance."""
+    """Waiting for the slowest of all devices that work at once, whose times differ by chance."""
 
     @property
     def total(self) -> float:
@@ -145,7 +145,8 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     messages = _message_seconds(spec, cluster)
     bubble = (through - slowest.total) / spec.parallelism.virtual_stages
     steady = count * slowest.total + messages + bubble + sync + beside + optimizer
-    spread = (2 * log(max(1, cluster.devices))) ** 0.5
+    at_once = cluster.devices * cluster.share
+    spread = (2 * log(max(1.0, at_once))) ** 0.5
     return IterationSeconds(
         matmul=count * slowest.matmul,
         attention=count * slowest.attention,
@@ -264,6 +265,8 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
     if spec.shape.experts:
         # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
         waiting *= _EXPERT_KERNELS
+        if spec.device is DeviceKind.CPU:
+            waiting *= 1 + _EACH_EXPERT_KERNELS * spec.shape.experts / spec.parallelism.expert
     elif cluster.calibration.launch_beside_work:
         waiting = max(0.0, waiting - found.total)
     return replace(found, memory_bound=found.memory_bound + waiting)
@@ -271,6 +274,8 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
 
 _EXPERT_KERNELS = 1.5
 """Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
+_EACH_EXPERT_KERNELS = 0.13
+"""More for each of a rank's experts where they run one after another (Megatron's `SequentialMLP`)."""
 
 
 def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
