@@ -8,10 +8,11 @@ TP and (sbh/t)(34 + 5as/h) under TP with SP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
+from tools.spec.model import MAMBA, Mamba, ModelShape
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism, Sharding
@@ -21,14 +22,18 @@ _FP32_BYTES = 4
 
 
 def layer_activation_bytes(spec: RunSpec) -> int:
-    """Bytes that one transformer layer keeps of one micro batch, on one rank."""
+    """Bytes that one layer keeps of one micro batch, on one rank."""
     if spec.recompute is Recompute.FULL:
-        return residual_bytes(spec)
+        return sum(times * residual_bytes(kind) for times, kind in spec.kinds)
     return whole_layer_bytes(spec)
 
 
 def whole_layer_bytes(spec: RunSpec) -> int:
     """The same without recomputation of whole layers."""
+    if len(spec.shape.blocks) > 1:
+        return sum(times * whole_layer_bytes(kind) for times, kind in spec.kinds)
+    if spec.shape.mamba and spec.shape.blocks == MAMBA:
+        return _outside_tensor_parallel_bytes(spec) + _mamba_bytes(spec, spec.shape.mamba)
     mlp = _expert_bytes if spec.shape.experts else _mlp_bytes
     return (
         _outside_tensor_parallel_bytes(spec)
@@ -148,10 +153,19 @@ def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
     Outputs are inputs of linear layers; a router's, before experts, is not quantised.
     """
     elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
-    masks = 2 if spec.dropout else 0
+    count = spec.shape.norms
+    masks = count if spec.dropout else 0
     routed = 1 if spec.shape.experts else 0
-    norms = spec.element_bytes * (2 + routed) + masks
-    return norms * elements + _operand_bytes(spec, (2 - routed) * elements)
+    norms = spec.element_bytes * (count + routed) + masks
+    return norms * elements + _operand_bytes(spec, (count - routed) * elements)
+
+
+def _mamba_bytes(spec: RunSpec, mamba: Mamba) -> int:
+    """The input projection's output and the scan's; backward computes convolution and states again
+    (`mamba_ssm: mamba_split_conv1d_scan_combined`). Behind them the output projection's input."""
+    tensor = spec.parallelism.tensor
+    kept = spec.element_bytes * spec.tokens * (mamba.projected + mamba.width) // tensor
+    return kept + _operand_bytes(spec, spec.tokens * mamba.width // tensor)
 
 
 def _attention_bytes(spec: RunSpec) -> int:
@@ -194,11 +208,21 @@ def _expert_bytes(spec: RunSpec) -> int:
     shape, split = spec.shape, spec.parallelism.tensor_of_experts
     own = spec.tokens // spec.sequence_shards
     routed = own * split * shape.experts_per_token
-    ffn, hidden = shape.expert_ffn_hidden // split, shape.hidden // split
+    ffn = shape.expert_ffn_hidden // split
     first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
+    whole = shape.latent_experts or shape.hidden
     router = 2 * _FP32_BYTES * spec.tokens * shape.experts // spec.sequence_shards
-    kept = spec.element_bytes * routed * (first + 4 * shape.hidden // split - hidden)
-    return kept + _operand_bytes(spec, routed * (ffn + hidden)) + router
+    hidden = whole // split
+    kept = spec.element_bytes * routed * (first + 4 * whole // split - hidden)
+    if shape.latent_experts:
+        kept += spec.element_bytes * own * shape.latent_experts
+    shared = _mlp_bytes(replace(spec, shape=_shared(shape)))
+    return kept + _operand_bytes(spec, routed * (ffn + hidden)) + router + shared
+
+
+def _shared(shape: ModelShape) -> ModelShape:
+    """The expert that every token passes, as an MLP."""
+    return replace(shape, ffn_hidden=shape.shared_expert_ffn)
 
 
 DEVICE_BASE_BYTES = 3870 * MIB

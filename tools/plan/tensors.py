@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tools.spec.model import LatentAttention, ModelShape
+from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba, ModelShape
 from tools.spec.run import RunSpec
 
 ALIGNMENT = 64
@@ -31,6 +31,7 @@ class Parameters:
     word_embedding: int = 0
     position_embedding: int = 0
     attention: int = 0
+    """Its projections, and those of Mamba-2 mixers."""
     dense_mlp: int = 0
     router: int = 0
     experts: int = 0
@@ -109,8 +110,9 @@ def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str
 def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Parameters that one token uses: of the experts only those it is routed to."""
     idle = shape.experts - shape.experts_per_token if shape.experts else 0
-    expert = _parameters(_mlp_tensors(shape, "experts", shape.expert_ffn_hidden, 1))
-    return parameters_total(shape, tensor) - shape.layers * idle * expert.total
+    expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
+    layers = shape.layers * sum(times for times, kind in shape.kinds if kind.experts)
+    return parameters_total(shape, tensor) - layers * idle * expert.total
 
 
 def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
@@ -215,11 +217,21 @@ def _end_tensors(
 def _layer_tensors(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[_Tensor, ...]:
-    """One transformer layer on a rank of TP `tensor`, EP `expert` and ETP `expert_tensor`."""
+    """One layer on a rank of TP `tensor`, EP `expert` and ETP `expert_tensor`."""
+    if len(shape.blocks) > 1:
+        kinds = (
+            _layer_tensors(kind, tensor, expert, expert_tensor) * times
+            for times, kind in shape.kinds
+        )
+        return tuple(found for kind in kinds for found in kind if found.elements)
     hidden = shape.hidden
     qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
     width = shape.heads * shape.head_width // tensor
-    found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * 2]
+    found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms]
+    if shape.blocks == MAMBA and shape.mamba:
+        return (*found, *_mamba_tensors(shape, shape.mamba, tensor))
+    if shape.blocks == AHEAD:
+        return (*found, _Tensor("attention", 2 * hidden * hidden // tensor))
     if shape.latent:
         found += _latent_tensors(shape, shape.latent, tensor)
     else:
@@ -235,8 +247,31 @@ def _layer_tensors(
         found.append(_Tensor("router", shape.experts, partial=True))
     if shape.shared_expert_ffn:
         found += _mlp_tensors(shape, "dense_mlp", shape.shared_expert_ffn, tensor)
+    if shape.latent_experts:
+        found += [_Tensor("router", hidden * shape.latent_experts, partial=True)] * 2
     own, ffn = shape.experts // expert, shape.expert_ffn_hidden
-    return (*found, *_mlp_tensors(shape, "experts", ffn, expert_tensor, own))
+    return (*found, *_mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, own))
+
+
+def _routed(shape: ModelShape) -> ModelShape:
+    """The shape as its experts see it."""
+    return replace(shape, hidden=shape.latent_experts) if shape.latent_experts else shape
+
+
+_CONVOLUTION = 4
+"""Tokens that the short convolution of a Mamba-2 mixer looks at (`mamba_mixer.py: d_conv`)."""
+
+
+def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Tensor]:
+    """`megatron/core/ssm/mamba_mixer.py`: everything is split by heads or groups; no biases but the
+    convolution's."""
+    yield _Tensor("attention", shape.hidden * mamba.projected // tensor)
+    yield _Tensor("norms", _CONVOLUTION * mamba.convolved // tensor)
+    yield _Tensor("norms", mamba.convolved // tensor)
+    for _ in ("dt_bias", "A_log", "D"):
+        yield _Tensor("norms", mamba.heads // tensor)
+    yield _Tensor("norms", mamba.width // tensor)
+    yield _Tensor("attention", mamba.width * shape.hidden // tensor)
 
 
 def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
@@ -321,6 +356,7 @@ def _refuse_uneven(spec: RunSpec) -> None:
         ("MLP columns", shape.ffn_hidden, "TP", split.tensor),
         ("experts", shape.experts, "EP", split.expert),
         ("columns of experts", shape.expert_ffn_hidden, "ETP", split.tensor_of_experts),
+        ("Mamba groups", shape.mamba.groups if shape.mamba else 0, "TP", split.tensor),
     ):
         if value % size:
             raise UnevenSplitError(f"{value} {what} cannot be split evenly over {degree} {size}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,6 +109,38 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """The mixer of a Mamba-2 block (arXiv:2405.21060): heads with a state each."""
+
+    heads: int
+    head_width: int
+    groups: int
+    """Of heads that share input and output projections of the state (B and C)."""
+    state: int
+    """Columns of a head's state for each of its channels."""
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_width
+
+    @property
+    def convolved(self) -> int:
+        """Channels that pass the short convolution: x, B and C."""
+        return self.width + 2 * self.groups * self.state
+
+    @property
+    def projected(self) -> int:
+        """Columns of the input projection: gate, x, B, C and a time step a head."""
+        return self.width + self.convolved + self.heads
+
+
+MAMBA, ATTENTION, MLP, EXPERTS, AHEAD = "M", "*", "-", "E", "/"
+"""Blocks of a hybrid, as in `--hybrid-layer-pattern`. `AHEAD` begins a depth of multi-token prediction:
+it joins hidden states with the embeddings of the tokens ahead, and the output layer runs once more."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What parameter counts, FLOPs, memory and traffic follow from."""
 
@@ -145,6 +178,37 @@ class ModelShape:
     shared_expert_ffn: int = 0
     """Columns of the expert that every token passes beside its routed ones."""
     latent: LatentAttention | None = None
+    blocks: str = ""
+    """Of a hybrid's layer, each with a norm of its own; empty is attention, then an MLP or experts."""
+    mamba: Mamba | None = None
+    latent_experts: int = 0
+    """Width that tokens are projected to before they are routed; 0 is the hidden state's."""
+
+    @property
+    def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
+        """How many of a layer's blocks are of each kind, with a shape of such a block alone."""
+        if len(self.blocks) <= 1:
+            return ((1, self),)
+        return tuple((times, self.only(block)) for block, times in Counter(self.blocks).items())
+
+    def only(self, block: str) -> ModelShape:
+        """A layer that is one block."""
+        kept = replace(self, blocks=block)
+        if block != ATTENTION:
+            kept = replace(kept, heads=0, query_groups=0, latent=None)
+        if block != EXPERTS:
+            kept = replace(kept, experts=0, experts_per_token=0, shared_expert_ffn=0)
+        return kept if block == MLP else replace(kept, ffn_hidden=0)
+
+    @property
+    def norms(self) -> int:
+        """Normalisations of a layer of one kind."""
+        return {"": 2, AHEAD: 3}.get(self.blocks, 1)
+
+    @property
+    def predicted(self) -> int:
+        """Tokens ahead that are predicted, each with a pass through the output layer."""
+        return 1 + self.blocks.count(AHEAD)
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""

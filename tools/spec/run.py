@@ -6,6 +6,7 @@ and the report compute from it. Two runs train the same thing if their specs are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -117,6 +118,8 @@ class RunSpec:
     dtype: str = "bf16"
     """`fp16`, `bf16` or `fp32`."""
     quantised: Quantised = Quantised.NONE
+    half_blocks: str = ""
+    """Blocks of a hybrid that are not quantised (`--num-layers-at-end-in-bf16`), in any order."""
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
     fused_attention: bool = True
@@ -160,6 +163,23 @@ class RunSpec:
         if self.parallelism.unties_embeddings:
             return replace(self.shape, tied_embeddings=False)
         return self.shape
+
+    @property
+    def kinds(self) -> tuple[tuple[int, RunSpec], ...]:
+        """How many of a layer's blocks are of each kind, with the run of such blocks alone."""
+        shape = self.shape
+        if len(shape.blocks) <= 1:
+            return ((1, self),)
+        found = []
+        halves = Counter(self.half_blocks)
+        for blocks, quantised in (
+            (Counter(shape.blocks) - halves, self.quantised),
+            (halves, Quantised.NONE),
+        ):
+            for block, times in blocks.items():
+                kind = replace(self, shape=shape.only(block), quantised=quantised, half_blocks="")
+                found.append((times, kind))
+        return tuple(found)
 
     @property
     def microbatches(self) -> int:

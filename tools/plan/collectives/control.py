@@ -63,6 +63,7 @@ def _router_losses(spec: RunSpec, megatron: Megatron) -> Iterator[CollectiveCall
     The load-balancing loss is logged, as 0, also where it is no part of the loss.
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
+    layers = spec.shape.layers * max(1, len(spec.shape.blocks))
     own = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
     logged = [("load-balancing loss of each layer", (*own, *everywhere))]
     if spec.shape.router_z_loss:
@@ -70,7 +71,7 @@ def _router_losses(spec: RunSpec, megatron: Megatron) -> Iterator[CollectiveCall
         logged.append(("z-loss of each layer", (*stage, *everywhere)))
     for what, groups in logged:
         for group in groups:
-            yield _reduced(spec, group, what, _ROUTER, numbers=spec.shape.layers)
+            yield _reduced(spec, group, what, _ROUTER, numbers=layers)
 
 
 def _timers(spec: RunSpec) -> CollectiveCall:

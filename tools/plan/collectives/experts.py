@@ -10,6 +10,7 @@ modelled).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tools.plan.collectives.call import CollectiveCall, collective, layer_passes
 from tools.records.measurements import Operation, Phase
@@ -27,6 +28,12 @@ _Row = tuple[Operation, Phase, str, int]
 
 def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Calls over EP, and over the TP ranks that share each expert."""
+    if len(spec.shape.blocks) > 1:
+        for times, kind in spec.kinds:
+            yield from (
+                replace(call, calls=times * call.calls) for call in expert_collectives(kind)
+            )
+        return
     if not spec.shape.experts:
         return
     if spec.shape.load_balancing:
@@ -38,7 +45,8 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         spec, Group.TENSOR_EXPERT, [_token_counts(spec)], f"{_EXCHANGING}.preprocess"
     )
     chosen = routed_tokens(spec) * spec.element_bytes
-    tokens = _out_and_back("tokens to their experts and back", chosen * spec.shape.hidden)
+    width = spec.shape.latent_experts or spec.shape.hidden
+    tokens = _out_and_back("tokens to their experts and back", chosen * width)
     probabilities = _out_and_back("routing probabilities", chosen)
     yield from _layer_calls(spec, Group.EXPERT, tokens, _EXCHANGING, times=2)
     yield from _layer_calls(spec, Group.EXPERT, probabilities, _EXCHANGING)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tools.plan.collectives.call import CollectiveCall, Megatron, collective, layer_passes
 from tools.plan.memory import PRECISIONS
 from tools.plan.tensors import partial_gradient_elements
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
+from tools.spec.model import EXPERTS
 from tools.spec.run import RunSpec
 
 _INT64, _FP32, _BOOL = 8, 4, 1
@@ -45,8 +47,14 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """
     if spec.parallelism.tensor == 1:
         return
+    if len(spec.shape.blocks) > 1:
+        for times, kind in spec.kinds:
+            yield from (replace(call, calls=times * call.calls) for call in layer_collectives(kind))
+        return
     # A column- and a row-parallel matrix each: attention, and the MLP unless it is experts.
-    blocks = 1 if spec.shape.experts else 2
+    blocks = 1 if spec.shape.experts or spec.shape.blocks else 2
+    if spec.shape.blocks == EXPERTS and not spec.shape.shared_expert_ffn:
+        return
     rows = [
         (_REDUCE, _FORWARD, "partial sums of row-parallel outputs", _REDUCING),
         (_REDUCE, _BACKWARD, "input gradients of column-parallel matrices", _LINEAR + ".backward"),

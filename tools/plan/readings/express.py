@@ -17,7 +17,7 @@ from tools.plan.time.execution import Execution
 from tools.spec.files import read_yaml
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
-from tools.spec.model import GPT2_VOCABULARY, LatentAttention, ModelShape
+from tools.spec.model import GPT2_VOCABULARY, MAMBA, LatentAttention, Mamba, ModelShape
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_flags
 from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -26,6 +26,7 @@ _HERE = Path(__file__).parent
 _CASE = re.compile(r"test_cases/(.+?)/golden_values")
 _WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
 _GATED_COLUMNS = 64
+_UNLAID = "{} has layers of several kinds, and PP or CP"
 
 
 class RefusedError(ValueError):
@@ -152,13 +153,16 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     shape = _shape(reading, source)
     parallelism, batch = _layout(reading, source)
     virtual = parallelism.virtual_stages
-    fused = bool(source["fused_attention"])
+    fused, quantised = bool(source["fused_attention"]), _quantised(reading.dtype)
+    if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
+        raise RefusedError(_UNLAID.format(reading.model))
     return RunSpec(
         shape=shape,
         parallelism=parallelism,
         batch=batch,
         dtype=_dtype(reading),
-        quantised=_quantised(reading.dtype),
+        quantised=quantised,
+        half_blocks=model_facts(reading.model).get("half_blocks", {}).get(quantised.value, ""),
         dropout=source["dropout"],
         recompute=_recompute(reading, fused),
         fused_attention=fused,
@@ -177,6 +181,8 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         return facts.get(name) if stated is None else stated
 
     layers, hidden, heads, seq = (known(name) for name in ("layers", "hidden", "heads", "seq"))
+    if blocks := facts.get("blocks", ""):
+        layers = facts.get("layers", 1)  # Repetitions of the blocks.
     missing = [
         name
         for name, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("seq", seq))
@@ -210,6 +216,9 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         expert_ffn_hidden=reading.expert_ffn or facts.get("expert_ffn", 0),
         shared_expert_ffn=facts.get("shared_ffn", 0),
         latent=LatentAttention(*latent) if latent else None,
+        blocks=blocks,
+        mamba=Mamba(*facts["mamba"]) if MAMBA in blocks else None,
+        latent_experts=facts.get("latent_experts", 0),
     )
 
 
@@ -218,6 +227,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
     tensor, pipeline, context = reading.tp, reading.pp, reading.cp or 1
+    pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
     sharding = _sharding(reading, source)
     if sharding is Sharding.ZERO3:
         tensor, pipeline = tensor or 1, pipeline or 1
@@ -304,7 +314,8 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
         overlap_gradients=bool(source["overlap"]),
         overlap_parameters=bool(source["overlap"]),
         overlap_tensor=bool(source["overlap_tensor"]) or "async" in reading.notes.lower(),
-        graphs=_release(reading, source) >= source["graphs_since"],
+        graphs=_release(reading, source) >= source["graphs_since"]
+        and model_facts(reading.model).get("whole_graph", True),
         frozen="lora" in reading.notes.lower() or "/peft" in reading.where,
         portable_attention=eager,
         unfused=eager and "compile" not in reading.notes,
@@ -341,9 +352,9 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:
     flags = Flags(case.split())
+    pattern = flags.text("--hybrid-layer-pattern")
     for flag, what in (
-        ("--hybrid-layer-pattern", "Mamba or mixed layers"),
-        ("--spec", "layers of its own"),
+        *(() if pattern else (("--spec", "layers of its own"),)),
         ("--experimental-attention-variant", "an experimental attention"),
         ("--linear-attention-freq", "linear attention layers"),
         ("--encoder-num-layers", "an encoder"),
@@ -354,6 +365,8 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
     if reading.model.startswith("bert"):
         raise RefusedError(f"{reading.model} is BERT: two kinds of loss, no causal mask")
     spec = _spec_of_flags(reading, case.split())
+    if pattern and max(spec.parallelism.pipeline, spec.parallelism.context) > 1:
+        raise RefusedError(_UNLAID.format(reading.model))
     pipeline, virtual = spec.parallelism.pipeline, spec.parallelism.virtual_stages
     unfused = flags.text("--attention-backend") == "unfused"
     unfused |= flags.text("--transformer-impl") == "local"
@@ -383,9 +396,19 @@ def _shape_of_flags(shape: ModelShape, flags: Flags) -> ModelShape:
             flags.integer("--v-head-dim", 128),
         )
     shared = flags.integer("--moe-shared-expert-intermediate-size", 0)
+    shape = replace(shape, latent=latent, shared_expert_ffn=shared)
+    if pattern := flags.text("--hybrid-layer-pattern"):
+        width = flags.integer("--mamba-head-dim", 64)
+        mamba = Mamba(
+            flags.integer("--mamba-num-heads", 2 * shape.hidden // width),
+            width,
+            flags.integer("--mamba-num-groups", 8),
+            flags.integer("--mamba-state-dim", 128),
+        )
+        narrow = flags.integer("--moe-latent-size", 0)
+        return replace(shape, layers=1, blocks=pattern, mamba=mamba, latent_experts=narrow)
     # Each depth of multi-token prediction is one more layer; its second head is not counted.
-    layers = shape.layers + flags.integer("--mtp-num-layers", 0)
-    return replace(shape, layers=layers, latent=latent, shared_expert_ffn=shared)
+    return replace(shape, layers=shape.layers + flags.integer("--mtp-num-layers", 0))
 
 
 def execution_of_flags(flags: Flags) -> Execution:

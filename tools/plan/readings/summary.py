@@ -96,6 +96,7 @@ _KINDS = (
     *("vTrain 64-512", "vTrain 2-8", "H100 BF16 recipes", "H100 FP8 recipes"),
     *("B200, GB200 dense", "B300, GB300 dense", "FSDP, dense", "MoE, H100", "MoE, Blackwell"),
     *("memory allocated between iterations, Megatron's tests", "peak memory, Megatron's tests"),
+    "layers of several kinds",
 )
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
@@ -110,19 +111,26 @@ _BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes":
 
 def _kind_of_run(item: Residual) -> str:
     """Empty where the README names none."""
-    reading, cluster = item.reading, item.expressed.cluster
+    reading = item.reading
     if reading.source == _TESTS:
         return _BY_BYTES.get(reading.metric, "")
     if reading.metric not in _DIRECT:
         return ""
     if reading.source not in _RECIPES:
         return _BY_SOURCE.get(reading.source, "")
-    hopper = cluster.device.generation == "hopper"
-    if item.expressed.spec.shape.experts:
+    return _kind_of_recipe(item)
+
+
+def _kind_of_recipe(item: Residual) -> str:
+    device, spec = item.expressed.cluster.device, item.expressed.spec
+    hopper = device.generation == "hopper"
+    if spec.shape.blocks:
+        return _KINDS[11]
+    if spec.shape.experts:
         return _KINDS[7 if hopper else 8]
     if hopper:
-        return _KINDS[3 if item.expressed.spec.quantised else 2]
-    return _KINDS[5 if "B300" in cluster.device.name else 4]
+        return _KINDS[3 if spec.quantised else 2]
+    return _KINDS[5 if "B300" in device.name else 4]
 
 
 def worst(residuals: Residuals, count: int) -> list[Residual]:

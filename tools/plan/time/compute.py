@@ -14,7 +14,7 @@ from tools.plan.memory import PRECISIONS, QUANTISED_BYTES, held_parameters, logi
 from tools.plan.tensors import rank_tensors
 from tools.plan.time.cluster import NOTHING_MEASURED, Calibration, Cluster
 from tools.spec.hardware import Device
-from tools.spec.model import LatentAttention
+from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
 from tools.spec.run import Quantised, Recompute, RunSpec
 
 _FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
@@ -144,9 +144,10 @@ def _kernel_share(cluster: Cluster) -> float:
 
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
-    """Times of one transformer layer; a frozen one computes no gradients of weights."""
+    """Times of a layer of one kind; a frozen one computes no gradients of weights."""
     forward, backward = _elementwise_bytes(spec)
     context_forward, context_backward = _context_bytes(spec)
+    scan_forward, scan_backward = _scan_bytes(spec)
     scores_forward, scores_backward = _scores_bytes(spec)
     routed_forward, routed_backward = _routed_bytes(spec)
     products = tuple(_products(spec))
@@ -156,6 +157,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     added *= rate.measured.gradient_seconds / rate.share
     forward = int(forward * rate.elementwise) + context_forward + routed_forward + cast_forward
     backward = int(backward * rate.elementwise) + context_backward + routed_backward + cast_backward
+    forward, backward = forward + scan_forward, backward + scan_backward
     element = spec.element_bytes
     return LayerSeconds(
         forward_matmul=sum(
@@ -202,16 +204,17 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     matmul = product_seconds(tokens, hidden, width, element, rate)
     matmul += product_seconds(tokens, width, hidden, element, rate)
     matmul += product_seconds(hidden, tokens, width, element, rate)
+    matmul *= shape.predicted
     passes = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
     if rate.fused_loss:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
-    logits = logit_elements(spec)
+    logits = shape.predicted * logit_elements(spec)
     loss = passes * logits / rate.bytes_per_second
     measured = rate.logits_seconds(logits, element)
     if measured is not None:
-        matmul, loss = 6 * tokens * hidden * width / rate.flops, measured
+        matmul, loss = 6 * tokens * hidden * width / rate.flops * shape.predicted, measured
     return matmul, loss + _table_gradient_seconds(spec, rate)
 
 
@@ -297,6 +300,11 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     """Forward products of one layer: attention's projections, and the MLP or the routed experts."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     tokens, hidden = spec.tokens, shape.hidden
+    if shape.blocks == MAMBA and shape.mamba:
+        yield from _mamba_products(spec, shape.mamba)
+        return
+    if shape.blocks == AHEAD:
+        yield _Product(tokens, 2 * hidden, hidden // tensor)
     if shape.latent:
         yield from _latent_products(spec, shape.latent)
     else:
@@ -317,8 +325,44 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     split = spec.parallelism.tensor_of_experts
     ffn = shape.expert_ffn_hidden // split
     routed = max(1, tokens * split // tensor * shape.experts_per_token // copies)
+    if shape.latent_experts:
+        yield _Product(own, hidden, shape.latent_experts)
+        yield _Product(own, shape.latent_experts, hidden)
+        hidden = shape.latent_experts
     yield _Product(routed, hidden, ffn * gate, copies)
     yield _Product(routed, ffn, hidden, copies)
+
+
+_CHUNK = 128
+"""Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""
+
+
+def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
+    """Projections, and the scan as matrix products (arXiv:2405.21060 section 6): in a chunk a group's
+    scores and each head's sum by them, across chunks each head's state and what it adds."""
+    tensor, tokens, hidden = spec.parallelism.tensor, spec.tokens, spec.shape.hidden
+    yield _Product(tokens, hidden, mamba.projected // tensor)
+    yield _Product(tokens, mamba.width // tensor, hidden)
+    chunks = -(-tokens // _CHUNK)
+    groups, heads = chunks * mamba.groups // tensor, chunks * mamba.heads // tensor
+    state, width = mamba.state, mamba.head_width
+    yield _Product(_CHUNK, state, _CHUNK, groups, quantised=False)
+    yield _Product(_CHUNK, _CHUNK, width, heads, quantised=False)
+    yield _Product(state, _CHUNK, width, heads, quantised=False)
+    yield _Product(_CHUNK, state, width, heads, quantised=False)
+
+
+def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Memory traffic of a Mamba-2 mixer beside its products: the convolution, states in fp32 between the
+    scan's kernels, the gated norm. Backward computes the first two again and moves twice as much."""
+    mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
+    if spec.shape.blocks != MAMBA or mamba is None:
+        return 0, 0
+    element, tokens = spec.element_bytes, spec.tokens // tensor
+    convolution = 2 * element * tokens * mamba.convolved
+    states = 4 * 4 * tokens * mamba.width * mamba.state // _CHUNK
+    gate = 3 * element * tokens * mamba.width
+    return convolution + states + gate, 3 * (convolution + states) + 2 * gate
 
 
 def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
@@ -391,7 +435,8 @@ def _routed_bytes(spec: RunSpec) -> tuple[int, int]:
     if not shape.experts:
         return 0, 0
     own = spec.tokens // spec.sequence_shards
-    moved = own * shape.experts_per_token * shape.hidden * spec.element_bytes
+    hidden = shape.latent_experts or shape.hidden
+    moved = own * shape.experts_per_token * hidden * spec.element_bytes
     scores = 6 * 4 * own * shape.experts
     return 4 * moved + scores, 4 * moved + scores
 
@@ -434,6 +479,7 @@ def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:
     shape, element = spec.shape, spec.element_bytes
     hidden = spec.tokens * shape.hidden // spec.sequence_shards
     masks = 2 if spec.dropout else 0
+    share = shape.norms / 2
     tensor = spec.parallelism.tensor
     ffn = shape.ffn_hidden
     if shape.experts:
@@ -445,8 +491,8 @@ def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:
     backward_wide = element * spec.tokens * (2 * first + ffn + biases) // tensor
     norm_and_residual = 10 * element + masks
     backward_hidden = 12 * element + masks + (2 * element if shape.bias else 0)
-    forward = norm_and_residual * hidden + forward_wide
-    return forward, backward_hidden * hidden + backward_wide
+    forward = int(share * norm_and_residual * hidden) + forward_wide
+    return forward, int(share * backward_hidden * hidden) + backward_wide
 
 
 def _context_bytes(spec: RunSpec) -> tuple[int, int]:

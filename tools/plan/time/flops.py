@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.spec.model import LatentAttention, ModelShape
+from tools.spec.model import AHEAD, MAMBA, LatentAttention, ModelShape
 
 _BACKWARD_AND_FORWARD = 3
 
@@ -20,10 +20,12 @@ class TokenFlops:
     """Forward FLOPs of one token by component, over all layers."""
 
     attention_projections: int
+    """Mamba-2 mixers' too."""
     attention_scores: int
-    """Q·Kᵀ and the product with V, causal: half of the square."""
+    """Q·Kᵀ and the product with V, causal: half of the square; the scan of a Mamba-2 mixer."""
     mlp: int
     router: int
+    """With the projections of tokens that are routed narrower than they are."""
     logits: int
 
     @property
@@ -39,23 +41,47 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Of the experts only those a token is routed to count. The vocabulary is padded as for one
     device, so that strategies are compared on equal work.
     """
+    kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in shape.kinds]
+    names = ("attention_projections", "attention_scores", "mlp", "router")
+    layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
+    return TokenFlops(
+        **layer, logits=2 * shape.predicted * shape.hidden * shape.padded_vocabulary()
+    )
+
+
+def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
+    """The same of layers of one kind, without logits."""
     length = seq_length or shape.seq_length
     queries = shape.heads * shape.head_width
     keys_and_values = 2 * shape.query_groups * shape.head_width
     matrices = 3 if shape.gated else 2
-    ffn = shape.ffn_hidden
+    hidden, routed = shape.hidden, shape.latent_experts or shape.hidden
+    mlp = shape.ffn_hidden * hidden
     if shape.experts:
-        ffn = shape.experts_per_token * shape.expert_ffn_hidden + shape.shared_expert_ffn
-    projections, scores = shape.hidden * (2 * queries + keys_and_values), 2 * queries
+        mlp = shape.experts_per_token * shape.expert_ffn_hidden * routed
+        mlp += shape.shared_expert_ffn * hidden
+    projections, scores = hidden * (2 * queries + keys_and_values), 2 * queries * length
     if shape.latent:
-        projections, scores = _latent_elements(shape, shape.latent)
+        projections, widths = _latent_elements(shape, shape.latent)
+        scores = widths * length
+    if shape.blocks == MAMBA and shape.mamba:
+        projections = hidden * (shape.mamba.projected + shape.mamba.width)
+        scores = _SCAN * shape.mamba.width * shape.mamba.state
+    elif shape.blocks == AHEAD:
+        projections = 2 * hidden * hidden
+    latent = 2 * hidden * shape.latent_experts if shape.experts else 0
     return TokenFlops(
         attention_projections=shape.layers * 2 * projections,
-        attention_scores=shape.layers * scores * length,
-        mlp=shape.layers * 2 * matrices * shape.hidden * ffn,
-        router=shape.layers * 2 * shape.hidden * shape.experts,
-        logits=2 * shape.hidden * shape.padded_vocabulary(),
+        attention_scores=shape.layers * scores,
+        mlp=shape.layers * 2 * matrices * mlp,
+        router=shape.layers * 2 * (hidden * shape.experts + latent),
+        logits=0,
     )
+
+
+_SCAN = 7
+"""FLOPs a channel and column of its state in a Mamba-2 mixer's scan, as upstream counts them
+(`num_floating_point_operations: mamba_layer_flops`)."""
 
 
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> tuple[int, int]:

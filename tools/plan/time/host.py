@@ -8,11 +8,17 @@ from math import log2, sqrt
 from tools.plan.collectives.call import CollectiveCall
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.compute import softmax_is_fused
+from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP
 from tools.spec.run import RunSpec
 
 _TORCH_SOFTMAX_KERNELS = 0.15
 """More kernels of a layer, of about a hundred: two casts, scale, mask and softmax, three to make the
 mask, and the gradients of five (`fused_softmax.py: forward_torch_softmax`)."""
+
+
+_SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, AHEAD: 0.5, EXPERTS: 2 / 3}
+"""Kernels of a hybrid's block for those of a transformer's layer, of experts for one with experts: half,
+but experts are all that a layer with them has beyond a dense one (`_EXPERT_KERNELS`)."""
 
 
 def launch_seconds(
@@ -29,5 +35,6 @@ def launch_seconds(
     kernels = 1.0 if softmax_is_fused(spec) else 1.0 + _TORCH_SOFTMAX_KERNELS
     waits = sum(call.calls * sqrt(log2(call.ranks)) for call in calls if call.ranks > 1)
     constants = cluster.constants
+    kernels *= _SHARE_OF_LAYER.get(spec.shape.blocks, 1.0)
     launches = constants.layer_launch_seconds * kernels * (2 + passes) / 3
     return launches + waits * constants.call_launch_seconds

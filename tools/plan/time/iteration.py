@@ -28,6 +28,7 @@ from tools.plan.memory import second_of_unequal
 from tools.plan.tensors import rank_parameters
 from tools.plan.time.cluster import Cluster, Route, route
 from tools.plan.time.compute import (
+    DeviceRates,
     LayerSeconds,
     embedding_seconds,
     forward_passes,
@@ -229,13 +230,21 @@ def _one_layer(spec: RunSpec) -> RunSpec:
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    rate, execution = rates(cluster, spec.dtype, spec.quantised), cluster.execution
+
+    def rate_of(kind: RunSpec) -> DeviceRates:
+        return rates(cluster, kind.dtype, kind.quantised)
+
+    rate, execution = rate_of(spec), cluster.execution
     head_matmul, head_memory = head_seconds(spec, rate)
     batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
+    layers = (
+        _layer(kind, cluster, layer_seconds(kind, rate_of(kind), execution.frozen)) * times
+        for times, kind in spec.kinds
+    )
     return _Pieces(
-        layer=_layer(spec, cluster, layer_seconds(spec, rate, execution.frozen)),
+        layer=sum(layers, start=MicroBatchSeconds()),
         embedding=MicroBatchSeconds(
             memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding + batch
         ),
