@@ -12,7 +12,9 @@ begins no threads, because one with threads must not fork; it ends when its stan
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
+import gc
 import inspect
 import json
 import os
@@ -20,11 +22,14 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import NoReturn
 
 from megatron_patches.__main__ import announce, enter
 from megatron_patches.context import find_context
@@ -50,7 +55,7 @@ class Rank:
 
 
 def main(descriptor: int, entry: Path) -> None:
-    """Import and serve; returns in each rank when its training has ended, and in the server at last."""
+    """Import and serve; returns in the server at last. Each rank ends here, with its training."""
     with socket.socket(fileno=descriptor) as listener:
         from megatron_patches.catalogue import PATCHES
 
@@ -60,6 +65,8 @@ def main(descriptor: int, entry: Path) -> None:
         code = compile(entry.read_bytes(), str(entry), "exec")
         exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
         _read_help_once()
+        # What was imported is looked through by no collection of a rank, which would copy its pages.
+        gc.freeze()
         rank = _serve(listener)
     if rank is None:
         return
@@ -67,7 +74,25 @@ def main(descriptor: int, entry: Path) -> None:
     # Those that only this run's environment asks for, such as the ledger's.
     further = apply_patches([each for each in PATCHES if each.name not in applied], context)
     announce(context, [each.name for each in PATCHES if each.name in (*applied, *further)])
-    enter(code, str(entry))
+    _train(code, str(entry))
+
+
+def _train(code: CodeType, entry: str) -> NoReturn:
+    """Run the entry, and end without the interpreter's own end, as children of multiprocessing do.
+
+    That looks through all that torch and Megatron are: as long as a run of a tiny model takes. What
+    fails ends as any process does, with its traceback.
+    """
+    try:
+        enter(code, entry)
+    except SystemExit as asked:
+        if asked.code:
+            raise
+    threading._shutdown()  # type: ignore[attr-defined]  # Waits for threads, as the interpreter does.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _read_help_once() -> None:

@@ -92,7 +92,7 @@ def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() ->
 
 def test_cells_of_one_reference_follow_each_other() -> None:
     _, cells = drawn()["dense"]
-    keys = [(cell.flags, cell.samples, cell.optimizer) for cell in cells]
+    keys = [(cell.flags, cell.samples, cell.optimizer, cell.patch) for cell in cells]
     changes = sum(one != other for one, other in pairwise(keys))
     assert changes + 1 == len(set(keys))
 

@@ -26,8 +26,9 @@ Row = tuple[Level, ...]
 def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int = 1) -> list[Cell]:
     """Cells that cover a family, those with one reference after each other.
 
-    A finding that is known is verified once by itself in each layout; in all other cells its patch is
-    applied, so that it hides nothing.
+    Those that cover a pair of a layout and a level come first, those that pair two levels last: where
+    the time ends early, few of the tables' entries are missing. A finding that is known is verified once
+    by itself in each layout; in all other cells its patch is applied, so that it hides nothing.
 
     Args:
         matrix: What may not be drawn together.
@@ -38,6 +39,7 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
     rows = rows_of(matrix, family, seed)
     drawn = [cell for layout in family.layouts for cell in _cover(matrix, family, layout, rows)]
     used = {cell.levels for cell in drawn}
+    rest: list[Cell] = []
     turn = 0
     for row in rows:
         if (levels := _not_first(family, row)) in used:
@@ -46,7 +48,7 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
         order = (*family.layouts[turn:], *family.layouts[:turn])
         turn = (turn + 1) % len(family.layouts)
         suited = [one for one in order if matrix.legal(family, row, one.name)]
-        drawn += [Cell(family, layout, levels) for layout in suited[:1]]
+        rest += [Cell(family, layout, levels) for layout in suited[:1]]
     shown = ((finding, levels_of(finding, family)) for finding in known)
     alone = [
         cell
@@ -55,17 +57,21 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
         for layout in family.layouts
         if applies(finding, cell := Cell(family, layout, levels))
     ]
-    chosen = (*alone, *(patched(cell, known) for cell in drawn))
-    cells = {cell.id: cell for cell in (replace(one, seed=seed) for one in chosen)}
-    return in_order(cells.values())
+    covering = in_order(_seeded((*alone, *(patched(cell, known) for cell in drawn)), seed))
+    further = in_order(_seeded((patched(cell, known) for cell in rest), seed))
+    return list({cell.id: cell for cell in (*covering, *further)}.values())
+
+
+def _seeded(cells: Iterable[Cell], seed: int) -> list[Cell]:
+    return [replace(one, seed=seed) for one in cells]
 
 
 def in_order(cells: Iterable[Cell]) -> list[Cell]:
     """Cells of one reference after each other: a reference is trained once, and few are kept."""
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
-        key = f"{cell.family.name} {shlex.join(cell.flags)} {cell.samples} {cell.optimizer}"
-        groups.setdefault(key, []).append(cell)
+        words = (cell.family.name, shlex.join(cell.flags), cell.samples, cell.optimizer, cell.patch)
+        groups.setdefault(words, []).append(cell)
     return [cell for group in groups.values() for cell in group]
 
 
