@@ -49,8 +49,9 @@ def test_a_pair_links_to_its_cell_and_the_cell_has_its_command(tmp_path: Path) -
     assert f'id="0.19.0.{wrong.id}"' in html
     assert "--softmax-type learnable" in html  # The finding's own command.
     assert "RuntimeError: &lt;no&gt;" in html
-    said = "8 pairs of a level and a layout: 5 held, 1 crashed, 1 differs, 1 in no cell"
-    assert f"5 cells: 3 held, 1 crashed, 1 differs. {said}." in markdown
+    assert "5 cells: 3 held, 1 crashed, 1 differs." in markdown
+    assert "families | cells | pairs | held | crashed | differs | in no cell |" in markdown
+    assert f"| {MODEL.name} | 5 | 8 | 5 | 1 | 1 | 1 |" in markdown
     assert "<no>" not in html
 
 

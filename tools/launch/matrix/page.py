@@ -36,6 +36,8 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 _NAMED_KITS = 3
 """Commits that a title names."""
+UNEXPLAINED, UNTRIED = "not known which level", "in no cell"
+"""Of pairs that are only in cells of which it is not known what is wrong, and of those left."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +55,36 @@ class MatrixOfVersion:
         return tables(self.matrix, self.records)
 
     @property
+    def when(self) -> str:
+        """The days on which its cells were verified."""
+        dates = sorted({one.date for one in self.records})
+        return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+
+    @property
     def head(self) -> str:
         """When, which Megatron and which kit."""
-        dates = sorted({one.date for one in self.records})
         kits = sorted({one.kit for one in self.records if one.kit})
-        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
         # A matrix may take days, and the kit change meanwhile; each cell's record has its own.
         kit = f"kit {', '.join(kits) or DASH}"
         if len(kits) > _NAMED_KITS:
             kit = f"{len(kits)} states of the kit"
-        return f"Megatron {self.records[0].megatron}, {when}, {kit}"
+        cells = [one.status for one in self.records]
+        said = ", ".join(f"{number} {what}" for what, number in _counted(cells).items() if number)
+        return (
+            f"Megatron {self.records[0].megatron}, {self.when}, {kit}. {len(cells)} cells: {said}"
+        )
 
-    @property
-    def counts(self) -> str:
-        """How many cells, and how many pairs of a level and a layout, came to what."""
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """How many pairs of a level and a layout came to what."""
         found = [pair for table in self.tables for row in table.rows for pair in row.pairs]
         pairs = [pair.status for pair in found if not pair.is_open]
-        still = len(found) - len(pairs)
-        cells = [one.status for one in self.records]
-        left = f", {pairs.count(None)} in no cell" if None in pairs else ""
-        left += f", {still} only in cells of which it is not known what is wrong" if still else ""
-        return (
-            f"{len(cells)} cells: {_counted(cells)}. {len(found)} pairs of a level and a layout: "
-            f"{_counted(pairs)}{left}"
-        )
+        return {
+            "pairs": len(found),
+            **_counted(pairs),
+            UNEXPLAINED: len(found) - len(pairs),
+            UNTRIED: pairs.count(None),
+        }
 
     @cached_property
     def known(self) -> list[tuple[Finding, list[CellRecord]]]:
@@ -116,9 +124,23 @@ class MatrixOfVersion:
         return list(first.layouts), bf16_costs(own, first.layouts)
 
 
-def _counted(statuses: Sequence[CellStatus | None]) -> str:
-    numbers = ((status, statuses.count(status)) for status in STATUSES)
-    return ", ".join(f"{number} {status}" for status, number in numbers if number)
+def _counted(statuses: Sequence[CellStatus | None]) -> dict[str, int]:
+    return {str(status): statuses.count(status) for status in STATUSES}
+
+
+def overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
+    """What the pairs of each version came to: a head and a row a version, without columns of zeros."""
+    kinds = [kind for one in versions[:1] for kind in one.counts]
+    kinds = [kind for kind in kinds if any(one.counts[kind] for one in versions)]
+    rows = (
+        [
+            *(one.name, one.records[0].megatron, one.when),
+            *(", ".join(table.family.name for table in one.tables), str(len(one.records))),
+            *(str(one.counts[kind]) for kind in kinds),
+        ]
+        for one in versions
+    )
+    return [["version", "Megatron", "verified", "families", "cells", *kinds], *rows]
 
 
 def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
@@ -193,7 +215,7 @@ def html_page(versions: Sequence[MatrixOfVersion]) -> str:
     return (
         environment(_TEMPLATES)
         .get_template("cells.html.j2")
-        .render(versions=versions, legend=_legend(), judged=_judged())
+        .render(versions=versions, legend=_legend(), overview=overview(versions), judged=_judged())
     )
 
 
@@ -214,6 +236,7 @@ def markdown_page(versions: Sequence[MatrixOfVersion]) -> str:
     lines += ["| ✓ᵖ | held with the patch of a known finding, which it would else show |"]
     lines += ["| ✗? | one of the cell's levels differs, and it is not known yet which |"]
     lines += ["| ✗ with … | differs only together with that level |", "| – | in no cell |", ""]
+    lines += [*_overview_lines(versions), ""]
     for version in versions:
         lines += _version(version)
     return "\n".join((*lines, *_judged_lines())) + "\n"
@@ -233,8 +256,19 @@ Made by `make verify-matrix PAGE=docs` (`MEGATRON_LM=` for another version); the
 """
 
 
+def _overview_lines(versions: Sequence[MatrixOfVersion]) -> list[str]:
+    head, *rows = (f"| {' | '.join(row)} |" for row in overview(versions))
+    return [
+        "Pairs of a level and a layout:",
+        "",
+        head,
+        "|---" * len(overview(versions)[0]) + "|",
+        *rows,
+    ]
+
+
 def _version(version: MatrixOfVersion) -> list[str]:
-    lines = [f"## {version.name}", "", f"{version.head}. {version.counts}.", ""]
+    lines = [f"## {version.name}", "", f"{version.head}.", ""]
     for table in version.tables:
         lines += [f"### {version.name}, {table.family.name} ({table.family.model})", ""]
         lines += [f"| feature | level | {' | '.join(table.layouts)} |"]
