@@ -19,6 +19,7 @@ from megatron_patches.cpu import (
     gradient_norm,
     loader_seed,
     no_dynamo,
+    results_queue,
     variable_size_collectives,
 )
 from megatron_patches.fused import (
@@ -62,6 +63,7 @@ PATCHES: tuple[Patch, ...] = (
     fsdp.ORDER,
     start_weights.PATCH,
     loader_seed.PATCH,
+    results_queue.PATCH,
     numpy2_compat.PATCH,
     adam_step.PATCH,
     capture.PATCH,
