@@ -29,10 +29,7 @@ class ParameterMap:
         """Those that checkpoints hold."""
         self.unplaced: list[str] = []
         for chunk, names_of_chunk in zip(chunks, names, strict=True):
-            entries = {
-                id(entry.data): entry
-                for entry in _entries(chunk.sharded_state_dict())  # type: ignore[operator]
-            }
+            entries = {id(entry.data): entry for entry in _entries(_described(chunk))}
             for name, held in (*chunk.named_parameters(), *_saved_buffers(chunk)):
                 module, _, own = name.rpartition(".")
                 self._names.setdefault(id(held), f"{names_of_chunk[module]}.{own}")
@@ -118,6 +115,23 @@ def optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPa
                 states = _kept({**inner.state.get(main, {}), "param": main}, parameter)
                 return OptimizerPart(None, main, states, _gradient(parameter), group)
     return None
+
+
+def _described(chunk: torch.nn.Module) -> Any:
+    """The chunk's sharded state dict.
+
+    Before 0.19 Megatron takes every DTensor for torch FSDP2's, whose ranks have equally many rows each;
+    Megatron-FSDP's have ranges of flat buffers.
+    """
+    from megatron.core import utils
+
+    known = utils.HAVE_DTENSOR
+    ranged = any(hasattr(one, "megatron_fsdp_slice") for one in chunk.parameters())
+    utils.HAVE_DTENSOR = known and not ranged
+    try:
+        return chunk.sharded_state_dict()  # type: ignore[operator]
+    finally:
+        utils.HAVE_DTENSOR = known
 
 
 def _place(entry: Any, partial: bool) -> Placement:
