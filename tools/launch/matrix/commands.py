@@ -50,7 +50,7 @@ def matrix(options: Options, console: Console) -> int:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
     asked = _asked()
-    whole, entry = load_matrix(), find_entry(options.megatron_lm)
+    whole, entry = _matrix_of(options)
     known = known_findings(label(entry))
     families = asked.families(whole, Version(entry.megatron_version))
     cells = [cell for one in families for cell in cells_of(whole, one, known, options.seed)]
@@ -76,7 +76,7 @@ def fuzz(options: Options, console: Console) -> int:
     Raises:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
-    whole, entry = load_matrix(), find_entry(options.megatron_lm)
+    whole, entry = _matrix_of(options)
     known = known_findings(label(entry))
     families = _asked().families(whole, Version(entry.megatron_version))
     seed = options.seed
@@ -104,7 +104,7 @@ def bf16(options: Options, console: Console) -> int:
     Raises:
         LaunchError: A run failed, or a name is of nothing in the matrix.
     """
-    whole, entry = load_matrix(), find_entry(options.megatron_lm)
+    whole, entry = _matrix_of(options)
     asked = replace(_asked(), features=("dense",))
     (family,) = asked.families(whole, Version(entry.megatron_version))
     with verifying(options, (), console) as verify:
@@ -120,6 +120,12 @@ def bf16(options: Options, console: Console) -> int:
     store_curves(folder, label(entry), found)
     _write(folder, whole, console)
     return 0
+
+
+def _matrix_of(options: Options) -> tuple[Matrix, MegatronEntry]:
+    """What is verified of the options' Megatron."""
+    entry = find_entry(options.megatron_lm)
+    return load_matrix().of(Version(entry.megatron_version)), entry
 
 
 def _folder(options: Options, entry: MegatronEntry, suffix: str = "") -> Path:

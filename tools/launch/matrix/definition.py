@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tools.spec.files import ROOT, from_root, read_yaml
 from tools.spec.run import OptimizerName
 
 FILE = ROOT / "examples" / "matrix.yaml"
+_RELEASE = re.compile(r"\d+\.\d+")
 SAMPLES = 8
 """In an iteration, unless a layout has its own: the same for nearly all, which so share references."""
 
@@ -110,6 +112,8 @@ class Apart:
 
     levels: tuple[str, ...]
     layout: str = ""
+    release: str = ""
+    """`major.minor` of the only Megatron in which it is so; empty for all."""
 
     def forbids(self, family: str, paths: Iterable[str], layout: str = "") -> bool:
         """Whether these are some that it names."""
@@ -127,6 +131,11 @@ class Matrix:
 
     families: tuple[Family, ...]
     apart: tuple[Apart, ...]
+
+    def of(self, megatron: Version) -> Matrix:
+        """As it is for a version."""
+        release = f"{megatron.major}.{megatron.minor}"
+        return replace(self, apart=tuple(one for one in self.apart if one.release in ("", release)))
 
     def legal(self, family: Family, levels: Sequence[Level], layout: str = "") -> bool:
         """Whether they may be drawn together; the file's first levels count as well.
@@ -237,10 +246,11 @@ def _level(factor: str, name: str, given: str | _Level) -> Level:
 
 def _apart(names: Sequence[str], layouts: Mapping[str, Layout]) -> Apart:
     levels = tuple(name for name in names if "/" in name)
-    of_layout = [name for name in names if "/" not in name]
+    releases = [name for name in names if _RELEASE.fullmatch(name)]
+    of_layout = [name for name in names if "/" not in name and name not in releases]
     matched = any(fnmatchcase(name, pattern) for pattern in of_layout for name in layouts)
     if len(of_layout) > 1 or (of_layout and not matched):
         raise LaunchError(
             f"{from_root(FILE)}: apart: {', '.join(names)} names no layout, or two; name one."
         )
-    return Apart(levels, of_layout[0] if of_layout else "")
+    return Apart(levels, "".join(of_layout), "".join(releases[:1]))
