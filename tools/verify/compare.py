@@ -49,6 +49,7 @@ _NORM_TERMS = 64
 _GRADIENT = "gradient"
 _HELD_BY_NONE = "no rank of the layout has it"
 NORM = (Stage.NORM, "grad_norm", "returned")
+_WEIGHT = "weight"
 _AS = {START_WEIGHT: UPDATE, START_BUFFER: BUFFER}
 """Slots whose response is that of another."""
 _WHOLE_ON_EVERY_RANK = frozenset(
@@ -217,6 +218,8 @@ class _Comparer:
                     self._update(found, unit, pieces, theirs)
                 elif unit[2] == START_WEIGHT:
                     self._start(found, unit, pieces, theirs)
+                elif unit[2] == _WEIGHT:
+                    self._copies(found, pieces, whole + self._updates_apart(unit, theirs))
                 else:
                     self._copies(found, pieces, whole)
 
@@ -260,6 +263,22 @@ class _Comparer:
     @cached_property
     def _second_moments(self) -> dict[Unit, list[Part]]:
         return units(self._reference, Stage.OPTIMIZER_STATE, "exp_avg_sq")
+
+    def _updates_apart(self, unit: Unit, theirs: dict[Unit, list[Part]]) -> Array:
+        """How far apart the updates of a weight are, where they are judged by themselves; else 0.
+
+        Adam's update of an element whose gradient is nearly all rounding is as long as any other.
+        """
+        moved = (*unit[:2], UPDATE)
+        ours = self._updates.get(moved)
+        if ours is None or (*unit[:2], "exp_avg_sq") not in self._second_moments:
+            return np.zeros(1, np.float32)
+        both = (assembled(ours, self._layout), assembled(theirs[moved], self._reference))
+        return np.asarray(both[0] - both[1])
+
+    @cached_property
+    def _updates(self) -> dict[Unit, list[Part]]:
+        return units(self._layout, Stage.WEIGHTS, UPDATE)
 
     def _update(
         self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
