@@ -56,8 +56,9 @@ def test_data_parallel_ranks_have_every_second_micro_batch(tmp_path):
     assert np.array_equal(found.reference, whole[3])
 
 
-def test_gate_and_value_of_a_gated_layer_are_split_apart(tmp_path):
-    name = "decoder.layers.0.mlp.linear_fc1"
+@pytest.mark.parametrize("module", ["mlp", "mlp.shared_experts"])
+def test_gate_and_value_of_a_gated_layer_are_split_apart(tmp_path, module):
+    name = f"decoder.layers.0.{module}.linear_fc1"
     whole = random(SEQUENCE, BATCH, 8)
     ours = np.concatenate([whole[..., 2:4], whole[..., 6:8]], 2)
     here = rank(tensor=(1, 2), gated=True)

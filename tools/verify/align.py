@@ -18,7 +18,7 @@ from tools.records.capture import EARLIER, CapturedRank, Site, Stage, TensorReco
 from tools.verify.captured import Array, Capture, RankCapture
 
 EXPERTS, RECOMPUTED = ".experts", "recomputed."
-GATED = "mlp.linear_fc1"
+GATED = ".linear_fc1"
 ROUTED = f"{EXPERTS}.local_experts."
 
 
