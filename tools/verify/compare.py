@@ -441,7 +441,26 @@ class _Comparer:
         epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
         of = (key[0], key[1], _AS.get(key[2], key[2]))
         response = self._responses.get(of, 0.0)
+        if key[0] is Stage.WEIGHTS and key[1] not in self._squared:
+            response = max(response, self._of_matrices.get(of[2], 0.0))
         return RESPONSES * max(response, epsilon * float(np.sqrt(terms)) / 4)
+
+    @cached_property
+    def _squared(self) -> set[str]:
+        return {name for _, name, slot in self._responses if slot == "exp_avg_sq"}
+
+    @cached_property
+    def _of_matrices(self) -> dict[str, float]:
+        """The largest response by slot of weights whose optimizer keeps no square of the gradient.
+
+        Muon computes in bf16: a rounding error of fp32 changes the update of some matrices by a
+        hundredth, and of others not at all.
+        """
+        found: dict[str, float] = {}
+        for (stage, name, slot), response in self._responses.items():
+            if stage == Stage.WEIGHTS and name not in self._squared:
+                found[slot] = max(found.get(slot, 0.0), response)
+        return found
 
     def _skip(self, why: str, name: str, tensors: int = 1) -> None:
         self._skipped += tensors
