@@ -34,7 +34,9 @@ def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: F
 def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> None:
     listed = (FOLDER / "README.md").read_text()
     assert all(f"({one.report.name})" in listed for one in REPRODUCED if one.report)
-    of_findings = {path for one in REPRODUCED for path in (one.patch, one.report) if path}
+    # Of one that was mended meanwhile the patch may be there: the matrix applies it in earlier versions.
+    of_findings = {path for one in findings() for path in (one.patch, one.report) if path}
+    of_findings = {path for path in of_findings if path.is_file()}
     assert {*FOLDER.glob("*.py"), *FOLDER.glob("*.md")} - {FOLDER / "README.md"} == of_findings
 
 

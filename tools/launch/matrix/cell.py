@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shlex
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from tools.launch.options import Options, read_plant
 from tools.launch.pairs import MICRO_BATCH, PREFIX, Difference
 from tools.spec.files import from_root
 from tools.spec.flags import drop_flags
+from tools.spec.model import load_model
 from tools.spec.run import OptimizerName
 from tools.spec.strategy import parse_strategy
 from tools.verify.findings import Finding
@@ -134,9 +136,17 @@ def applies(finding: Finding, cell: Cell) -> bool:
     """Whether a finding is seen in a cell: its flags, and all that its layout splits."""
     if not finding.patch.is_file() or not is_within(finding.own_flags, cell.own):
         return False
+    if has_experts(finding.model) and not has_experts(cell.family.model):
+        return False
     degrees = split(cell.layout.strategy, cell.layout.devices)
     layouts = (split(one, finding.devices) for one in finding.layouts)
     return is_within(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
+
+
+@functools.cache
+def has_experts(model: str) -> bool:
+    """Whether a model's name is that of one with experts."""
+    return load_model(model).shape.experts > 0
 
 
 def is_within(flags: Sequence[str], others: Sequence[str]) -> bool:
