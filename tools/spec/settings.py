@@ -323,7 +323,9 @@ MEASURED_DEVICES = Setting(
     "DEVICES", str, "devices such as 2gpu", "2gpu or 2cpu (all of this machine)", ("calibrate",)
 )
 ONLY = Setting("ONLY", str, _TEXT, "these settings alone", ("bench-gpu",))
-BUDGET = Setting("BUDGET", str, _TEXT, "seconds for all settings (510)", ("bench-gpu",))
+BUDGET = Setting(
+    "BUDGET", above_zero, "a number above 0", "seconds for all settings (510)", ("bench-gpu",)
+)
 TARGET = Setting("TARGET", str, _TEXT, "the training target to use", ("loss-curve", "bench-ledger"))
 
 # Before a run: planner, dry run, schedules.

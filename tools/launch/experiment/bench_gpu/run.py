@@ -16,7 +16,7 @@ from tools.launch import microbenchmark
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import driver_version, visible_gpus
-from tools.launch.errors import LaunchError
+from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.launch.experiment.bench_gpu.measured import MeasureError, measured
 from tools.launch.experiment.bench_gpu.plan import (
     BUDGET_SECONDS,
@@ -51,6 +51,7 @@ from tools.report.explain.tables import bench_text
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
+from tools.spec.settings import BUDGET, ONLY
 
 FIXED = (
     *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
@@ -161,15 +162,13 @@ def _asked(environment: Mapping[str, str]) -> tuple[tuple[BenchSetting, ...], fl
         raise LaunchError(f"{given[0]}= is the settings' own in bench-gpu; leave it out.")
     if environment.get("RUNTIME", "host") not in ("", "host"):
         raise LaunchError(f"bench-gpu measures RUNTIME=host, not {environment['RUNTIME']}.")
+    with wrong_settings_refused():
+        only = ONLY.value(environment) or ""
+        budget = BUDGET.value(environment) or BUDGET_SECONDS
     try:
-        settings = chosen(environment.get("ONLY", ""))
+        return chosen(only), budget
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    try:
-        budget = float(environment.get("BUDGET") or BUDGET_SECONDS)
-    except ValueError:
-        raise LaunchError(f"BUDGET={environment['BUDGET']} is no number of seconds.") from None
-    return settings, budget
 
 
 def _check(environment: Mapping[str, str]) -> None:
