@@ -17,6 +17,7 @@ from tools.plan.parser import RequestError, RequestParser
 from tools.plan.request import request_from_options
 from tools.plan.search import Plan, Request, search
 from tools.spec.settings import add_options, program
+from tools.text.terminal import wide_console
 
 _COMMANDS = {
     "schedules": "schedules",
@@ -73,9 +74,7 @@ def _layout(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(layout_as_data(timed, other), indent=2))
     else:
-        from rich.console import Console
-
-        print_layout(timed, other, Console(width=None if sys.stdout.isatty() else 140))
+        print_layout(timed, other, wide_console())
     if options.svg:
         draw_layout([timed, *([other] if other else [])], options.svg)
     return 0
@@ -121,11 +120,9 @@ def _show(options: argparse.Namespace, plan: Plan) -> None:
             data["alpa"] = solved
         print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
         return
-    from rich.console import Console
-
     from tools.plan.show import print_plan
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = wide_console()
     print_plan(plan, console, days, scaled, str(known or ""))
     if solved:
         console.print(solved, highlight=False)

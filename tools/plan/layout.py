@@ -28,6 +28,7 @@ from tools.spec.settings import SETTINGS
 from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
 from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import say
 from tools.text.units import GIB, duration, percent
 
 _COLOURS = ("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73")
@@ -147,7 +148,7 @@ def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console
         console.print(f"Not part of the prediction: {words}.", style="bold yellow")
     console.print(rich_table(_breakdown(every)))
     command = plan_command(timed.request.model, timed.candidate.spec)
-    console.print(command, highlight=False, soft_wrap=True)
+    say(console, command)
 
 
 def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:

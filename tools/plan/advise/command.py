@@ -27,6 +27,7 @@ from tools.plan.show import plan_command
 from tools.plan.tensors import parameters_total
 from tools.spec.settings import add_options, program
 from tools.spec.strategy import Parallelism, Sharding
+from tools.text.terminal import wide_console
 from tools.text.units import GIB, duration, joined
 
 _PLAIN = (StrategyFamily.SINGLE, StrategyFamily.DATA, StrategyFamily.SHARDED_DATA)
@@ -229,7 +230,6 @@ def _ratio(slower: Candidate, faster: Candidate) -> float:
 
 
 def _print(found: Sequence[Answer]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
@@ -237,4 +237,4 @@ def _print(found: Sequence[Answer]) -> None:
     table.add_column()
     for each in found:
         table.add_row(each.question, each.text)
-    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    wide_console(120).print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
@@ -16,6 +15,7 @@ from tools.spec.model import Model
 from tools.spec.run import RunSpec
 from tools.spec.strategy import strategy_name
 from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import wide_console
 from tools.text.units import GIB, count
 
 _GB = 1e9
@@ -46,7 +46,7 @@ def as_data(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> dict
 
 def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> None:
     """A table of figures, then of each rank's calls."""
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = wide_console()
     parallelism, batch = spec.parallelism, spec.batch
     console.print(
         f"{model.name} as {strategy_name(parallelism)} on {parallelism.world_size} ranks: micro batch "

@@ -33,6 +33,7 @@ from tools.plan.readings.table import READINGS, ReadingsError, read_readings
 from tools.spec.files import ROOT, from_root
 from tools.spec.settings import add_options, program
 from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import say, wide_console
 from tools.text.units import DASH
 
 _WORST = 15
@@ -55,7 +56,7 @@ def main(words: list[str]) -> int:
     if options.json:
         print(json.dumps(as_data(found), indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 140)
+        console = wide_console()
         _print(found, console)
         if options.readings is None and options.leave_out is None and FOLDER.is_dir():
             page, picture = write_page(found)
@@ -104,7 +105,7 @@ def _print(found: Residuals, console: Console) -> None:
         named = ", ".join(map(str, lines[:_NAMED_LINES]))
         more = ", …" if len(lines) > _NAMED_LINES else ""
         sentence = f"  {len(lines):3}  {source}: {reason} (row {named}{more})"
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(console, sentence)
 
 
 def _print_regrets(found: list[Choice], console: Console) -> None:
@@ -129,7 +130,7 @@ def _print_regrets(found: list[Choice], console: Console) -> None:
                 f"; times of one layout lie {median(apart):.1%} apart in the median of {len(apart)}, "
                 f"{max(apart):.1%} at most"
             )
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(console, sentence)
 
 
 def _table(title: str, groups: list[ErrorGroup]) -> Table[list[str]]:

@@ -21,6 +21,7 @@ from tools.plan.schedules.simulate import (
 from tools.spec.settings import add_options, program
 from tools.spec.strategy import PipelineSchedule
 from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import wide_console
 from tools.text.units import percent
 
 
@@ -74,8 +75,6 @@ def timeline_as_data(timeline: SimulatedSchedule) -> dict[str, Any]:
 
 
 def _print(timelines: list[SimulatedSchedule]) -> None:
-    from rich.console import Console
-
     first = timelines[0]
     title = (
         f"{first.pipeline} stages, {first.microbatches} micro batches an iteration, "
@@ -92,7 +91,7 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
         Column[_Measured]("staleness", lambda row: _listed(row[1].staleness), wraps=True),
     )
     rows = tuple((timeline, figures(timeline)) for timeline in timelines)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = wide_console()
     console.print(rich_table(Table(columns, rows, title), console.width))
 
 
