@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tools.launch import calibrate
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
-from tools.launch.calibrate import MEGATRON_LAYER, conditions, from_figures
+from tools.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
@@ -71,7 +71,8 @@ def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_too
     assert work.matmul_size is not None
     assert work.attention_shape is not None
     took = Figures(matmul_flops=700e12, attention_flops=400e12, copy_bytes_per_second=2.9e12)
-    calibration = from_figures(took, DeviceKind.GPU, h100, link)
+    calibration = from_figures(replace(took, layer_seconds=1e-3), DeviceKind.GPU, h100, link)
+    assert calibration.layer_launch_seconds == GPU_LAYER * 1e-3
     assert calibration.memory == pytest.approx(2.9 / 3.35)
     rate = rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
     size = work.matmul_size

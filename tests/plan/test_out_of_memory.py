@@ -25,7 +25,7 @@ CAPACITY = device_by_key("a100").memory_bytes * (1 - MEMORY_RESERVE)
 def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: int) -> RunSpec:
     """A run of TP, PP and DP; global batches differ by what DP divides."""
     tensor, pipeline, data = split
-    heads = 128 if hidden == 13312 else 64
+    heads = 128 if hidden == 13312 or (hidden, layers) == HIDDEN_LAYERS["206b"] else 64
     shape = ModelShape(
         layers, hidden, heads, heads, hidden // heads, 4 * hidden, 2048, 2048, 250880
     )
@@ -108,7 +108,8 @@ def test_deepspeeds_bf16_optimizer_holds_five_bytes_a_parameter_more_than_megatr
             *("206b", (4, 12, 8), 2),
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="203B beside it, with as many parameters on a rank, is published with 67 GB",
+                reason="203B beside it, with the same degrees, heads and samples and 1% fewer "
+                "parameters on a rank, ran with 67 of 80 GB: what a rank holds cannot tell them apart",
             ),
         ),
     ],

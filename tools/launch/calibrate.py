@@ -44,8 +44,11 @@ from tools.text.units import DASH
 TIMEOUT_SECONDS = 600.0
 MEGATRON_LAYER, MEGATRON_LOOP = 4.5, 20.0
 """Host time of a layer of Megatron, and of its training loop for an iteration, in layers of PyTorch's
-own encoder (`Workload.layer`): measured on a CPU rank with 4 and 12 layers of 16 tokens. The host of a
-GPU runs the same Python."""
+own encoder (`Workload.layer`): measured on a CPU rank with 4 and 12 layers of 16 tokens."""
+GPU_LAYER, GPU_LOOP = 1.6, 9.4
+"""The same on a GPU, whose kernels the host does not wait for: gpt2-tiny of 4 and 16 layers, one H200,
+26.5 and 59.1 ms an iteration where an encoder layer took 1.65 ms (`make calibrate DEVICES=1gpu`,
+`make train-baseline-gpt2-tiny-1gpu ITERS=20 EXTRA="--num-layers 16"`; one run each)."""
 WORKLOADS = {
     DeviceKind.CPU: Workload(
         matmul_size=1024,
@@ -199,10 +202,11 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
     calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
     layer = figures.layer_seconds
     if layer is not None:
+        on_gpu = kind is DeviceKind.GPU
         calibration = replace(
             calibration,
-            layer_launch_seconds=MEGATRON_LAYER * layer,
-            iteration_host_seconds=MEGATRON_LOOP * layer,
+            layer_launch_seconds=(GPU_LAYER if on_gpu else MEGATRON_LAYER) * layer,
+            iteration_host_seconds=(GPU_LOOP if on_gpu else MEGATRON_LOOP) * layer,
         )
     if kind is DeviceKind.GPU:
         return _rates_of_formulas(calibration, figures, device, link)
