@@ -189,7 +189,7 @@ PAGE = Setting(
     Path,
     "a folder",
     "folder of the matrix's pages (beside its cells)",
-    ("verify-matrix", "verify-bf16"),
+    _MATRIX,
 )
 MINUTES = Setting("MINUTES", positive, _NUMBER, "minutes after which no cell is begun", _CELLS)
 

@@ -7,8 +7,17 @@ from pathlib import Path
 from tests.launch.matrix.factory import DP, TP, factor, family, matrix, record
 from tools.launch.matrix.cell import Cell
 from tools.launch.matrix.curves import curve_of
+from tools.launch.matrix.fuzz import Drawn
 from tools.launch.matrix.outcome import CellStatus, Error
-from tools.launch.matrix.page import HTML, MARKDOWN, read_stored, store, store_curves, write_pages
+from tools.launch.matrix.page import (
+    HTML,
+    MARKDOWN,
+    read_stored,
+    store,
+    store_curves,
+    store_drawn,
+    write_pages,
+)
 from tools.launch.matrix.table import bf16_costs
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
@@ -96,3 +105,16 @@ def test_losses_in_bf16_are_compared_with_one_rank_and_with_fp32(tmp_path: Path)
 
 def test_what_bf16_costs_is_the_largest_error_over_its_rounding() -> None:
     assert bf16_costs(RECORDS, ["tp2", "dp2"]) == {"outputs": [1.0, None]}
+
+
+def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path: Path) -> None:
+    held, failed = RECORDS[0], RECORDS[4]
+    wrong = record(
+        Cell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", smallest="make verify-dp2"
+    )
+    store_drawn(tmp_path, "0.19.0", Drawn(7, (held, failed, wrong), (wrong,)))
+    markdown, _ = pages(tmp_path, *RECORDS)
+    said = "3 verified: 1 held, 1 crashed, 1 differs. 1 that no finding explains."
+    assert f"`make verify-fuzz SEED=7`, 2026-11-22: {said}" in markdown
+    assert "\n    make verify-dp2\n" in markdown
+    assert "- dense, dtype/bf16, in dp2: crashed: RuntimeError: &lt;no&gt;" in markdown

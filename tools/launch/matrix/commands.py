@@ -21,10 +21,10 @@ from tools.launch.matrix.asked import Asked
 from tools.launch.matrix.cells import cells_of
 from tools.launch.matrix.curves import curves
 from tools.launch.matrix.definition import Matrix, load_matrix
-from tools.launch.matrix.fuzz import draws
+from tools.launch.matrix.fuzz import Drawn, draws
 from tools.launch.matrix.fuzz import fuzz as fuzz_cells
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.launch.matrix.page import store, store_curves, write_pages
+from tools.launch.matrix.page import store, store_curves, store_drawn, write_pages
 from tools.launch.matrix.running import CellVerifier, MatrixRun
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
@@ -85,17 +85,20 @@ def fuzz(options: Options, console: Console) -> int:
         for cell in islice(cells, SHOWN_DRAWS):
             console.print(cell.command(), highlight=False, markup=False, soft_wrap=True)
         return 0
-    found = 0
+    found: list[CellRecord] = []
     with verifying(replace(options, seed=Options.seed), known, console) as verify:
         minutes = _deadline() or time.monotonic() + 60 * FUZZ_MINUTES
         run = MatrixRun(_folder(options, entry, f"-fuzz-{seed}"), verify, console, minutes)
         for one in fuzz_cells(run, cells):
-            found += 1
+            found.append(one.record)
             console.print(f"differs: {one.record.sentence}", style="red", highlight=False)
             console.print(f"  {one.smallest.command()}", markup=False, soft_wrap=True)
     said = summary(list(run.records.values()), len(run.records))
     console.print(f"SEED={seed}: {said}", highlight=False)
-    return int(found > 0)
+    folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
+    store_drawn(folder, label(entry), Drawn(seed, tuple(run.records.values()), tuple(found)))
+    _write(folder, whole, console)
+    return int(bool(found))
 
 
 def bf16(options: Options, console: Console) -> int:

@@ -65,6 +65,17 @@ class Found:
     """Of the smallest."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What the draws of a seed came to."""
+
+    seed: int
+    records: tuple[CellRecord, ...]
+    """Of all that was verified, the tries of shrinking among them."""
+    found: tuple[CellRecord, ...]
+    """The least of each draw that differs."""
+
+
 def fuzz(run: MatrixRun, cells: Iterator[Cell]) -> Iterator[Found]:
     """Verify draws until the time is over; gives those that differ, shrunk."""
     while not run.is_over:

@@ -15,6 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from tools.launch.matrix.curves import ITERATIONS, Curve
 from tools.launch.matrix.definition import Matrix
+from tools.launch.matrix.fuzz import Drawn
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
 from tools.launch.matrix.table import (
     BF16,
@@ -48,6 +49,7 @@ class MatrixOfVersion:
     records: tuple[CellRecord, ...]
     matrix: Matrix
     curves: tuple[Curve, ...] = ()
+    drawn: tuple[Drawn, ...] = ()
 
     @cached_property
     def tables(self) -> list[FamilyTable]:
@@ -186,13 +188,26 @@ def read_curves(cells: Path) -> tuple[Curve, ...]:
     return msgspec.json.decode(path.read_bytes(), type=tuple[Curve, ...]) if path.is_file() else ()
 
 
+def store_drawn(folder: Path, name: str, drawn: Drawn) -> None:
+    """Keep what a seed's draws came to, in place of what they did before."""
+    path = folder / STORED / f"{name}.fuzz-{drawn.seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_record(path, drawn)
+
+
+def read_drawn(cells: Path) -> tuple[Drawn, ...]:
+    """Those beside a file of cells."""
+    found = sorted(cells.parent.glob(f"{cells.stem}.fuzz-*.json"))
+    return tuple(msgspec.json.decode(path.read_bytes(), type=Drawn) for path in found)
+
+
 def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
     """Write both pages of all that is stored in a folder."""
     stored = sorted(
         (folder / STORED).glob("*.jsonl"), key=lambda path: _release(path.stem), reverse=True
     )
     versions = [
-        MatrixOfVersion(path.stem, tuple(records), matrix, read_curves(path))
+        MatrixOfVersion(path.stem, tuple(records), matrix, read_curves(path), read_drawn(path))
         for path in stored
         if (records := read_stored(path))
     ]
@@ -280,7 +295,8 @@ def _version(version: MatrixOfVersion) -> list[str]:
             cells = (_markdown_cell(version.name, pair) for pair in row.pairs)
             lines.append(f"| {shown} | {row.level.name} | {' | '.join(cells)} |")
         lines.append("")
-    return [*lines, *_wrong(version), *_not_compared(version), *_bf16(version), *_curves(version)]
+    measured = (*_bf16(version), *_curves(version))
+    return [*lines, *_wrong(version), *_not_compared(version), *_drawn(version), *measured]
 
 
 def _wrong(version: MatrixOfVersion) -> list[str]:
@@ -348,6 +364,29 @@ def _not_compared(version: MatrixOfVersion) -> list[str]:
             f"- {first.family}, {levels or 'as it is'}, in {layouts}: {markdown_text(sentence)}"
         )
     return [*lines, ""]
+
+
+def _drawn(version: MatrixOfVersion) -> list[str]:
+    if not version.drawn:
+        return []
+    lines = [f"### {version.name}: drawn configurations", ""]
+    for one in version.drawn:
+        counts = _counted([record.status for record in one.records])
+        lines += [
+            f"`make verify-fuzz SEED={one.seed}`, {one.records[0].date}: {len(one.records)} verified: "
+            f"{counts}. {len(one.found) or 'None'} that no finding explains.",
+            "",
+        ]
+        for record in one.found:
+            lines += [f"{record.sentence}:", "", f"    {record.smallest}", ""]
+        failed = [record for record in one.records if not record.is_right and record.reason]
+        lines += [
+            f"- {record.family}, {', '.join(record.levels) or 'as it is'}, in {record.layout}: "
+            f"{record.status}: {markdown_text(record.reason or '')}"
+            for record in failed
+        ]
+        lines += [""] if failed else []
+    return lines
 
 
 def _bf16(version: MatrixOfVersion) -> list[str]:
