@@ -105,6 +105,15 @@ def _distance(ours: _Weights, theirs: _Weights) -> float:
     return float(np.sqrt(sum(square.sum() for square in squares)))
 
 
+def as_yaml(effect: Effect) -> str:
+    """As `effect:` of a finding; YAML takes `1e-07`, without a point, for text."""
+    words = (
+        f"{name}: {value:.1e}" if isinstance(value, float) else f"{name}: {value}"
+        for name, value in asdict(effect).items()
+    )
+    return f"{{{', '.join(words)}}}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the effect of each finding that is named, or of all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,8 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer = _Trainer(ranks, given.data, Path(folder))
         for one in findings():
             if one.verdict is Judged.REPRODUCED and (not given.ids or one.id in given.ids):
-                of = asdict(trainer.effect(one, given.iterations)).items()
-                print(f"{one.id}: {{{', '.join(f'{name}: {value}' for name, value in of)}}}")
+                print(f"{one.id}: {as_yaml(trainer.effect(one, given.iterations))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Megatron's own bugs: each is judged for every version, and can be shown and cured (slow)."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: F
     place = {one.stage, one.module, one.kind}
     assert place == {"", None} if one.fails else not {"", None} & place
     assert not one.behind or one.behind in {other.id for other in REPRODUCED}
+    measured = list(asdict(one.effect).values())[1:] if one.effect else []
+    assert all(isinstance(value, float) for value in measured)  # YAML takes 1e-07 for text.
     assert read_plant(str(one.patch)).path == f"docs/upstream/{one.patch.name}"
 
 
