@@ -11,7 +11,7 @@ from tools.plan.time.iteration import iteration_seconds, pipeline_seconds
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape
 from tools.spec.run import DeviceKind, RunSpec
-from tools.spec.strategy import Batch, Parallelism
+from tools.spec.strategy import Batch, Parallelism, Sharding
 
 SHAPE = ModelShape(4, 64, 4, 4, 16, 256, 64, 64)
 MEASURED = Calibration(
@@ -143,6 +143,24 @@ def test_a_measured_latency_is_that_of_a_whole_call() -> None:
     )
     calls = (other - one) / 1e-3
     assert calls == pytest.approx(round(calls))
+
+
+def test_gathered_weights_move_at_the_rate_of_a_gather() -> None:
+    sharded = run(Parallelism(data=2, sharding=Sharding.ZERO1))
+    slower = replace(MEASURED, link_latency_seconds=0.0, link=1.0)
+    plain, gathered, scattered, both = (
+        iteration_seconds(sharded, on(2, 2, measured)).gradient_sync
+        for measured in (
+            slower,
+            replace(slower, all_gather_share=0.25),
+            replace(slower, reduce_scatter_share=0.5),
+            replace(slower, all_gather_share=0.25, reduce_scatter_share=0.5),
+        )
+    )
+    assert plain < gathered < both
+    # gloo's reduce-scatter puts twice a gather's bytes on the wire.
+    assert gathered - plain == pytest.approx(plain, rel=0.02)
+    assert scattered - plain == pytest.approx(2 * plain / 3, rel=0.02)
 
 
 def test_cpu_ranks_gather_keys_and_values_alone() -> None:

@@ -59,6 +59,7 @@ WORKLOADS = {
         parameters=1 << 22,
         table=10 << 20,
         all_reduce_bytes=16 << 20,
+        other_collectives=True,
         latency=True,
         spread=True,
         median=True,
@@ -183,11 +184,15 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
     measured keeps its default."""
     peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
     assert peak_flops is not None
+    ring = figures.all_reduce_bytes_per_second or link.bytes_per_second
     measured = {
         "matmul": _share(figures.matmul_flops, peak_flops),
         "attention": _share(figures.attention_flops, peak_flops),
         "memory": _share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
         "link": _share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
+        "reduce_scatter_share": _share(figures.reduce_scatter_bytes_per_second, ring),
+        "all_gather_share": _share(figures.all_gather_bytes_per_second, ring),
+        "all_to_all_share": _share(figures.all_to_all_bytes_per_second, ring),
         "layer_launch_seconds": figures.layer_seconds,
         "link_latency_seconds": figures.all_reduce_latency_seconds,
         "logit_seconds": figures.logit_seconds,

@@ -52,6 +52,8 @@ class Workload:
     """Elements of an embedding whose gradient is made and added, beyond a CPU's heap; and a quarter of
     them, which fits into it."""
     all_reduce_bytes: int | None = None
+    other_collectives: bool = False
+    """A reduce-scatter, an all-gather and an all-to-all of as many bytes, too."""
     latency: bool = False
     """What a small all-reduce adds to arithmetic, the wait for the slowest rank included."""
     spread: bool = False
@@ -88,7 +90,11 @@ class Figures:
     large_gradient_seconds: float | None = None
     """The same where its memory is new each time."""
     all_reduce_bytes_per_second: float | None = None
-    """That a rank sends in a ring: 2(n-1)/n of the tensor in the time of the fastest call."""
+    """That a rank sends in a ring: 2(n-1)/n of the tensor."""
+    reduce_scatter_bytes_per_second: float | None = None
+    """Of what gloo puts on the wire for it (`tools/records/measurements.py`), as the next two."""
+    all_gather_bytes_per_second: float | None = None
+    all_to_all_bytes_per_second: float | None = None
     all_reduce_latency_seconds: float | None = None
     jitter: float | None = None
     """What the slowest of n ranks takes longer than their mean, of the mean, over the root of 2 ln n."""

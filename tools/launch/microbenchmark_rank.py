@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
-from tools.spec.run import DeviceKind
+from tools.records.measurements import Operation, wire_bytes
+from tools.spec.run import DeviceKind, Transport
 
 LARGE_CALLS, SMALL_CALLS = 10, 200
 SPREAD_CALLS = 50
@@ -253,10 +254,28 @@ def _collective_figures(workload: Workload, device: str) -> dict[str, float]:
         found["all_reduce_bytes_per_second"] = _ring_rate(
             tensor, None, dist.get_world_size(), typical
         )
+        if workload.other_collectives:
+            found |= _other_rates(tensor, typical)
     if workload.latency:
         rate = found.get("all_reduce_bytes_per_second")
         found["all_reduce_latency_seconds"] = _latency(device, rate)
     return found
+
+
+def _other_rates(whole: torch.Tensor, typical: Callable[[list[float]], float]) -> dict[str, float]:
+    """Of collectives that gloo does not move as it moves an all-reduce."""
+    ranks = dist.get_world_size()
+    part, arrived = torch.zeros_like(whole[: len(whole) // ranks]), torch.zeros_like(whole)
+    works: dict[Operation, Work] = {
+        Operation.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
+        Operation.ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part),
+        Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(arrived, whole),
+    }
+    return {
+        f"{operation}_bytes_per_second": wire_bytes(operation, whole.nbytes, ranks, Transport.GLOO)
+        / typical(_counted(work, whole.device.type, LARGE_CALLS))
+        for operation, work in works.items()
+    }
 
 
 def _ring_rate(

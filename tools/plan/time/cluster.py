@@ -10,6 +10,7 @@ from typing import Protocol
 
 from tools.plan.time.constants import NAMES, Constants, constants_of
 from tools.plan.time.execution import Execution
+from tools.records.measurements import Operation
 from tools.spec.groups import Group, group_ranks
 from tools.spec.hardware import Device, Link
 from tools.spec.strategy import Parallelism
@@ -33,6 +34,10 @@ class Calibration:
     jitter: float | None = None
     link_latency_seconds: float | None = None
     """Of one call inside a node, over any ranks; None takes `hop_seconds` a step."""
+    reduce_scatter_share: float = 1.0
+    """Of the link's rate, which is that of an all-reduce, what a reduce-scatter's bytes move at."""
+    all_gather_share: float = 1.0
+    all_to_all_share: float = 1.0
     logit_seconds: float | None = None
     """Of output layer and loss, beside FLOPs, a logit; None counts their kernels' bytes."""
     large_logit_seconds: float | None = None
@@ -52,6 +57,14 @@ class Calibration:
     made_with: str = ""
     """Devices, threads and versions that it was measured with; with others it is measured again."""
     source: str = "fitted to public readings of this generation of devices (tools/plan/README.md)"
+
+    def share_of(self, operation: Operation) -> float:
+        """Of the link's rate, what a collective's bytes move at inside a node."""
+        return {
+            Operation.REDUCE_SCATTER: self.reduce_scatter_share,
+            Operation.ALL_GATHER: self.all_gather_share,
+            Operation.ALL_TO_ALL: self.all_to_all_share,
+        }.get(operation, 1.0)
 
 
 NOTHING_MEASURED = Calibration()

@@ -26,7 +26,7 @@ from tools.plan.collectives.tensor import (
 )
 from tools.plan.memory import second_of_unequal
 from tools.plan.tensors import rank_parameters
-from tools.plan.time.cluster import Cluster, Route, route
+from tools.plan.time.cluster import Calibration, Cluster, Route, route
 from tools.plan.time.compute import (
     DeviceRates,
     LayerSeconds,
@@ -419,17 +419,19 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
 def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
     """Time of calls alone on their links, one after another; none over one rank or of no bytes."""
     times = (
-        _alone(call, route(cluster, spec.parallelism, call.group))
+        _alone(call, route(cluster, spec.parallelism, call.group), cluster.calibration)
         for call in calls
         if call.ranks > 1 and call.payload_bytes
     )
     return sum(times, start=0.0)
 
 
-def _alone(call: CollectiveCall, way: Route) -> float:
-    rate, rings = way.bytes_per_second, 1
+def _alone(call: CollectiveCall, way: Route, measured: Calibration) -> float:
+    share, rings = measured.share_of(call.operation), 1
+    rate = way.bytes_per_second * share
     if call.operation is Operation.ALL_TO_ALL:
-        return call.wire_bytes / way.pairwise_bytes_per_second + call.calls * way.tree_seconds
+        moving = call.wire_bytes / (way.pairwise_bytes_per_second * share)
+        return moving + call.calls * way.tree_seconds
     if call.operation is Operation.SEND:
         return call.wire_bytes / rate + call.calls * way.ring_seconds / max(1, call.ranks - 1)
     if call.operation is Operation.ALL_REDUCE:
