@@ -82,7 +82,7 @@ def _of_any_lengths(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def gather(*args: Any, **kwargs: Any) -> None:
         equal = distributed.all_gather
-        distributed.all_gather = gather_list
+        distributed.all_gather = gather_list  # type: ignore[assignment]
         try:
             original(*args, **kwargs)
         finally:
