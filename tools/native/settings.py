@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tools.spec.model import round_up
 from tools.spec.strategy import SCHEDULE_FLAG, UNTIED, PipelineSchedule
 
 _IGNORED = {
@@ -144,7 +145,7 @@ class Settings:
     def padded_vocabulary(self) -> int:
         """Rows of the embedding; Megatron pads to a multiple of this times TP."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
-        return -(-self.vocab_size // multiple) * multiple
+        return round_up(self.vocab_size, multiple)
 
 
 def parse_settings(words: Sequence[str]) -> Settings:

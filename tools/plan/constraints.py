@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import gcd
 
+from tools.spec.model import round_up
 from tools.spec.run import Backend, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
 from tools.spec.strategy import PipelineSchedule, Sharding, strategy_name
@@ -132,7 +133,7 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
     if shape.seq_length % (2 * context):
         yield (
             f"The sequence length {shape.seq_length} is no multiple of {2 * context} (2 x CP "
-            f"{context}); use {_next_multiple(shape.seq_length, 2 * context)} or another CP."
+            f"{context}); use {round_up(shape.seq_length, 2 * context)} or another CP."
         )
     if cp_comm_type not in CP_COMM_TYPES:
         yield (
@@ -154,12 +155,12 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
         yield (
             f"The global batch of {batch.global_batch_size} is no multiple of {step} (micro batch "
             f"{batch.micro_batch_size} x DP {parallelism.data}); use "
-            f"{_next_multiple(batch.global_batch_size, step)} or a smaller micro batch."
+            f"{round_up(batch.global_batch_size, step)} or a smaller micro batch."
         )
         return
     count = batch.global_batch_size // step
     if parallelism.virtual_stages > 1 and count % parallelism.pipeline:
-        wanted = _next_multiple(count, parallelism.pipeline) * step
+        wanted = round_up(count, parallelism.pipeline) * step
         yield (
             f"The interleaved schedule runs {count} micro batch(es) a rank, which is no multiple "
             f"of PP {parallelism.pipeline}; use a global batch of {wanted} or a smaller micro "
@@ -256,10 +257,6 @@ def _degrees(number: int) -> list[int]:
 
 def _called(spec: RunSpec) -> str:
     return spec.model or "the model"
-
-
-def _next_multiple(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _choices(values: Sequence[object]) -> str:

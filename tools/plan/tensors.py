@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba, ModelShape
+from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba, ModelShape, round_up
 from tools.spec.run import RunSpec
 
 ALIGNMENT = 64
@@ -181,7 +181,7 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
 def buffer_of(sizes: Iterable[int]) -> Buffer:
     """Tensors of these sizes."""
     sizes = tuple(sizes)
-    return Buffer(sum(sizes), sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    return Buffer(sum(sizes), sum(round_up(size, ALIGNMENT) for size in sizes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,11 @@ MAMBA, ATTENTION, MLP, EXPERTS, AHEAD = "M", "*", "-", "E", "/"
 it joins hidden states with the embeddings of the tokens ahead, and the output layer runs once more."""
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What parameter counts, FLOPs, memory and traffic follow from."""
@@ -213,7 +218,7 @@ class ModelShape:
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
         multiple = self.vocabulary_multiple * tensor
-        return -(-self.vocabulary // multiple) * multiple
+        return round_up(self.vocabulary, multiple)
 
 
 @dataclass(frozen=True)

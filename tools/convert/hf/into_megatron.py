@@ -35,7 +35,14 @@ from tools.records.io import made_whole, write_record
 from tools.spec.files import from_root
 from tools.spec.flags import merge_flags
 from tools.spec.huggingface import exact_flags, read_config
-from tools.spec.model import HUB, IMPORTED_WEIGHTS, ModelShape, model_from_flags, model_names
+from tools.spec.model import (
+    HUB,
+    IMPORTED_WEIGHTS,
+    ModelShape,
+    model_from_flags,
+    model_names,
+    round_up,
+)
 
 IMPORT_FILE = "import.json"
 CONFIG_FILE = "config.json"
@@ -287,7 +294,7 @@ def _as_stored(source: ImportSource) -> list[StackedTensor]:
 
 
 def _stored_rows(vocabulary: int) -> int:
-    return -(-vocabulary // _PADDED_TO) * _PADDED_TO
+    return round_up(vocabulary, _PADDED_TO)
 
 
 def _padded(values: Tensor, shape: Sequence[int]) -> Tensor:

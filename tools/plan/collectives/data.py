@@ -10,6 +10,7 @@ from tools.plan.memory import PRECISIONS
 from tools.plan.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group, group_ranks
+from tools.spec.model import round_up
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding
 
@@ -79,7 +80,7 @@ def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, i
 
 def bucket_elements(buffer: Buffer, ranks: int) -> int:
     """Elements of a distributed optimizer's bucket, with its padding."""
-    return _padded(buffer.aligned_elements, lcm(ranks, _BUCKET_ALIGNMENT))
+    return round_up(buffer.aligned_elements, lcm(ranks, _BUCKET_ALIGNMENT))
 
 
 def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
@@ -98,8 +99,8 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
         ranks = group_ranks(parallelism, Group.DATA_CONTEXT)
         rows = ranks * _widest_row(spec)
         if parallelism.sharding is Sharding.ZERO2:
-            layers, outside = 0, _padded(rank.total, rows)
-        shared, outside = _padded(shared, rows), _padded(outside, ranks * spec.shape.hidden)
+            layers, outside = 0, round_up(rank.total, rows)
+        shared, outside = round_up(shared, rows), round_up(outside, ranks * spec.shape.hidden)
     passes = layers * spec.microbatches
     yield from _unit(spec, Group.DATA_CONTEXT, shared, passes)
     yield from _unit(spec, Group.EXPERT_DATA, experts, passes)
@@ -129,7 +130,3 @@ def _widest_row(spec: RunSpec) -> int:
     """Megatron-FSDP cuts a bucket where a row of each of its matrices ends (`chunk_size_factor`)."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     return lcm(shape.hidden, shape.heads * shape.head_width // tensor, shape.ffn_hidden // tensor)
-
-
-def _padded(elements: int, multiple: int) -> int:
-    return -(-elements // multiple) * multiple

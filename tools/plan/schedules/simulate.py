@@ -12,6 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tools.spec.model import round_up
 from tools.spec.strategy import PipelineSchedule
 
 MOST_STEPS = 100_000
@@ -111,7 +112,7 @@ def simulate(
     elif microbatches % pipeline:
         raise ValueError(
             f"Interleaving needs micro batches in multiples of the {pipeline} stages, not "
-            f"{microbatches}; use {-(-microbatches // pipeline) * pipeline}."
+            f"{microbatches}; use {round_up(microbatches, pipeline)}."
         )
     if schedule is PipelineSchedule.PIPEDREAM_2BW and microbatches < pipeline:
         raise ValueError(
