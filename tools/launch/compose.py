@@ -22,6 +22,7 @@ from tools.launch.flags import (
     optimizer_flags,
     plant_environment,
     runtime_flags,
+    sharding_flags,
     start_flags,
     tokenizer_flags,
 )
@@ -196,6 +197,7 @@ def compose(
         strategy_flags,
         bare_flags(runtime_flags(device, parallelism, runtime), options, model),
         expert_flags(model, device, runtime),
+        sharding_flags(parallelism, entry),
         ("--micro-batch-size", str(batch.micro_batch_size)),
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(options.dropout) if options.dropout is not None else (),

@@ -62,6 +62,17 @@ def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[st
     return ("--moe-grouped-gemm",) if model.shape.experts and grouped else ()
 
 
+def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
+    """What Megatron-FSDP needs beside its own flags.
+
+    0.16 and 0.17 take it without the distributed optimizer as well, but then clip a rank's gradients by
+    its own norm, and end in an error in bf16.
+    """
+    needed = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
+    alone = (0, 16) <= release(entry.megatron_version) < (0, 18)
+    return ("--use-distributed-optimizer",) if needed and alone else ()
+
+
 def tokenizer_flags(model: Model, entry: MegatronEntry) -> tuple[str, ...]:
     """A tokenizer without files: training reads token ids, and must never need the hub.
 
