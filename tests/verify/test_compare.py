@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,15 @@ from tests.verify.captures import (
     rank,
     write,
 )
-from tools.records.capture import REACH, START_WEIGHT, CapturedModule, Placement, Site, Stage
+from tools.records.capture import (
+    REACH,
+    RESPONSES_FILE,
+    START_WEIGHT,
+    CapturedModule,
+    Placement,
+    Site,
+    Stage,
+)
 from tools.verify.compare import RESPONSES, compare
 
 WHOLE = random(4, 3)
@@ -310,6 +320,32 @@ def test_an_update_that_one_weight_misses_is_wrong_though_the_weight_hardly_diff
     (wrong,) = found(tmp_path / "m", [(rank(), updated(missing))], updated(moved)).wrong()
     assert wrong.key == (Stage.WEIGHTS, WEIGHT, "update")
     assert wrong.ratio > 1000
+
+
+def test_a_weight_that_began_at_zero_may_end_where_an_update_of_rounding_brought_it(tmp_path):
+    one_is_rounding = np.where(np.arange(12).reshape(4, 3) == 7, 1e-9, 1).astype(np.float32)
+    moved = np.full_like(WHOLE, 0.01)
+
+    def ended(moves):
+        return [
+            *updated(moves, one_is_rounding)[:1],
+            *((weights(slot=slot), moves, place((0, 0, 0))) for slot in ("weight", "update")),
+        ]
+
+    other_way = moved * np.where(one_is_rounding < 1, -1, 1).astype(np.float32)
+    assert not found(tmp_path, [(rank(), ended(other_way))], ended(moved)).wrong()
+    (*_, wrong) = found(tmp_path / "m", [(rank(), ended(2 * moved))], ended(moved)).wrong()
+    assert wrong.key == (Stage.WEIGHTS, WEIGHT, "update")
+
+
+def test_a_weight_without_squares_of_its_gradient_has_the_largest_response_of_its_kind(tmp_path):
+    other = Site(Stage.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight", "weight")
+    both = [(weights(), WHOLE, place((0, 0, 0))), (other, WHOLE, place((1, 0, 0)))]
+    reference = write(tmp_path / "r", [(rank(), both)])
+    key = f"{other.stage}|{other.name}|{other.slot}"
+    (tmp_path / "r" / "rank-0" / RESPONSES_FILE).write_text(json.dumps({key: 1e-3}))
+    apart = [(site, values * np.float32(1.002), at) for site, values, at in both]
+    assert not compare(reference, write(tmp_path / "a", [(rank(), apart)])).wrong()
 
 
 def heads(name, slot, *shares):

@@ -90,6 +90,21 @@ def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() ->
     assert any("eod" in str(cell.flags) and len(cell.levels) > 1 for cell in cells)
 
 
+def test_what_one_release_cannot_train_is_kept_apart_in_that_release_alone() -> None:
+    one = family(factor("ahead", "none", "mtp"), factor("recompute", "none", "full"))
+    whole = matrix(one, Apart(("ahead/mtp", "recompute/full"), release="0.18"))
+    both = [one.level("ahead/mtp"), one.level("recompute/full")]
+    assert not whole.of(Version("0.18.2")).legal(one, both)
+    assert whole.of(Version("0.19.0")).legal(one, both)
+
+
+def test_cells_that_only_pair_two_levels_come_last() -> None:
+    _, cells = drawn()["dense"]
+    of_tables = {(cell.layout.name, level) for cell in cells for level in cell.levels}
+    early = {(cell.layout.name, level) for cell in cells[:-5] for level in cell.levels}
+    assert early == of_tables
+
+
 def test_cells_of_one_reference_follow_each_other() -> None:
     _, cells = drawn()["dense"]
     keys = [(cell.flags, cell.samples, cell.optimizer, cell.patch) for cell in cells]
