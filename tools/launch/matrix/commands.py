@@ -95,6 +95,10 @@ def fuzz(options: Options, console: Console) -> int:
             console.print(f"  {one.smallest.command()}", markup=False, soft_wrap=True)
     said = summary(list(run.records.values()), len(run.records))
     console.print(f"SEED={seed}: {said}", highlight=False)
+    if found:
+        console.print(
+            "Where the time ended within the search for the least, the same command continues it."
+        )
     folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
     store_drawn(folder, label(entry), Drawn(seed, tuple(run.records.values()), tuple(found)))
     _write(folder, whole, console)
@@ -181,11 +185,17 @@ def label(entry: MegatronEntry) -> str:
 
 
 def known_findings(name: str) -> tuple[Finding, ...]:
-    """Those that a version has and that a CPU rank can show; none of one that nobody judged."""
+    """Those with a wrong tensor that a version has and that a CPU rank can show.
+
+    None of a version that nobody judged. What ends a run hides nothing in other cells.
+    """
     return tuple(
         one
         for one in findings()
-        if one.verdict is not Judged.UNREACHABLE and name in one.present and one.patch.is_file()
+        if one.verdict is not Judged.UNREACHABLE
+        and name in one.present
+        and one.patch.is_file()
+        and not one.fails
     )
 
 
