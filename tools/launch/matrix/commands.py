@@ -96,9 +96,7 @@ def fuzz(options: Options, console: Console) -> int:
     said = summary(list(run.records.values()), len(run.records))
     console.print(f"SEED={seed}: {said}", highlight=False)
     if found:
-        console.print(
-            "Where the time ended within the search for the least, the same command continues it."
-        )
+        console.print("The same command continues a search for the least that the time cut off.")
     folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
     store_drawn(folder, label(entry), Drawn(seed, tuple(run.records.values()), tuple(found)))
     _write(folder, whole, console)
