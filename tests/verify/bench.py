@@ -248,6 +248,10 @@ GENERAL = {
 """Plants that act whatever else the model has, by family: cells of the matrix are tried with them."""
 
 
+IDLE = {"experts-outputs-unsorted": {"capacity/drops-padded", "dispatcher/all-gather"}}
+"""Levels with which a plant's code is not reached: padded experts' outputs go back by their shape."""
+
+
 def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator[tuple[str, bool]]:
     """Verify rows of the matrix with a plant, in the plant's layout: each must be called wrong.
 
@@ -262,6 +266,8 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
             for plant in itertools.islice(choice, len(GENERAL[family.name])):
                 layout = next(one for one in family.layouts if one.name == plant.strategy)
                 cell = Cell(family, layout, levels)
+                if IDLE.get(plant.id, set()) & {level.path for level in levels}:
+                    continue
                 if whole.legal(family, row, layout.name) and patched(cell, known) == cell:
                     break
             else:

@@ -371,7 +371,8 @@ def _drawn(version: MatrixOfVersion) -> list[str]:
         return []
     lines = [f"### {version.name}: drawn configurations", ""]
     for one in version.drawn:
-        counts = _counted([record.status for record in one.records])
+        numbers = _counted([record.status for record in one.records])
+        counts = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
         lines += [
             f"`make verify-fuzz SEED={one.seed}`, {one.records[0].date}: {len(one.records)} verified: "
             f"{counts}. {len(one.found) or 'None'} that no finding explains.",
