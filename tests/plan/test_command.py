@@ -110,7 +110,7 @@ def test_calibrated_constants_change_the_times(
     assert times[1] > 1.5 * times[0]
     file.write_text(json.dumps({"speed": 1}))
     assert main([*CONTRACT, "--calibration", str(file)]) == 2
-    assert "may hold attention, call_launch_seconds, contention" in capsys.readouterr().err
+    assert " may hold all_gather_share, all_to_all_share, attention, " in capsys.readouterr().err
 
 
 def test_a_longer_sequence_is_planned_with_more_positions(

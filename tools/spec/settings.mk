@@ -23,7 +23,7 @@
 ## Variables: the parity matrix [verify-matrix verify-fuzz verify-bf16]
 ##   FEATURES         families, features, levels of the matrix (all) [verify-matrix verify-fuzz]
 ##   LAYOUTS          layouts of the matrix (all)
-##   PAGE             folder of the matrix's pages (beside its cells) [verify-matrix verify-bf16]
+##   PAGE             folder of the matrix's pages (beside its cells)
 ##   MINUTES          minutes after which no cell is begun [verify-matrix verify-fuzz]
 ## Variables: where and how it is trained [every training target]
 ##   DRY_RUN          1 prints the command and trains nothing [also verify-matrix verify-fuzz prepare-ds* image]
