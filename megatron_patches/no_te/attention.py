@@ -27,6 +27,11 @@ def positions_of_rank(rank: int, ranks: int, local_length: int) -> Tensor:
     return torch.cat((first, second))
 
 
+def positions_of_gathered(ranks: int, local_length: int) -> Tensor:
+    """Global positions of all ranks' tokens, shape [local_length·ranks], in rank order."""
+    return torch.cat([positions_of_rank(r, ranks, local_length) for r in range(ranks)])
+
+
 @functools.lru_cache(maxsize=4)
 def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
     """True where a query may attend to a key, shape [local_length, local_length·ranks].
@@ -35,7 +40,7 @@ def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
     depend on the order of keys, so the gathered K and V need no reordering.
     """
     queries = positions_of_rank(rank, ranks, local_length)
-    keys = torch.cat([positions_of_rank(r, ranks, local_length) for r in range(ranks)])
+    keys = positions_of_gathered(ranks, local_length)
     return queries[:, None] >= keys[None, :]
 
 
@@ -143,7 +148,7 @@ def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: in
     mask = causal_mask(rank, ranks, local_length)
     if hidden is None:
         return mask
-    keys = torch.cat([positions_of_rank(r, ranks, local_length) for r in range(ranks)])
+    keys = positions_of_gathered(ranks, local_length)
     return mask.to(hidden.device) & ~hidden[..., keys.to(hidden.device)]
 
 

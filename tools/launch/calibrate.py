@@ -185,6 +185,8 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
     peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
     assert peak_flops is not None
     ring = figures.all_reduce_bytes_per_second or link.bytes_per_second
+    layer, on_gpu = figures.layer_seconds, kind is DeviceKind.GPU
+    of_layer, of_loop = (GPU_LAYER, GPU_LOOP) if on_gpu else (MEGATRON_LAYER, MEGATRON_LOOP)
     measured = {
         "matmul": _share(figures.matmul_flops, peak_flops),
         "attention": _share(figures.attention_flops, peak_flops),
@@ -193,7 +195,8 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
         "reduce_scatter_share": _share(figures.reduce_scatter_bytes_per_second, ring),
         "all_gather_share": _share(figures.all_gather_bytes_per_second, ring),
         "all_to_all_share": _share(figures.all_to_all_bytes_per_second, ring),
-        "layer_launch_seconds": figures.layer_seconds,
+        "layer_launch_seconds": None if layer is None else of_layer * layer,
+        "iteration_host_seconds": None if layer is None else of_loop * layer,
         "link_latency_seconds": figures.all_reduce_latency_seconds,
         "logit_seconds": figures.logit_seconds,
         "large_logit_seconds": figures.large_logit_seconds,
@@ -205,15 +208,7 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
     }
     known = {name: value for name, value in measured.items() if value is not None}
     calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
-    layer = figures.layer_seconds
-    if layer is not None:
-        on_gpu = kind is DeviceKind.GPU
-        calibration = replace(
-            calibration,
-            layer_launch_seconds=(GPU_LAYER if on_gpu else MEGATRON_LAYER) * layer,
-            iteration_host_seconds=(GPU_LOOP if on_gpu else MEGATRON_LOOP) * layer,
-        )
-    if kind is DeviceKind.GPU:
+    if on_gpu:
         return _rates_of_formulas(calibration, figures, device, link)
     # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
     return replace(calibration, contention=1.0, launch_beside_work=False)

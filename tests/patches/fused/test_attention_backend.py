@@ -45,27 +45,39 @@ def attending(kernel: str, device: str) -> Callable[..., torch.Tensor]:
     return attend if backend is None else only(backend)(attend)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("groups", [4, 2])
-def test_each_kernel_and_its_gradients_equal_float64(
-    kernel: str, dtype: torch.dtype, groups: int, device: str
+def check_against_float64(
+    kernel: str,
+    dtype: torch.dtype,
+    device: str,
+    shapes: list[tuple[int, ...]],
+    mask: torch.Tensor | None = None,
 ) -> None:
+    """The result and all gradients, for query, key and value of these shapes."""
     torch.manual_seed(0)
-    # An odd length, and the width of a head of gpt2-large.
-    shapes = [(33, 2, 4, 80), (33, 2, groups, 80), (33, 2, groups, 80)]
     inputs = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
     exact = [each.detach().double().requires_grad_() for each in inputs]
-    upstream = torch.randn(33, 2, 320, device=device).to(dtype)
-    out = attending(kernel, device)(*inputs, None, 80**-0.5, 0.0)
+    length, batch, heads, width = shapes[0]
+    upstream = torch.randn(length, batch, heads * width, device=device).to(dtype)
+    out = attending(kernel, device)(*inputs, mask, width**-0.5, 0.0)
     out.backward(upstream)
-    expected = attend(*exact, None, 80**-0.5, 0.0)
+    expected = attend(*exact, mask, width**-0.5, 0.0)
     expected.backward(upstream.double())
     close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
     torch.testing.assert_close(out.double(), expected, **close)
     for mine, theirs in zip(inputs, exact, strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("groups", [4, 2])
+def test_each_kernel_and_its_gradients_equal_float64(
+    kernel: str, dtype: torch.dtype, groups: int, device: str
+) -> None:
+    # An odd length, and the width of a head of gpt2-large.
+    shapes = [(33, 2, 4, 80), (33, 2, groups, 80), (33, 2, groups, 80)]
+    check_against_float64(kernel, dtype, device, shapes)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -74,22 +86,10 @@ def test_each_kernel_and_its_gradients_equal_float64(
 def test_with_the_mask_of_split_sequences_it_and_its_gradients_equal_float64(
     kernel: str, dtype: torch.dtype, rank: int, device: str
 ) -> None:
-    torch.manual_seed(0)
     # gpt2-large over two ranks: 512 queries, 1024 keys, heads 80 wide.
     shapes = [(512, 1, 2, 80), (1024, 1, 2, 80), (1024, 1, 2, 80)]
-    inputs = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
-    exact = [each.detach().double().requires_grad_() for each in inputs]
-    upstream = torch.randn(512, 1, 160, device=device).to(dtype)
     mask = causal_mask(rank, 2, 512).to(device)
-    out = attending(kernel, device)(*inputs, mask, 80**-0.5, 0.0)
-    out.backward(upstream)
-    expected = attend(*exact, mask, 80**-0.5, 0.0)
-    expected.backward(upstream.double())
-    close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
-    torch.testing.assert_close(out.double(), expected, **close)
-    for mine, theirs in zip(inputs, exact, strict=True):
-        assert mine.grad is not None
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
+    check_against_float64(kernel, dtype, device, shapes, mask)
 
 
 @pytest.mark.parametrize("kernel", ["chosen", "cudnn"])

@@ -28,7 +28,7 @@ class CheckResult(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """CheckResult and fix as one sentence."""
+        """What was found and the fix, as one sentence."""
         return self.found + "; " + self.fix + "."
 
 
