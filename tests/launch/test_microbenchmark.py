@@ -13,6 +13,7 @@ SMALL = Workload(
     attention_shape=(2, 16, 8),
     copy_bytes=1 << 18,
     layer=True,
+    parameters=1 << 12,
     all_reduce_bytes=1 << 16,
     latency=True,
     node_pairs=True,
@@ -50,6 +51,9 @@ def test_a_failure_is_reported_by_the_ranks_last_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sh", "-c", FAILING))
     with pytest.raises(LaunchError, match=r"^RuntimeError: the device is on fire$"):
         microbenchmark.measure(SMALL, DeviceKind.CPU, 2)
+    monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sh", "-c", KILLED))
+    with pytest.raises(LaunchError, match=r"^Signal 6 \(SIGABRT\) received by PID 40$"):
+        microbenchmark.measure(SMALL, DeviceKind.CPU, 2)
     monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sleep", "9"))
     with pytest.raises(LaunchError, match="the ranks did not end within 0 s"):
         microbenchmark.measure(SMALL, DeviceKind.CPU, 2, timeout_seconds=0.1)
@@ -58,6 +62,15 @@ def test_a_failure_is_reported_by_the_ranks_last_error(monkeypatch: pytest.Monke
 FAILING = """
 echo 'RuntimeError: the device is on fire
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+====' >&2
+exit 1
+"""
+
+KILLED = """
+echo 'Failures:
+  traceback : Signal 15 (SIGTERM) received by PID 41
+Root Cause (first observed failure):
+  traceback : Signal 6 (SIGABRT) received by PID 40
 ====' >&2
 exit 1
 """

@@ -28,6 +28,7 @@ from tools.spec.run import DeviceKind
 TIMEOUT_SECONDS = 120.0
 
 _ERROR = re.compile(r"\w*Error: .+")
+_SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID \d+")
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,9 @@ def _command(
 
 
 def _last_error(text: str) -> str:
-    """The last exception that a rank printed; torchrun's own report follows without a message."""
-    found = _ERROR.findall(text) or text.strip().splitlines() or ["the ranks failed"]
-    return str(found[-1]).strip()[:200]
+    """The last exception that a rank printed, or the signal that killed the first of them.
+
+    torchrun's own report follows, its root cause last.
+    """
+    found = _ERROR.findall(text) or _SIGNAL.findall(text) or text.strip().splitlines()
+    return str(found[-1]).strip()[:200] if found else "the ranks failed"
