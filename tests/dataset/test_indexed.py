@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tools.dataset.indexed import (
     DatasetError,
+    Piece,
     largest_token,
     open_dataset,
     strip_suffix,
@@ -25,9 +26,8 @@ def test_uint16_below_65500_entries_and_int32_from_there_on():
 
 def test_the_layout_byte_by_byte(tmp_path):
     path = tmp_path / "x.idx"
-    lengths = [np.array([3]), np.array([2])]
-    boundaries = [np.array([1, 1]), np.array([2])]
-    write_index(path, "uint16", lambda: lengths, lambda: boundaries)
+    pieces = [Piece(np.array([3]), np.array([0, 1, 1])), Piece(np.array([2]), np.array([0, 1]))]
+    write_index(path, "uint16", lambda: pieces)
     assert path.read_bytes() == (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 2, 4)
@@ -42,8 +42,8 @@ def test_the_layout_byte_by_byte(tmp_path):
 def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
     folder = tmp_path_factory.mktemp("index")
     lengths = np.array([n for document in counts for n in document], np.int32)
-    ends = np.cumsum([len(document) for document in counts], dtype=np.int64)
-    write_index(folder / "x.idx", "int32", lambda: [lengths], lambda: [ends])
+    boundaries = np.cumsum([0, *map(len, counts)], dtype=np.int64)
+    write_index(folder / "x.idx", "int32", lambda: [Piece(lengths, boundaries)])
     (folder / "x.bin").write_bytes(bytes(4 * int(lengths.sum())))
     dataset = open_dataset(folder / "x")
     assert (dataset.sequences, dataset.documents) == (len(lengths), len(counts))

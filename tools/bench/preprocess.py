@@ -26,8 +26,9 @@ from tools.bench.synthetic_text import TEXTS, write_synthetic
 from tools.dataset.indexed import DatasetError
 from tools.preprocess.documents import Parser, Problem
 from tools.preprocess.encoders import GigatokenEncoder
+from tools.preprocess.files import whole_file
+from tools.preprocess.lines import line_blocks
 from tools.preprocess.pipeline import default_threads
-from tools.preprocess.source import open_source
 from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
 
 Say = Callable[[str], None]
@@ -243,9 +244,8 @@ def _ceiling(source: Path) -> float:
 
 
 def _texts(path: Path) -> Iterable[tuple[int, list[str]]]:
-    source, parser = open_source((str(path),)), Parser(["text"])
-    held = 0
-    for block in source.blocks(source.start):
+    parser, held = Parser(["text"]), 0
+    for block in line_blocks(whole_file(path), 0, None):
         rows = parser.parse(block.content)
         texts = [row[0] for row in rows if not isinstance(row, Problem) and isinstance(row[0], str)]
         yield block.size_bytes, texts

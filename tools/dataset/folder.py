@@ -1,7 +1,7 @@
 """The folder `PREFIX.partial` that a run or a merge works in, and how its result gets its final name.
 
 A kill at any moment leaves either nothing, or whole parts that the repeated command starts from, or the
-finished data sets. `whole/` is there from the moment on when nothing but renames is left to do.
+finished data sets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from tools.dataset.indexed import DatasetError, bin_path, idx_path, manifest_path
 from tools.records.io import flush_names_to_disk, lock
 
-WHOLE = "whole"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)
 
@@ -52,27 +51,27 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def publish(folder: Path, prefixes: Mapping[str, Path]) -> None:
-    """Rename `whole/KEY.*` to the final names (again after a kill), then remove the folder.
+    """Rename the complete data sets `KEY.*` of a working folder to their names, then remove the folder.
 
     The `.idx` comes last: Megatron takes no data set without one.
     """
-    whole = folder / WHOLE
     for key, prefix in prefixes.items():
-        if idx_path(whole / key).exists():
-            idx_path(prefix).unlink(missing_ok=True)
-            flush_names_to_disk(prefix.parent)
-        move(manifest_path(whole / key), manifest_path(prefix))
-        move(bin_path(whole / key), bin_path(prefix))
+        idx_path(prefix).unlink(missing_ok=True)
         flush_names_to_disk(prefix.parent)
-        move(idx_path(whole / key), idx_path(prefix))
+        move(manifest_path(folder / key), manifest_path(prefix))
+        move(bin_path(folder / key), bin_path(prefix))
+        flush_names_to_disk(prefix.parent)
+        move(idx_path(folder / key), idx_path(prefix))
     flush_names_to_disk(folder.parent)
     retire(folder)
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename, unless an earlier process has done so already."""
+    """Rename; a manifest may be missing, and then there is none afterwards either."""
     if source.exists():
         source.replace(target)
+    else:
+        target.unlink(missing_ok=True)
 
 
 def retire(folder: Path) -> None:

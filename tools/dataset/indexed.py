@@ -221,34 +221,43 @@ def token_dtype(vocabulary: int) -> TokenType:
     return np.dtype(np.uint16 if vocabulary <= LARGEST_UINT16_VOCABULARY else np.int32)
 
 
-Arrays = Callable[[], Iterable[IntArray]]
-"""An array in pieces; the same ones each time it is called."""
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a data set, as its index describes it."""
+
+    lengths: IntArray
+    """Tokens of each sequence."""
+    boundaries: IntArray
+    """Sequences before each document boundary, from 0 on: documents + 1 numbers."""
 
 
-def write_index(path: Path, dtype: str, lengths: Arrays, boundaries: Arrays) -> None:
-    """Write an index in bounded memory, and have it on the disk.
+def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[Piece]]) -> None:
+    """Write the index of all pieces in order, in bounded memory, and have it on the disk.
 
     Args:
         path: The `.idx`.
         dtype: Of the tokens.
-        lengths: Tokens of each sequence.
-        boundaries: Sequences before each document boundary but the first, which is 0.
+        pieces: The same ones each time it is called.
     """
-    sequences, documents = sum(map(len, lengths())), sum(map(len, boundaries()))
     itemsize = np.dtype(dtype).itemsize
+    sequences = sum(len(piece.lengths) for piece in pieces())
+    documents = sum(len(piece.boundaries) - 1 for piece in pieces())
     with path.open("wb") as stream:
         code = _DTYPES.index(dtype) + 1
         stream.write(_HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
-        for chunk in _chunked(lengths()):
+        for chunk in _chunked(piece.lengths for piece in pieces()):
             stream.write(chunk.astype("<i4").data)
         start = 0
-        for chunk in _chunked(lengths()):
+        for chunk in _chunked(piece.lengths for piece in pieces()):
             ends = start + itemsize * np.cumsum(chunk, dtype=np.int64)
             stream.write((ends - itemsize * chunk.astype(np.int64)).astype("<i8").data)
             start = int(ends[-1])
         stream.write(np.array(0, "<i8").tobytes())
-        for chunk in _chunked(boundaries()):
-            stream.write(chunk.astype("<i8").data)
+        before = 0
+        for piece in pieces():
+            for chunk in _chunked([piece.boundaries[1:]]):
+                stream.write((before + chunk).astype("<i8").data)
+            before += len(piece.lengths)
         flush_to_disk(stream)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.dataset.folder import WHOLE, locked, publish, working_folder
+from tools.dataset.folder import locked, publish, working_folder
 from tools.dataset.indexed import (
     Dataset,
     DatasetError,
-    IntArray,
+    Piece,
     RunIdentity,
     ShardHash,
     bin_path,
@@ -23,7 +22,7 @@ from tools.dataset.indexed import (
     write_index,
     write_manifest,
 )
-from tools.records.io import flush_to_disk, made_whole
+from tools.records.io import flush_to_disk
 
 _KEY = "data"
 
@@ -39,6 +38,7 @@ def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None
     Raises:
         DatasetError: A data set's tokens are not those of its manifest.
     """
+    manifest_path(prefix).unlink(missing_ok=True)  # of a killed one
     sha256 = hashlib.sha256()
     shards: list[ShardHash] = []
     with bin_path(prefix).open("wb") as stream:
@@ -58,17 +58,10 @@ def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None
             shards.append(ShardHash(*counts, sha256.hexdigest()))
         flush_to_disk(stream)
 
-    def lengths() -> Iterator[IntArray]:
-        return (dataset.lengths for dataset in datasets)
+    def pieces() -> Iterator[Piece]:
+        return (Piece(dataset.lengths, dataset.boundaries) for dataset in datasets)
 
-    def boundaries() -> Iterator[IntArray]:
-        before = 0
-        for dataset in datasets:
-            # The first boundary of each is the last one of the data set before it.
-            yield before + dataset.boundaries[1:]
-            before += dataset.sequences
-
-    write_index(idx_path(prefix), datasets[0].dtype, lengths, boundaries)
+    write_index(idx_path(prefix), datasets[0].dtype, pieces)
     if identity is not None:
         known = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
         engine = " and ".join(dict.fromkeys(manifest.engine for manifest in known))
@@ -96,11 +89,7 @@ def merge(
     if not overwrite and any(path.exists() for path in there):
         raise DatasetError(f"{output} exists already; choose another, or give --overwrite.")
     with locked(folder):
-        shutil.rmtree(folder / WHOLE, ignore_errors=True)
-        with made_whole(folder / WHOLE, durable=True) as whole:
-            join(datasets, whole / _KEY, _identity(datasets))
-        idx_path(output).unlink(missing_ok=True)
-        manifest_path(output).unlink(missing_ok=True)
+        join(datasets, folder / _KEY, _identity(datasets))
         publish(folder, {_KEY: output})
     return open_dataset(output)
 

@@ -17,10 +17,9 @@ from tools.dataset.merge import merge
 from tools.dataset.split import draws
 from tools.dataset.verify import verify
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
-from tools.preprocess.progress import Progress
-from tools.preprocess.run import PreprocessOptions, preprocess
+from tools.preprocess.run import preprocess
 from tools.preprocess.sample import write_sample
-from tools.preprocess.source import parse_shard
+from tools.preprocess.source import PreprocessOptions, parse_shard
 from tools.spec.settings import program
 
 Add = Callable[..., Any]
@@ -91,13 +90,14 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _whole_number(flag: str, least: int) -> Callable[[str], int]:
-    """A reader of the value of `flag`, which is at least 0 or 1."""
+def _number(flag: str, least: int, unit: float = 1) -> Callable[[str], int]:
+    """A reader of the value of `flag`, in units of so many; `least` is 0 or 1."""
 
     def read(text: str) -> int:
-        if (value := int(text)) >= least:
-            return value
-        raise DatasetError(f"{flag} {value} is {'not positive' if least else 'negative'}.")
+        value = int(text) if unit == 1 else float(text)
+        if value < 0 or value == 0 < least:
+            raise DatasetError(f"{flag} {value:g} is {'not positive' if least else 'negative'}.")
+        return max(least, round(value * unit))
 
     return read
 
@@ -105,15 +105,6 @@ def _whole_number(flag: str, least: int) -> Callable[[str], int]:
 def _summary(dataset: Dataset) -> str:
     """One line of counts."""
     return f"{dataset.prefix}: {dataset.documents:,} documents, {dataset.tokens:,} tokens"
-
-
-def _bytes(flag: str, unit: float) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if (value := float(text)) <= 0:
-            raise DatasetError(f"{flag} {value:g} is not positive.")
-        return max(1, round(value * unit))
-
-    return number
 
 
 def _add_run_flags(add: Add) -> None:
@@ -129,16 +120,16 @@ def _add_run_flags(add: Add) -> None:
     part = "only this part, from 0; or 'slurm'"
     add("--shard", type=parse_shard, default="0/1", metavar="I/N", help=part)
     both = "documents encoded by Hugging Face tokenizers too, and compared"
-    count = _whole_number("--cross-check", 0)
+    count = _number("--cross-check", 0)
     add("--cross-check", type=count, default=64, metavar="N", help=both)
     large = "refuse documents larger than this"
-    size = _bytes("--max-document-mb", 1e6)
+    size = _number("--max-document-mb", 1, 1e6)
     add("--max-document-mb", dest="max_document_bytes", type=size, metavar="MB", help=large)
     commit = "input between two commits that a resumed run can start from"
-    size = _bytes("--commit-mib", 2**20)
+    size = _number("--commit-mib", 1, 2**20)
     add("--commit-mib", dest="part_bytes", type=size, default="64", metavar="MIB", help=commit)
     threads = "threads; 0 is one for each core"
-    count = _whole_number("--workers", 0)
+    count = _number("--workers", 0)
     add("--workers", dest="threads", type=count, default=0, metavar="N", help=threads)
     _add_hub_split(add)
     add("--restart", action="store_true", help="drop what an unfinished run has left")
@@ -154,17 +145,10 @@ def _run(flags: Flags) -> int:
     """Make data sets from JSON lines, parquet or the hub; resumes where it was cut off."""
     fields = vars(flags) | {"inputs": tuple(flags.inputs), "keys": tuple(flags.keys)}
     del fields["command"]
-    progress = Progress()
-    try:
-        datasets = preprocess(PreprocessOptions(**fields), progress)
-    finally:
-        progress.clear()
-    for dataset in datasets:
+    for dataset in preprocess(PreprocessOptions(**fields)):
         print(_summary(dataset))
         for kind, count in (dataset.manifest.problems if dataset.manifest else {}).items():
             print(f"  {count:,} × {kind}")
-    if progress.text_bytes:
-        print(f"{progress.seconds:.1f} s · {progress.describe()}")
     return 0
 
 
@@ -252,7 +236,7 @@ def _add_stats_flags(add: Add) -> None:
         ("--steps", 100, "iterations of the run"),
         ("--global-batch-size", 32, "samples of an iteration"),
     ):
-        add(flag, type=_whole_number(flag, 1), default=default, help=what)
+        add(flag, type=_number(flag, 1), default=default, help=what)
     add("--split", default="949,50,1", help="Megatron's --split")
     add("--json", action="store_true", help="print as JSON")
 

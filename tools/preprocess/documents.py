@@ -62,7 +62,7 @@ class Parser:
             rename=dict(zip(fields, keys, strict=True)),
             gc=False,
         )
-        self._decode_struct: Any = msgspec.json.Decoder(row).decode
+        self._decode: Any = msgspec.json.Decoder(row).decode
         self._texts = msgspec.structs.astuple
 
     def parse(self, content: object) -> list[Row]:
@@ -80,29 +80,27 @@ class Parser:
     def _parse_lines(self, data: bytes | bytearray) -> list[Row]:
         if b"\r" in data:  # Megatron reads in text mode, where all three line ends count.
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        lines = _split_lines(data)
-        if _is_utf8(data):  # `msgspec` does not look into the keys it skips
-            try:
-                return [self._decode(line) for line in lines]
-            except _REFUSED:
-                pass
-        return [self._parse_line(line) for line in lines]
-
-    def _decode(self, line: bytes | bytearray) -> Row:
-        texts: tuple[str, ...] = self._texts(self._decode_struct(line))
-        return texts
+        if data.find(b"\n") in (-1, len(data) - 1):  # one line, perhaps a large one: no copy
+            return [self._parse_line(data)]
+        return [self._parse_line(line) for line in data.removesuffix(b"\n").split(b"\n")]
 
     def _parse_line(self, line: bytes | bytearray) -> Row:
+        try:
+            if not line.isascii():
+                line.decode()  # `msgspec` does not look into the keys it skips
+            texts: tuple[str, ...] = self._texts(self._decode(line))
+            return texts
+        except (ValueError, RecursionError):
+            return self._parse_slowly(line)
+
+    def _parse_slowly(self, line: bytes | bytearray) -> Row:
+        """A line that is no object with a text for each key, as Python's `json` reads it."""
         if not line.strip():
             return Problem(ProblemKind.BLANK_LINE)
         try:
             text = line.decode().removesuffix("\n")
         except UnicodeDecodeError as error:
             return Problem(ProblemKind.INVALID_UTF8, f"byte {error.start + 1} of the line")
-        try:
-            return self._decode(line)
-        except _REFUSED:
-            pass
         try:
             # `len` stands for any integer: Python refuses to read one of over 4,300 digits.
             row = json.loads(text, parse_int=len)
@@ -153,23 +151,3 @@ def _check_texts(keys: Sequence[str], row: Mapping[str, Any]) -> Row:
 def utf8_size(text: str) -> int:
     """Bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
-
-
-_REFUSED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-def _split_lines(data: bytes | bytearray) -> Sequence[bytes | bytearray]:
-    end = data.find(b"\n")
-    if end in (-1, len(data) - 1):  # one line, perhaps a large one: no copy
-        return [data]
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    return lines
-
-
-def _is_utf8(data: bytes | bytearray) -> bool:
-    try:
-        return data.isascii() or bool(data.decode())
-    except UnicodeDecodeError:
-        return False

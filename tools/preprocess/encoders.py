@@ -186,32 +186,25 @@ def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Enc
 
     `say` is called whenever the slow encoder has to do the work, with the reason.
     """
-    try:
-        return ExactEncoder(_checked_gigatoken(spec, samples), spec)
-    except _UnfitError as reason:
-        say(f"Encoding with tokenizers: {reason}")
+    if (reason := _unfit(spec, samples)) is None:
+        return ExactEncoder(_gigatoken(spec), spec)
+    say(f"Encoding with tokenizers: {reason}")
     slow = _hugging_face(spec)
     return ExactEncoder(slow, spec) if spec.name == GPT2 else slow
 
 
-class _UnfitError(Exception):
+def _unfit(spec: TokenizerSpec, samples: Sequence[str]) -> str | None:
     """Why gigatoken cannot do the work."""
-
-
-def _checked_gigatoken(spec: TokenizerSpec, samples: Sequence[str]) -> Encoder:
     if any(token.get("single_word") for token in spec.added_tokens):
-        raise _UnfitError(f"gigatoken does not honour single_word of '{spec.name}'.")
+        return f"gigatoken does not honour single_word of '{spec.name}'."
     try:
         fast = _gigatoken(spec)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise _UnfitError(f"gigatoken does not know '{spec.name}' ({reason}).") from None
+        return f"gigatoken does not know '{spec.name}' ({str(error).strip().splitlines()[0]})."
     texts = [text[:_CHECKED_CHARACTERS] for text in samples] + _probes(spec)
     texts = [text for text in texts if not has_unassigned(text)]
     found = first_difference(fast, _hugging_face(spec), texts) if texts else None
-    if found is not None:
-        raise _UnfitError(f"gigatoken encodes {found[:60]!r} differently.")
-    return fast
+    return None if found is None else f"gigatoken encodes {found[:60]!r} differently."
 
 
 def first_difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:

@@ -102,8 +102,8 @@ class Hub:
         try:
             for table in self._opened[1].skip(offset).with_format("arrow").iter(_STREAMED_ROWS):
                 tables.check_columns(table.column_names, self.label, keys)
-                yield from tables.record_blocks(table.select(list(keys)), keys, offset, 0)
                 offset += table.num_rows
+                yield tables.row_block(table.select(list(keys)), keys, offset, 0)
         except DatasetError:
             raise
         except Exception as error:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from tools.dataset.folder import WHOLE
 from tools.dataset.indexed import (
     DatasetError,
+    Piece,
     RunIdentity,
     ShardHash,
     bin_path,
@@ -83,8 +82,7 @@ def _write_part(
                 problems.update(problem.kind for _, problem in encoded.problems)
                 size += encoded.block.size_bytes
         for key, output in zip(identity.json_keys, outputs, strict=True):
-            shard = output.finish()
-            write_manifest(folder / key, key, engine, problems, identity, [shard])
+            write_manifest(folder / key, key, engine, problems, identity, [output.finish()])
     return FinishedPart(end, final)
 
 
@@ -93,38 +91,36 @@ class _Output:
 
     def __init__(self, prefix: Path, identity: RunIdentity, stack: ExitStack) -> None:
         self._prefix = prefix
-        self._dtype = token_dtype(identity.vocabulary)
+        self._dtype = token_dtype(identity.vocabulary).name
         self._stream = stack.enter_context(bin_path(prefix).open("wb"))
         self._sha256 = hashlib.sha256()
-        self._blocks: list[Packed] = []
+        self._pieces: list[Piece] = []
+        self._text_bytes = 0
 
     def append(self, block: Packed) -> None:
         """Add a block."""
         self._sha256.update(block.tokens)
         self._stream.write(block.tokens.data)
-        self._blocks.append(replace(block, tokens=np.empty(0)))
+        self._pieces.append(block.index)
+        self._text_bytes += block.text_bytes
 
     def finish(self) -> ShardHash:
         """Have both files on the disk; what they hold."""
         flush_to_disk(self._stream)
-        lengths = np.concatenate([np.empty(0, np.int32), *(b.lengths for b in self._blocks)])
-        counts = np.concatenate([np.empty(0, np.int32), *(b.counts for b in self._blocks)])
-        ends = np.cumsum(counts, dtype=np.int64)
-        write_index(idx_path(self._prefix), self._dtype.name, lambda: [lengths], lambda: [ends])
-        tokens = int(lengths.sum(dtype=np.int64))
-        text_bytes = sum(block.text_bytes for block in self._blocks)
-        return ShardHash(len(counts), len(lengths), tokens, text_bytes, self._sha256.hexdigest())
+        write_index(idx_path(self._prefix), self._dtype, lambda: self._pieces)
+        made = open_dataset(self._prefix)
+        counts = (made.documents, made.sequences, made.tokens, self._text_bytes)
+        return ShardHash(*counts, self._sha256.hexdigest())
 
 
 def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
-    """Make the data sets of all parts, as the folder `whole`; from then on only renames are left."""
-    with made_whole(folder / WHOLE, durable=True) as whole:
-        for key in identity.json_keys:
-            try:
-                parts = [open_dataset(_part_folder(folder, n) / key) for n in range(count)]
-                join(parts, whole / key, identity)
-            except DatasetError as error:
-                raise DatasetError(f"{error} Or start over with --restart.") from None
+    """Make the data sets of all parts, in the run's folder."""
+    for key in identity.json_keys:
+        try:
+            parts = [open_dataset(_part_folder(folder, n) / key) for n in range(count)]
+            join(parts, folder / key, identity)
+        except DatasetError as error:
+            raise DatasetError(f"{error} Or start over with --restart.") from None
 
 
 def decoded[Record](file: Path, kind: type[Record]) -> Record:

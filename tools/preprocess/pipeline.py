@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tools.dataset.indexed import IntArray, TokenType
+from tools.dataset.indexed import IntArray, Piece, TokenType
 from tools.preprocess.documents import Parser, Problem, ProblemKind, Text, utf8_size
 from tools.preprocess.encoders import Encoder
 from tools.preprocess.files import BLOCK_BYTES, Block
@@ -25,10 +25,7 @@ class Packed:
 
     tokens: IntArray
     """Of the data set's dtype."""
-    lengths: IntArray
-    """Tokens of each sequence."""
-    counts: IntArray
-    """Sequences of each document; 0 marks an empty one."""
+    index: Piece
     text_bytes: int
     """UTF-8 bytes of the texts."""
 
@@ -43,18 +40,16 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
     flat = [sentence for document in documents for sentence in document]
     ids, offsets = encoder.encode(flat)
     lengths = np.diff(offsets)
-    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
     filled = np.cumsum(np.concatenate(([0], lengths > 0)))
-    boundaries = filled[ends]
-    counts = np.diff(boundaries, prepend=0)
+    boundaries = filled[np.cumsum([0, *map(len, documents)])]
     lengths = lengths[lengths > 0].astype(np.int32)
     tokens = ids.astype(dtype)
     del ids  # of a large document it is larger than what follows
     if eod is not None:
-        last = boundaries[counts > 0] - 1
+        last = boundaries[1:][np.diff(boundaries) > 0] - 1
         tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], eod)
         lengths[last] += 1
-    return Packed(tokens, lengths, counts.astype(np.int32), sum(map(utf8_size, flat)))
+    return Packed(tokens, Piece(lengths, boundaries), sum(map(utf8_size, flat)))
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class Pipeline:
         problems += [
             (documents[index][0], Problem(ProblemKind.EMPTY_DOCUMENT))
             for column in packed
-            for index in np.flatnonzero(column.counts == 0).tolist()
+            for index in np.flatnonzero(np.diff(column.index.boundaries) == 0).tolist()
         ]
         return Encoded(replace(block, content=None), len(rows), tuple(problems), packed)
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal
 
-from tools.dataset.folder import WHOLE, locked, publish, retire, working_folder
+from tools.dataset.folder import locked, publish, retire, working_folder
 from tools.dataset.indexed import (
     Dataset,
     DatasetError,
@@ -25,8 +24,8 @@ from tools.preprocess.files import Block, Position, Slice
 from tools.preprocess.lines import lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
-from tools.preprocess.progress import Progress
-from tools.preprocess.source import InputShard, InputStream, open_source
+from tools.preprocess.progress import ProgressLine
+from tools.preprocess.source import InputStream, PreprocessOptions, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
 
@@ -40,45 +39,9 @@ _NAMED_PROBLEMS = 10
 """Places named for each kind of problem; the others are only counted."""
 
 
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """Flags of a run; `cli` has their defaults."""
-
-    inputs: tuple[str, ...]
-    """Files, folders, globs; or one `hub:NAME`."""
-    output_prefix: Path
-    keys: tuple[str, ...]
-    shard: InputShard
-    max_document_bytes: int | None
-    hub_config: str | None
-    hub_split: str
-    tokenizer: str
-    append_eod: bool
-    on_error: Literal["stop", "skip"]
-    cross_check: int
-    """Documents encoded by two tokenizers before the run."""
-    part_bytes: int
-    """Input between two commits."""
-    threads: int
-    """0 is every core this process may use."""
-    restart: bool
-    overwrite: bool
-
-
-def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
-    """Make a data set for each JSON key, resuming an earlier run that was cut off.
-
-    `progress` counts, and shows what a user should know.
-    """
-    spec = load_tokenizer(options.tokenizer)
-    source = open_source(
-        options.inputs,
-        options.keys,
-        options.shard,
-        options.max_document_bytes,
-        options.hub_config,
-        options.hub_split,
-    )
+def preprocess(options: PreprocessOptions) -> list[Dataset]:
+    """Make a data set for each JSON key, resuming an earlier run that was cut off."""
+    spec, source = load_tokenizer(options.tokenizer), open_source(options)
     identity = RunIdentity(
         inputs=source.identities,
         tokenizer=spec.name,
@@ -93,6 +56,7 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
     base = options.output_prefix
     prefixes = {key: base.with_name(f"{base.name}_{key}_document") for key in options.keys}
     folder = working_folder(base)
+    progress = ProgressLine()
     if options.restart and folder.exists():
         with locked(folder):
             retire(folder)
@@ -103,92 +67,90 @@ def preprocess(options: PreprocessOptions, progress: Progress) -> list[Dataset]:
             return done
     with locked(folder):
         _claim(folder / "run.json", identity)
-        if not (folder / WHOLE).exists():
-            _fill(folder, options, spec, source, identity, progress)
+        _Work(options, spec, source, progress).fill(folder, identity)
         publish(folder, prefixes)
         return [open_dataset(prefix) for prefix in prefixes.values()]
 
 
-def _fill(
-    folder: Path,
-    options: PreprocessOptions,
-    spec: TokenizerSpec,
-    source: InputStream,
-    identity: RunIdentity,
-    progress: Progress,
-) -> None:
-    """Encode what is not yet in parts, and join all of them."""
-    parts = read_parts(folder)
-    if parts:
-        progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
-    start = parts[-1].end if parts else source.start
-    parser = Parser(options.keys, options.max_document_bytes)
-    # The samples have no name here: one may be a large document, which the run would keep to its end.
-    encoder = choose_encoder(spec, source.samples(options.cross_check, parser), progress.say)
-    threads = options.threads or default_threads()
-    dtype = token_dtype(spec.vocabulary)
-    pipeline = Pipeline(parser, encoder, dtype, identity.eod, threads)
-    progress.total_bytes = source.size_bytes
-    encoded = pipeline.run(_announced(source, start, progress))
-    named = _named(source, start, encoded, options.on_error == "skip", progress)
-    write_parts(folder, parts, named, identity, encoder.name)
-    join_parts(folder, len(parts), identity)
+@dataclass(frozen=True)
+class _Work:
+    """The way from blocks to parts."""
 
+    options: PreprocessOptions
+    spec: TokenizerSpec
+    source: InputStream
+    progress: ProgressLine
 
-def _announced(source: InputStream, start: Position, progress: Progress) -> Iterator[Block]:
-    """The blocks to encode; a user hears of a very large one before it takes its memory."""
-    for block in source.blocks(start):
-        if block.size_bytes > ANNOUNCED_BYTES:
-            progress.say(
-                f"{source.slices[block.slice_index].name} has a document of "
-                f"{block.size_bytes >> 20} MiB ending at {block.next_offset}: it takes up to "
-                f"{MEMORY_MULTIPLE} times that in memory ({UNBROKEN_MULTIPLE} times if it is "
-                "one unbroken word); --max-document-mb refuses such."
-            )
-        yield block
-
-
-def _named(
-    source: InputStream,
-    start: Position,
-    blocks: Iterator[Encoded],
-    skip_errors: bool,
-    progress: Progress,
-) -> Iterator[tuple[Position, Encoded]]:
-    """The blocks, each with the place where it ends; their problems named by file and line."""
-    named: Counter[str] = Counter()
-    place = start
-    for encoded in blocks:
-        block = encoded.block
-        slice_ = source.slices[block.slice_index]
-        if block.slice_index != place.slice_index:
-            place = Position(block.slice_index, 0, 0)
-        for line, problem in encoded.problems:
-            named[problem.kind] += 1
-            if problem.kind not in HARMLESS and not skip_errors:
-                raise DatasetError(
-                    f"{_describe(problem, slice_, place.lines + line)}; correct it, or leave such "
-                    "documents out with --on-error skip."
-                )
-            if named[problem.kind] <= _NAMED_PROBLEMS:
-                done = "noted" if problem.kind in HARMLESS else "left out"
-                progress.say(f"{_describe(problem, slice_, place.lines + line)} ({done})")
-        place = Position(block.slice_index, block.next_offset, place.lines + encoded.line_count)
-        progress.add(
-            done_bytes=block.read_bytes,
-            text_bytes=block.size_bytes,
-            documents=len(encoded.packed[0].counts),
-            tokens=sum(len(packed.tokens) for packed in encoded.packed),
+    def fill(self, folder: Path, identity: RunIdentity) -> None:
+        """Encode what is not yet in parts, and join all of them."""
+        parts = read_parts(folder)
+        if parts:
+            self.progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
+        start = parts[-1].end if parts else self.source.start
+        parser = Parser(self.options.keys, self.options.max_document_bytes)
+        # The samples have no name here: one may be large, and the run would keep it to its end.
+        encoder = choose_encoder(
+            self.spec, self.source.samples(self.options.cross_check, parser), self.progress.say
         )
-        yield place, encoded
+        threads = self.options.threads or default_threads()
+        dtype = token_dtype(self.spec.vocabulary)
+        pipeline = Pipeline(parser, encoder, dtype, identity.eod, threads)
+        with self.progress.shown:
+            blocks = self._named(start, pipeline.run(self._announced(start)))
+            write_parts(folder, parts, blocks, identity, encoder.name)
+        join_parts(folder, len(parts), identity)
 
+    def _announced(self, start: Position) -> Iterator[Block]:
+        """The blocks to encode; a user hears of a very large one before it takes its memory."""
+        for block in self.source.blocks(start):
+            if block.size_bytes > ANNOUNCED_BYTES:
+                self.progress.say(
+                    f"{self.source.slices[block.slice_index].name} has a document of "
+                    f"{block.size_bytes >> 20} MiB ending at {block.next_offset}: it takes up to "
+                    f"{MEMORY_MULTIPLE} times that in memory ({UNBROKEN_MULTIPLE} times if it is "
+                    "one unbroken word); --max-document-mb refuses such."
+                )
+            yield block
 
-def _describe(problem: Problem, slice_: Slice, line: int) -> str:
-    """`file:line: what (detail)`, with the line's number in the whole file."""
-    if problem.kind is ProblemKind.EMPTY_FILE:
-        return f"{slice_.name}: {problem.kind}"
-    detail = f" ({problem.detail})" if problem.detail else ""
-    return f"{slice_.name}:{lines_before(slice_) + line + 1}: {problem.kind}{detail}"
+    def _named(
+        self, start: Position, blocks: Iterator[Encoded]
+    ) -> Iterator[tuple[Position, Encoded]]:
+        """The blocks, each with the place where it ends; their problems named by file and line."""
+        seen: Counter[str] = Counter()
+        place = start
+        for encoded in blocks:
+            block = encoded.block
+            if block.slice_index != place.slice_index:
+                place = Position(block.slice_index, 0, 0)
+            for row, problem in encoded.problems:
+                seen[problem.kind] += 1
+                if seen[problem.kind] <= _NAMED_PROBLEMS:
+                    self._name(problem, self.source.slices[block.slice_index], place.lines + row)
+            place = Position(block.slice_index, block.next_offset, place.lines + encoded.line_count)
+            self.progress.add(
+                done=block.read_bytes,
+                total=self.source.size_bytes,
+                text_bytes=block.size_bytes,
+                documents=len(encoded.packed[0].index.boundaries) - 1,
+                tokens=sum(len(packed.tokens) for packed in encoded.packed),
+            )
+            yield place, encoded
+
+    def _name(self, problem: Problem, slice_: Slice, line: int) -> None:
+        """Print `file:line: what (detail)`, with the line's number in the whole file, or refuse it."""
+        where = (
+            f":{lines_before(slice_) + line + 1}" if problem.kind != ProblemKind.EMPTY_FILE else ""
+        )
+        detail = f" ({problem.detail})" if problem.detail else ""
+        said = f"{slice_.name}{where}: {problem.kind}{detail}"
+        if problem.kind in HARMLESS:
+            self.progress.say(f"{said} (noted)")
+        elif self.options.on_error == "skip":
+            self.progress.say(f"{said} (left out)")
+        else:
+            raise DatasetError(
+                f"{said}; correct it, or leave such documents out with --on-error skip."
+            )
 
 
 def _claim(file: Path, identity: RunIdentity) -> None:

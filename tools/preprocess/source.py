@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 from tools.dataset.indexed import DatasetError, InputIdentity
 from tools.preprocess.documents import Parser, Problem, ProblemKind
@@ -20,14 +21,11 @@ from tools.preprocess.lines import line_blocks, next_line_start
 class InputShard:
     """One of `count` parts; `index` counts from 0."""
 
-    index: int = 0
-    count: int = 1
+    index: int
+    count: int
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
-
-
-WHOLE_INPUT = InputShard()
 
 
 def parse_shard(text: str) -> InputShard:
@@ -97,13 +95,38 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
 
 
 @dataclass(frozen=True)
+class PreprocessOptions:
+    """Flags of a run; `cli` has their defaults."""
+
+    inputs: tuple[str, ...]
+    """Files, folders, globs; or one `hub:NAME`."""
+    output_prefix: Path
+    keys: tuple[str, ...]
+    shard: InputShard
+    max_document_bytes: int | None
+    hub_config: str | None
+    hub_split: str
+    tokenizer: str
+    append_eod: bool
+    on_error: Literal["stop", "skip"]
+    cross_check: int
+    """Documents encoded by two tokenizers before the run."""
+    part_bytes: int
+    """Input between two commits."""
+    threads: int
+    """0 is every core this process may use."""
+    restart: bool
+    overwrite: bool
+
+
+@dataclass(frozen=True)
 class InputStream:
     """Slices in order, and how to read them."""
 
     slices: tuple[Slice, ...]
     identities: tuple[InputIdentity, ...]
     keys: tuple[str, ...]
-    max_document_bytes: int | None = None
+    max_document_bytes: int | None
     hub: Hub | None = None
 
     @property
@@ -152,33 +175,27 @@ class InputStream:
         return line_blocks(slice_, offset, self.max_document_bytes)
 
 
-def open_source(
-    inputs: Sequence[str],
-    keys: tuple[str, ...] = ("text",),
-    shard: InputShard = WHOLE_INPUT,
-    max_document_bytes: int | None = None,
-    hub_config: str | None = None,
-    hub_split: str = "train",
-) -> InputStream:
+def open_source(options: PreprocessOptions) -> InputStream:
     """Find what `--input` names and cut it to the part asked for."""
+    keys, limit = options.keys, options.max_document_bytes
     for key in keys:
         if not key or "/" in key or "\0" in key or keys.count(key) > 1:
             raise DatasetError(
                 f"--json-keys '{key}' cannot name a data set: keys become part of the file's "
                 "name, so each must be given once, without slashes."
             )
-    if any(name.startswith(HUB_PREFIX) for name in inputs):
-        if len(inputs) > 1:
+    first, *others = options.inputs
+    if any(name.startswith(HUB_PREFIX) for name in options.inputs):
+        if others:
             raise DatasetError("--input hub:NAME stands alone; run once for each and merge.")
-        if shard.count > 1:
+        if options.shard.count > 1:
             raise DatasetError(
-                f"--input {inputs[0]} is not cut by --shard; download it and give its files with "
-                "--input."
+                f"--input {first} is not cut by --shard; download it and give its files with --input."
             )
-        hub = Hub(inputs[0].removeprefix(HUB_PREFIX), hub_config, hub_split)
+        hub = Hub(first.removeprefix(HUB_PREFIX), options.hub_config, options.hub_split)
         rows = Slice(hub.label, Format.HUB, 0, None, 0)
-        return InputStream((rows,), (hub.identity(),), keys, max_document_bytes, hub)
-    files = expand(inputs)
+        return InputStream((rows,), (hub.identity(),), keys, limit, hub)
+    files = expand(options.inputs)
     identities = tuple(identify(file) for file in files)
-    slices = cut([whole_file(file) for file in files], shard)
-    return InputStream(slices, identities, keys, max_document_bytes)
+    slices = cut([whole_file(file) for file in files], options.shard)
+    return InputStream(slices, identities, keys, limit)

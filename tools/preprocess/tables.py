@@ -37,14 +37,9 @@ def row_groups(name: str) -> list[int]:
         return []
 
 
-def record_blocks(batch: Any, keys: Sequence[str], offset: int, read_bytes: int) -> Iterator[Block]:
-    """Cut a record batch (or table) that starts at row `offset` into blocks of `BLOCK_BYTES`."""
-    rows = batch.num_rows
-    step = max(1, rows * BLOCK_BYTES // max(batch.nbytes, 1))
-    for start in range(0, rows, step):
-        piece = batch.slice(start, step)
-        columns = tuple(_as_bytes(piece.column(key)) for key in keys)
-        yield Block(offset + start + piece.num_rows, piece.nbytes, read_bytes, columns)
+def row_block(rows: Any, keys: Sequence[str], end: int, read_bytes: int) -> Block:
+    """The block of a record batch (or table) that ends before row `end`."""
+    return Block(end, rows.nbytes, read_bytes, tuple(_as_bytes(rows.column(key)) for key in keys))
 
 
 def check_columns(columns: Sequence[str], name: str, keys: Sequence[str]) -> None:
@@ -77,13 +72,12 @@ def _rows(file: Any, slice_: Slice, offset: int, keys: Sequence[str]) -> Iterato
             row += group.num_rows
             continue
         size = _rows_a_batch(group, keys)
-        batches = file.iter_batches(size, [number], columns=list(keys), use_threads=False)
-        for batch in batches:
+        for batch in file.iter_batches(size, [number], columns=list(keys), use_threads=False):
             read = slice_.size_bytes * (row - slice_.start) // max(stop - slice_.start, 1)
-            for block in record_blocks(batch, keys, row, read):
-                if block.next_offset > offset:
-                    yield block
+            rest = batch.slice(max(0, offset - row))
             row += batch.num_rows
+            if rest.num_rows:
+                yield row_block(rest, keys, row, read)
 
 
 def _rows_a_batch(group: Any, keys: Sequence[str]) -> int:

@@ -85,26 +85,19 @@ def gpt2_files() -> tuple[Path, Path]:
 
 @functools.cache
 def _load_gpt2() -> TokenizerSpec:
-    contents = {path.name: _read_pinned(path) for path in gpt2_files()}
-    vocabulary: dict[str, int] = json.loads(contents["encoder.json"])
-    # First line: a version; after the last one: nothing.
-    merges = contents["vocab.bpe"].decode().split("\n")[1:-1]
-    definition = {
-        "added_tokens": [],  # Megatron reads `<|endoftext|>` in a text as text
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
-    }
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    files = gpt2_files()
+    contents = [_read_pinned(file) for file in files]
+    # No added token: Megatron reads `<|endoftext|>` in a text as text.
+    tokenizer = Tokenizer(models.BPE.from_file(*map(str, files)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return TokenizerSpec(
         name=GPT2,
-        sha256=hashlib.sha256(contents["encoder.json"] + contents["vocab.bpe"]).hexdigest(),
-        vocabulary=len(vocabulary),
-        eod=vocabulary[GPT2_END_OF_TEXT],
-        definition=json.dumps(definition),
+        sha256=hashlib.sha256(b"".join(contents)).hexdigest(),
+        vocabulary=tokenizer.get_vocab_size(),
+        eod=tokenizer.token_to_id(GPT2_END_OF_TEXT),
+        definition=tokenizer.to_str(),
     )
 
 
@@ -156,17 +149,19 @@ def _refuse_other_formats(path: Path) -> None:
 
 
 def _load_file(file: Path) -> TokenizerSpec:
+    from tokenizers import Tokenizer
+
     content = file.read_bytes()
     try:
-        definition = json.loads(content)
-        vocabulary = _entries(definition)
-    except (ValueError, KeyError, TypeError) as error:
+        vocabulary = Tokenizer.from_buffer(content).get_vocab()
+    except Exception as error:  # the library raises nothing more special
         raise DatasetError(
             f"{file} is not a Hugging Face tokenizer.json ({type(error).__name__}: {error}); "
             "save the tokenizer again with save_pretrained()."
         ) from None
     eos = _eos_token(file.parent)
-    largest, most = max(vocabulary.values()), np.iinfo(token_dtype(len(vocabulary))).max
+    largest = max(vocabulary.values(), default=0)
+    most = np.iinfo(token_dtype(len(vocabulary))).max
     if largest > most:
         raise DatasetError(
             f"{file} has {len(vocabulary)} entries but id {largest}, which the {most + 1} ids of "
@@ -179,14 +174,6 @@ def _load_file(file: Path) -> TokenizerSpec:
         eod=vocabulary.get(eos) if eos is not None else None,
         definition=content.decode(),
     )
-
-
-def _entries(definition: dict[str, Any]) -> dict[str, int]:
-    """Token → id of model and added tokens."""
-    vocab = definition["model"]["vocab"]
-    # A Unigram model lists (piece, score) pairs; the place is the id.
-    entries = dict(vocab) if isinstance(vocab, dict) else {p[0]: i for i, p in enumerate(vocab)}
-    return entries | {t["content"]: int(t["id"]) for t in definition.get("added_tokens") or []}
 
 
 def _eos_token(folder: Path) -> str | None:
