@@ -2,16 +2,17 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tools.launch.compose import Launch, compose
-from tools.launch.flags import start_flags, tokenizer_flags
+from tools.launch.flags import start_flags
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
-from tools.records.run import MegatronEntry
+from tools.records.run import RUN_FILE, MegatronEntry, decode_run
 from tools.spec.files import ROOT
-from tools.spec.flags import Flags
+from tools.spec.flags import Flags, counted_vocabulary, null_tokenizer
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import (
@@ -22,8 +23,6 @@ from tools.spec.strategy import (
     parse_strategy,
     strategy_flags,
 )
-
-WHEEL = MegatronEntry("e.py", "0.19.0")
 
 
 def composed(name: str, **options: object) -> Launch:
@@ -104,8 +103,23 @@ def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(t
     [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)],
 )
 def test_the_null_tokenizer_gets_the_size_that_gives_gpt2s(version: str, size: int) -> None:
-    entry = replace(WHEEL, megatron_version=version)
-    assert tokenizer_flags(load_model("gpt2-tiny"), entry)[-1] == str(size)
+    words = null_tokenizer(50257, version)
+    assert words == ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
+    assert Flags(counted_vocabulary(words, version)).integer("--vocab-size", 0) == 50257
+
+
+def test_a_run_of_an_older_megatron_has_the_models_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    older = MegatronEntry("e.py", "0.17.1")
+    monkeypatch.setattr("tools.launch.compose.entry_of", lambda *_: older)
+    launch = composed("train-tp2-gpt2-tiny-2cpu")
+    assert Flags(launch.flags).integer("--vocab-size", 0) == 50256
+    assert launch.spec.shape.vocabulary == 50257
+    run = next((ROOT / "tests/golden/runs").glob(f"*-tp2-gpt2-tiny-2cpu/{RUN_FILE}"))
+    data = msgspec.json.decode(run.read_bytes())
+    data |= {"argv": launch.flags, "entry": msgspec.to_builtins(older)}
+    assert decode_run(data).spec.shape.vocabulary == 50257
 
 
 def test_fsdp_leaves_the_connection_limit_unset() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tools.launch.compose import Launch, start_checkpoint_path
-from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.native.settings import (
     FROM_CONFIG,
@@ -22,7 +21,7 @@ from tools.native.settings import (
     unknown_flags,
 )
 from tools.spec.files import from_root
-from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.flags import Flags, drop_flags, merge_flags, release
 from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import UNTIED, Sharding, strategy_flags

@@ -24,7 +24,6 @@ from tools.launch.flags import (
     runtime_flags,
     sharding_flags,
     start_flags,
-    tokenizer_flags,
 )
 from tools.launch.megatron_entry import find_entry
 from tools.launch.network import LinkRate, link_of
@@ -34,7 +33,7 @@ from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import MegatronEntry
 from tools.spec.files import ROOT, from_root
-from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags, null_tokenizer
 from tools.spec.model import (
     GPT2_VOCABULARY,
     Model,
@@ -202,7 +201,7 @@ def compose(
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(options.dropout) if options.dropout is not None else (),
         ("--seed", str(options.seed), "--data-path", data),
-        tokenizer_flags(model, entry),
+        null_tokenizer(model.shape.vocabulary, entry.megatron_version),
         start_flags(start, parallelism, _padded_to(model)) if start else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
         optimizer_flags(options.optimizer, entry.megatron_version),
@@ -211,7 +210,9 @@ def compose(
         _but_its_vocabulary(options.extra, model),
     )
     spec = replace(
-        spec_of_flags(flags, devices, device, model.name),
+        spec_of_flags(
+            counted_vocabulary(flags, entry.megatron_version), devices, device, model.name
+        ),
         fused=options.fused,
         link_bits_per_second=options.network.bits_per_second if options.network else None,
         shares_gpu=options.share_gpu,

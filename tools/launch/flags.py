@@ -8,12 +8,11 @@ from pathlib import Path
 from megatron_patches.fusions import dropped_flags
 from megatron_patches.plant import FILE as PLANT_FILE
 from megatron_patches.plant import SHA256 as PLANT_SHA256
-from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import MegatronEntry
 from tools.spec.files import from_root, read_args_file
-from tools.spec.flags import drop_flags, flag_words
+from tools.spec.flags import drop_flags, flag_words, release
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
 from tools.spec.model import LOADING, Model, training_flags
 from tools.spec.run import DeviceKind, OptimizerName, Plant
@@ -71,20 +70,6 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     needed = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
     alone = (0, 16) <= release(entry.megatron_version) < (0, 18)
     return ("--use-distributed-optimizer",) if needed and alone else ()
-
-
-def tokenizer_flags(model: Model, entry: MegatronEntry) -> tuple[str, ...]:
-    """A tokenizer without files: training reads token ids, and must never need the hub.
-
-    Up to 0.17 Megatron's NullTokenizer adds an end-of-document entry to the size it is given.
-    """
-    added = 1 if release(entry.megatron_version) < (0, 18) else 0
-    return (
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        str(model.shape.vocabulary - added),
-    )
 
 
 def dropout_flags(probability: float) -> tuple[str, ...]:

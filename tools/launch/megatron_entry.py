@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import subprocess
 from pathlib import Path
 
@@ -49,12 +48,6 @@ def commit_of(folder: Path) -> str | None:
 def kit_commit() -> str | None:
     """The commit of this kit."""
     return commit_of(ROOT)
-
-
-def release(version: str) -> tuple[int, int]:
-    """Major and minor of a Megatron version such as `0.15.0rc2`."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
 
 
 def _version_of(checkout: Path) -> str:

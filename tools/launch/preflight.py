@@ -19,7 +19,6 @@ from tools.launch.checks.finding import refusals
 from tools.launch.checks.host import RUN_FILES, check_room
 from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, UNTRIED, Launch
 from tools.launch.errors import LaunchError
-from tools.launch.megatron_entry import release
 from tools.launch.network import network_problems
 from tools.launch.preflight_gpu import (
     attention_problems,
@@ -33,7 +32,7 @@ from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.spec.files import ROOT
-from tools.spec.flags import Flags
+from tools.spec.flags import Flags, release
 from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind
 

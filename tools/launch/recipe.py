@@ -25,7 +25,6 @@ from tools.convert.recipe.written import (
     written_recipe,
 )
 from tools.launch.errors import LaunchError, wrong_strategies_refused
-from tools.launch.megatron_entry import release
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
 from tools.launch.target import parse_target
@@ -50,7 +49,6 @@ class RecipeRun:
     name: str
     words: tuple[str, ...]
     spec: RunSpec
-    megatron_version: str
     environment: Mapping[str, str]
 
 
@@ -146,9 +144,7 @@ def _warn(console: Console, sentence: str) -> None:
 
 def recipe_of(source: RecipeRun) -> Recipe:
     """Its recipe; raises RecipeError where none says what it trains."""
-    # Up to 0.17 Megatron's NullTokenizer adds an entry to the size it is given.
-    added = 1 if release(source.megatron_version) < (0, 18) else 0
-    return recipe_of_flags(source.words, source.spec, added)
+    return recipe_of_flags(source.words, source.spec)
 
 
 def source_of_folder(run: str) -> RecipeRun:
@@ -169,8 +165,7 @@ def source_of_folder(run: str) -> RecipeRun:
         raise LaunchError(
             f"{folder / RUN_FILE} is not of this version of the kit ({error})."
         ) from None
-    version = record.entry.megatron_version
-    return RecipeRun(folder.resolve().name, record.argv, record.spec, version, record.environment)
+    return RecipeRun(folder.resolve().name, record.argv, record.spec, record.environment)
 
 
 def source_of_target(name: str, options: Options) -> RecipeRun:
@@ -183,8 +178,7 @@ def source_of_target(name: str, options: Options) -> RecipeRun:
     # The container that Megatron-Bridge runs in has both, whatever is here.
     runtime = replace(ON_HOST, transformer_engine=True, apex=True)
     launch = compose_target(target, flags_of_grammar(target), options, runtime)
-    version = launch.entry.megatron_version
-    return RecipeRun(target.name, launch.arguments(), launch.spec, version, launch.environment)
+    return RecipeRun(target.name, launch.arguments(), launch.spec, launch.environment)
 
 
 def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:

@@ -15,7 +15,7 @@ from tools.launch.network import link_of
 from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
-from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from tools.spec.model import imported_weights, load_model
 from tools.spec.run import Backend, Plant, RuntimeName, spec_of_flags
 from tools.spec.strategy import (
@@ -83,7 +83,8 @@ def relaunch(
     runtime = choose_runtime(asked, record.spec.device)
     entry = _same_megatron(record, entry_of(runtime, asked))
     data = Flags(record.argv).text("--data-path")
-    model = model_for(load_model(record.spec.model), record.argv, data)
+    version = entry.megatron_version
+    model = model_for(load_model(record.spec.model), counted_vocabulary(record.argv, version), data)
     start = imported_weights(model)
     if start is None and record.start_checkpoint:
         start = options.runs / ".start" / record.start_checkpoint
@@ -97,7 +98,12 @@ def relaunch(
     link = options.network or link_of(record.spec)
     plant = _plant(record, options)
     spec = replace(
-        spec_of_flags(flags, parallelism.world_size, record.spec.device, record.spec.model),
+        spec_of_flags(
+            counted_vocabulary(flags, version),
+            parallelism.world_size,
+            record.spec.device,
+            record.spec.model,
+        ),
         fused=record.spec.fused,
         plant=plant,
         link_bits_per_second=link.bits_per_second if link else None,

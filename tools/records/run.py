@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tools.records.io import lock, write_record
+from tools.spec.flags import counted_vocabulary
 from tools.spec.run import DeviceKind, Plant, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
 
@@ -267,7 +268,8 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
     own = {name: value for name, value in data.items() if name not in spec_names}
     said = msgspec.convert(data, _SaidInFile)
     try:
-        spec = spec_of_flags(said.argv, said.parallelism.world_size, said.device, said.model)
+        argv = counted_vocabulary(said.argv, said.entry.megatron_version)
+        spec = spec_of_flags(argv, said.parallelism.world_size, said.device, said.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None
     fused = tuple(filter(None, said.environment.get("KIT_FUSED", "").split(",")))
@@ -293,6 +295,7 @@ class _SaidInFile(msgspec.Struct):
     dtype: str
     dropout: float
     seed: int
+    entry: MegatronEntry
     link_bits_per_second: int | None = None
     shares_gpu: bool = False
     plant: Plant | None = None

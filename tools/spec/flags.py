@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping, Sequence
 
 
@@ -69,6 +70,39 @@ class Flags:
         """The flag's first value as a float."""
         values = self._values.get(name)
         return float(values[0]) if values else default
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor of a Megatron version such as `0.15.0rc2`."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+def null_tokenizer(entries: int, megatron_version: str) -> tuple[str, ...]:
+    """A tokenizer without files, of so many entries, of which the end of a document is the last."""
+    given = entries - _uncounted(megatron_version)
+    return ("--tokenizer-type", _NULL, "--vocab-size", str(given))
+
+
+def counted_vocabulary(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
+    """The words for such a Megatron, with a `--vocab-size` that counts every entry of the tokenizer."""
+    flags = Flags(words)
+    if flags.text("--tokenizer-type") != _NULL or not flags.has("--vocab-size"):
+        return tuple(words)
+    entries = flags.integer("--vocab-size", 0) + _uncounted(megatron_version)
+    return merge_flags(words, ("--vocab-size", str(entries)))
+
+
+_NULL = "NullTokenizer"
+
+
+def _uncounted(megatron_version: str) -> int:
+    """Entries that `NullTokenizer.vocab_size` has beyond the size it is given, so beyond `--vocab-size`.
+
+    Up to 0.17 it adds the end of a document; from 0.18 on that is the last of those given
+    (`megatron/core/tokenizers/text/libraries/null_tokenizer.py`).
+    """
+    return 1 if release(megatron_version) < (0, 18) else 0
 
 
 def _by_name(words: Sequence[str]) -> dict[str, list[str]]:

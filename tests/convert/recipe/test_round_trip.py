@@ -113,8 +113,6 @@ def test_defaults_of_bridge_that_are_not_megatrons_are_written_out() -> None:
 def test_a_tokenizer_without_files_counts_its_end_of_document_entry() -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     assert recipe_of(asked).fields["tokenizer.vocab_size"] == 50256
-    older = replace(asked, megatron_version="0.17.1")  # whose --vocab-size lacks that entry as well
-    assert recipe_of(older).fields["tokenizer.vocab_size"] == 50257
 
 
 def test_synonyms_are_one_flag() -> None:

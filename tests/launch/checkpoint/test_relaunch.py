@@ -182,6 +182,18 @@ def test_a_model_that_was_changed_resumes_in_its_changed_form() -> None:
     assert again.model.shape.layers == 2
 
 
+def test_a_run_of_an_older_megatron_resumes_with_its_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its `--vocab-size` does not count the end of a document."""
+    for module in ("compose", "relaunch"):
+        older = MegatronEntry("e.py", "0.17.1")
+        monkeypatch.setattr(f"tools.launch.{module}.entry_of", lambda *_, older=older: older)
+    record = record_of(composed("tp2", data="owt-ds/mine_text_document"))
+    resumed = relaunch(record, FROM, None, Options())
+    assert resumed.model.shape.vocabulary == resumed.spec.shape.vocabulary == 50257
+
+
 def test_a_shaped_link_stays_unless_another_is_named() -> None:
     record = changed(record_of(composed("dp2")), link_bits_per_second=10**9)
     assert relaunch(record, FROM, None, Options()).network == LinkRate(10**9)

@@ -62,13 +62,12 @@ _OTHER_STAGES = (
 )
 
 
-def recipe_of_flags(given: Iterable[str], spec: RunSpec, tokens_added: int = 0) -> Recipe:
+def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
     """A run as a recipe.
 
     Args:
         given: The flags it was started with.
         spec: What they mean.
-        tokens_added: Entries that the run's Megatron adds to `--vocab-size`: 1 up to 0.17.
 
     Raises:
         RecipeError: A recipe cannot say what the run trains.
@@ -84,7 +83,7 @@ def recipe_of_flags(given: Iterable[str], spec: RunSpec, tokens_added: int = 0) 
         if row.applies(flags):
             fields |= row.values(_given(row, kept))
     fields |= _model(flags, spec) | _precision(flags) | _data(kept) | _outputs(flags)
-    entries = spec.shape.vocabulary + tokens_added
+    entries = spec.shape.vocabulary
     fields |= _tokenizer(flags, entries)
     missing = object()
     changed = {

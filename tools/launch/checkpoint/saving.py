@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.launch.megatron_entry import release
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry
+from tools.spec.flags import release
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import Parallelism, Sharding
 
