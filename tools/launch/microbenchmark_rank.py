@@ -21,6 +21,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+# AdamW imports it too. Its functions' defaults keep the group that exists then: gloo's threads would
+# outlive `destroy_process_group` and abort the process at its end (pytorch/pytorch#190489).
+import torch.distributed.nn.functional
+
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
 from tools.records.measurements import Operation, wire_bytes
 from tools.spec.run import DeviceKind, Transport
