@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tests.native.small_model import settings
 from tools.native.model import GPT
 from tools.native.optimizer import MuonAdamW, muon_adamw, muon_parameters
+from tools.native.parallel import refuse_combinations
 
 Matrix = NDArray[np.float64]
 BF16_ERROR = 0.04
@@ -134,3 +136,39 @@ def test_megatrons_rule_decays_matrices_and_leaves_only_the_vocabulary_to_the_de
     step_with_rate(optimizer, 1e-2)
     assert "momentum_buffer" in optimizer.state[positions], "Megatron gives these to Muon"
     torch.testing.assert_close(positions.detach(), before * (1 - 1e-2 * decay))
+
+
+@pytest.mark.parametrize(
+    ("precision", "least", "most"), [("medium", 1e-3, 1.0), ("high", 0.0, 1e-4)]
+)
+def test_in_bf16_a_rounding_error_of_a_gradient_from_few_tokens_moves_megatrons_update(
+    precision: str, least: float, most: float
+) -> None:
+    """What bf16 rounds lies in directions that few tokens leave empty; five steps make it large."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(1024, 384))
+    gradient = torch.randn(1024, 32) @ torch.randn(32, 384)
+    one, other = (
+        step_of_megatrons(weight, gradient * factor, precision)
+        for factor in (torch.ones(()), 1 + 6e-8 * torch.randn_like(gradient))
+    )
+    moved = float((one - other).norm() / one.norm())
+    assert least < moved < most
+
+
+def step_of_megatrons(weight: torch.nn.Parameter, gradient: Tensor, precision: str) -> Tensor:
+    """The update without weight decay."""
+    holder = torch.nn.Module()
+    holder.register_parameter("hidden", weight)
+    words = ("--weight-decay", "0", "--muon-fp32-matmul-prec", precision)
+    optimizer = muon_adamw(holder, settings(*MEGATRONS, *words))
+    weight.data.zero_()
+    weight.grad = gradient
+    step_with_rate(optimizer, 1.0)
+    return weight.detach().clone()
+
+
+def test_pytorchs_muon_refuses_another_precision() -> None:
+    words = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
+    with pytest.raises(SystemExit, match="makes its steps in bf16; use OPTIMIZER=megatron-muon"):
+        refuse_combinations(settings(*words), 1)

@@ -149,6 +149,7 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
         momentum=settings.muon_momentum,
         weight_decay=settings.weight_decay,
         nesterov=True,
+        fp32_matmul_prec=settings.muon_fp32_matmul_prec,
         coefficient_type="simple",
         num_ns_steps=5,
         scale_mode="shape_scaling",

@@ -97,6 +97,11 @@ def refuse_combinations(settings: Settings, world_size: int) -> None:
         sys.exit(
             "The native backend splits tensors of dense models under AdamW only; use dpN or epN."
         )
+    if settings.muon_rule == "pytorch" and settings.muon_fp32_matmul_prec != "medium":
+        sys.exit(
+            f"--muon-fp32-matmul-prec {settings.muon_fp32_matmul_prec}: PyTorch's Muon makes its "
+            "steps in bf16; use OPTIMIZER=megatron-muon."
+        )
     if settings.use_torch_fsdp2 and (expert > 1 or settings.optimizer == "muon"):
         sys.exit(
             "The native backend has fsdp2 without expert parallelism and Muon, which needs whole "

@@ -140,6 +140,8 @@ class Settings:
     muon_momentum: float
     muon_rule: str
     """`pytorch` or `megatron`: whose Muon, and which parameters are left to AdamW."""
+    muon_fp32_matmul_prec: str
+    """Of the Newton–Schulz steps by Megatron's rule: `medium` is bf16, `high` what torch makes of it."""
 
     @property
     def padded_vocabulary(self) -> int:
@@ -272,9 +274,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_muon_choices(parser: argparse.ArgumentParser) -> None:
-    """Megatron's choices of Muon that PyTorch's makes too; others are refused."""
+    """Megatron's choices of Muon that this backend has too; others are refused."""
     for name in ("muon-nesterov", "muon-use-nesterov", "muon-no-split-qkv"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--muon-scale-mode", choices=("shape_scaling",))
     parser.add_argument("--muon-coefficient-type", choices=("simple",))
     parser.add_argument("--muon-num-ns-steps", type=int, choices=(5,))
+    parser.add_argument("--muon-fp32-matmul-prec", choices=("medium", "high"), default="medium")
