@@ -216,6 +216,12 @@ def strip_suffix(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
+def sha256_of(path: Path) -> str:
+    """Hash of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def token_dtype(vocabulary: int) -> TokenType:
     """Type of a token id on disk for a vocabulary of this many entries."""
     return np.dtype(np.uint16 if vocabulary <= LARGEST_UINT16_VOCABULARY else np.int32)
@@ -321,8 +327,6 @@ def write_manifest(
 ) -> None:
     """Describe the `.bin` and `.idx` at `prefix`, of which `shards` are all stretches, in order."""
     dataset = open_dataset(prefix)
-    with dataset.idx_path.open("rb") as stream:
-        idx_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     manifest = Manifest(
         json_key=json_key,
         documents=dataset.documents,
@@ -333,7 +337,7 @@ def write_manifest(
         bin_bytes=dataset.bin_path.stat().st_size,
         idx_bytes=dataset.idx_path.stat().st_size,
         bin_sha256=shards[-1].sha256,
-        idx_sha256=idx_sha256,
+        idx_sha256=sha256_of(dataset.idx_path),
         engine=engine,
         problems=dict(problems),
         identity=identity,

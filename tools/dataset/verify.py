@@ -9,7 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.dataset.indexed import Dataset, DatasetError, IntArray, Manifest, open_dataset, stretches
+from tools.dataset.indexed import (
+    Dataset,
+    DatasetError,
+    IntArray,
+    open_dataset,
+    sha256_of,
+    stretches,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
         return DatasetCheck(None, vocabulary, (str(error),))
     vocabulary = vocabulary or dataset.vocabulary
     problems = [
-        *(_check_hashes(dataset, dataset.manifest) if dataset.manifest else ()),
+        *_check_index_hash(dataset),
         *_check_pointers(dataset),
         *_check_tokens(dataset, vocabulary),
     ]
@@ -73,24 +80,10 @@ def common_end(dataset: Dataset) -> int | None:
     return common
 
 
-def _check_hashes(dataset: Dataset, manifest: Manifest) -> Iterator[str]:
-    with dataset.idx_path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != manifest.idx_sha256:
-        yield f"{dataset.idx_path} has sha256 {found}, its manifest says {manifest.idx_sha256}."
-    digest = hashlib.sha256()
-    first = 0
-    with dataset.bin_path.open("rb") as stream:
-        for shard in manifest.shards:
-            after = first + shard.tokens
-            for part in stretches(shard.tokens):
-                digest.update(np.fromfile(stream, manifest.dtype, part.stop - part.start))
-            if digest.hexdigest() != shard.sha256:
-                yield (
-                    f"{dataset.bin_path} differs from its manifest within tokens {first} to {after}."
-                )
-                return
-            first = after
+def _check_index_hash(dataset: Dataset) -> Iterator[str]:
+    path, manifest = dataset.idx_path, dataset.manifest
+    if manifest and (found := sha256_of(path)) != manifest.idx_sha256:
+        yield f"{path} has sha256 {found}, its manifest says {manifest.idx_sha256}."
 
 
 def _check_pointers(dataset: Dataset) -> Iterator[str]:
@@ -132,17 +125,27 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
 
 
 def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
-    """Ids lie in the vocabulary; without one, only negative ids are noticed."""
+    """Ids lie in the vocabulary, or at least are not negative; each stretch has the manifest's hash."""
     limit = np.iinfo(dataset.dtype).max if vocabulary is None else vocabulary - 1
+    known = dataset.manifest.shards if dataset.manifest else ()
+    digest = hashlib.sha256()
     first = 0
-    for tokens in dataset.token_chunks():
-        for at in _first((tokens < 0) | (tokens > limit)):
-            yield (
-                f"{dataset.bin_path}: token {first + at} is {tokens[at]}, outside the vocabulary "
-                f"of {limit + 1}."
-            )
-            return
-        first += len(tokens)
+    with dataset.bin_path.open("rb") as stream:
+        for count, sha256 in [(s.tokens, s.sha256) for s in known] or [(dataset.tokens, None)]:
+            for part in stretches(count):
+                tokens = np.fromfile(stream, dataset.dtype, part.stop - part.start)
+                digest.update(tokens)
+                for at in _first((tokens < 0) | (tokens > limit)):
+                    yield (
+                        f"{dataset.bin_path}: token {first + part.start + at} is {tokens[at]}, "
+                        f"outside the vocabulary of {limit + 1}."
+                    )
+                    return
+            if sha256 not in (None, digest.hexdigest()):
+                last = first + count
+                yield f"{dataset.bin_path} differs from its manifest within tokens {first} to {last}."
+                return
+            first += count
 
 
 def _first(wrong: IntArray) -> list[int]:
