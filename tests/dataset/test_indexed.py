@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tools.dataset.indexed import (
     DatasetError,
-    Piece,
+    DocumentIndex,
     largest_token,
     open_dataset,
     strip_suffix,
@@ -26,7 +26,10 @@ def test_uint16_below_65500_entries_and_int32_from_there_on():
 
 def test_the_layout_byte_by_byte(tmp_path):
     path = tmp_path / "x.idx"
-    pieces = [Piece(np.array([3]), np.array([0, 1, 1])), Piece(np.array([2]), np.array([0, 1]))]
+    pieces = [
+        DocumentIndex(np.array([3]), np.array([0, 1, 1])),
+        DocumentIndex(np.array([2]), np.array([0, 1])),
+    ]
     write_index(path, "uint16", lambda: pieces)
     assert path.read_bytes() == (
         b"MMIDIDX\0\0"
@@ -43,7 +46,7 @@ def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory
     folder = tmp_path_factory.mktemp("index")
     lengths = np.array([n for document in counts for n in document], np.int32)
     boundaries = np.cumsum([0, *map(len, counts)], dtype=np.int64)
-    write_index(folder / "x.idx", "int32", lambda: [Piece(lengths, boundaries)])
+    write_index(folder / "x.idx", "int32", lambda: [DocumentIndex(lengths, boundaries)])
     (folder / "x.bin").write_bytes(bytes(4 * int(lengths.sum())))
     dataset = open_dataset(folder / "x")
     assert (dataset.sequences, dataset.documents) == (len(lengths), len(counts))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.dataset.indexed import Dataset, Piece, open_dataset, write_index
+from tools.dataset.indexed import Dataset, DocumentIndex, open_dataset, write_index
 from tools.dataset.split import draws, samples_of
 from tools.preprocess.hub import DOCUMENTS, comparison
 
@@ -12,7 +12,7 @@ from tools.preprocess.hub import DOCUMENTS, comparison
 def dataset(folder: Path, lengths: list[int]) -> Dataset:
     prefix = folder / "d_text_document"
     np.zeros(sum(lengths), "<u2").tofile(f"{prefix}.bin")
-    piece = Piece(np.array(lengths, "<i4"), np.arange(len(lengths) + 1))
+    piece = DocumentIndex(np.array(lengths, "<i4"), np.arange(len(lengths) + 1))
     write_index(Path(f"{prefix}.idx"), "uint16", lambda: [piece])
     return open_dataset(prefix)
 

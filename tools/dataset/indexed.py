@@ -228,7 +228,7 @@ def token_dtype(vocabulary: int) -> TokenType:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentIndex:
     """A stretch of a data set, as its index describes it."""
 
     lengths: IntArray
@@ -237,7 +237,7 @@ class Piece:
     """Sequences before each document boundary, from 0 on: documents + 1 numbers."""
 
 
-def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[Piece]]) -> None:
+def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIndex]]) -> None:
     """Write the index of all pieces in order, in bounded memory, and have it on the disk.
 
     Args:

@@ -12,7 +12,7 @@ from tools.dataset.folder import locked, publish, working_folder
 from tools.dataset.indexed import (
     Dataset,
     DatasetError,
-    Piece,
+    DocumentIndex,
     RunIdentity,
     ShardHash,
     bin_path,
@@ -58,8 +58,8 @@ def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None
             shards.append(ShardHash(*counts, sha256.hexdigest()))
         flush_to_disk(stream)
 
-    def pieces() -> Iterator[Piece]:
-        return (Piece(dataset.lengths, dataset.boundaries) for dataset in datasets)
+    def pieces() -> Iterator[DocumentIndex]:
+        return (DocumentIndex(dataset.lengths, dataset.boundaries) for dataset in datasets)
 
     write_index(idx_path(prefix), datasets[0].dtype, pieces)
     if identity is not None:

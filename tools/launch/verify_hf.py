@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tools.dataset.indexed import Piece, bin_path, idx_path, token_dtype, write_index
+from tools.dataset.indexed import DocumentIndex, bin_path, idx_path, token_dtype, write_index
 from tools.launch.backends import NO_TRANSFORMERS
 from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strategies_refused
 from tools.launch.execute import execute
@@ -216,7 +216,7 @@ def _random_tokens(prefix: Path, vocabulary: int) -> Path:
     bin_path(prefix).write_bytes(tokens.astype(dtype).tobytes())
     lengths = np.full(_DOCUMENTS, _DOCUMENT_TOKENS, np.int32)
     boundaries = np.arange(_DOCUMENTS + 1, dtype=np.int64)
-    write_index(idx_path(prefix), dtype.name, lambda: [Piece(lengths, boundaries)])
+    write_index(idx_path(prefix), dtype.name, lambda: [DocumentIndex(lengths, boundaries)])
     return prefix
 
 

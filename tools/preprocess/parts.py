@@ -16,7 +16,7 @@ import msgspec
 
 from tools.dataset.indexed import (
     DatasetError,
-    Piece,
+    DocumentIndex,
     RunIdentity,
     ShardHash,
     bin_path,
@@ -94,7 +94,7 @@ class _Output:
         self._dtype = token_dtype(identity.vocabulary).name
         self._stream = stack.enter_context(bin_path(prefix).open("wb"))
         self._sha256 = hashlib.sha256()
-        self._pieces: list[Piece] = []
+        self._pieces: list[DocumentIndex] = []
         self._text_bytes = 0
 
     def append(self, block: Packed) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tools.dataset.indexed import IntArray, Piece, TokenType
+from tools.dataset.indexed import DocumentIndex, IntArray, TokenType
 from tools.preprocess.documents import Parser, Problem, ProblemKind, Text, utf8_size
 from tools.preprocess.encoders import Encoder
 from tools.preprocess.files import BLOCK_BYTES, Block
@@ -25,7 +25,7 @@ class Packed:
 
     tokens: IntArray
     """Of the data set's dtype."""
-    index: Piece
+    index: DocumentIndex
     text_bytes: int
     """UTF-8 bytes of the texts."""
 
@@ -49,7 +49,7 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
         last = boundaries[1:][np.diff(boundaries) > 0] - 1
         tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], eod)
         lengths[last] += 1
-    return Packed(tokens, Piece(lengths, boundaries), sum(map(utf8_size, flat)))
+    return Packed(tokens, DocumentIndex(lengths, boundaries), sum(map(utf8_size, flat)))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tools.dataset.indexed import Piece, open_dataset, write_index
+from tools.dataset.indexed import DocumentIndex, open_dataset, write_index
 from tools.launch import data
 from tools.launch.compose import SMALL_SAMPLE, compose
 from tools.launch.options import Options
@@ -29,7 +29,7 @@ def test_each_token_is_folded_and_an_end_of_document_stays_one(
     write_index(
         whole.with_suffix(".idx"),
         "uint16",
-        lambda: [Piece(np.array([4, 2], np.int32), np.array([0, 1, 2], np.int64))],
+        lambda: [DocumentIndex(np.array([4, 2], np.int32), np.array([0, 1, 2], np.int64))],
     )
     data.ensure_small_sample(Console(file=io.StringIO()))
     small = open_dataset(tmp_path / SMALL_SAMPLE)
