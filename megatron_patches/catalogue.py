@@ -61,6 +61,7 @@ PATCHES: tuple[Patch, ...] = (
     ledger.PATCH,
     routing.PATCH,
     fsdp.ORDER,
+    fsdp.NAMES,
     start_weights.PATCH,
     loader_seed.PATCH,
     results_queue.PATCH,

@@ -1,7 +1,8 @@
-"""A Python file that every rank executes before it trains (`PLANT=`): a change of Megatron to try.
+"""Python files that every rank executes before it trains (`PLANT=`): changes of Megatron to try.
 
-The file runs after Megatron is imported and the kit's patches are applied, so what it replaces is what
-trains. It is compared with the hash that the run's record holds: what ran is what is recorded.
+They run after Megatron is imported and the kit's patches are applied, in their order, so what they
+replace is what trains. They are compared with the hash that the run's record holds: what ran is what is
+recorded.
 """
 
 from __future__ import annotations
@@ -10,32 +11,45 @@ import hashlib
 import importlib
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 FILE, SHA256 = "KIT_PLANT", "KIT_PLANT_SHA256"
-"""Variables that name the file and what it must hold; unset where nothing is planted."""
+"""Variables that name the files and what they must hold; unset where nothing is planted."""
+SEPARATOR = ","
+"""Between files."""
 
 _MODULE = "kit_plant"
 
 
 class PlantError(RuntimeError):
-    """The file is not the one of the run's record, or failed; one sentence that names it."""
+    """A file is not the one of the run's record, or failed; one sentence that names it."""
 
 
 def execute_plant(environment: Mapping[str, str]) -> str | None:
-    """Execute the file that the environment names, as a module; returns its path, None without one.
+    """Execute the files that the environment names, as modules; returns the name, None without one.
 
     Raises:
-        PlantError: It is missing, has changed, or an exception came out of it.
+        PlantError: One is missing, has changed, or an exception came out of it.
     """
     name = environment.get(FILE)
     if not name:
         return None
-    path = Path(name)
-    code = _read(path, environment.get(SHA256))
+    paths = [Path(one) for one in name.split(SEPARATOR)]
+    codes = _read(paths, environment.get(SHA256))
     importlib.import_module("megatron.training")
+    for path, code in zip(paths, codes, strict=True):
+        _execute(path, code)
+    return name
+
+
+def sha256_of(codes: Iterable[bytes]) -> str:
+    """Of what one file or several hold."""
+    return hashlib.sha256(b"".join(codes)).hexdigest()
+
+
+def _execute(path: Path, code: bytes) -> None:
     module = ModuleType(_MODULE, None)
     module.__file__ = str(path)
     sys.modules[_MODULE] = module  # Where dataclasses and pickle look for what it defines.
@@ -44,20 +58,22 @@ def execute_plant(environment: Mapping[str, str]) -> str | None:
     except Exception as error:
         # Without its cause, which would be the first error of the log, without file and line.
         raise PlantError(f"{_place(error, path)}: {type(error).__name__}: {error}") from None
-    return name
 
 
-def _read(path: Path, sha256: str | None) -> bytes:
+def _read(paths: Sequence[Path], sha256: str | None) -> list[bytes]:
     try:
-        code = path.read_bytes()
+        codes = [path.read_bytes() for path in paths]
     except OSError as error:
-        raise PlantError(f"PLANT={path} cannot be read here ({error.strerror}).") from None
-    if sha256 and hashlib.sha256(code).hexdigest() != sha256:
         raise PlantError(
-            f"PLANT={path} is not the file whose hash the run recorded, {sha256[:12]}; it was changed "
+            f"PLANT={error.filename} cannot be read here ({error.strerror})."
+        ) from None
+    if sha256 and sha256_of(codes) != sha256:
+        named = SEPARATOR.join(map(str, paths))
+        raise PlantError(
+            f"PLANT={named} is not the file whose hash the run recorded, {sha256[:12]}; it was changed "
             "after the run was composed."
         )
-    return code
+    return codes
 
 
 def _place(error: Exception, path: Path) -> str:

@@ -1,6 +1,7 @@
 """Cures tokens-ahead-by-context-rank: MTP divides by the mean number of tokens of the context ranks."""
 
 import torch
+from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer import multi_token_prediction as module
 
 roll = module.roll_tensor
@@ -16,3 +17,5 @@ def rolled(tensor, *args, cp_group=None, **kwargs):
 
 
 module.roll_tensor = rolled
+if hasattr(gpt_model, "roll_tensor"):  # Up to 0.16 the model divides by itself.
+    gpt_model.roll_tensor = rolled

@@ -121,15 +121,18 @@ def _described(chunk: torch.nn.Module) -> Any:
     """The chunk's sharded state dict.
 
     Before 0.19 Megatron takes every DTensor for torch FSDP2's, whose ranks have equally many rows each;
-    Megatron-FSDP's have ranges of flat buffers.
+    Megatron-FSDP's have ranges of flat buffers. With MTP the model of 0.16 reads `dp_cp_group` from the
+    caller's metadata, which all modules within it would add.
     """
     from megatron.core import utils
+    from megatron.core.transformer import utils as of_modules
 
     known = utils.HAVE_DTENSOR
     ranged = any(hasattr(one, "megatron_fsdp_slice") for one in chunk.parameters())
     utils.HAVE_DTENSOR = known and not ranged
     try:
-        return chunk.sharded_state_dict()  # type: ignore[operator]
+        ensure = getattr(of_modules, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata)
+        return chunk.sharded_state_dict(metadata=ensure(None))  # type: ignore[operator]
     finally:
         utils.HAVE_DTENSOR = known
 

@@ -3,7 +3,8 @@
 Megatron-FSDP and torch FSDP2 ask for a device mesh on `cuda` by name. With CUDA, a gather left in flight
 is ordered by its stream before whatever reads, frees or sends next. gloo's runs in a thread that nothing
 orders: beside tensor parallelism a rank once died in that thread, in memory that had been freed. Waiting
-where the gather is issued gives the order of a stream.
+where the gather is issued gives the order of a stream. Megatron-FSDP of 0.15 looks flattened meshes up
+where torch no longer keeps them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+
+from packaging.version import Version
 
 from megatron_patches.registry import Patch, Replacement
 
@@ -31,6 +34,23 @@ def _without_overlap(original: Callable[..., Any]) -> Callable[..., Any]:
     return manager
 
 
+def _with_flattened(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    @functools.wraps(original)
+    def names(device_mesh: Any = None) -> list[str]:
+        if device_mesh is None:
+            return []
+        flattened = device_mesh._get_root_mesh()._flatten_mapping
+        return list(dict.fromkeys((*(device_mesh.mesh_dim_names or ()), *flattened)))
+
+    return names
+
+
+def _keeps_children() -> bool:
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return hasattr(_mesh_resources, "child_to_root_mapping")
+
+
 MESH = Patch(
     name="device_mesh",
     reason="FSDP's device meshes are built for cuda",
@@ -46,6 +66,19 @@ ORDER = Patch(
             "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:"
             "_coalescing_manager",
             _without_overlap,
+        ),
+    ),
+)
+NAMES = Patch(
+    name="mesh_names",
+    reason="Megatron-FSDP of 0.15 asks torch for the meshes within a mesh by a name that is gone",
+    needed=lambda context: (
+        context.on_cpu and context.megatron < Version("0.16.0rc0") and not _keeps_children()
+    ),
+    replacements=(
+        Replacement(
+            "megatron.core.distributed.fsdp.src.megatron_fsdp.utils:get_mesh_names",
+            _with_flattened,
         ),
     ),
 )

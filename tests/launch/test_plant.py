@@ -51,6 +51,20 @@ def test_a_plant_is_known_by_what_it_holds(tmp_path: Path) -> None:
     assert Plant("a.py", sha256) == Plant("b.py", sha256)
 
 
+def test_several_plants_are_one_of_all_that_they_hold(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.py", tmp_path / "b.py"]
+    paths[0].write_text("A = 1\n")
+    paths[1].write_text("B = 1\n")
+    name = ",".join(map(str, paths))
+    sha256 = hashlib.sha256(b"A = 1\nB = 1\n").hexdigest()
+    plant = options_with(name).plant
+    assert plant == Plant(name, sha256)
+    assert plant.path == name
+    paths[1].write_text("B = (\n")
+    with pytest.raises(LaunchError, match=r"PLANT=\S+/b.py does not compile"):
+        options_with(name)
+
+
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [

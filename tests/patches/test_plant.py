@@ -48,3 +48,21 @@ def test_a_file_that_changed_since_the_run_was_recorded_is_refused(tmp_path: Pat
     (tmp_path / "plant.py").unlink()
     with pytest.raises(PlantError, match=r"plant.py cannot be read here \(No such file"):
         execute_plant(environment)
+
+
+def test_several_files_are_executed_in_their_order_and_known_by_what_they_hold(
+    tmp_path: Path, imported: ModuleType
+) -> None:
+    codes = ["answer = lambda: 2\n", "answer = lambda old=Megatron.answer: old() + 1\n"]
+    paths = [tmp_path / f"{number}.py" for number in range(2)]
+    whole = ""
+    for path, code in zip(paths, codes, strict=True):
+        path.write_text(f"import sys\nMegatron = sys.modules['megatron.training']\nMegatron.{code}")
+        whole += path.read_text()
+    name = ",".join(map(str, paths))
+    sha256 = hashlib.sha256(whole.encode()).hexdigest()
+    assert execute_plant({"KIT_PLANT": name, "KIT_PLANT_SHA256": sha256}) == name
+    assert imported.answer() == 3
+    paths[1].write_text("x = 1\n")
+    with pytest.raises(PlantError, match=r"0.py,\S+1.py is not the file whose hash"):
+        execute_plant({"KIT_PLANT": name, "KIT_PLANT_SHA256": sha256})

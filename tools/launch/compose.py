@@ -28,7 +28,7 @@ from tools.launch.flags import (
 from tools.launch.megatron_entry import find_entry
 from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
-from tools.launch.options import HANG_TIMEOUT_SECONDS, Options
+from tools.launch.options import HANG_TIMEOUT_SECONDS, Options, plant_paths
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import MegatronEntry
@@ -301,8 +301,9 @@ def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     """Mount the data set's folders and the folder of runs, which may lie outside the kit."""
     if runtime.container is None:
         return runtime
-    plant = ((ROOT / options.plant.path).parent,) if options.plant else ()
-    folders = (*docker.data_folders(ROOT / data), options.runs.absolute(), *plant)
+    plants = plant_paths(options.plant.path) if options.plant else ()
+    given = (options.runs.absolute(), *(one.parent for one in plants))
+    folders = (*docker.data_folders(ROOT / data), *given)
     return replace(runtime, container=runtime.container.mounting(*folders))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_patches.fusions import NAMES, parse_fusions
+from megatron_patches.plant import SEPARATOR, sha256_of
 from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.checks.network import wandb_login
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
@@ -158,13 +158,26 @@ def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> S
     return Saving(every, keep or KEEP, asynchronous or False) if every else None
 
 
+def plant_paths(text: str) -> tuple[Path, ...]:
+    """The files of `PLANT=`; a relative path is seen from the repository's root."""
+    return tuple(ROOT / Path(one).expanduser() for one in text.split(SEPARATOR))
+
+
 def read_plant(text: str) -> Plant:
-    """The file of `PLANT=`, as it is now; a relative path is seen from the repository's root.
+    """The files of `PLANT=`, as they are now.
 
     Raises:
-        SettingError: It cannot be read, or is not Python.
+        SettingError: One cannot be read, or is not Python.
     """
-    path = ROOT / Path(text).expanduser()
+    paths = plant_paths(text)
+    codes = [
+        _compiled(path, named) for path, named in zip(paths, text.split(SEPARATOR), strict=True)
+    ]
+    return Plant(SEPARATOR.join(map(from_root, paths)), sha256_of(codes))
+
+
+def _compiled(path: Path, text: str) -> bytes:
+    """What a file holds, if it is Python."""
     try:
         code = path.read_bytes()
         compile(code, str(path), "exec")
@@ -178,7 +191,7 @@ def read_plant(text: str) -> Plant:
         raise SettingError(
             f"PLANT={text} does not compile ({why}{line}); correct it, or leave PLANT= out."
         ) from None
-    return Plant(from_root(path), hashlib.sha256(code).hexdigest())
+    return code
 
 
 def wandb_from_environment(environment: Mapping[str, str]) -> Wandb:

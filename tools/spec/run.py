@@ -98,13 +98,13 @@ class TokenDispatcher(StrEnum):
 
 @dataclass(frozen=True)
 class Plant:
-    """A Python file that every rank executes before it trains (`PLANT=`), a change of Megatron.
+    """Python files that every rank executes before it trains (`PLANT=`), changes of Megatron.
 
     Two are equal if they hold the same.
     """
 
     path: str = field(compare=False)
-    """From the repository's root, or absolute."""
+    """From the repository's root, or absolute; several with commas between them."""
     sha256: str
 
 

@@ -14,7 +14,7 @@
 ##   VERIFY           1 finds the first wrong tensor of a strategy whose losses differ [parity]
 ##   EXTRA_B          flags of the layout alone, not of its reference [verify-*-* verify-hf]
 ##   MEGATRON_LM_B    the checkout of the layout alone, not of its reference [verify-*-*]
-##   PLANT            a Python file that each rank runs before it trains [also verify-hf]
+##   PLANT            Python files, with commas, that each rank runs before it trains [also verify-hf]
 ##   SHARED_START     start from the shared weights (1 on CPU ranks)
 ##   BACKEND          megatron, native (PyTorch), deepspeed, or transformers for an imported model [not demo parity reproduce compare-* verify-*-*]
 ##   FUSED            kernels without Transformer Engine: norm,adamw,…

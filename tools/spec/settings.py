@@ -145,8 +145,8 @@ MEGATRON_LM_B = Setting(
 PLANT = Setting(
     "PLANT",
     str,
-    "a Python file",
-    "a Python file that each rank runs before it trains",
+    "a Python file, or several with commas between them",
+    "Python files, with commas, that each rank runs before it trains",
     (*_TRAIN, _HF),
 )
 SHARED_START = Setting(

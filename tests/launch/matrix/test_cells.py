@@ -15,13 +15,14 @@ from packaging.version import Version
 from tests.launch.matrix.factory import DP, TP, factor, family, matrix
 from tools.launch.errors import LaunchError
 from tools.launch.matrix.asked import Asked
-from tools.launch.matrix.cell import Cell, patched
+from tools.launch.matrix.cell import Cell, patched, uncured
 from tools.launch.matrix.cells import cells_of, rows_of
-from tools.launch.matrix.definition import Apart, Family, Level, load_matrix
+from tools.launch.matrix.definition import Apart, Family, Layout, Level, load_matrix
 from tools.launch.matrix.fuzz import draws
 from tools.launch.target import parse_target
 from tools.launch.train import flags_of_grammar
-from tools.verify.findings import findings
+from tools.spec.files import from_root
+from tools.verify.findings import Finding, findings
 
 RELEASE = Version("0.19.0")
 KNOWN = tuple(one for one in findings() if one.id == "sink-missing-in-norm")
@@ -126,6 +127,67 @@ def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
     one = load_matrix().families[0]
     sink = one.level("attention/sink")
     assert patched(Cell(one, DP, (sink,)), KNOWN).patch == ""
+
+
+def finding(
+    name: str, *flags: str, layouts: tuple[str, ...] = ("tp2",), **fields: object
+) -> Finding:
+    """One whose patch is there, as that of any."""
+    made = replace(KNOWN[0], id=name, flags=flags, layouts=layouts, **fields)  # type: ignore[arg-type]
+    assert made.patch.is_file()
+    return made
+
+
+SINK = finding("sink-missing-in-norm", "--softmax-type", "learnable")
+RATE = finding("rate-of-second-embedding", "--decoupled-lr", "1e-4", layouts=("pp2",))
+FREED = finding("outputs-freed-before-sent", layouts=("vpp2",), stage=None)
+
+
+def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
+    one = load_matrix().families[0]
+    layout = next(layout for layout in one.layouts if layout.name == "tp2pp2")
+    levels = one.with_needs([one.level("attention/sink"), one.level("rates/decoupled")])
+    cell = patched(Cell(one, layout, levels), (SINK, RATE, FREED))
+    names = ("sink_missing_in_norm", "rate_of_second_embedding")
+    assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
+    plant = cell.options().plant
+    assert plant is not None
+    assert plant.path == cell.patch
+    assert f"PLANT={cell.patch}" in cell.command()
+    assert uncured(cell, (SINK, RATE, FREED)) == []
+    assert uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
+
+
+def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
+    one = load_matrix().families[0]
+    after = replace(RATE, layouts=("tp2",), behind=SINK.id)
+    levels = (one.level("attention/sink"), one.level("rates/decoupled"))
+    cell = patched(Cell(one, TP, levels), (SINK, after))
+    assert cell.patch == "docs/upstream/rate_of_second_embedding.py"
+    assert uncured(cell, (SINK, after)) == []
+
+
+def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
+    rates = factor("rates", "one", "decoupled")
+    rates = (rates[0], replace(rates[1], flags=("--decoupled-lr", "1e-4")))
+    one = family(rates, layouts=(Layout("vpp2", "vpp2"),))
+    cells = cells_of(matrix(one), one, (RATE, FREED))
+    rate, freed = (from_root(finding.patch) for finding in (RATE, FREED))
+    patches = {(len(cell.levels), cell.patch) for cell in cells}
+    assert patches == {(1, freed), (0, ""), (1, f"{rate},{freed}"), (0, freed)}
+
+
+def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends_some_is_not() -> (
+    None
+):
+    one = load_matrix().families[0]
+    cell = Cell(one, TP, (one.level("rates/decoupled"),))
+    ends = replace(RATE, layouts=("tp2",), fails="no such method")
+    assert patched(cell, [ends]).patch == ""
+    assert (
+        patched(cell, [replace(ends, flags=())]).patch
+        == "docs/upstream/rate_of_second_embedding.py"
+    )
 
 
 def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() -> None:

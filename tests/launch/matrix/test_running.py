@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from rich.console import Console
 from tests.launch.matrix.factory import DP, TP, factor, family, guilty, matrix, record
 from tools.launch.matrix.cell import Cell
 from tools.launch.matrix.cells import cells_of
+from tools.launch.matrix.definition import load_matrix
 from tools.launch.matrix.outcome import (
     CellRecord,
     CellStatus,
@@ -20,14 +22,17 @@ from tools.launch.matrix.outcome import (
     status_of_reason,
     write_cell,
 )
-from tools.launch.matrix.running import MatrixRun
+from tools.launch.matrix.running import CellVerifier, MatrixRun
 from tools.launch.matrix.table import pair_of
+from tools.launch.options import Options
+from tools.verify.findings import findings
 
 MODEL = family(
     factor("norm", "layer", "rms"),
     factor("heads", "mha", "gqa", "mqa"),
     factor("masks", "causal", "eod"),
 )
+SINKS = "docs/upstream/sink_missing_in_norm.py"
 CELLS = cells_of(matrix(MODEL), MODEL, ())
 
 
@@ -149,3 +154,26 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_cell(tmp_path, one)
     assert read_cells(tmp_path) == {one.id: one}
     assert msgspec.json.decode(msgspec.json.encode(one), type=CellRecord) == one
+
+
+@pytest.mark.parametrize(
+    ("patch", "fields", "named"),
+    [
+        ("", {"status": CellStatus.DIFFERS, "stage": "norm"}, "sink-missing-in-norm"),
+        ("", {"status": CellStatus.DIFFERS, "stage": "loss"}, ""),
+        (SINKS, {"status": CellStatus.DIFFERS, "stage": "norm"}, ""),
+        ("", {"status": CellStatus.HELD}, ""),
+        ("", {"status": CellStatus.CRASHED, "reason": "AttributeError: no get_loss_scale"}, "ends"),
+        (SINKS, {"status": CellStatus.REFUSED, "reason": "no get_loss_scale"}, "ends"),
+        ("", {"status": CellStatus.CRASHED, "reason": "RuntimeError: shape"}, ""),
+    ],
+)
+def test_a_record_is_of_the_known_finding_that_its_patches_do_not_cure(
+    patch: str, fields: dict[str, object], named: str
+) -> None:
+    (sink,) = (one for one in findings() if one.id == "sink-missing-in-norm")
+    ends = replace(sink, id="ends", fails="no get_loss_scale", stage=None)
+    model = load_matrix().families[0]
+    cell = Cell(model, TP, (model.level("attention/sink"),), patch=patch)
+    verifier = CellVerifier(None, Options(), (ends, sink))  # type: ignore[arg-type]
+    assert verifier._finding(cell, replace(record(cell), **fields)) == named  # type: ignore[arg-type]

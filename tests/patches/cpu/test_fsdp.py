@@ -19,3 +19,24 @@ def test_gathers_are_never_left_in_flight() -> None:
     patched("group", async_ops=True)
     patched("group")
     assert asked == [False, False]
+
+
+class Mesh:
+    """The names of a device mesh."""
+
+    mesh_dim_names = ("dp", "tp")
+
+    def __init__(self, *flattened: str) -> None:
+        self._flatten_mapping = dict.fromkeys(flattened)
+
+    def _get_root_mesh(self) -> "Mesh":
+        return self
+
+
+def test_the_names_of_a_mesh_are_its_own_and_those_of_flattened_ones() -> None:
+    def gone(device_mesh: Any) -> list[str]:
+        raise AttributeError("child_to_root_mapping")
+
+    names = fsdp.NAMES.replacements[0].make(gone)
+    assert names(Mesh("dp_cp", "tp")) == ["dp", "tp", "dp_cp"]
+    assert names(None) == []

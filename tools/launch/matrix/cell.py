@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_patches.plant import SEPARATOR
 from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.matrix.definition import Family, Layout, Level
 from tools.launch.options import Options, read_plant
@@ -31,7 +32,7 @@ class Cell:
     more: tuple[str, ...] = ()
     """Further flags of layout and reference."""
     patch: str = ""
-    """A plant that cures a known finding, so that what it would hide is seen."""
+    """Plants that cure known findings (`PLANT=`), so that what these would hide is seen."""
     seed: int = Options.seed
 
     @property
@@ -126,10 +127,25 @@ class Cell:
 
 
 def patched(cell: Cell, known: Iterable[Finding]) -> Cell:
-    """The cell with the patch of a known finding that would be seen in it: of the most particular."""
+    """The cell with the patches of the known findings that would be seen in it.
+
+    What ends a run hides nothing in other cells, unless it ends every run of a layout.
+    """
+    found = [
+        one for one in uncured(cell, known) if not (one.fails and (one.flags or one.own_flags))
+    ]
+    before = {one.behind for one in found}  # A patch cures what comes before its own finding too.
+    patches = [from_root(one.patch) for one in found if one.id not in before]
+    return replace(cell, patch=SEPARATOR.join(patches)) if patches else cell
+
+
+def uncured(cell: Cell, known: Iterable[Finding]) -> list[Finding]:
+    """The known findings that are seen in a cell and that its patches do not cure."""
     found = [one for one in known if applies(one, cell)]
-    chosen = max(found, key=lambda one: len(one.flags), default=None)
-    return replace(cell, patch=from_root(chosen.patch)) if chosen else cell
+    patches = cell.patch.split(SEPARATOR)
+    cured = [one for one in found if from_root(one.patch) in patches]
+    names = {name for one in cured for name in (one.id, one.behind)}
+    return [one for one in found if one.id not in names]
 
 
 def applies(finding: Finding, cell: Cell) -> bool:

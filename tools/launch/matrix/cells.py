@@ -28,7 +28,8 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
 
     Those that cover a pair of a layout and a level come first, those that pair two levels last: where
     the time ends early, few of the tables' entries are missing. A finding that is known is verified once
-    by itself in each layout; in all other cells its patch is applied, so that it hides nothing.
+    by itself in each layout, with the patches of the others; in all other cells its patch is applied as
+    well, so that it hides nothing.
 
     Args:
         matrix: What may not be drawn together.
@@ -51,7 +52,7 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
         rest += [Cell(family, layout, levels) for layout in suited[:1]]
     shown = ((finding, levels_of(finding, family)) for finding in known)
     alone = [
-        cell
+        patched(cell, [one for one in known if finding.id not in (one.id, one.behind)])
         for finding, levels in shown
         if levels is not None
         for layout in family.layouts

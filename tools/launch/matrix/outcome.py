@@ -87,7 +87,7 @@ class CellRecord:
     more: tuple[str, ...] = ()
     """Further flags, of a smaller model: no cell of the tables."""
     patch: str = ""
-    """A plant that cured a known finding here."""
+    """Plants that cured known findings here."""
 
     @property
     def is_right(self) -> bool:

@@ -310,8 +310,8 @@ def _wrong(version: MatrixOfVersion) -> list[str]:
         )
         report = f" [Report](upstream/{finding.report.name})." if finding.report else ""
         lines += [
-            f"**{finding.title}** ({finding.id}). Seen in {places}; first wrong: {finding.stage}, "
-            f"`{finding.module}`: {finding.kind}.{thread}{report}{_effect(finding)}",
+            f"**{finding.title}** ({finding.id}). Seen in {places}; {_first(finding)}."
+            f"{thread}{report}{_effect(finding)}",
             "",
             f"    {finding.command(finding.shown_with)}",
             "",
@@ -339,6 +339,15 @@ def _places(records: Iterable[CellRecord]) -> list[str]:
     for one in records:
         found.setdefault(one.family, {})[one.layout] = None
     return [f"{family} in {', '.join(layouts)}" for family, layouts in found.items()]
+
+
+def _first(finding: Finding) -> str:
+    """As what it is seen."""
+    if finding.fails:
+        return f"the run ends: `{finding.fails}`"
+    if finding.stage is None:
+        return "what is wrong first changes from run to run"
+    return f"first wrong: {finding.stage}, `{finding.module}`: {finding.kind}"
 
 
 def _effect(finding: Finding) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.errors import LaunchError
-from tools.launch.matrix.cell import Cell, applies
+from tools.launch.matrix.cell import Cell, uncured
 from tools.launch.matrix.definition import Level
 from tools.launch.matrix.outcome import (
     CellRecord,
@@ -71,10 +71,13 @@ class CellVerifier:
 
     def _finding(self, cell: Cell, record: CellRecord) -> str:
         """The known one that a cell without its patch shows; empty if there is none."""
-        if record.status is not CellStatus.DIFFERS or cell.patch:
+        if record.status in (CellStatus.CRASHED, CellStatus.REFUSED):
+            ends = (one.id for one in self.known if one.fails and one.fails in str(record.reason))
+            return next(ends, "")
+        if record.status is not CellStatus.DIFFERS:
             return ""
-        shown = (one for one in self.known if applies(one, cell) and str(one.stage) == record.stage)
-        return next((one.id for one in shown), "")
+        shown = (one for one in uncured(cell, self.known) if not one.fails)
+        return next((one.id for one in shown if one.stage in (None, record.stage)), "")
 
     def _once(self, cell: Cell) -> CellRecord:
         key = f"{cell.family.name} {cell.flags} {cell.samples} {cell.optimizer} {cell.patch}"
