@@ -142,6 +142,7 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
     gather_weights(watch.model)
     watch.start.write(watch.recording, optimizer)
     snapshot = Snapshot(watch.chunks, optimizer, scheduler) if seeds else None
+    carried = list(_carried(parameters, optimizer)) if seeds else []
     _write_schedule(watch.recording, parameters, optimizer, scheduler)
     with _replayed(data) as batches:
         answer, groups = _run(watch, call, watch.recording, optimizer)
@@ -154,6 +155,7 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
                 for one in batches:
                     one.rewind()
                 _run(watch, call, responding, optimizer)
+            responding.carry(carried)
             (watch.folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
     watch.writer.close(_rank(watch.chunks, watch.names, parameters, groups))
     return answer
@@ -329,6 +331,17 @@ def _write_schedule(
         for key, slot in _RATES.items():
             site = Site(Stage.OPTIMIZER_STATE, parameters.name(parameter), slot)
             sink.write(site, torch.tensor([float(part.group[key])]).double())
+
+
+def _carried(parameters: ParameterMap, optimizer: Any) -> Iterator[tuple[Site, float]]:
+    """States that earlier iterations left, with their norms."""
+    for parameter in parameters.parameters:
+        part = optimizer_part(optimizer, parameter)
+        for name, values in (part.states if part else {}).items():
+            if part and name != "param" and values.numel() > 1:
+                for piece in parameters.pieces(parameter, values, part.start):
+                    size = torch.linalg.vector_norm(piece.values.double().nan_to_num())
+                    yield Site(Stage.OPTIMIZER_STATE, piece.name, name), float(size)
 
 
 def _before_update(parameters: ParameterMap, optimizer: Any) -> dict[tuple[int, str], torch.Tensor]:

@@ -257,6 +257,22 @@ def test_a_layers_output_must_be_equal_over_tensor_parallel_ranks_whatever_the_r
     assert not compare(reference, layout).wrong()
 
 
+@pytest.mark.parametrize(("off", "differs"), [(0.9, False), (1.1, True)])
+def test_a_part_of_small_elements_is_off_by_as_much_as_the_others(tmp_path, off, differs):
+    whole = np.ones((SEQUENCE, BATCH, 4), np.float32)
+    whole[SEQUENCE // 2 :] = 1e-3  # What the second rank has.
+    response = 1e-4
+    theirs = write(tmp_path / "reference", [(rank(), [(output(), whole)])], response)
+    size = np.sqrt(np.mean(np.square(whole)))
+    part = whole[SEQUENCE // 2 :] + np.float32(off * RESPONSES * response * size)
+    first, second = (
+        rank(number, tensor=(number, 2), world_size=2, sequence_parallel=True) for number in (0, 1)
+    )
+    ours = [(first, [(output(), whole[: SEQUENCE // 2])]), (second, [(output(), part)])]
+    layout = write(tmp_path / "layout", ours)
+    assert bool(compare(theirs, layout).wrong()) is differs
+
+
 def test_what_only_the_layout_recomputes_comes_behind_what_it_computed_before(tmp_path):
     stage = Stage.ACTIVATION_GRADIENTS
     late, early, again = (

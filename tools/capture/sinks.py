@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,26 @@ class Responding:
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """Let a router choose as it did: a tensor's response is that of rounding alone."""
         return self._stored.get(site)
+
+    def carry(self, states: Iterable[tuple[Site, float]]) -> None:
+        """Add how far states are off by earlier iterations' gradients, each by as much as this one's.
+
+        A state is a sum of what it was and of this iteration's gradient, and is off by at most the sum of
+        how far they are. What was measured is the gradient's part alone.
+
+        Args:
+            states: With their norms at the start, which may be larger than at the end: sums cancel out.
+        """
+        for site, size in states:
+            stored = self._stored.get(site)
+            gradient = self.responses.get(f"{Stage.REDUCED_GRADIENTS}|{site.name}|gradient")
+            if stored is None or gradient is None:
+                continue
+            now = float(torch.linalg.vector_norm(stored.double().nan_to_num()))
+            if now > 0:
+                power = 2 if site.slot.endswith("_sq") else 1
+                key = f"{site.stage}|{site.name}|{site.slot}"
+                self.responses[key] += power * gradient * size / now
 
     def _note_rows(self, site: Site, average: torch.Tensor) -> None:
         """How far a row of the average gradient moves, which an update follows, as a part of itself."""

@@ -29,6 +29,8 @@ class Aligned:
     ours: Array | None
     reference: Array | None
     obstacle: str = ""
+    scale: float = 1.0
+    """By what the reference's part was multiplied."""
 
 
 class ActivationAligner:
@@ -40,6 +42,7 @@ class ActivationAligner:
         self._holders: defaultdict[tuple[Site, int], list[tuple[RankCapture, TensorRecord]]]
         self._holders = defaultdict(list)
         self._resized = layout.first.micro_batch_size != reference.first.micro_batch_size
+        self._means: dict[Site, float] = {}
         for one in reference.ranks:
             data_rank, data_size = one.rank.data
             for record in one.records:
@@ -70,9 +73,21 @@ class ActivationAligner:
         if part is None:
             shapes = f"{list(record.shape)} of the reference's {list(whole.shape)}"
             return Aligned(None, None, f"its shape {shapes} follows no known split")
-        if site.stage is Stage.ACTIVATION_GRADIENTS and not recomputed(site):
-            part = part * np.float32(scale_of(one.rank) / scale)
-        return Aligned(ours, part)
+        scaled = site.stage is Stage.ACTIVATION_GRADIENTS and not recomputed(site)
+        factor = scale_of(one.rank) / scale if scaled else 1.0
+        return Aligned(ours, part * np.float32(factor) if scaled else part, scale=factor)
+
+    def quadratic_mean(self, site: Site) -> float:
+        """Of an element of the reference's tensors of a site, over all of its micro batches."""
+        plain = _plain(site)
+        if plain not in self._means:
+            of_site = (held[0] for (one, _), held in self._holders.items() if one == plain and held)
+            values = [
+                holder.values(record).astype(np.float64).ravel() for holder, record in of_site
+            ]
+            squares = np.square(np.concatenate(values)) if values else np.zeros(1)
+            self._means[plain] = float(np.sqrt(squares.mean())) if squares.size else 0.0
+        return self._means[plain]
 
     def _same_rank(self, rank: CapturedRank, record: TensorRecord, ours: Array) -> Aligned:
         """Of a reference of the same layout, the same rank's tensor is the counterpart."""

@@ -167,11 +167,24 @@ class _Comparer:
                     place = (site, one.rank.data, one.rank.context, one.rank.expert, part)
                     shared.setdefault(place, []).append((record, pair))
                 else:
-                    self._comparison(_key(site), record).add(pair)
+                    found = self._comparison(_key(site), record)
+                    found.add(pair, self._error_of_part(found, pair, site, aligned.scale))
         for parts in shared.values():
             record = parts[0][0]
             found = self._comparison(_key(record.site), record)
             self._summed_or_whole(found, [pair for _, pair in parts])
+
+    def _error_of_part(self, found: Comparison, pair: Pair, site: Site, scale: float) -> float:
+        """The relative error of a rank's part; of one of small elements in terms of the whole's.
+
+        The response is that of the whole tensor, and a rank may have few elements of it, all of them
+        small: where each is a sum of larger numbers, its rounding is as large as that of the others.
+        """
+        error = relative_error(pair.ours, pair.reference)
+        if not 0 < found.tolerance < error < np.inf:
+            return error
+        usual = self._aligner.quadratic_mean(site) * scale * np.sqrt(pair.reference.size)
+        return error * min(1.0, float(np.linalg.norm(pair.reference)) / usual)
 
     def _choice(self, one: RankCapture, record: TensorRecord) -> None:
         """What a router chose, exactly, but for experts whose scores are equal within rounding."""

@@ -125,6 +125,25 @@ def test_a_response_is_the_relative_change(tmp_path):
     assert abs(response - 0.005) < 1e-6
 
 
+def test_a_state_is_off_by_what_it_began_with_as_well(tmp_path):
+    gradient = Site(Stage.REDUCED_GRADIENTS, "w", "gradient")
+    average, squares = (
+        Site(Stage.OPTIMIZER_STATE, "w", name) for name in ("exp_avg", "exp_avg_sq")
+    )
+    with CaptureWriter(tmp_path / "c") as writer:
+        for site in (gradient, average, squares):
+            Recording(writer).write(site, torch.tensor([3.0, 4.0]))
+        writer.flush()
+        responding = Responding(StoredTensors(tmp_path / "c", writer.records))
+    responding.write(gradient, torch.tensor([3.0, 4.05]))  # 0.01 of it.
+    responding.write(average, torch.tensor([3.0, 4.05]))
+    responding.carry(
+        [(average, 50.0), (squares, 5.0), (Site(Stage.OPTIMIZER_STATE, "v", "exp_avg"), 1.0)]
+    )
+    found = {key.split("|")[2]: round(value, 6) for key, value in responding.responses.items()}
+    assert found == {"gradient": 0.01, "exp_avg": 0.11, "exp_avg_sq": 0.02}
+
+
 def test_layers_and_experts_have_their_global_numbers():
     stage = torch.nn.Module()
     stage.decoder = torch.nn.Module()
