@@ -193,8 +193,8 @@ class Responding:
     def carry(self, states: Iterable[tuple[Site, float]]) -> None:
         """Add how far states are off by earlier iterations' gradients, each by as much as this one's.
 
-        A state is a sum of what it was and of this iteration's gradient, and is off by at most the sum of
-        how far they are. What was measured is the gradient's part alone.
+        A state is a sum of what it was and of this iteration's gradient, and is off by at most the sum
+        of how far they are. What was measured is the gradient's part alone.
 
         Args:
             states: With their norms at the start, which may be larger than at the end: sums cancel out.

@@ -64,12 +64,18 @@ def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[st
 def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
     """What Megatron-FSDP needs beside its own flags.
 
-    0.16 and 0.17 take it without the distributed optimizer as well, but then clip a rank's gradients by
-    its own norm, and end in an error in bf16.
+    Up to 0.17 Megatron takes it without the distributed optimizer as well, but then clips a rank's
+    gradients by its own norm, and ends in an error in bf16. 0.15 shards gradients only where their
+    reduction overlaps.
     """
-    needed = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
-    alone = (0, 16) <= release(entry.megatron_version) < (0, 18)
-    return ("--use-distributed-optimizer",) if needed and alone else ()
+    if parallelism.sharding not in (Sharding.ZERO2, Sharding.ZERO3):
+        return ()
+    version = release(entry.megatron_version)
+    overlapped = parallelism.sharding is Sharding.ZERO2 and version < (0, 16)
+    return (
+        *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
+        *(("--overlap-grad-reduce",) if overlapped else ()),
+    )
 
 
 def dropout_flags(probability: float) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ class _Comparer:
         if not 0 < found.tolerance < error < np.inf:
             return error
         usual = self._aligner.quadratic_mean(site) * scale * np.sqrt(pair.reference.size)
-        return error * min(1.0, float(np.linalg.norm(pair.reference)) / usual)
+        return error * min(1.0, float(np.linalg.norm(pair.reference) / usual))
 
     def _choice(self, one: RankCapture, record: TensorRecord) -> None:
         """What a router chose, exactly, but for experts whose scores are equal within rounding."""
