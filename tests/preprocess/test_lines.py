@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tools.preprocess import lines
 from tools.preprocess.documents import Problem, ProblemKind
-from tools.preprocess.files import Format, Slice
-from tools.preprocess.lines import line_blocks, lines_before, next_line_start
+from tools.preprocess.lines import Format, Slice, line_blocks, lines_before, next_line_start
 
 LINES = [b"a" * n + b"\n" for n in (3, 40, 0, 7, 90, 1, 1, 1, 25)]
 TEXT = b"".join(LINES)

@@ -3,9 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.dataset.indexed import DatasetError
-from tools.preprocess.files import whole_file
 from tools.preprocess.lines import line_blocks
-from tools.preprocess.source import InputShard, cut, parse_shard
+from tools.preprocess.source import InputShard, cut, parse_shard, whole_file
 
 
 @settings(max_examples=60, deadline=None)

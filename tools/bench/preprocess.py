@@ -26,9 +26,9 @@ from tools.bench.synthetic_text import TEXTS, write_synthetic
 from tools.dataset.indexed import DatasetError
 from tools.preprocess.documents import Parser, Problem
 from tools.preprocess.encoders import GigatokenEncoder
-from tools.preprocess.files import whole_file
 from tools.preprocess.lines import line_blocks
 from tools.preprocess.pipeline import default_threads
+from tools.preprocess.source import whole_file
 from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
 
 Say = Callable[[str], None]

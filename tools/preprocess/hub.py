@@ -18,7 +18,7 @@ from typing import Any
 
 from tools.dataset.indexed import Dataset, DatasetError, InputIdentity
 from tools.dataset.split import draws, samples_of
-from tools.preprocess.files import Block
+from tools.preprocess.lines import Block
 from tools.records.io import written_whole
 
 PREFIX = "hub:"

@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed, as blocks of whole lines of about `BLOCK_BYTES`.
+"""Slices of inputs, and those of JSON lines, plain or compressed, as blocks of about `BLOCK_BYTES`.
 
 The cuts follow from the offset a stream is read from, so a resumed run sees the same blocks.
 """
@@ -7,17 +7,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tools.preprocess.documents import Problem, ProblemKind
-from tools.preprocess.files import BLOCK_BYTES, Block, Format, Slice
 
+BLOCK_BYTES = 4 << 20
+"""Text parsed and encoded at a time; a longer line makes a longer block."""
 _READ_BYTES = 1 << 20
 _ARCHIVE_READ_BYTES = 1 << 18
 """Read from an archive at a time: what precedes damage is lost only up to this much."""
 _LONGEST_ESCAPE = 6
 """Bytes of JSON for one byte of text, at most: `\\u0041`."""
+
+
+class Format(StrEnum):
+    """How an input holds its documents."""
+
+    LINES = "JSON lines"
+    GZIP = "gzip"
+    ZSTD = "zstd"
+    PARQUET = "parquet"
+    HUB = "hub"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of one input: bytes of (uncompressed) JSON lines, or rows of a table."""
+
+    name: str
+    format: Format
+    start: int
+    stop: int | None
+    """None is the input's end."""
+    size_bytes: int
+    """Of the stretch as stored, for the progress line; 0 if not known."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some whole lines, or some rows, of a slice; or one thing wrong with the input itself."""
+
+    next_offset: int
+    """Byte (of the uncompressed text) or row that the block after this one starts at."""
+    size_bytes: int
+    """Text in it."""
+    read_bytes: int
+    """How far the slice, or from `InputStream` the input, is read as stored."""
+    content: object
+    """JSON lines as bytes, Arrow columns, or a `Problem`."""
+    slice_index: int = 0
+    """Set by `InputStream`."""
 
 
 def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Iterator[Block]:

@@ -27,8 +27,8 @@ from tools.dataset.indexed import (
     write_manifest,
 )
 from tools.dataset.merge import join
-from tools.preprocess.files import Position
 from tools.preprocess.pipeline import Encoded, Packed
+from tools.preprocess.source import Position
 from tools.records.io import flush_to_disk, made_whole, write_record
 
 

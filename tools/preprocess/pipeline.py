@@ -13,7 +13,7 @@ import numpy as np
 from tools.dataset.indexed import DocumentIndex, IntArray, TokenType
 from tools.preprocess.documents import Parser, Problem, ProblemKind, Text, utf8_size
 from tools.preprocess.encoders import Encoder
-from tools.preprocess.files import BLOCK_BYTES, Block
+from tools.preprocess.lines import BLOCK_BYTES, Block
 
 IN_FLIGHT_BYTES = 8 * BLOCK_BYTES
 """Text between reading and writing, at most; a longer document passes alone."""

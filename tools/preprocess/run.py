@@ -20,12 +20,11 @@ from tools.dataset.indexed import (
 )
 from tools.preprocess.documents import HARMLESS, Parser, Problem, ProblemKind
 from tools.preprocess.encoders import choose_encoder
-from tools.preprocess.files import Block, Position, Slice
-from tools.preprocess.lines import lines_before
+from tools.preprocess.lines import Block, Slice, lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.progress import ProgressLine
-from tools.preprocess.source import InputStream, PreprocessOptions, open_source
+from tools.preprocess.source import InputStream, Position, PreprocessOptions, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -11,10 +13,80 @@ from typing import Literal
 
 from tools.dataset.indexed import DatasetError, InputIdentity
 from tools.preprocess.documents import Parser, Problem, ProblemKind
-from tools.preprocess.files import Block, Format, Position, Slice, expand, identify, whole_file
 from tools.preprocess.hub import PREFIX as HUB_PREFIX
 from tools.preprocess.hub import Hub
-from tools.preprocess.lines import line_blocks, next_line_start
+from tools.preprocess.lines import Block, Format, Slice, line_blocks, next_line_start
+
+_EDGE_BYTES = 1 << 20
+_MAGIC = {b"\x1f\x8b": Format.GZIP, b"\x28\xb5\x2f\xfd": Format.ZSTD, b"PAR1": Format.PARQUET}
+_SUFFIXES = {
+    ".jsonl": Format.LINES,
+    ".json": Format.LINES,
+    ".gz": Format.GZIP,
+    ".zst": Format.ZSTD,
+    ".zstd": Format.ZSTD,
+    ".parquet": Format.PARQUET,
+}
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two blocks: byte (of the uncompressed text) or row `offset` of a slice."""
+
+    slice_index: int
+    offset: int
+    lines: int
+    """Lines (or rows) of the slice before it."""
+
+
+def expand(patterns: Iterable[str]) -> tuple[Path, ...]:
+    """Files of `--input`: files, folders (searched for known suffixes) and globs, in sorted order."""
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if pattern == "-" or (path.exists() and not path.is_dir() and not path.is_file()):
+            raise DatasetError(
+                f"--input {pattern} is a pipe or a device: it cannot be read again, which resuming "
+                "after a kill needs; write it into a file first (COMMAND > text.jsonl) and give "
+                "that. Archives (.gz, .zst) are read as they are."
+            )
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
+        elif path.exists():
+            found = [path]
+        else:
+            found = sorted(Path(p) for p in glob.glob(pattern, recursive=True))  # noqa: PTH207
+        if not found:
+            what = f"no file ending in {', '.join(_SUFFIXES)}" if path.is_dir() else "nothing"
+            raise DatasetError(f"--input {pattern} matches {what}; check the path.")
+        files += found
+    return tuple(files)
+
+
+def identify(path: Path) -> InputIdentity:
+    """Identity of a file: size, time stamp and a hash over its edges."""
+    try:
+        status = path.stat()
+        with path.open("rb") as stream:
+            digest = hashlib.sha256(stream.read(_EDGE_BYTES))
+            stream.seek(max(0, status.st_size - _EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read ({error.strerror}); check it.") from None
+    return InputIdentity(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
+
+
+def whole_file(path: Path) -> Slice:
+    """All of one file, its format by the first bytes: names lie."""
+    with path.open("rb") as stream:
+        head = stream.read(4)
+    found = next((known for magic, known in _MAGIC.items() if head.startswith(magic)), Format.LINES)
+    promised = _SUFFIXES.get(path.suffix, Format.LINES)
+    if head and found is Format.LINES is not promised:
+        raise DatasetError(
+            f"{path} is no {promised} file, whatever its name says; fetch it again or rename it."
+        )
+    return Slice(str(path), found, 0, None, path.stat().st_size)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from tools.dataset.indexed import DatasetError
 from tools.preprocess.documents import Problem, ProblemKind
-from tools.preprocess.files import BLOCK_BYTES, Block, Slice
+from tools.preprocess.lines import BLOCK_BYTES, Block, Slice
 
 _MOST_ROWS = 1 << 16
 _READ_BYTES = 1 << 20
