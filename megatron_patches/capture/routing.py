@@ -1,14 +1,17 @@
 """Which experts each router chooses, of which scores; another run's choice can take its place.
 
 It stands where Megatron keeps its own replay of routing (`TopKRouter.router_replay`), so that what is
-chosen from and what is chosen are seen between the two. Routers that choose otherwise (sinkhorn,
-quantiles) and Megatrons without a replay are left alone: their maps are compared as any output.
+chosen from and what is chosen are seen between the two. In a Megatron without a replay (0.15) the first
+choice of a call of `TopKRouter.routing` is taken. Routers that choose otherwise (sinkhorn, quantiles)
+are left alone: their maps are compared as any output.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -28,19 +31,73 @@ def watched_routing(
         sink: What becomes of the choices.
         earlier: Begins the slots of an iteration before the one that is captured.
     """
-    routers = [
+    modules = [
         (module, names_of_chunk[own])
         for chunk, names_of_chunk in zip(chunks, names, strict=True)
         for own, module in chunk.named_modules()
+    ]
+    routers = [
+        (module, name)
+        for module, name in modules
         if "router_replay" in vars(module) and module.router_replay is None
     ]
     for router, name in routers:
         router.router_replay = _Choices(name, sink, earlier)
+    older = [(module, name) for module, name in modules if _is_without_replay(module)]
+    for router, name in older:
+        router.routing = _asking(router.routing, _Choices(name, sink, earlier))
     try:
         yield
     finally:
         for router, _ in routers:
             router.router_replay = None
+        for router, _ in older:
+            del router.routing
+
+
+def _is_without_replay(module: torch.nn.Module) -> bool:
+    chooses = hasattr(module, "routing") and hasattr(module, "topk")
+    return (
+        chooses
+        and not hasattr(module, "router_replay")
+        and getattr(module, "routing_type", "") != "sinkhorn"
+    )
+
+
+def _asking(routing: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
+    """A router's `routing`; its first choice among experts, or groups of them, is that of `choices`."""
+    from megatron.core.transformer.moe import moe_utils
+
+    best, of_groups = torch.topk, moe_utils.group_limited_topk
+
+    @functools.wraps(routing)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        def put_back() -> None:
+            vars(torch)["topk"], moe_utils.group_limited_topk = best, of_groups
+
+        def first(scores: torch.Tensor, k: int, dim: int = -1, **more: Any) -> Any:
+            if dim != 1:
+                return best(scores, k, dim, **more)
+            put_back()
+            return choices.get_replay_topk(
+                scores, k, default_compute_topk=lambda scores, k, **_: best(scores, k, dim)
+            )
+
+        def first_of_groups(scores: torch.Tensor, topk: int, **groups: Any) -> Any:
+            put_back()
+            return choices.get_replay_topk(
+                scores,
+                topk,
+                default_compute_topk=lambda scores, k, **_: of_groups(scores, k, **groups),
+            )
+
+        vars(torch)["topk"], moe_utils.group_limited_topk = first, first_of_groups
+        try:
+            return routing(*args, **kwargs)
+        finally:
+            put_back()
+
+    return routed
 
 
 class _Choices:
