@@ -5,7 +5,7 @@ import pytest
 from tools.launch import microbenchmark
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures, Workload
-from tools.launch.microbenchmark_rank import local_figures, neighbours, slowest
+from tools.launch.microbenchmark_rank import added_seconds, local_figures, neighbours, slowest
 from tools.spec.run import DeviceKind
 
 SMALL = Workload(
@@ -39,6 +39,10 @@ def test_of_several_ranks_the_slowest_counts() -> None:
         {"all_reduce_bytes_per_second": 2e9},
     ]
     assert slowest(rates) == {"all_reduce_bytes_per_second": 2e9}
+
+
+def test_a_call_that_now_and_then_waits_long_adds_what_it_adds_in_the_mean() -> None:
+    assert added_seconds([2.0, 2.0, 2.0, 6.0], [1.0, 1.0, 1.0, 1.0]) == 2.0
 
 
 def test_neighbours_go_around_the_ring_and_two_nodes_are_one_pair() -> None:

@@ -201,6 +201,7 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
         "logit_seconds": figures.logit_seconds,
         "large_logit_seconds": figures.large_logit_seconds,
         "parameter_seconds": figures.parameter_seconds,
+        "large_parameter_seconds": figures.large_parameter_seconds,
         "tensor_seconds": figures.tensor_seconds,
         "jitter": figures.jitter,
         "gradient_seconds": figures.gradient_seconds,

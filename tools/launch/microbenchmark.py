@@ -48,7 +48,8 @@ class Workload:
     """Tokens, width and vocabulary of an output layer with its loss, forward and backward: with so many
     tokens the logits fit into a CPU's heap, with twice as many not."""
     parameters: int | None = None
-    """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped."""
+    """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped: its
+    temporary tensors fit into a CPU's heap, those of four times as many not."""
     table: int | None = None
     """Elements of an embedding whose gradient is made and added, beyond a CPU's heap; and a quarter of
     them, which fits into it."""
@@ -82,6 +83,8 @@ class Figures:
     """Of the output layer and its loss, beside the FLOPs of their products, a logit."""
     parameter_seconds: float | None = None
     """Of an update, an element."""
+    large_parameter_seconds: float | None = None
+    """The same where the memory of its temporary tensors is new each time."""
     tensor_seconds: float | None = None
     """Of an update, a tensor of almost no elements."""
     large_logit_seconds: float | None = None

@@ -76,6 +76,7 @@ def local_figures(workload: Workload, device: str) -> Figures:
     head = workload.head
     small, large = _heads(timer, *head, flops) if head and flops else (None, None)
     elements = workload.parameters
+    one, large_one = _updates(timer, elements) if elements else (None, None)
     table, large_table = _tables(timer, workload.table) if workload.table else (None, None)
     return Figures(
         matmul_flops=flops,
@@ -86,7 +87,8 @@ def local_figures(workload: Workload, device: str) -> Figures:
         layer_seconds=_layer(timer) if workload.layer else None,
         logit_seconds=small,
         large_logit_seconds=large,
-        parameter_seconds=_update(timer, elements) / elements if elements else None,
+        parameter_seconds=one,
+        large_parameter_seconds=large_one,
         tensor_seconds=_update(timer, 1) if elements else None,
         gradient_seconds=table,
         large_gradient_seconds=large_table,
@@ -216,6 +218,12 @@ def _head(timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float)
     return max(0.0, seconds - products) / (tokens * vocabulary)
 
 
+def _updates(timer: _Timer, elements: int) -> tuple[float, float]:
+    """Seconds an element, of a tensor and of one four times as large."""
+    small, large = (_update(timer, count) / count for count in (elements, 4 * elements))
+    return small, max(small, large)
+
+
 def _update(timer: _Timer, elements: int) -> float:
     """What happens to a tensor's gradient between backward and the next forward, in fp32, unfused."""
     weight = torch.nn.Parameter(torch.zeros(elements, device=timer.device))
@@ -294,10 +302,7 @@ def _ring_rate(
 
 
 def _latency(device: str, bytes_per_second: float | None) -> float:
-    """What a tensor of a layer's size takes beyond its bytes at the rate of large ones.
-
-    The median, not the least: ranks never arrive together, and training waits for the later one.
-    """
+    """What a tensor of a layer's size takes beyond its bytes at the rate of large ones."""
     small = torch.zeros(SMALL_BYTES // 4, device=device)
     ranks = dist.get_world_size()
     moving = 2 * (ranks - 1) / ranks * SMALL_BYTES / bytes_per_second if bytes_per_second else 0.0
@@ -312,10 +317,18 @@ def _latency(device: str, bytes_per_second: float | None) -> float:
         dist.all_reduce(small)
 
     together, alone = (
-        statistics.median(_counted(work, device, SMALL_CALLS))
-        for work in (compute_and_reduce, compute)
+        _counted(work, device, SMALL_CALLS) for work in (compute_and_reduce, compute)
     )
-    return max(together - alone - moving, LEAST_LATENCY_SECONDS)
+    return max(added_seconds(together, alone) - moving, LEAST_LATENCY_SECONDS)
+
+
+def added_seconds(together: list[float], alone: list[float]) -> float:
+    """Mean time of calls with a wait beyond that of calls without.
+
+    Neither the least nor the median: an iteration is the sum of its calls, and of those over gloo one in
+    five waits for more than 1.5 ms, often all ranks at once, until a thread of gloo's gets a core.
+    """
+    return statistics.mean(together) - statistics.mean(alone)
 
 
 def _spread(workload: Workload, device: str) -> dict[str, float]:

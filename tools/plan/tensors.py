@@ -135,14 +135,15 @@ def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
     return _stage_parameters(spec.trained_shape, degrees, layers, first, last)
 
 
-def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> int:
-    """Tensors on each TP rank of a pipeline rank."""
+def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
+    """Elements of each tensor on each TP rank of a pipeline rank."""
     shape, split = spec.trained_shape, spec.parallelism
     layer = _layer_tensors(shape, split.tensor, split.expert, split.tensor_of_experts)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    ends = tuple(_end_tensors(shape, 1, split.pipeline, first, last))
-    own = spec.stage_layers(pipeline_rank) * sum(tensor.copies for tensor in layer)
-    return own + len(ends)
+    table = spec.padded_vocabulary * shape.hidden // split.tensor
+    ends = [tensor.elements for tensor in _end_tensors(shape, table, split.pipeline, first, last)]
+    own = [tensor.elements for tensor in layer for _ in range(tensor.copies)]
+    return spec.stage_layers(pipeline_rank) * own + ends
 
 
 def layer_parameters(spec: RunSpec) -> Parameters:

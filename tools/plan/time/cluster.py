@@ -44,6 +44,8 @@ class Calibration:
     """The same where all logits are too large for the C library's heap."""
     parameter_seconds: float | None = None
     """Of an update, a parameter: gradient zeroed, added, normed, clipped, Adam; None counts bytes."""
+    large_parameter_seconds: float | None = None
+    """The same where what the update makes of the tensor is too large for the C library's heap."""
     tensor_seconds: float = 0.0
     """Of the host for an update, a tensor."""
     gradient_seconds: float = 0.0

@@ -234,13 +234,20 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     measured = rate.measured
     if measured.parameter_seconds is not None:
         tensors = rank_tensors(spec, pipeline_rank)
-        seconds = held * measured.parameter_seconds + tensors * measured.tensor_seconds
-        return seconds / rate.share
+        large = min(held, sum(size for size in tensors if _outgrows_heap(min(size, held))))
+        dearer = measured.large_parameter_seconds or measured.parameter_seconds
+        seconds = (held - large) * measured.parameter_seconds + large * dearer
+        return (seconds + len(tensors) * measured.tensor_seconds) / rate.share
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
     a_parameter = _ADAM_BYTES + _NORM_AND_CLIP_BYTES + copies + weights
     touched = held * a_parameter + gradients * precision.gradients
     return touched / rate.bytes_per_second
+
+
+def _outgrows_heap(elements: int) -> bool:
+    """Whether AdamW's two temporary tensors, which die together, leave more than glibc keeps."""
+    return 2 * 4 * elements > _LARGEST_OF_HEAP
 
 
 @dataclass(frozen=True, slots=True)
