@@ -34,15 +34,18 @@ def test_without_a_terminal_there_is_one_line_a_minute(clock):
 def test_an_input_of_unknown_size_shows_no_share(clock):
     stream = io.StringIO()
     line = ProgressLine(Console(file=stream, force_terminal=False))
-    clock[0] = 61.0
-    line.add(0, 0, 122_000_000, documents=1, tokens=2)
-    assert stream.getvalue() == "2.0 MB/s · 1 documents · 2 tokens\n"
+    with line:
+        clock[0] = 61.0
+        line.add(0, 0, 122_000_000, documents=1, tokens=2)
+        assert stream.getvalue() == "2.0 MB/s · 1 documents · 2 tokens\n"
+        line.add(0, 0, 0, documents=1, tokens=0)
+    assert stream.getvalue().splitlines()[1:] == ["2.0 MB/s · 2 documents · 2 tokens"]
 
 
 def test_on_a_terminal_one_line_changes_and_sentences_stay(clock):
     stream = io.StringIO()
     line = ProgressLine(Console(file=stream, force_terminal=True, width=100))
-    with line.shown:
+    with line:
         clock[0] = 2.0
         line.add(500, 1000, 1_000_000, documents=7, tokens=9)
         line.say("in.jsonl:3: blank line (noted)")

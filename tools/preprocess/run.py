@@ -94,7 +94,7 @@ class _Work:
         threads = self.options.threads or default_threads()
         dtype = token_dtype(self.spec.vocabulary)
         pipeline = Pipeline(parser, encoder, dtype, identity.eod, threads)
-        with self.progress.shown:
+        with self.progress:
             blocks = self._named(start, pipeline.run(self._announced(start)))
             write_parts(folder, parts, blocks, identity, encoder.name)
         join_parts(folder, len(parts), identity)
