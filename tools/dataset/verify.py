@@ -127,11 +127,13 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
 def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
     """Ids lie in the vocabulary, or at least are not negative; each stretch has the manifest's hash."""
     limit = np.iinfo(dataset.dtype).max if vocabulary is None else vocabulary - 1
-    known = dataset.manifest.shards if dataset.manifest else ()
+    known: list[tuple[int, str | None]] = [(dataset.tokens, None)]
+    if dataset.manifest:
+        known = [(shard.tokens, shard.sha256) for shard in dataset.manifest.shards]
     digest = hashlib.sha256()
     first = 0
     with dataset.bin_path.open("rb") as stream:
-        for count, sha256 in [(s.tokens, s.sha256) for s in known] or [(dataset.tokens, None)]:
+        for count, sha256 in known:
             for part in stretches(count):
                 tokens = np.fromfile(stream, dataset.dtype, part.stop - part.start)
                 digest.update(tokens)
