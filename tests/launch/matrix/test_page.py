@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from packaging.version import Version
+
 from tests.launch.matrix.factory import DP, TP, factor, family, matrix, record
 from tools.launch.matrix.cell import Cell
 from tools.launch.matrix.curves import curve_of
@@ -118,3 +120,12 @@ def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path:
     assert f"`make verify-fuzz SEED=7`, 2026-11-22: {said}" in markdown
     assert "\n    make verify-dp2\n" in markdown
     assert "- dense, dtype/bf16, in dp2: crashed: RuntimeError: &lt;no&gt;" in markdown
+
+
+def test_levels_that_a_version_does_not_know_are_in_no_row(tmp_path: Path) -> None:
+    newer = family(factor("optimizer", "adamw", "muon", since=Version("0.20")))
+    store(tmp_path, "0.19.0", [record(Cell(newer, TP))])
+    write_pages(tmp_path, matrix(newer))
+    markdown = (tmp_path / MARKDOWN).read_text()
+    assert "| optimizer | adamw | ✓ 0.25 |" in markdown
+    assert "| muon |" not in markdown

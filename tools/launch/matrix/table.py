@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from packaging.version import Version
+
 from tools.launch.matrix.definition import Family, Level, Matrix
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
 
@@ -95,8 +97,12 @@ class FamilyTable:
 
 
 def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
-    """A table a family of which something was verified; layouts that were."""
+    """A table a family of which something was verified; layouts that were.
+
+    Of the levels those whose flags the records' Megatron knows.
+    """
     found = list(records)
+    megatron = Version(found[0].megatron.split()[0]) if found else Version("0")
     made = []
     for family in matrix.families:
         own = [one for one in found if one.family == family.name]
@@ -107,6 +113,7 @@ def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
                 Row(level, tuple(pair_of(family, level, layout, own) for layout in layouts))
                 for levels in family.factors.values()
                 for level in levels
+                if level.is_in(megatron)
             )
             made.append(FamilyTable(family, layouts, tuple(rows)))
     return made
