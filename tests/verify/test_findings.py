@@ -1,5 +1,6 @@
 """Megatron's own bugs: each is judged for every version, and can be shown and cured (slow)."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from tools.launch.train import flags_of_grammar
 from tools.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
 
 REPRODUCED = [one for one in findings() if one.verdict is Judged.REPRODUCED]
+
+
+def test_a_thread_ends_with_its_number_or_place() -> None:
+    """YAML takes what follows ` #` for a comment where the text is not quoted."""
+    for one in findings():
+        assert re.search(r"^$|#\d+(?: A\d+)?$", one.thread), one.id
 
 
 def test_every_finding_is_judged_for_every_version_and_has_a_name_of_its_own() -> None:
