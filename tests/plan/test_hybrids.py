@@ -1,15 +1,21 @@
 """Layers of several kinds: Mamba-2 mixers, attention, MLPs and experts by a pattern."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tools.plan.__main__ import command_line
 from tools.plan.collectives.call import by_group
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.collectives.tensor import layer_collectives
+from tools.plan.constraints import violations
 from tools.plan.memory import memory_of_rank
+from tools.plan.parser import RequestError
 from tools.plan.readings.express import express
 from tools.plan.readings.table import read_readings
+from tools.plan.request import request_from_options
+from tools.plan.search import Request, search
 from tools.plan.tensors import active_parameters, parameters_total, rank_parameters, rank_tensors
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import Execution
@@ -125,3 +131,46 @@ def test_blocks_that_stay_in_half_precision_take_the_time_of_such_blocks() -> No
     times = [iteration_seconds(s, gpus(s)).matmul for s in (quantised, mixed, all_half, half)]
     assert times[0] < times[1] < times[2] == pytest.approx(times[3])
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)
+
+
+PATTERN = "M*-ME"
+HYBRID_ARGS = f"""--num-layers 5
+--hidden-size 512
+--num-attention-heads 8
+--seq-length 1024
+--max-position-embeddings 1024
+--micro-batch-size 1
+--global-batch-size 8
+--num-experts 4
+--mamba-num-groups 2
+--hybrid-layer-pattern {PATTERN}
+--bf16
+"""
+
+
+def planned(file: Path, *words: str) -> Request:
+    file.write_text(HYBRID_ARGS)
+    given = ["--model", str(file), "--gpus", "4", "--gpu", "h100", *words]
+    return request_from_options(command_line().parse_args(given))
+
+
+def test_a_pattern_in_a_models_file_is_what_is_planned_without_pp_and_cp(tmp_path: Path) -> None:
+    request = planned(tmp_path / "own.args")
+    shape = request.template.shape
+    assert (shape.layers, shape.blocks) == (1, PATTERN)
+    found = [candidate.spec.parallelism for candidate in search(request).ranked]
+    assert found
+    assert {(split.pipeline, split.context) for split in found} == {(1, 1)}
+    assert max(split.tensor for split in found) <= 2
+
+
+def test_a_pattern_over_pp_or_cp_is_refused_by_name(tmp_path: Path) -> None:
+    template = planned(tmp_path / "own.args").template
+    for split, word in ((Parallelism(pipeline=2), "PP 1"), (Parallelism(context=2), "CP 1")):
+        refused = violations(replace(template, parallelism=split))
+        assert any(PATTERN in sentence and word in sentence for sentence in refused)
+
+
+def test_a_block_that_no_formula_knows_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"has the block 'G', .*; use blocks of M \* - E /"):
+        planned(tmp_path / "own.args", "--extra", "--hybrid-layer-pattern M*G-")

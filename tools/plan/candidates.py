@@ -19,8 +19,10 @@ def splits(shape: ModelShape, devices: int) -> Iterator[Parallelism]:
     for tensor in divisors(devices):
         if shape.heads % tensor or shape.query_groups % tensor or shape.ffn_hidden % tensor:
             continue
+        if shape.mamba and (shape.mamba.heads % tensor or shape.mamba.groups % tensor):
+            continue
         for context in divisors(devices // tensor):
-            if context > 1 and shape.seq_length % (2 * context):
+            if context > 1 and (shape.blocks or shape.seq_length % (2 * context)):
                 continue
             for pipeline in divisors(devices // (tensor * context)):
                 if stage_split(shape.layers, pipeline) is None:

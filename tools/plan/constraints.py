@@ -103,7 +103,9 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             f"{strategy_name(parallelism)} is trained by plain PyTorch, not by Megatron-LM; use "
             f"BACKEND=native, or pp{pipeline}."
         )
-    if virtual > 1 and pipeline == 1:
+    if shape.blocks and pipeline > 1:
+        yield (f"{model} has the blocks {shape.blocks}, whose stages are not planned; use PP 1.")
+    elif virtual > 1 and pipeline == 1:
         yield (
             f"{virtual} virtual stages need more than one pipeline stage; use PP 2 or more, or one "
             "virtual stage."
@@ -123,6 +125,10 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
 def _context_rules(spec: RunSpec) -> Iterator[str]:
     shape, model = spec.shape, _called(spec)
     context, cp_comm_type = spec.parallelism.context, spec.cp_comm_type
+    if shape.blocks and context > 1:
+        yield (
+            f"{model} has the blocks {shape.blocks}, whose context parallelism is not planned; use CP 1."
+        )
     if shape.positions and shape.seq_length > shape.positions:
         yield (
             f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "

@@ -12,8 +12,9 @@ from tools.plan.parser import RequestError
 from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
+from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import changed_model, model_of
+from tools.spec.model import BLOCKS, ModelShape, changed_model, hybrid_shape, model_of
 from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
@@ -30,7 +31,8 @@ def request_from_options(options: Namespace) -> Request:
         UnknownHardwareError: No such device or link.
         ReadingsError: The file of one's own readings is none.
     """
-    model = changed_model(model_of(options.model), shlex.split(options.extra or ""))
+    extra = shlex.split(options.extra or "")
+    model = changed_model(model_of(options.model), extra)
     devices, per_node = _devices_and_node(options)
     device = device_by_key(options.gpu)
     dtype = options.dtype or model.dtype
@@ -42,6 +44,7 @@ def request_from_options(options: Namespace) -> Request:
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
     template = with_sequence(spec_of_model(model, Parallelism(), Batch(1, batch)), options.seq)
+    template = replace(template, shape=_hybrid(template.shape, Flags([*model.flags, *extra])))
     cluster = Cluster(
         device=device,
         devices=devices,
@@ -57,6 +60,21 @@ def request_from_options(options: Namespace) -> Request:
         )
     own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
     return Request(model, cluster, batch, replace(template, dtype=dtype), own)
+
+
+def _hybrid(shape: ModelShape, flags: Flags) -> ModelShape:
+    """The shape with the blocks that a pattern lays out.
+
+    Raises:
+        RequestError: It has a block that the formulas do not know.
+    """
+    found = hybrid_shape(shape, flags)
+    if strange := sorted(set(found.blocks) - set(BLOCKS)):
+        raise RequestError(
+            f"--hybrid-layer-pattern {found.blocks} has the block '{strange[0]}', which is not planned; "
+            f"use blocks of {' '.join(BLOCKS)}."
+        )
+    return found
 
 
 def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:

@@ -138,6 +138,7 @@ class Mamba:
 MAMBA, ATTENTION, MLP, EXPERTS, AHEAD = "M", "*", "-", "E", "/"
 """Blocks of a hybrid, as in `--hybrid-layer-pattern`. `AHEAD` begins a depth of multi-token prediction:
 it joins hidden states with the embeddings of the tokens ahead, and the output layer runs once more."""
+BLOCKS = (MAMBA, ATTENTION, MLP, EXPERTS, AHEAD)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -410,6 +411,22 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
     )
+
+
+def hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
+    """The shape with the blocks of `--hybrid-layer-pattern`; without that flag, as it is."""
+    pattern = flags.text("--hybrid-layer-pattern")
+    if not pattern:
+        return shape
+    width = flags.integer("--mamba-head-dim", 64)
+    mamba = Mamba(
+        flags.integer("--mamba-num-heads", 2 * shape.hidden // width),
+        width,
+        flags.integer("--mamba-num-groups", 8),
+        flags.integer("--mamba-state-dim", 128),
+    )
+    narrow = flags.integer("--moe-latent-size", 0)
+    return replace(shape, layers=1, blocks=pattern, mamba=mamba, latent_experts=narrow)
 
 
 def _model_files(family: str) -> list[Path]:

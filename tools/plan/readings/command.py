@@ -115,7 +115,13 @@ def _print_regrets(found: list[Choice], console: Console) -> None:
     console.print(
         f"Of {len(regrets)} groups of readings that differ in layout alone, the fastest predicted "
         f"loses {mean(regrets):.1%} in the mean and {max(regrets):.1%} at worst over the fastest "
-        "measured one:",
+        "measured one.",
+        soft_wrap=True,
+    )
+    known = [choice.regret for choice in found if choice.decidable]
+    console.print(
+        f"In {len(regrets) - len(known)} of them by less than times of one layout lie apart; in the "
+        f"other {len(known)} {mean(known):.1%} in the mean and {max(known):.1%} at worst. By source:",
         soft_wrap=True,
     )
     by_source: dict[str, list[float]] = defaultdict(list)

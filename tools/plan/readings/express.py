@@ -17,7 +17,14 @@ from tools.plan.time.execution import Execution
 from tools.spec.files import read_yaml
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
-from tools.spec.model import GPT2_VOCABULARY, MAMBA, LatentAttention, Mamba, ModelShape
+from tools.spec.model import (
+    GPT2_VOCABULARY,
+    MAMBA,
+    LatentAttention,
+    Mamba,
+    ModelShape,
+    hybrid_shape,
+)
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_flags
 from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -397,16 +404,8 @@ def _shape_of_flags(shape: ModelShape, flags: Flags) -> ModelShape:
         )
     shared = flags.integer("--moe-shared-expert-intermediate-size", 0)
     shape = replace(shape, latent=latent, shared_expert_ffn=shared)
-    if pattern := flags.text("--hybrid-layer-pattern"):
-        width = flags.integer("--mamba-head-dim", 64)
-        mamba = Mamba(
-            flags.integer("--mamba-num-heads", 2 * shape.hidden // width),
-            width,
-            flags.integer("--mamba-num-groups", 8),
-            flags.integer("--mamba-state-dim", 128),
-        )
-        narrow = flags.integer("--moe-latent-size", 0)
-        return replace(shape, layers=1, blocks=pattern, mamba=mamba, latent_experts=narrow)
+    if flags.has("--hybrid-layer-pattern"):
+        return hybrid_shape(shape, flags)
     # Each depth of multi-token prediction is one more layer; its second head is not counted.
     return replace(shape, layers=shape.layers + flags.integer("--mtp-num-layers", 0))
 

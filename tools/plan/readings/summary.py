@@ -161,6 +161,12 @@ class Choice:
     """Of each layout that was measured more than once, the slowest over the fastest time, less 1: no
     choice can be known better than that."""
 
+    @property
+    def decidable(self) -> bool:
+        """Whether the readings can tell the layouts apart: what repeats of one layout of the group lie
+        apart is less than the loss, no layout was repeated, or nothing is lost."""
+        return not 0 < self.regret <= max(self.apart, default=0.0)
+
 
 def choices(residuals: Residuals) -> list[Choice]:
     """Every group of two or more layouts of one model, batch, device and source; one that was measured
@@ -194,8 +200,10 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 
 def _origin(item: Residual) -> str:
-    """Release and variant: readings of other software differ in more than layout."""
-    return item.reading.notes.partition(";")[0]
+    """Release and variant, and a trainer that is not the source's usual one: readings of other software
+    differ in more than layout."""
+    variant, *others = item.reading.notes.split(";")
+    return " ".join((variant, *(part for part in others if "not Megatron" in part)))
 
 
 def _measured(item: Residual) -> float:

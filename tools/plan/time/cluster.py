@@ -52,8 +52,8 @@ class Calibration:
     """Of a weight's gradient in a micro batch, an element, where no kernel adds it to the others."""
     large_gradient_seconds: float = 0.0
     """The same where it is too large for the C library's heap."""
-    iteration_host_seconds: float = 0.0
-    """Of the host for an iteration, beside layers: data, schedule, log."""
+    iteration_host_seconds: float | None = None
+    """Of the host for an iteration, beside layers: data, schedule, log; None takes a GPU's usual."""
     launch_beside_work: bool = True
     """Whether the host launches kernels while the device works; on CPU ranks they are the same core."""
     made_with: str = ""

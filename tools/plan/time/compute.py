@@ -1,7 +1,8 @@
 """Seconds of arithmetic and of memory traffic on one rank, for one micro batch.
 
-A matrix product takes its FLOPs at the achieved rate plus its operands' bytes at the achieved
-memory bandwidth; elementwise kernels take their bytes alone. Kernels are Megatron's fused ones.
+A matrix product takes its FLOPs at the achieved rate or its operands' bytes at the achieved memory
+bandwidth, whichever is more; elementwise kernels take their bytes alone. Kernels are Megatron's fused
+ones. Figures that say "measured" are of an H200 (tools/plan/README.md, "What an H200 showed").
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from tools.spec.hardware import Device
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
 from tools.spec.run import Quantised, Recompute, RunSpec
 
-_FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 + 8 + 4 + 8
+_BY_ROW = 1.4
+"""Times that a pass takes which combines a row with a figure of its own (measured: 2.5 TB/s, where an
+exponential reads and writes 4.2)."""
+_FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 * _BY_ROW + 8 + 4 + 8 * _BY_ROW
 """fp32 passes over the logits in `VocabParallelCrossEntropy`: copy out, maximum, subtract,
 exponential, sum, divide."""
-_BACKWARD_CROSS_ENTROPY_BYTES = 8 + 4
+_BACKWARD_CROSS_ENTROPY_BYTES = 8 * _BY_ROW + 4
 _FUSED_CROSS_ENTROPY_PASSES = 5
 """Over the half-precision logits themselves: read for the sum, read and overwritten by their gradient,
 which backward reads and scales (`te_parallel_cross_entropy`, flash-attn's `xentropy`)."""
@@ -61,6 +65,10 @@ class DeviceRates:
     """Inner dimension that a tile's start and end are worth (`Constants.product_fill`)."""
     processors: int
     """Tiles that are computed at once."""
+    tiles: tuple[tuple[int, int, float], ...]
+    """Rows, columns and share of the best one's rate of each kind of tile."""
+    compiled: bool
+    """Whether torch.compile writes the fused elementwise kernels."""
     quantised: Quantised
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
@@ -80,9 +88,10 @@ class DeviceRates:
 _LARGEST_OF_HEAP = 32 << 20
 """glibc's DEFAULT_MMAP_THRESHOLD_MAX: a larger tensor's memory goes back to the system when it dies,
 which maps and clears each page of the next one."""
-_UNFUSED_KERNELS = 2.5
-"""Times that eager PyTorch moves what a fused kernel moves for a norm, an activation or a residual: each
-step reads and writes, and autocast copies between precisions (an estimate)."""
+_UNFUSED_KERNELS = 2.0
+"""Times that PyTorch's own kernels take for what fused ones take for a norm, an activation and a
+residual (measured: a norm 1.9 forward and 3.5 backward, an addition 1.2, an activation 1.0, together
+1.5), and for autocast's copies between precisions (an estimate)."""
 
 
 def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -> DeviceRates:
@@ -95,6 +104,7 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
     peak = device.peak_flops(dtype)
     if peak is None:
         raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
+    before_hopper = device.generation in ("volta", "ampere")
     peak *= _power_share(device) * share
     fewer = peak * constants.matmul
     if quantised:
@@ -114,6 +124,8 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         bytes_per_second=device.memory_bytes_per_second * constants.memory * share,
         fill=constants.product_fill,
         processors=device.processors,
+        tiles=_TILES if before_hopper else _LATER_TILES,
+        compiled=not before_hopper,
         quantised=quantised,
         elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
         fused_loss=cluster.execution.fused_loss,
@@ -122,22 +134,36 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
     )
 
 
-_USUAL_WATTS = {"volta": 300, "ampere": 400, "hopper": 700, "blackwell": 1000}
+_USUAL = {
+    "volta": (300, 80, 125e12),
+    "ampere": (400, 108, 312e12),
+    "hopper": (700, 132, 989.5e12),
+    "blackwell": (1000, 148, 2250e12),
+}
+"""Watts, processors and half-precision peak of a generation's usual device."""
 
 
 def _power_share(device: Device) -> float:
-    """Rate of a device's tensor cores relative to its generation's usual one: under their load the power
-    limit sets the clock, and power grows with its square to cube, so the rate with the root of power."""
-    usual = _USUAL_WATTS.get(device.generation)
-    return 1.0 if usual is None else (device.power_watts / usual) ** 0.5
+    """Of its own datasheet's peak, what a device's tensor cores reach beside its generation's usual one.
+
+    Under their load the power limit sets the clock, and a processor's power grows with the square to
+    cube of it: the rate goes with the root of power times processors, at whatever clock the peak was
+    stated.
+    """
+    peak, usual = device.peak_flops("fp16"), _USUAL.get(device.generation)
+    if usual is None or peak is None:
+        return 1.0
+    watts, processors, usual_peak = usual
+    clocked = device.power_watts * device.processors / (watts * processors)
+    return float(clocked**0.5 * usual_peak / peak)
 
 
-_PORTABLE_SHARE = {"volta": 0.8, "ampere": 0.8, "hopper": 0.45, "blackwell": 0.35}
+_PORTABLE_SHARE = {"volta": 0.8, "ampere": 0.8, "hopper": 0.54, "blackwell": 0.35}
 
 
 def _kernel_share(cluster: Cluster) -> float:
-    """Attention written for Ampere against the generation's own: FlashAttention 2 reaches 35% of an
-    H100 where FlashAttention 3 reaches 75% (arXiv:2407.08608), Triton less of an A100 than CUDA."""
+    """Attention written for Ampere against the generation's own: FlashAttention 2 reaches 54% of what
+    cuDNN does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 than CUDA."""
     if not cluster.execution.portable_attention:
         return 1.0
     return _PORTABLE_SHARE.get(cluster.device.generation, 1.0)
@@ -171,14 +197,26 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
         weight_gradients=0.0
         if frozen
         else sum(
-            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantised)
+            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantised, True)
             for p in products
         ),
         forward_attention=attention + scores_forward / rate.bytes_per_second,
-        forward_memory=forward / rate.bytes_per_second,
+        forward_memory=forward / rate.bytes_per_second + _drawing_seconds(spec, rate),
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
         backward_memory=backward / rate.bytes_per_second + added,
     )
+
+
+_DRAWING_SECONDS = 0.2e-9
+"""Of a processor for a random number of a dropout in a kernel that torch.compile wrote (measured: bias,
+dropout and addition of 42 million elements take 153 µs on 132 processors, where the bytes take 85). The
+TorchScript kernels of the years before Hopper were not measured, and count none."""
+
+
+def _drawing_seconds(spec: RunSpec, rate: DeviceRates) -> float:
+    """Random numbers of both hidden dropouts of a layer; backward reads the masks."""
+    numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.norms
+    return numbers * _DRAWING_SECONDS / rate.processors if spec.dropout and rate.compiled else 0.0
 
 
 def forward_passes(spec: RunSpec) -> tuple[int, int, int]:
@@ -203,9 +241,9 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     hidden, element = shape.hidden, spec.element_bytes
     matmul = product_seconds(tokens, hidden, width, element, rate)
     matmul += product_seconds(tokens, width, hidden, element, rate)
-    matmul += product_seconds(hidden, tokens, width, element, rate)
+    matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=True)
     matmul *= shape.predicted
-    passes = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
+    passes: float = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
     if rate.fused_loss:
@@ -264,6 +302,10 @@ class _Product:
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of the result that one processor computes at once, and what of the best tile's rate:
 smaller ones read their operands more often (NVIDIA's guide to matrix products, "tile quantization")."""
+_LATER_TILES = (*_TILES, (320, 128, 1.0), (192, 192, 1.0))
+"""And since Hopper (the names of cuBLAS's kernels in a trace)."""
+_SPLITS = (1, 2, 4)
+"""Parts of the inner dimension that are computed beside each other where a result has few tiles."""
 
 
 @lru_cache(maxsize=65536)
@@ -275,31 +317,62 @@ def product_seconds(
     rate: DeviceRates,
     copies: int = 1,
     quantised: bool = False,
+    accumulated: bool = False,
 ) -> float:
     """A matrix product, or so many of one shape in one kernel.
 
     Tiles come in waves of one a processor, and the last wave takes as long as the others; each tile
-    starts and ends with work that `fill` of its inner dimension would take.
+    starts and ends with work that `fill` of its inner dimension would take. A device loads operands
+    beside arithmetic, a core of a CPU does not.
+
+    Args:
+        rows: Of the first operand and the result.
+        inner: Columns of the first operand.
+        columns: Of the result.
+        element_bytes: Of operands and result.
+        rate: What the device reaches.
+        copies: Products of this shape in one kernel.
+        quantised: Whether the operands are in fewer bits, where the run has such.
+        accumulated: Whether the result is added to gradients in fp32.
     """
     if not rows * inner * columns:
         return 0.0
-    steps = _tiled(rows, columns, copies, rate.processors)
     fewer = quantised and bool(rate.quantised)
     flops = rate.quantised_flops if fewer else rate.flops
     fill = rate.fill * (flops / rate.flops)
-    seconds = 2 * steps * rate.processors * (inner + fill) / flops
+    seconds = min(
+        2
+        * _tiled(rows, columns, copies * parts, rate)
+        * rate.processors
+        * (inner / parts + fill)
+        / flops
+        + (parts - 1) * 2 * 4 * copies * rows * columns / rate.bytes_per_second
+        for parts in _SPLITS
+    )
     width = QUANTISED_BYTES[rate.quantised] if fewer else element_bytes
-    operands = width * (rows * inner + inner * columns) + element_bytes * rows * columns
-    return seconds + copies * operands / rate.bytes_per_second
+    written = element_bytes
+    if accumulated and rate.processors > 1:
+        written = _ACCUMULATED_BYTES
+    operands = width * (rows * inner + inner * columns) + written * rows * columns
+    loading = copies * operands / rate.bytes_per_second
+    if rate.processors == 1:
+        return seconds + loading
+    return max(seconds, loading) + _KERNEL_SECONDS
 
 
-def _tiled(rows: int, columns: int, copies: int, processors: int) -> float:
+_ACCUMULATED_BYTES = 8
+"""A gradient in fp32, read and written (`--gradient-accumulation-fusion`)."""
+_KERNEL_SECONDS = 3e-6
+"""Start and end of a product's kernel (measured)."""
+
+
+def _tiled(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
     """Elements of the result that each processor computes; a core's tiles are too small to count."""
-    if processors == 1:
+    if rate.processors == 1:
         return rows * columns * copies
     return min(
-        -(-copies * -(-rows // high) * -(-columns // wide) // processors) * high * wide / share
-        for high, wide, share in _TILES
+        -(-copies * -(-rows // high) * -(-columns // wide) // rate.processors) * high * wide / share
+        for high, wide, share in rate.tiles
     )
 
 
@@ -361,15 +434,21 @@ def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
 
 def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
     """Memory traffic of a Mamba-2 mixer beside its products: the convolution, states in fp32 between the
-    scan's kernels, the gated norm. Backward computes the first two again and moves twice as much."""
+    scan's kernels, what these read and write themselves, the gated norm. Backward computes the first two
+    again and moves twice as much.
+
+    Of the scan's kernels in mamba_ssm (`ssd_combined.py`), forward two read the inputs, one the gate,
+    and one writes; backward's read inputs, gates and gradients nine times and write three.
+    """
     mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
     if spec.shape.blocks != MAMBA or mamba is None:
         return 0, 0
     element, tokens = spec.element_bytes, spec.tokens // tensor
     convolution = 2 * element * tokens * mamba.convolved
     states = 4 * 4 * tokens * mamba.width * mamba.state // _CHUNK
-    gate = 3 * element * tokens * mamba.width
-    return convolution + states + gate, 3 * (convolution + states) + 2 * gate
+    scanned = element * tokens * mamba.width
+    forward = convolution + states + (4 + 3) * scanned
+    return forward, 3 * (convolution + states) + (12 + 6) * scanned
 
 
 def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
@@ -390,11 +469,12 @@ def _cast_bytes(products: Sequence[_Product], quantised: Quantised) -> tuple[int
     """Memory traffic of quantising a layer's operands, forward and backward.
 
     An operand is read in two bytes and written twice, as it is and transposed for the weights' gradient
-    (Transformer Engine, `cast_transpose`); one scale a tensor needs one more reading for its maximum.
+    (Transformer Engine, `cast_transpose`); one scale a tensor needs one more reading for its maximum,
+    and NVFP4 has one beside those of its blocks (arXiv:2509.25149 §4.1).
     """
     if not quantised:
         return 0, 0
-    read = 4 if quantised is Quantised.TENSORWISE else 2
+    read = 4 if quantised in (Quantised.TENSORWISE, Quantised.NVFP4) else 2
     width = int(read + 2 * QUANTISED_BYTES[quantised])
     inputs = sum(p.copies * p.rows * p.inner for p in products if p.quantised)
     outputs = sum(p.copies * p.rows * p.columns for p in products if p.quantised)
@@ -402,9 +482,12 @@ def _cast_bytes(products: Sequence[_Product], quantised: Quantised) -> tuple[int
 
 
 _WIDE_HEAD = 128
-_SHORT_SEQUENCE = 512
-_DROPOUT_ATTENTION = 1.25
-"""Each score's random number is drawn inside the kernel, again in backward (an estimate)."""
+_NARROW_HEAD = 0.4
+_SHORT_SEQUENCE = 720
+"""Keys that a row of scores' start and end are worth (measured, of cuDNN and FlashAttention 2)."""
+_DROPOUT_ATTENTION = 1.5
+"""Each score's random number is drawn inside the kernel, again in backward (measured: 1,858 µs for
+1,232 at a width of 80 and 1,024 keys)."""
 _BACKWARD_ATTENTION = 2.5
 """Five products in backward for two in forward: the scores are computed again (arXiv:2205.14135)."""
 
@@ -423,8 +506,8 @@ def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
         value = shape.latent.value_width
     if spec.fused_attention:
         flops = spec.tokens * length * heads * (width + value)
-        padded = -(-width // 32) * 32 / width if width > _WIDE_HEAD else 1.0
-        narrow = min(1.0, width / _WIDE_HEAD) ** 0.5 if rate.narrow_heads else 1.0
+        padded = -(-width // 32) * 32 / width
+        narrow = min(1.0, padded * width / _WIDE_HEAD) ** _NARROW_HEAD if rate.narrow_heads else 1.0
         short = length / (length + _SHORT_SEQUENCE)
         drawn = _DROPOUT_ATTENTION if spec.dropout else 1.0
         forward = flops * padded * drawn / (rate.attention_flops * narrow * short)
@@ -485,7 +568,7 @@ def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:
     """Memory traffic of norms, dropouts, residuals, activations and bias gradients."""
     shape, element = spec.shape, spec.element_bytes
     hidden = spec.tokens * shape.hidden // spec.sequence_shards
-    masks = 2 if spec.dropout else 0
+    forward_masks, backward_masks = (2, 10) if spec.dropout else (0, 0)
     share = shape.norms / 2
     tensor = spec.parallelism.tensor
     ffn = shape.ffn_hidden
@@ -496,10 +579,34 @@ def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:
     biases = qkv + first if shape.bias else 0
     forward_wide = element * spec.tokens * (first + ffn) // tensor
     backward_wide = element * spec.tokens * (2 * first + ffn + biases) // tensor
-    norm_and_residual = 10 * element + masks
-    backward_hidden = 12 * element + masks + (2 * element if shape.bias else 0)
-    forward = int(share * norm_and_residual * hidden) + forward_wide
-    return forward, int(share * backward_hidden * hidden) + backward_wide
+    norm_and_residual = 10 * element + forward_masks
+    backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
+    laid_forward, laid_backward = _laid_out_bytes(spec)
+    forward = int(share * norm_and_residual * hidden) + forward_wide + laid_forward
+    return forward, int(share * backward_hidden * hidden) + backward_wide + laid_backward
+
+
+def _laid_out_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Memory traffic between the projections and attention: rotary positions, and queries, keys and
+    values taken out of one tensor and their gradients put into one (`attention.py:
+    get_query_key_value_tensors`; learnt positions and as many groups as heads need neither)."""
+    shape = spec.shape
+    rotary = not shape.positions
+    grouped = shape.query_groups < shape.heads
+    if shape.blocks == MAMBA or not shape.heads or not (rotary or grouped):
+        return 0, 0
+    moved = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
+    if shape.latent:
+        latent = shape.latent
+        # Queries in place, keys and values out of one tensor, each head's key with the same rotary part.
+        width = (
+            latent.rotary_width + latent.head_width + latent.value_width + latent.rotary_width // 2
+        )
+        return moved * shape.heads * width, moved * shape.heads * width
+    queries, keys = shape.heads * shape.head_width, shape.query_groups * shape.head_width
+    turned = moved * (queries + keys) if rotary else 0
+    taken = moved * queries if grouped else 0
+    return turned + taken, turned + moved * (queries + 2 * keys)
 
 
 def _context_bytes(spec: RunSpec) -> tuple[int, int]:

@@ -16,6 +16,24 @@ _TORCH_SOFTMAX_KERNELS = 0.15
 mask, and the gradients of five (`fused_softmax.py: forward_torch_softmax`)."""
 
 
+_LOOP = 5.9
+"""An iteration's data, schedule, checks and log line, in layers' host times: 9.4 of PyTorch's encoder
+layers where a layer of Megatron is 1.6 (`tools/launch/calibrate.py`, measured on an H200)."""
+_UPDATE = 0.14
+"""More for each layer: its dozen tensors pass the checks, the norm, the optimizer and the copies one by
+one (measured: 48 ms between the last backward and the next forward of 36 layers, 18 of them for want of
+one kernel for all norms, where a layer's host time was 2.75 ms)."""
+
+
+def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
+    """The host's time for an iteration beside its layers, while the device has no work."""
+    loop, layer = cluster.calibration.iteration_host_seconds, cluster.constants.layer_launch_seconds
+    if cluster.device.key == "cpu":
+        return (loop or 0.0) / cluster.share
+    layers = spec.stage_layers(0) * max(1.0, len(spec.shape.blocks) / 2)
+    return (_LOOP * layer if loop is None else loop) + _UPDATE * layer * layers
+
+
 _SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, AHEAD: 0.5, EXPERTS: 2 / 3}
 """Kernels of a hybrid's block for those of a transformer's layer, of experts for one with experts: half,
 but experts are all that a layer with them has beyond a dense one (`_EXPERT_KERNELS`)."""

@@ -37,7 +37,7 @@ from tools.plan.time.compute import (
     optimizer_seconds,
     rates,
 )
-from tools.plan.time.host import launch_seconds
+from tools.plan.time.host import iteration_host_seconds, launch_seconds
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import DeviceKind, RunSpec
@@ -151,8 +151,7 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     return IterationSeconds(
         matmul=count * slowest.matmul,
         attention=count * slowest.attention,
-        memory_bound=count * slowest.memory_bound
-        + cluster.calibration.iteration_host_seconds / cluster.share,
+        memory_bound=count * slowest.memory_bound + iteration_host_seconds(spec, cluster),
         tensor_parallel=count * slowest.tensor_parallel,
         context_parallel=count * slowest.context_parallel,
         expert_parallel=count * slowest.expert_parallel,
@@ -273,9 +272,11 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
     waiting = launch_seconds(spec, cluster, passes, (*tensor_calls, *expert_calls)) / cluster.share
     if spec.shape.experts:
         # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
-        waiting *= _EXPERT_KERNELS
+        own = spec.shape.experts / spec.parallelism.expert
         if spec.device is DeviceKind.CPU:
-            waiting *= 1 + _EACH_EXPERT_KERNELS * spec.shape.experts / spec.parallelism.expert
+            waiting *= _EXPERT_KERNELS * (1 + _EACH_EXPERT_KERNELS * own)
+        else:
+            waiting *= _EXPERT_KERNELS + own * _expert_kernels(spec)
     elif cluster.calibration.launch_beside_work:
         waiting = max(0.0, waiting - found.total)
     return replace(found, memory_bound=found.memory_bound + waiting)
@@ -285,6 +286,13 @@ _EXPERT_KERNELS = 1.5
 """Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
 _EACH_EXPERT_KERNELS = 0.13
 """More for each of a rank's experts where they run one after another (Megatron's `SequentialMLP`)."""
+
+
+def _expert_kernels(spec: RunSpec) -> float:
+    """Of about a hundred kernels of a layer, those of each of a rank's experts: two products, forward
+    and twice backward, and in fewer bits a cast of each one's operand (Transformer Engine's
+    `GroupedLinear` starts them one by one on a few streams)."""
+    return 0.12 if spec.quantised else 0.06
 
 
 def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
