@@ -349,10 +349,8 @@ def main() -> int:
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
         ranks = around.enter_context(closing(ForkedRanks(Options(megatron_lm=given.megatron_lm))))
-        small = given.what == "present"
-        if small:
-            ensure_small_sample(Console())
-        data = SMALL_SAMPLE if small else given.data
+        ensure_small_sample(Console())
+        data = SMALL_SAMPLE if given.what == "present" else given.data
         bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm)
         tables = {
             "plants": verify_plants(bench, given.only),

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import psutil
@@ -138,7 +138,8 @@ def conditions(kind: DeviceKind, ranks: int) -> str:
     """What a calibration depends on beside machine and device: under others it is not valid."""
     cores = f" on {len(os.sched_getaffinity(0))} cores" if kind is DeviceKind.CPU else ""
     torch = importlib.metadata.version("torch")
-    work = hashlib.sha256(repr(WORKLOADS[kind]).encode()).hexdigest()[:8]
+    taken = (WORKLOADS[kind], *(each.name for each in fields(Figures)))
+    work = hashlib.sha256(repr(taken).encode()).hexdigest()[:8]
     return f"{ranks} {kind} rank(s){cores}, a thread each, torch {torch}, workload {work}"
 
 

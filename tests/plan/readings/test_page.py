@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from tools.plan.readings.page import write_page
@@ -32,6 +33,9 @@ def test_a_choice_is_judged_by_what_its_layout_took() -> None:
     found = choices(residuals(small))
     assert found
     assert all(choice.regret >= 0 for choice in found)
+    lost = [replace(found[0], regret=0.02, apart=apart) for apart in ((), (0.01,), (0.01, 0.03))]
+    assert [choice.decidable for choice in lost] == [True, True, False]
+    assert replace(found[0], regret=0.0, apart=(0.03,)).decidable, "nothing is lost"
 
 
 def test_every_kind_of_run_that_the_readme_names_has_readings_and_no_reading_two_kinds() -> None:

@@ -119,11 +119,14 @@ def _print_regrets(found: list[Choice], console: Console) -> None:
         soft_wrap=True,
     )
     known = [choice.regret for choice in found if choice.decidable]
-    console.print(
-        f"In {len(regrets) - len(known)} of them by less than times of one layout lie apart; in the "
-        f"other {len(known)} {mean(known):.1%} in the mean and {max(known):.1%} at worst. By source:",
-        soft_wrap=True,
-    )
+    if known and len(known) < len(regrets):
+        console.print(
+            f"In {len(regrets) - len(known)} of them that is less than repeated runs of one layout "
+            f"differ by; over the other {len(known)} it is {mean(known):.1%} in the mean and "
+            f"{max(known):.1%} at worst.",
+            soft_wrap=True,
+        )
+    console.print("By source:")
     by_source: dict[str, list[float]] = defaultdict(list)
     repeated: dict[str, list[float]] = defaultdict(list)
     for choice in found:
