@@ -18,7 +18,8 @@ from tools.plan.calibration import calibration_path, load_calibration
 from tools.plan.readings.own import add_rows, row_of
 from tools.plan.search import search
 from tools.plan.time.cluster import Calibration, Cluster
-from tools.plan.time.compute import layer_seconds, product_seconds, rates
+from tools.plan.time.compute import layer_seconds, product_seconds
+from tools.plan.time.rates import rates
 from tools.records import run as records
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, load_model

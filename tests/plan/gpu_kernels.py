@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.compute import layer_seconds, product_seconds, rates
+from tools.plan.time.compute import layer_seconds, product_seconds
+from tools.plan.time.rates import rates
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape
 from tools.spec.run import Quantised, RunSpec

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tools.plan.time.cluster import Calibration, Cluster
-from tools.plan.time.compute import product_seconds, rates
+from tools.plan.time.compute import product_seconds
 from tools.plan.time.iteration import iteration_seconds, pipeline_seconds
+from tools.plan.time.rates import rates
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape
 from tools.spec.run import DeviceKind, RunSpec

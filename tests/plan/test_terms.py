@@ -7,11 +7,12 @@ import pytest
 from tools.plan.collectives.call import CollectiveCall
 from tools.plan.residuals import usual_cluster
 from tools.plan.time.cluster import Cluster, route
-from tools.plan.time.compute import product_seconds, rates, softmax_is_fused
+from tools.plan.time.compute import product_seconds, softmax_is_fused
 from tools.plan.time.constants import BOUNDS, constants_of, start_of
 from tools.plan.time.execution import Execution
 from tools.plan.time.host import launch_seconds
 from tools.plan.time.iteration import IterationSeconds, iteration_seconds
+from tools.plan.time.rates import rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
@@ -70,9 +71,9 @@ def test_one_kernel_of_many_small_products_fills_the_device() -> None:
 
 
 def test_fewer_bits_need_less_time_for_products_and_casts_are_not_free() -> None:
-    plain = RunSpec(SHAPE, Parallelism(), Batch(1, 8), dropout=0.0)
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 8), dropout=0.0)
     plain, fewer = (
-        iteration_seconds(replace(plain, quantised=kind), on(1))
+        iteration_seconds(replace(spec, quantised=kind), on(1))
         for kind in (Quantised.NONE, Quantised.TENSORWISE)
     )
     assert fewer.matmul < 0.75 * plain.matmul

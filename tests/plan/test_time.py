@@ -11,8 +11,8 @@ from tools.plan.residuals import (
     residual_tables,
 )
 from tools.plan.time.cluster import Calibration, Cluster, route
-from tools.plan.time.compute import NoPeakError
 from tools.plan.time.iteration import IterationSeconds, after_hiding, iteration_seconds
+from tools.plan.time.rates import NoPeakError
 from tools.spec.files import ROOT
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key

@@ -23,8 +23,9 @@ from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
 from tools.plan.calibration import calibration_of, calibration_path
 from tools.plan.time.cluster import Calibration, Cluster
-from tools.plan.time.compute import layer_seconds, product_seconds, rates
+from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.constants import NAMES, constants_of
+from tools.plan.time.rates import rates
 from tools.records.io import write_record
 from tools.spec.files import from_root
 from tools.spec.hardware import (

@@ -25,8 +25,8 @@ from tools.plan.readings.residual import residual, with_constants
 from tools.plan.readings.table import Reading, read_readings
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.compute import NoPeakError
 from tools.plan.time.constants import BOUNDS, CONSTANTS, NAMES, Constants, start_of
+from tools.plan.time.rates import NoPeakError
 from tools.records.io import write_whole
 from tools.spec.files import read_yaml
 

@@ -18,8 +18,8 @@ from tools.plan.readings.residual import Residual, left_out, residual
 from tools.plan.readings.table import Reading, read_readings
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.compute import NoPeakError
 from tools.plan.time.iteration import iteration_seconds
+from tools.plan.time.rates import NoPeakError
 from tools.spec.run import RunSpec
 from tools.text.units import joined
 

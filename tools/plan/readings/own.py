@@ -23,7 +23,7 @@ from tools.plan.readings.residual import Residual, residual
 from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.compute import NoPeakError
+from tools.plan.time.rates import NoPeakError
 from tools.records.io import lock, write_whole
 from tools.spec.flags import merge_flags, pick_flags
 from tools.spec.hardware import Device

@@ -17,10 +17,10 @@ from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.table import Reading, Unreadable
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Calibration, Cluster
-from tools.plan.time.compute import NoPeakError, rates
 from tools.plan.time.constants import Constants, constants_of
 from tools.plan.time.flops import model_flops
 from tools.plan.time.iteration import iteration_seconds
+from tools.plan.time.rates import NoPeakError, rates
 from tools.spec.hardware import Device
 from tools.spec.run import RunSpec
 from tools.text.units import GIB

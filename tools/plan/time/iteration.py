@@ -28,16 +28,15 @@ from tools.plan.memory import second_of_unequal
 from tools.plan.tensors import rank_parameters
 from tools.plan.time.cluster import Calibration, Cluster, Route, route
 from tools.plan.time.compute import (
-    DeviceRates,
     LayerSeconds,
     embedding_seconds,
     forward_passes,
     head_seconds,
     layer_seconds,
     optimizer_seconds,
-    rates,
 )
 from tools.plan.time.host import iteration_host_seconds, launch_seconds
+from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import DeviceKind, RunSpec

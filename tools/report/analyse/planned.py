@@ -14,7 +14,7 @@ from tools.plan.readings.near import Uncertainty, uncertainty
 from tools.plan.readings.own import OwnRuns, Row, own_runs, row_of
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.compute import NoPeakError
+from tools.plan.time.rates import NoPeakError
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import Estimate
 from tools.report.read.runs import Run

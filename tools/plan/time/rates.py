@@ -1,0 +1,140 @@
+"""What a device reaches: its rates in a dtype, of its datasheet, its generation's constants and what was
+measured on it. Figures that say "measured" are of an H200 (tools/plan/README.md, "What an H200 showed").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tools.plan.time.cluster import NOTHING_MEASURED, Calibration, Cluster
+from tools.spec.hardware import Device
+from tools.spec.run import Quantised
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+"""Rows and columns of the result that one processor computes at once, and what of the best tile's rate:
+smaller ones read their operands more often (NVIDIA's guide to matrix products, "tile quantization")."""
+_LATER_TILES = (*_TILES, (320, 128, 1.0), (192, 192, 1.0))
+"""And since Hopper (the names of cuBLAS's kernels in a trace)."""
+
+
+class NoPeakError(ValueError):
+    """The device has no rate for this dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Achieved rates of one device in one dtype."""
+
+    flops: float
+    quantised_flops: float
+    """Of products in fewer bits; those of the dtype where there are none."""
+    attention_flops: float
+    narrow_heads: bool
+    """Whether attention is slower on heads narrower than 128."""
+    bytes_per_second: float
+    fill: float
+    """Inner dimension that a tile's start and end are worth (`Constants.product_fill`)."""
+    processors: int
+    """Tiles that are computed at once."""
+    tiles: tuple[tuple[int, int, float], ...]
+    """Rows, columns and share of the best one's rate of each kind of tile."""
+    compiled: bool
+    """Whether torch.compile writes the fused elementwise kernels."""
+    quantised: Quantised
+    elementwise: float
+    """Times that elementwise kernels move what fused ones move."""
+    fused_loss: bool = False
+    measured: Calibration = NOTHING_MEASURED
+    """What was measured in place of counting bytes."""
+    share: float = 1.0
+    """Of the device, on which the measured times are longer by that much."""
+
+    def logits_seconds(self, logits: int, element_bytes: int) -> float | None:
+        """Of an output layer's logits, beside FLOPs; None where nothing was measured."""
+        large = logits * element_bytes > LARGEST_OF_HEAP
+        each = self.measured.large_logit_seconds if large else self.measured.logit_seconds
+        return None if each is None else logits * each / self.share
+
+
+LARGEST_OF_HEAP = 32 << 20
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: a larger tensor's memory goes back to the system when it dies,
+which maps and clears each page of the next one."""
+_UNFUSED_KERNELS = 2.0
+"""Times that PyTorch's own kernels take for what fused ones take for a norm, an activation and a
+residual (measured: a norm 1.9 forward and 3.5 backward, an addition 1.2, an activation 1.0, together
+1.5), and for autocast's copies between precisions (an estimate)."""
+
+
+def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -> DeviceRates:
+    """Achieved rates.
+
+    Raises:
+        NoPeakError: The device has no matrix rate in this dtype.
+    """
+    device, constants, share = cluster.device, cluster.constants, cluster.share
+    peak = device.peak_flops(dtype)
+    if peak is None:
+        raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
+    before_hopper = device.generation in ("volta", "ampere")
+    peak *= _power_share(device) * share
+    fewer = peak * constants.matmul
+    if quantised:
+        name = "nvfp4" if quantised is Quantised.NVFP4 else "fp8"
+        found = device.peak_flops(name)
+        if found is None:
+            raise NoPeakError(
+                f"{device.name} has no {name} rate; plan the model without --{name[-3:]}-format, or on "
+                "another GPU."
+            )
+        fewer = found * _power_share(device) * constants.matmul_fp8
+    return DeviceRates(
+        flops=peak * constants.matmul,
+        quantised_flops=fewer,
+        attention_flops=peak * constants.attention * _kernel_share(cluster),
+        narrow_heads=not cluster.execution.portable_attention,
+        bytes_per_second=device.memory_bytes_per_second * constants.memory * share,
+        fill=constants.product_fill,
+        processors=device.processors,
+        tiles=_TILES if before_hopper else _LATER_TILES,
+        compiled=not before_hopper,
+        quantised=quantised,
+        elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
+        fused_loss=cluster.execution.fused_loss,
+        measured=cluster.calibration,
+        share=share,
+    )
+
+
+_USUAL = {
+    "volta": (300, 80, 125e12),
+    "ampere": (400, 108, 312e12),
+    "hopper": (700, 132, 989.5e12),
+    "blackwell": (1000, 148, 2250e12),
+}
+"""Watts, processors and half-precision peak of a generation's usual device."""
+
+
+def _power_share(device: Device) -> float:
+    """Of its own datasheet's peak, what a device's tensor cores reach beside its generation's usual one.
+
+    Under their load the power limit sets the clock, and a processor's power grows with the square to
+    cube of it: the rate goes with the root of power times processors, at whatever clock the peak was
+    stated.
+    """
+    peak, usual = device.peak_flops("fp16"), _USUAL.get(device.generation)
+    if usual is None or peak is None:
+        return 1.0
+    watts, processors, usual_peak = usual
+    clocked = device.power_watts * device.processors / (watts * processors)
+    return float(clocked**0.5 * usual_peak / peak)
+
+
+_PORTABLE_SHARE = {"volta": 0.8, "ampere": 0.8, "hopper": 0.54, "blackwell": 0.35}
+
+
+def _kernel_share(cluster: Cluster) -> float:
+    """Attention written for Ampere against the generation's own: FlashAttention 2 reaches 54% of what
+    cuDNN does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 than CUDA."""
+    if not cluster.execution.portable_attention:
+        return 1.0
+    return _PORTABLE_SHARE.get(cluster.device.generation, 1.0)
