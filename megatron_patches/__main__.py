@@ -17,6 +17,7 @@ from megatron_patches.plant import execute_plant
 from megatron_patches.refusal import named_refusals
 from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
 from megatron_patches.stacks import dump_stacks_on_request
+from tools.spec import variables
 
 
 def main(arguments: list[str]) -> None:
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> None:
         )
     dump_stacks_on_request()
     try:
-        context = find_context(entry, os.environ.get("KIT_DEVICE", "gpu"))
+        context = find_context(entry, os.environ.get(variables.DEVICE, "gpu"))
         # The kit's modules first: a checkout has a package called `tools` as well.
         from megatron_patches.catalogue import PATCHES
 

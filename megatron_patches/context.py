@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from megatron_patches.fusions import parse_fusions
+from tools.spec import variables
 
 OLDEST_KNOWN = Version("0.15.0rc0")
 NEWEST_KNOWN = Version("0.20")
@@ -60,9 +61,9 @@ def find_context(
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
         is_checkout=is_checkout,
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
-        fused=parse_fusions(environment.get("KIT_FUSED", "")),
-        shares_device=device == "gpu" and environment.get("KIT_SHARE_GPU") == "1",
-        untried=environment.get("KIT_UNTRIED") == "1",
+        fused=parse_fusions(environment.get(variables.FUSED, "")),
+        shares_device=device == "gpu" and environment.get(variables.SHARE_GPU) == "1",
+        untried=environment.get(variables.UNTRIED) == "1",
     )
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.registry import Patch, Replacement
-from tools.ledger.recorder import FOLDER_VARIABLE, Recorder
+from tools.ledger.recorder import Recorder
 from tools.ledger.timeline import Timeline
+from tools.spec import variables
 
 
 @functools.cache
@@ -82,7 +83,7 @@ def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="ledger",
     reason="Megatron does not report what it sends, holds and waits for",
-    needed=lambda context: FOLDER_VARIABLE in os.environ,
+    needed=lambda context: variables.LEDGER in os.environ,
     replacements=(
         Replacement("megatron.core.timers:Timers.__call__", _watch_timers),
         Replacement("megatron.training.training:train_step", _watch_steps),

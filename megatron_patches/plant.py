@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-FILE, SHA256 = "KIT_PLANT", "KIT_PLANT_SHA256"
-"""Variables that name the files and what they must hold; unset where nothing is planted."""
+from tools.spec import variables
+
 SEPARATOR = ","
 """Between files."""
 
@@ -33,11 +33,11 @@ def execute_plant(environment: Mapping[str, str]) -> str | None:
     Raises:
         PlantError: One is missing, has changed, or an exception came out of it.
     """
-    name = environment.get(FILE)
+    name = environment.get(variables.PLANT)
     if not name:
         return None
     paths = [Path(one) for one in name.split(SEPARATOR)]
-    codes = _read(paths, environment.get(SHA256))
+    codes = _read(paths, environment.get(variables.PLANT_SHA256))
     importlib.import_module("megatron.training")
     for path, code in zip(paths, codes, strict=True):
         _execute(path, code)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron_patches.registry import Patch, Replacement
-from tools.ledger.recorder import FOLDER_VARIABLE
 from tools.ledger.routing import record_routing
+from tools.spec import variables
 
 
 @dataclass
@@ -93,7 +93,7 @@ _ROUTER = "megatron.core.transformer.moe.router"
 PATCH = Patch(
     name="routing",
     reason="Megatron does not report how many tokens each expert gets",
-    needed=lambda context: FOLDER_VARIABLE in os.environ,
+    needed=lambda context: variables.LEDGER in os.environ,
     replacements=(
         Replacement(f"{_ROUTER}:TopKRouter.routing", _hooks.routing),
         Replacement(f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss", _hooks.loss),

@@ -7,13 +7,12 @@ import os
 import signal
 from pathlib import Path
 
-VARIABLE = "KIT_STACKS"
-"""Folder that the stacks go to; unset where nothing requests them."""
+from tools.spec import variables
 
 
 def dump_stacks_on_request() -> None:
     """From now on SIGUSR1 adds the stacks of all threads to `rank<N>.txt` in the folder."""
-    folder = os.environ.get(VARIABLE)
+    folder = os.environ.get(variables.STACKS)
     if folder is None:
         return
     path = Path(folder) / f"rank{os.environ.get('RANK', '0')}.txt"

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from megatron_patches.registry import Patch, Replacement
-
-VARIABLE = "KIT_START_WEIGHTS"
-"""Folder of the shared starting checkpoint; unset where a strategy loads it with --load."""
+from tools.spec import variables
 
 
 def load_weights(module: torch.nn.Module, checkpoint: Path) -> None:
@@ -39,7 +37,7 @@ def _loading_first(original: Callable[..., None]) -> Callable[..., None]:
     def init(
         self: Any, config: Any, ddp_config: Any, module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        load_weights(module, Path(os.environ[VARIABLE]))
+        load_weights(module, Path(os.environ[variables.START_WEIGHTS]))
         original(self, config, ddp_config, module, *args, **kwargs)
 
     return init
@@ -48,7 +46,7 @@ def _loading_first(original: Callable[..., None]) -> Callable[..., None]:
 PATCH = Patch(
     name="start_weights",
     reason="FSDP does not load the shared start that the other strategies load",
-    needed=lambda context: VARIABLE in os.environ,
+    needed=lambda context: variables.START_WEIGHTS in os.environ,
     replacements=(
         Replacement(
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__",

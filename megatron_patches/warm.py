@@ -35,6 +35,7 @@ from megatron_patches.__main__ import announce, enter
 from megatron_patches.context import find_context
 from megatron_patches.registry import apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
+from tools.spec import variables
 
 REQUEST_BYTES = 1 << 20
 POLL_SECONDS = 0.05
@@ -59,7 +60,7 @@ def main(descriptor: int, entry: Path) -> None:
     with socket.socket(fileno=descriptor) as listener:
         from megatron_patches.catalogue import PATCHES
 
-        context = find_context(entry, os.environ["KIT_DEVICE"])
+        context = find_context(entry, os.environ[variables.DEVICE])
         sys.path.insert(0, str(entry.resolve().parent))
         applied = apply_patches(PATCHES, context)
         code = compile(entry.read_bytes(), str(entry), "exec")

@@ -101,9 +101,9 @@ def _import_the_kit() -> None:
 
 
 def _run(name: str, tool: Command, words: list[str]) -> int:
-    from tools.spec.settings import COMMAND_VARIABLE
+    from tools.spec import variables
 
-    os.environ[COMMAND_VARIABLE] = f"parakit {name}"
+    os.environ[variables.COMMAND] = f"parakit {name}"
     try:
         for package in tool.needs:
             if importlib.util.find_spec(package) is None:

@@ -25,17 +25,14 @@ from tools.records.capture import (
     BUFFER,
     COUNTED,
     EARLIER,
-    FOLDER_VARIABLE,
-    FORCED_VARIABLE,
-    ITERATION_VARIABLE,
     RESPONSES_FILE,
-    SEEDS_VARIABLE,
     UPDATE,
     CapturedRank,
     CaptureWriter,
     Site,
     Stage,
 )
+from tools.spec import variables
 
 SCHEDULE = "schedule"
 """Name of the learning rate's schedule among the modules."""
@@ -65,7 +62,7 @@ class _Batches:
 
 
 def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
-    wanted = int(os.environ.get(ITERATION_VARIABLE, "1"))
+    wanted = int(os.environ.get(variables.CAPTURE_ITERATION, "1"))
     watch: list[_StepWatch] = []
 
     @functools.wraps(original)
@@ -90,7 +87,7 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _seeds() -> int:
-    return int(os.environ.get(SEEDS_VARIABLE, "0"))
+    return int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
 
 
 class _StepWatch:
@@ -98,11 +95,11 @@ class _StepWatch:
 
     def __init__(self, model: Any) -> None:
         self.model = list(model)
-        self.folder = Path(os.environ[FOLDER_VARIABLE]) / f"rank-{torch.distributed.get_rank()}"
+        self.folder = Path(os.environ[variables.CAPTURE]) / f"rank-{torch.distributed.get_rank()}"
         self.chunks = [_unwrapped(chunk) for chunk in model]
         self.names = _names(self.chunks)
         self.writer = CaptureWriter(self.folder)
-        forced = os.environ.get(FORCED_VARIABLE)
+        forced = os.environ.get(variables.CAPTURE_FORCED)
         given = forced_tensors(Path(forced) / self.folder.name) if forced else None
         self.recording = Recording(self.writer, given)
         self.parameters = ParameterMap(self.chunks, self.names)
@@ -502,6 +499,6 @@ def _notes(parameters: ParameterMap) -> Iterator[str]:
 PATCH = Patch(
     name="capture",
     reason="Megatron writes no tensors that could be compared with those of another layout",
-    needed=lambda context: FOLDER_VARIABLE in os.environ,
+    needed=lambda context: variables.CAPTURE in os.environ,
     replacements=(Replacement("megatron.training.training:train_step", _capturing),),
 )

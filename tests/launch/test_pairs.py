@@ -14,8 +14,9 @@ from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.pairs import Difference, Verification, compose_verification, difference_of
 from tools.launch.verify import judged
-from tools.records.capture import ITERATION_VARIABLE, START_WEIGHT, Site, Stage
+from tools.records.capture import START_WEIGHT, Site, Stage
 from tools.records.verdict import Outcome
+from tools.spec import variables
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 
@@ -256,7 +257,7 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
 
     def train(part: str, launch: Launch) -> str:
         """The layout's weights are wrong from the end of iteration 3 on, as its gradients are there."""
-        iteration = int(launch.environment[ITERATION_VARIABLE])
+        iteration = int(launch.environment[variables.CAPTURE_ITERATION])
         asked.append(part)
         planted = part.startswith("layout")
         sites = {

@@ -12,14 +12,12 @@ from tools.native.engines import TorchEngine
 from tools.native.model import GPT, initialise
 from tools.native.parallel import RankLayout
 from tools.records.capture import (
-    FOLDER_VARIABLE,
-    ITERATION_VARIABLE,
-    SEEDS_VARIABLE,
     Site,
     Stage,
     read_index,
     read_rank,
 )
+from tools.spec import variables
 from tools.verify.captured import Capture, read_capture
 
 DENSE: tuple[str, ...] = ("--attention-dropout", "0", "--hidden-dropout", "0")
@@ -46,9 +44,9 @@ def trained(*flags: str) -> torch.Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "c"))
-    monkeypatch.setenv(ITERATION_VARIABLE, "2")
-    monkeypatch.setenv(SEEDS_VARIABLE, "2")
+    monkeypatch.setenv(variables.CAPTURE, str(tmp_path / "c"))
+    monkeypatch.setenv(variables.CAPTURE_ITERATION, "2")
+    monkeypatch.setenv(variables.CAPTURE_SEEDS, "2")
     return tmp_path / "c"
 
 
@@ -63,7 +61,7 @@ def test_an_iteration_that_is_captured_and_repeated_trains_as_one_that_is_not(
 ) -> None:
     with_capture = trained(*flags)
     assert len(read_index(folder / "rank-0")) > 100
-    del os.environ[FOLDER_VARIABLE]
+    del os.environ[variables.CAPTURE]
     assert torch.equal(with_capture, trained(*flags))
 
 

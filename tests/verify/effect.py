@@ -24,7 +24,8 @@ from tools.launch.options import Options, read_plant
 from tools.launch.pairs import Difference, Verification, compose_verification
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.verifier import ForkedRanks
-from tools.records.capture import FOLDER_VARIABLE, ITERATION_VARIABLE, Stage
+from tools.records.capture import Stage
+from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.strategy import parse_strategy
 from tools.verify.captured import Array, read_capture
@@ -88,7 +89,7 @@ class _Trainer:
         """All weights after an iteration, and its loss."""
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             capture, log = Path(scratch, "capture"), Path(scratch, "log.txt")
-            also = {FOLDER_VARIABLE: str(capture), ITERATION_VARIABLE: str(iteration)}
+            also = {variables.CAPTURE: str(capture), variables.CAPTURE_ITERATION: str(iteration)}
             if failure := self.ranks.run(launch, log, also, SECONDS_AN_ITERATION * iteration + 300):
                 raise RuntimeError(f"{failure}\n{log.read_text()[-2000:]}")
             read = read_capture(capture)

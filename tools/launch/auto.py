@@ -30,6 +30,7 @@ from tools.spec.hardware import Device, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, cp_comm_flags, recompute_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
+from tools.text.units import ms
 
 
 def train_auto(name: str, options: Options, console: Console) -> int:
@@ -98,7 +99,7 @@ def explain(plan: Plan, console: Console) -> None:
 
     for sentence in advice(plan):
         console.print(sentence, highlight=False)
-    ranking = ", ".join(f"{c.strategy} {1e3 * c.seconds.total:.1f} ms" for c in plan.ranked[:5])
+    ranking = ", ".join(f"{c.strategy} {ms(c.seconds.total)} ms" for c in plan.ranked[:5])
     console.print(f"Predicted: {ranking}.", highlight=False)
     if plan.winner is not None:
         request = plan.request

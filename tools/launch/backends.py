@@ -20,6 +20,7 @@ from tools.native.settings import (
     refused_value,
     unknown_flags,
 )
+from tools.spec import variables
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags, release
 from tools.spec.model import imported_weights
@@ -82,7 +83,7 @@ def for_backend(launch: Launch, options: Options) -> Launch:
         ("--start-weights", from_root(start)) if start else (),
         _muon_rule(options),
     )
-    environment = {k: v for k, v in launch.environment.items() if k != "KIT_START_WEIGHTS"}
+    environment = {k: v for k, v in launch.environment.items() if k != variables.START_WEIGHTS}
     if options.backend is Backend.DEEPSPEED:
         environment["DS_ACCELERATOR"] = "cpu" if launch.spec.device is DeviceKind.CPU else "cuda"
     return replace(

@@ -32,6 +32,7 @@ from tools.launch.options import HANG_TIMEOUT_SECONDS, Options, plant_paths
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import MegatronEntry
+from tools.spec import variables
 from tools.spec.files import ROOT, from_root
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags, null_tokenizer
 from tools.spec.model import (
@@ -63,8 +64,6 @@ GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
 """The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
 
 RUN_PLACEHOLDER = "<run folder>"
-UNTRIED = "KIT_UNTRIED"
-"""Tells the ranks that an unknown Megatron may train."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ def compose(
         | (options.wandb.environment if options.wandb else {})
         | bare_environment(options)
         | plant_environment(options.plant)
-        | ({UNTRIED: "1"} if options.untried else {}),
+        | ({variables.UNTRIED: "1"} if options.untried else {}),
         runtime=with_mounts(runtime, data, options),
         ledger=options.ledger,
         nodes=options.nodes,

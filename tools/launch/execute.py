@@ -31,6 +31,7 @@ from tools.launch.supervise.hang import (
 from tools.launch.supervise.interruption import Interrupted, deferred, raise_if_asked
 from tools.launch.supervise.ranks import RankProcesses
 from tools.records import run as records
+from tools.spec import variables
 from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
 
@@ -113,7 +114,7 @@ def _run_share(
     logged_before = log.stat().st_size if log.exists() else 0
     stacks = folder / records.STACKS_FOLDER
     command = launch.warm_command(where) if launch.warm else launch.command(where)
-    environment = {**launch.environment, **also, "KIT_STACKS": from_root(stacks)}
+    environment = {**launch.environment, **also, variables.STACKS: from_root(stacks)}
     with (
         kept_if_filled(stacks, clear_up=folder == log.parent),
         RankProcesses(command, environment, log, container, launch.warm) as ranks,
@@ -196,7 +197,7 @@ def _finish(
 
 def _train(launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup) -> int:
     place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
-    ledger = {"KIT_LEDGER": place} if launch.ledger else {}
+    ledger = {variables.LEDGER: place} if launch.ledger else {}
     log = folder / records.LOG_FILE
     with ExitStack() as around:
         keeper = None

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patches.fusions import dropped_flags
-from megatron_patches.plant import FILE as PLANT_FILE
-from megatron_patches.plant import SHA256 as PLANT_SHA256
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import MegatronEntry
+from tools.spec import variables
 from tools.spec.files import from_root, read_args_file
 from tools.spec.flags import drop_flags, flag_words, release
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
@@ -102,12 +101,12 @@ def environment_for(
     device: DeviceKind, parallelism: Parallelism, start: Path | None = None
 ) -> dict[str, str]:
     """What the kit sets for the ranks, beyond the caller's environment."""
-    environment = {"KIT_DEVICE": device.value, "HF_HUB_OFFLINE": "1"}
+    environment = {variables.DEVICE: device.value, "HF_HUB_OFFLINE": "1"}
     if parallelism.sharding not in FSDP:
         # TP and SP need it before Blackwell; both FSDPs refuse it.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     elif start:
-        environment["KIT_START_WEIGHTS"] = from_root(start)
+        environment[variables.START_WEIGHTS] = from_root(start)
     if device is DeviceKind.GPU:
         # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -123,13 +122,13 @@ def environment_for(
 
 def bare_environment(options: Options) -> dict[str, str]:
     """Variables that enable the patches of `FUSED=` and `SHARE_GPU=`."""
-    fused = {"KIT_FUSED": ",".join(options.fused)} if options.fused else {}
-    return fused | ({"KIT_SHARE_GPU": "1"} if options.share_gpu else {})
+    fused = {variables.FUSED: ",".join(options.fused)} if options.fused else {}
+    return fused | ({variables.SHARE_GPU: "1"} if options.share_gpu else {})
 
 
 def plant_environment(plant: Plant | None) -> dict[str, str]:
     """Variables that make the ranks execute a file before they train (`megatron_patches/plant.py`)."""
-    return {PLANT_FILE: plant.path, PLANT_SHA256: plant.sha256} if plant else {}
+    return {variables.PLANT: plant.path, variables.PLANT_SHA256: plant.sha256} if plant else {}
 
 
 def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:

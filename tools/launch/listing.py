@@ -33,7 +33,7 @@ from tools.spec.strategy import (
     parse_strategy,
 )
 from tools.text.table import Column, Table, rich_table
-from tools.text.units import count
+from tools.text.units import count, gib
 
 MEANING = {
     "baseline": "one device",
@@ -61,7 +61,7 @@ def show_list(console: Console) -> None:
     gpus = visible_gpus()
     memory = psutil.virtual_memory()
     console.print(
-        f"This machine: {psutil.cpu_count()} cores, {memory.available / 2**30:.0f} GiB free, "
+        f"This machine: {psutil.cpu_count()} cores, {gib(memory.available, 0)} GiB free, "
         f"{f'{len(gpus)} × {gpus[0].name}' if gpus else 'no GPU'}.",
         highlight=False,
     )

@@ -26,6 +26,7 @@ from tools.launch.preflight import check, data_path
 from tools.launch.progress import RunProgress
 from tools.launch.start import ensure_start_checkpoint
 from tools.records.run import LEDGER_FOLDER, LOG_FILE, StatusRecord
+from tools.spec import variables
 from tools.spec.run import DeviceKind
 
 
@@ -67,7 +68,7 @@ def train_other(
         folder, nodes = worker.join()
         mine = node_folder(folder, nodes.rank)
         mine.mkdir(parents=True, exist_ok=True)
-        ledger = {"KIT_LEDGER": str(folder / LEDGER_FOLDER)} if launch.ledger else {}
+        ledger = {variables.LEDGER: str(folder / LEDGER_FOLDER)} if launch.ledger else {}
         launch = _among(launch, nodes)
         with RunProgress(console, title, launch.iterations) as progress:
             code = run_ranks(launch, mine / LOG_FILE, progress, ledger, worker, folder)

@@ -17,7 +17,7 @@ from tools.launch.checkpoint.readable import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.checks.finding import refusals
 from tools.launch.checks.host import RUN_FILES, check_room
-from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, UNTRIED, Launch
+from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, Launch
 from tools.launch.errors import LaunchError
 from tools.launch.network import network_problems
 from tools.launch.preflight_gpu import (
@@ -31,10 +31,12 @@ from tools.launch.preflight_gpu import (
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import UnevenSplitError, parameters_total
+from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, release
 from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind
+from tools.text.units import gib
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""
@@ -154,7 +156,7 @@ def version_problems(launch: Launch) -> Iterator[str]:
     """Why the Megatron that trains, or writes the starting weights, may not fit the patches."""
     version = launch.entry.megatron_version
     used = launch.spec.backend is Backend.MEGATRON or launch.start_checkpoint is not None
-    if used and not is_known(Version(version)) and UNTRIED not in launch.environment:
+    if used and not is_known(Version(version)) and variables.UNTRIED not in launch.environment:
         checkout = Path(launch.entry.path).parent
         of = f" of MEGATRON_LM={checkout}" if checkout.is_absolute() else ""
         yield (
@@ -266,8 +268,8 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
     if needed > available:
         yield (
             f"{launch.model.name} with {launch.spec.name} and a micro batch of "
-            f"{launch.spec.batch.micro_batch_size} needs about {needed / 2**30:.1f} GiB on "
-            f"{launch.local_devices} CPU rank(s), and {available / 2**30:.1f} GiB are free; lower "
+            f"{launch.spec.batch.micro_batch_size} needs about {gib(needed)} GiB on "
+            f"{launch.local_devices} CPU rank(s), and {gib(available)} GiB are free; lower "
             "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
         )
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tools.launch.checks.devices import GIB, check_busy
+from tools.launch.checks.devices import check_busy
 from tools.launch.checks.docker import check_container
 from tools.launch.checks.finding import refusals
 from tools.launch.compose import Launch
@@ -24,9 +24,11 @@ from tools.launch.flags import FSDP
 from tools.plan.constraints import divisors
 from tools.plan.memory import memory_of_rank
 from tools.records.run import MegatronEntry
+from tools.spec import variables
 from tools.spec.hardware import find_device
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Batch
+from tools.text.units import gib
 
 OLDEST_TORCH = (2, 9)
 CUDA_FOLDER = Path("/usr/local/cuda")
@@ -75,8 +77,8 @@ def gpu_memory_problems(launch: Launch) -> Iterator[str]:
     )
     yield (
         f"{launch.model.name} with {launch.spec.name} and a micro batch of {batch.micro_batch_size} "
-        f"needs about {needed / GIB:.0f} GiB a {'rank' if ranks > 1 else 'GPU'}, and GPU {gpu.index} "
-        f"({gpu.name}) has {room / GIB:.0f}{' for each' if ranks > 1 else ''}; {fix}."
+        f"needs about {gib(needed, 0)} GiB a {'rank' if ranks > 1 else 'GPU'}, and GPU {gpu.index} "
+        f"({gpu.name}) has {gib(room, 0)}{' for each' if ranks > 1 else ''}; {fix}."
     )
 
 
@@ -106,7 +108,7 @@ RESET_MASK = "--reset-attention-mask"
 
 def fused_problems(launch: Launch) -> Iterator[str]:
     """Why the patches that FUSED= names do not apply to the run, a sentence each."""
-    asked = launch.environment.get("KIT_FUSED")
+    asked = launch.environment.get(variables.FUSED)
     if not asked:
         return
     if launch.spec.backend is not Backend.MEGATRON:

@@ -20,6 +20,7 @@ import psutil
 from tools.dataset.indexed import open_dataset
 from tools.launch.checkpoint.stored import quarantine, verified_weights
 from tools.launch.checks.docker import image_id
+from tools.launch.checks.finding import image_tag
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.code import code_of
 from tools.launch.compose import Launch, ResumePoint
@@ -265,7 +266,7 @@ def find_provenance(launch: Launch, runs: Path) -> Provenance:
     """Look at machine and software."""
     container = launch.runtime.container
     if container is None:
-        return Provenance(_host(launch), installed_versions(), os.environ.get("KIT_IMAGE"))
+        return Provenance(_host(launch), installed_versions(), image_tag())
     digest = image_id(container.image) or "unknown"
     software = _software_of_image(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return Provenance(_host(launch), software, f"{container.image}@{digest}")

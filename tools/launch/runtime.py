@@ -7,11 +7,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tools.launch.checks.finding import image_tag
 from tools.launch.checks.network import wandb_login
 from tools.launch.container import docker
 from tools.launch.container.image import ImagePair, find_pair
@@ -49,7 +50,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     """
     if device is DeviceKind.CPU:
         return ON_HOST
-    if inside_image() or (options.runtime or default_runtime()) is RuntimeName.HOST:
+    if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
         return host_runtime()
     if options.megatron_lm is not None:
         raise LaunchError(
@@ -96,15 +97,10 @@ def default_runtime() -> RuntimeName:
     return RuntimeName.DOCKER if usable else RuntimeName.HOST
 
 
-def inside_image(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is already a container of the kit's image, where targets run directly."""
-    return bool(environment.get("KIT_IMAGE"))
-
-
 def inside_container() -> bool:
     """Whether this is a container of any kind; a mount would name paths of the host."""
     markers = (Path("/.dockerenv"), Path("/run/.containerenv"))
-    return inside_image() or any(marker.exists() for marker in markers)
+    return bool(image_tag()) or any(marker.exists() for marker in markers)
 
 
 @cache
@@ -134,7 +130,7 @@ def run_module(words: Sequence[str], options: Options) -> int:
         LaunchError: The container cannot be started.
     """
     command = (sys.executable, "-m", *words)
-    in_docker = not inside_image() and (options.runtime or default_runtime()) is RuntimeName.DOCKER
+    in_docker = not image_tag() and (options.runtime or default_runtime()) is RuntimeName.DOCKER
     if in_docker:
         command = docker_command(words, options)
     if options.dry_run:

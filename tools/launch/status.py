@@ -27,7 +27,7 @@ from tools.report.read.runs import find_run_folders
 from tools.report.read.sources import read_samples
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
-from tools.text.units import GIB, clock
+from tools.text.units import clock, gib
 
 TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8
@@ -63,9 +63,9 @@ def _left_of(seen: RunStatus) -> str | None:
 
 
 def _memory_of(seen: RunStatus) -> str | None:
-    ranks = [f"{bytes_ / GIB:.2f}" for bytes_ in seen.memory_bytes]
+    ranks = [gib(bytes_, 2) for bytes_ in seen.memory_bytes]
     if len(ranks) > SHOWN_RANKS:
-        ranks = [*ranks[: SHOWN_RANKS - 1], "…", f"{max(seen.memory_bytes) / GIB:.2f} most"]
+        ranks = [*ranks[: SHOWN_RANKS - 1], "…", f"{gib(max(seen.memory_bytes), 2)} most"]
     return " ".join(ranks) or None
 
 

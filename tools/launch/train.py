@@ -29,6 +29,7 @@ from tools.launch.submit import submit
 from tools.launch.target import Target, parse_target, script_of
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
+from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import Backend
@@ -45,7 +46,7 @@ def start_target(name: str, options: Options, console: Console) -> int:
     script = script_of(target)
     if script is not None:
         arguments = [script, target.model, f"{target.devices}{target.device}"]
-        os.execve(ROOT / script, arguments, {**os.environ, "KIT_PYTHON": sys.executable})
+        os.execve(ROOT / script, arguments, {**os.environ, variables.PYTHON: sys.executable})
     return train(target, flags_of_grammar(target), options, console)
 
 

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_patches.plant import FILE as PLANT_FILE
-from megatron_patches.plant import SHA256 as PLANT_SHA256
-from tools.launch.compose import UNTRIED, Launch
+from tools.launch.compose import Launch
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
 from tools.launch.pairs import Difference, compose_verification
@@ -24,10 +22,11 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.verify import SharedReferences, judged
 from tools.report.read.diagnosis import diagnose
+from tools.spec import variables
 from tools.verify.verdict import Judgement
 
 START = {
-    **{"KIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+    **{variables.DEVICE: "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
     **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
 }
 """What must be set before torch is imported."""
@@ -41,7 +40,7 @@ class ForkedRanks:
     def __init__(self, options: Options | None = None) -> None:
         """Of the Megatron that the options name; the installed one's without."""
         options = options or Options()
-        untried = {UNTRIED: "1"} if options.untried else {}
+        untried = {variables.UNTRIED: "1"} if options.untried else {}
         self.warm = WarmMegatron(find_entry(options.megatron_lm).path, {**START, **untried})
 
     def run(
@@ -128,6 +127,6 @@ class Verifier:
 
 
 def _without_plant(launch: Launch) -> Launch:
-    planted = (PLANT_FILE, PLANT_SHA256)
+    planted = (variables.PLANT, variables.PLANT_SHA256)
     kept = {name: value for name, value in launch.environment.items() if name not in planted}
     return replace(launch, environment=kept)

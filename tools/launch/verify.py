@@ -21,7 +21,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_patches.plant import SHA256 as PLANT_SHA256
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
 from tools.launch.errors import LaunchError
@@ -31,14 +30,9 @@ from tools.launch.pairs import PREFIX, Verification, compose_verification, diffe
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import dry_run
-from tools.records.capture import (
-    FOLDER_VARIABLE,
-    FORCED_VARIABLE,
-    ITERATION_VARIABLE,
-    SEEDS_VARIABLE,
-)
 from tools.records.run import Status
 from tools.records.verdict import VERIFY_FOLDER, Outcome
+from tools.spec import variables
 from tools.spec.files import from_root
 from tools.text.terminal import say
 from tools.verify.captured import VerifyError, read_capture
@@ -106,8 +100,9 @@ class SharedReferences:
 
 def _key(launch: Launch) -> str:
     """Of what a reference's tensors follow from, as far as verifications of one command differ in it."""
-    variables = (launch.environment.get(name, "") for name in (PLANT_SHA256, ITERATION_VARIABLE))
-    words = (*launch.flags, str(launch.devices), str(launch.entry.path), *variables)
+    names = (variables.PLANT_SHA256, variables.CAPTURE_ITERATION)
+    values = (launch.environment.get(name, "") for name in names)
+    words = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
@@ -261,12 +256,12 @@ def _capturing(
 ) -> Launch:
     environment = {
         **launch.environment,
-        FOLDER_VARIABLE: from_root(folder),
-        ITERATION_VARIABLE: str(iteration),
-        SEEDS_VARIABLE: str(seeds),
+        variables.CAPTURE: from_root(folder),
+        variables.CAPTURE_ITERATION: str(iteration),
+        variables.CAPTURE_SEEDS: str(seeds),
     }
     if forced is not None:
-        environment[FORCED_VARIABLE] = from_root(forced)
+        environment[variables.CAPTURE_FORCED] = from_root(forced)
     return replace(launch, environment=environment)
 
 

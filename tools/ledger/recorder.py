@@ -21,12 +21,7 @@ from tools.ledger.routing import RoutingLedger
 from tools.ledger.timeline import Span, Timeline, clock_of
 from tools.records.io import write_whole
 from tools.records.measurements import Phase
-
-FOLDER_VARIABLE = "KIT_LEDGER"
-"""Names the folder that ranks write to; without it nothing is installed and nothing is slower."""
-
-ALTERNATE_VARIABLE = "KIT_LEDGER_ALTERNATE"
-"""Set by the benchmark of the ledger's cost: odd iterations are not watched."""
+from tools.spec import variables
 
 MEMORY_ITERATION = 2
 """The first iteration has no optimizer state before its end; this one is still warm-up. While fp16's
@@ -47,7 +42,7 @@ class Recorder:
         self._folder = folder
         self._rank = rank
         self._iteration = 0
-        self._alternates = bool(os.environ.get(ALTERNATE_VARIABLE))
+        self._alternates = bool(os.environ.get(variables.LEDGER_ALTERNATE))
         self._communication = CommunicationLedger()
         self._spans: tuple[Span, ...] = ()
         self._processor: deque[float] = deque(maxlen=PROCESSOR_ITERATIONS)
@@ -62,7 +57,7 @@ class Recorder:
     @classmethod
     def from_environment(cls) -> Recorder | None:
         """A recorder where `KIT_LEDGER` names a folder, else None."""
-        folder = os.environ.get(FOLDER_VARIABLE)
+        folder = os.environ.get(variables.LEDGER)
         return cls(Path(folder), int(os.environ.get("RANK", "0"))) if folder else None
 
     def install(self) -> None:

@@ -29,11 +29,8 @@ from tools.native.settings import Settings
 from tools.native.taps import EXPERT, LAYER, Sink, Taps
 from tools.native.weights import source_of
 from tools.records.capture import (
-    FOLDER_VARIABLE,
-    ITERATION_VARIABLE,
     REACH,
     RESPONSES_FILE,
-    SEEDS_VARIABLE,
     START_WEIGHT,
     UPDATE,
     CapturedRank,
@@ -42,6 +39,7 @@ from tools.records.capture import (
     Site,
     Stage,
 )
+from tools.spec import variables
 
 _OUTSIDE = {
     "word_embeddings": "embedding.word_embeddings",
@@ -110,7 +108,7 @@ def _native_wholes(model: GPT) -> Iterator[Whole]:
 
 def capturing(engine: OptimizingEngine, counterpart: Counterpart, settings: Settings) -> Engine:
     """The engine; one that writes an iteration's tensors, where the environment asks for it."""
-    if FOLDER_VARIABLE not in os.environ:
+    if variables.CAPTURE not in os.environ:
         return engine
     return CapturingEngine(engine, counterpart, settings)
 
@@ -123,9 +121,9 @@ class CapturingEngine:
     ) -> None:
         self._engine, self._settings = engine, settings
         self._counterpart, self._model = counterpart, counterpart.model
-        self._folder = Path(os.environ[FOLDER_VARIABLE]) / "rank-0"
-        self._wanted = int(os.environ[ITERATION_VARIABLE])
-        self._seeds = int(os.environ.get(SEEDS_VARIABLE, "0"))
+        self._folder = Path(os.environ[variables.CAPTURE]) / "rank-0"
+        self._wanted = int(os.environ[variables.CAPTURE_ITERATION])
+        self._seeds = int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
         self._iteration = 0
         self._batches: Sequence[MicroBatch] = ()
         self._before: _Snapshot | None = None

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tools.native.model import GPT, MixtureOfExperts, run_here
 from tools.native.settings import Settings
+from tools.spec import variables
 
 COPIES = "expert_copies"
 """Attribute of an expert's parameters: how many ranks hold the same; absent on all others."""
@@ -174,7 +175,7 @@ def shard_fully(model: GPT, mesh: DeviceMesh, settings: Settings) -> GPT:
 
 def start_ranks(settings: Settings) -> RankLayout:
     """Join the process group: NCCL between GPUs, gloo between CPU ranks."""
-    on_gpu = os.environ.get("KIT_DEVICE") == "gpu"
+    on_gpu = os.environ.get(variables.DEVICE) == "gpu"
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -14,7 +14,7 @@ from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism, Sharding
-from tools.text.units import GIB, duration, joined
+from tools.text.units import duration, gib, joined, ms
 
 _COMPONENT_WORDS = {
     "matmul": "matrix products",
@@ -105,8 +105,8 @@ def no_fit_sentence(plan: Plan) -> str:
     missing = plan.lightest.memory.total - request.capacity
     return (
         f"{request.model.name} does not fit on {cluster.devices} {cluster.device.name}: the closest, "
-        f"{plan.lightest.strategy}, needs {plan.lightest.memory.total / GIB:.1f} GiB on its fullest "
-        f"rank and misses by {missing / GIB:.1f} GiB (3% of the device is kept free)."
+        f"{plan.lightest.strategy}, needs {gib(plan.lightest.memory.total)} GiB on its fullest "
+        f"rank and misses by {gib(missing)} GiB (3% of the device is kept free)."
     )
 
 
@@ -126,9 +126,9 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
     if gaps[most] <= 0:
         return f"{text}; the two do not differ in time, only in memory."
     least = min(gaps, key=lambda name: gaps[name])
-    text += f": it saves {1e3 * gaps[most]:.1f} ms of {_COMPONENT_WORDS[most]}"
+    text += f": it saves {ms(gaps[most])} ms of {_COMPONENT_WORDS[most]}"
     if gaps[least] < -0.001:
-        text += f" and gives back {-1e3 * gaps[least]:.1f} ms of {_COMPONENT_WORDS[least]}"
+        text += f" and gives back {ms(-gaps[least])} ms of {_COMPONENT_WORDS[least]}"
     return f"{text}."
 
 
@@ -163,7 +163,7 @@ def binding_sentence(plan: Plan) -> str:
     )
     return (
         f"Binding is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
-        f"{winner.memory.total / GIB:.1f} GiB, {share:.0f}% of the device."
+        f"{gib(winner.memory.total)} GiB, {share:.0f}% of the device."
     )
 
 
@@ -203,8 +203,8 @@ def _size_sentence(request: Request) -> str:
     device = request.cluster.device
     return (
         f"{request.model.name} has {parameters / 1e9:.2f} billion parameters; weights, gradients and "
-        f"optimizer take {parameters * precision / GIB:.0f} GiB in {request.template.dtype}, one "
-        f"{device.name} has {device.memory_bytes / GIB:.0f} GiB."
+        f"optimizer take {gib(parameters * precision, 0)} GiB in {request.template.dtype}, one "
+        f"{device.name} has {gib(device.memory_bytes, 0)} GiB."
     )
 
 
@@ -242,5 +242,5 @@ _PURE = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
 def _outcome(candidate: Candidate, cluster: Cluster) -> str:
     if candidate.fits:
         return f"takes {duration(candidate.seconds.total)}"
-    capacity = cluster.device.memory_bytes / GIB
-    return f"needs {candidate.memory.total / GIB:.0f} of {capacity:.0f} GiB"
+    capacity = cluster.device.memory_bytes
+    return f"needs {gib(candidate.memory.total, 0)} of {gib(capacity, 0)} GiB"

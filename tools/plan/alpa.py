@@ -20,6 +20,7 @@ from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.time.iteration import stage_seconds
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Parallelism, strategy_name
+from tools.text.units import ms
 
 MOST_DEVICES = 16
 MOST_UNITS = 16
@@ -75,7 +76,7 @@ class Alpa:
         return self.candidate.seconds.total if self.candidate else self.seconds
 
     def __str__(self) -> str:
-        timed = f"{1e3 * self.total:,.1f} ms an iteration"
+        timed = f"{ms(self.total)} ms an iteration"
         if self.candidate is not None:
             micro = self.candidate.spec.batch.micro_batch_size
             return f"{self.candidate.strategy}, micro batch {micro}: {timed}"

@@ -29,7 +29,7 @@ from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
-from tools.text.units import GIB, duration, percent
+from tools.text.units import duration, gib, ms, percent
 
 _COLOURS = ("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73")
 _MORE_COLOURS = ("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9")
@@ -205,13 +205,12 @@ def _ignored(extra: Sequence[str]) -> tuple[str, ...]:
 
 def _sentence(timed: TimedLayout) -> str:
     found, request = timed.candidate, timed.request
-    memory = found.memory.total / GIB
     fits = "fits" if found.fits else "does not fit"
     return (
         f"{request.model.name} as {timed.label}, micro batch {found.spec.batch.micro_batch_size}, "
         f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
-        f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; {memory:.1f} GiB on its "
-        f"fullest rank, which {fits}."
+        f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; "
+        f"{gib(found.memory.total)} GiB on its fullest rank, which {fits}."
     )
 
 
@@ -219,7 +218,7 @@ def _breakdown(every: Sequence[TimedLayout]) -> Table[str]:
     def cell(place: int, name: str) -> str:
         seconds = every[place].candidate.seconds
         value = seconds.total if name == "total" else getattr(seconds, name)
-        return f"{1e3 * value:,.1f} ms ({value / seconds.total:.0%})"
+        return f"{ms(value)} ms ({value / seconds.total:.0%})"
 
     columns = [Column[str]("where", _called, right=False)]
     for place, each in enumerate(every):

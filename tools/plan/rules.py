@@ -12,7 +12,7 @@ from tools.plan.tensors import parameters_total
 from tools.spec.hardware import device_by_key
 from tools.spec.settings import SETTINGS
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import GIB, duration
+from tools.text.units import duration, gib
 
 GPU = "a100"
 CASES = (
@@ -55,5 +55,5 @@ def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
 def _called(candidate: Candidate) -> str:
     if candidate.fits:
         return f"{candidate.strategy}, {duration(candidate.seconds.total)}"
-    capacity = device_by_key(GPU).memory_bytes / GIB
-    return f"{candidate.memory.total / GIB:.0f} of {capacity:.0f} GiB: does not fit"
+    capacity = device_by_key(GPU).memory_bytes
+    return f"{gib(candidate.memory.total, 0)} of {gib(capacity, 0)} GiB: does not fit"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from operator import itemgetter
@@ -23,7 +23,7 @@ from tools.spec.model import GPT2_VOCABULARY, Model, model_names
 from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
-from tools.text.units import GIB, percent
+from tools.text.units import gb, gib, ms, percent
 
 
 def plan_as_data(
@@ -96,9 +96,6 @@ def _request_as_data(request: Request) -> dict[str, Any]:
     }
 
 
-_GB = 1e9
-
-
 def print_plan(
     plan: Plan,
     console: Console,
@@ -147,13 +144,11 @@ def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
         Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size, rank=5),
         Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages, rank=8),
         Column[Candidate]("recompute", lambda c: c.spec.recompute, rank=6),
-        Column[Candidate](
-            "ms/iteration", lambda c: 1e3 * c.seconds.total, "{:,.1f}".format, rank=1
-        ),
+        Column[Candidate]("ms/iteration", lambda c: c.seconds.total, ms, rank=1),
         Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format, rank=4),
         Column[Candidate]("MFU", lambda c: c.mfu, percent, rank=3),
         Column[Candidate]("GiB a rank", _memory, rank=2),
-        Column[Candidate]("GB sent", lambda c: _sent(c.spec) / _GB, "{:,.2f}".format, rank=7),
+        Column[Candidate]("GB sent", lambda c: _sent(c.spec), gb, rank=7),
     )
     return Table(columns, tuple(candidates), title)
 
@@ -164,7 +159,7 @@ def _strategy(candidate: Candidate) -> str:
 
 
 def _memory(candidate: Candidate) -> str:
-    return f"{candidate.memory.total / GIB:.1f}" + ("" if candidate.fits else " (too much)")
+    return gib(candidate.memory.total) + ("" if candidate.fits else " (too much)")
 
 
 def _sent(spec: RunSpec) -> int:
@@ -176,7 +171,7 @@ def _details(winner: Candidate) -> Table[tuple[str, ...]]:
     memory = {name: getattr(winner.memory, name) for name in COMPONENTS}
     seconds = {name: getattr(winner.seconds, name) for name in TIME_COMPONENTS}
     sent = {str(g): b for g, b in by_group(busiest_collectives(winner.spec)).items()}
-    lists = [_sorted(memory, GIB), _sorted(seconds, 1e-3), _sorted(sent, _GB)]
+    lists = [_sorted(memory, gib), _sorted(seconds, ms), _sorted(sent, gb)]
     cells = zip_longest(*lists, fillvalue=("", ""))
     rows = tuple(tuple(text for cell in row for text in cell) for row in cells)
     names = ("memory", "GiB", "time", "ms", "sent, busiest rank", "GB")
@@ -187,9 +182,11 @@ def _details(winner: Candidate) -> Table[tuple[str, ...]]:
     return Table(columns, rows, f"{winner.strategy}, by component")
 
 
-def _sorted(values: Mapping[str, float], unit: float) -> list[tuple[str, str]]:
+def _sorted(values: Mapping[str, float], written: Callable[..., str]) -> list[tuple[str, str]]:
     ordered = sorted(values.items(), key=lambda item: -item[1])
-    return [(name.replace("_", " "), f"{value / unit:,.2f}") for name, value in ordered if value]
+    return [
+        (name.replace("_", " "), written(value, decimals=2)) for name, value in ordered if value
+    ]
 
 
 def _extra_flags(spec: RunSpec) -> tuple[str, ...]:

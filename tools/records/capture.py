@@ -16,14 +16,6 @@ import msgspec
 
 from tools.records.io import written_whole
 
-FOLDER_VARIABLE = "KIT_CAPTURE"
-"""Where to write; unset captures nothing."""
-ITERATION_VARIABLE = "KIT_CAPTURE_ITERATION"
-SEEDS_VARIABLE = "KIT_CAPTURE_SEEDS"
-"""How many times to repeat the iteration with changed weights."""
-FORCED_VARIABLE = "KIT_CAPTURE_FORCED"
-"""Folder of tensors that take the place of the model's own."""
-
 TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
 RESPONSES_FILE = "responses.json"
 """How much each tensor of the reference changes when the weights change by one rounding error."""

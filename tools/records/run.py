@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tools.records.io import lock, write_record
+from tools.spec import variables
 from tools.spec.flags import counted_vocabulary
 from tools.spec.run import DeviceKind, Plant, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
@@ -272,7 +273,7 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
         spec = spec_of_flags(argv, said.parallelism.world_size, said.device, said.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None
-    fused = tuple(filter(None, said.environment.get("KIT_FUSED", "").split(",")))
+    fused = tuple(filter(None, said.environment.get(variables.FUSED, "").split(",")))
     spec = replace(
         spec,
         fused=fused,

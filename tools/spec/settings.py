@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
+from tools.spec import variables
 from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
 from tools.spec.setting import (
     Setting,
@@ -30,9 +31,6 @@ from tools.spec.setting import (
     whole_below,
     words,
 )
-
-COMMAND_VARIABLE = "KIT_COMMAND"
-"""Set by `tools/parakit.py` to the command that was typed."""
 
 _NUMBER, _SWITCH, _TEXT = "a whole number above 0", "0 or 1", "a text"
 _COMPARE = ("compare-zero", "compare-backends", "compare-moe", "compare-pipelines")
@@ -566,7 +564,7 @@ def options_of(target: str, environment: Mapping[str, str]) -> list[str]:
 
 def program(module: str) -> str:
     """What a tool's usage calls it: `parakit plan` where that was typed, else `python -m tools.plan`."""
-    return os.environ.get(COMMAND_VARIABLE) or f"python -m {module}"
+    return os.environ.get(variables.COMMAND) or f"python -m {module}"
 
 
 def add_options(

@@ -48,6 +48,21 @@ def amount(size_bytes: float) -> str:
     return f"{size_bytes:.0f} bytes".replace("-", "−")
 
 
+def gib(size_bytes: float, decimals: int = 1) -> str:
+    """Bytes as a number of GiB, for a heading or a sentence that names the unit."""
+    return f"{size_bytes / GIB:,.{decimals}f}"
+
+
+def gb(size_bytes: float, decimals: int = 2) -> str:
+    """Bytes as a number of GB (10^9), as links and networks count them."""
+    return f"{size_bytes / 1e9:,.{decimals}f}"
+
+
+def ms(seconds: float, decimals: int = 1) -> str:
+    """Seconds as a number of milliseconds, for a heading or a sentence that names the unit."""
+    return f"{1e3 * seconds:,.{decimals}f}"
+
+
 def milliseconds(seconds: float) -> str:
     """Seconds as milliseconds in a sentence, three digits where there are as many."""
     value = 1000 * seconds

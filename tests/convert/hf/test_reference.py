@@ -17,7 +17,8 @@ from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.random_model import CONFIGS, write_model
 from tools.convert.hf.work import Work
 from tools.native.capture import Counterpart, capturing
-from tools.records.capture import FOLDER_VARIABLE, ITERATION_VARIABLE, SEEDS_VARIABLE, Site, Stage
+from tools.records.capture import Site, Stage
+from tools.spec import variables
 from tools.spec.model import model_of
 from tools.verify.captured import Capture, read_capture
 
@@ -41,9 +42,9 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
     from tools.convert.hf.reference import Causal, PlainEngine
 
     for name, value in (
-        (FOLDER_VARIABLE, str(at)),
-        (ITERATION_VARIABLE, "2"),
-        (SEEDS_VARIABLE, "1"),
+        (variables.CAPTURE, str(at)),
+        (variables.CAPTURE_ITERATION, "2"),
+        (variables.CAPTURE_SEEDS, "1"),
     ):
         monkeypatch.setenv(name, value)
     other = counterpart(folder)

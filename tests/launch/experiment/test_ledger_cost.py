@@ -8,7 +8,7 @@ from tools.launch.experiment.commands import refuse_without_ledger
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.tables.ledger_cost import LedgerCost, by_call, cost_of, kinds
 from tools.launch.options import Options, options_from_environment
-from tools.ledger.recorder import ALTERNATE_VARIABLE
+from tools.spec import variables
 
 
 def times(fastest_ms: float, scatter_ms: float = 0.01) -> list[float]:
@@ -68,7 +68,7 @@ def test_without_the_ledger_there_is_nothing_to_measure() -> None:
 def test_the_run_switches_the_ledger_and_lies_apart_from_others() -> None:
     experiment = load_experiment("bench_ledger", Options())
     assert [cell.target.name for cell in experiment.cells] == ["train-tp2-gpt2-tiny-2cpu"]
-    assert experiment.environment == {ALTERNATE_VARIABLE: "1"}
+    assert experiment.environment == {variables.LEDGER_ALTERNATE: "1"}
     assert experiment.settings(Options()).runs == Path("runs/bench-ledger")
     assert experiment.settings(Options(runs=Path("mine"))).runs == Path("mine")
 

@@ -19,13 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_patches.plant import FILE as PLANT
 from tests.verify.plants.trace import STAGES, first_difference
 from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.launch.verifier import ForkedRanks
+from tools.spec import variables
 from tools.spec.files import read_yaml
 
 FOLDER = Path(__file__).parent
@@ -83,10 +83,11 @@ def plants() -> tuple[Plant, ...]:
 _TRACED = """import os
 from pathlib import Path
 
-from megatron_patches.plant import FILE, execute_plant
+from megatron_patches.plant import execute_plant
+from tools.spec import variables
 from tests.verify.plants.trace import Trace
 
-execute_plant({{FILE: {plant!r}}})
+execute_plant({{variables.PLANT: {plant!r}}})
 Trace(Path({folder!r}) / f"trace{{os.environ['RANK']}}.json", {step}, {last}).install()
 """
 """What every rank executes as its plant: the plant itself, then the trace around all."""
@@ -143,7 +144,7 @@ class Checker:
         folder.mkdir(parents=True)
         plant, traced = str(path or ""), folder / "traced.py"
         traced.write_text(_TRACED.format(plant=plant, folder=str(folder), step=step, last=STEPS))
-        failure = self._ranks.run(launch, folder / "log.txt", {PLANT: str(traced)})
+        failure = self._ranks.run(launch, folder / "log.txt", {variables.PLANT: str(traced)})
         traces = [folder / f"trace{rank}.json" for rank in range(devices)]
         if failure or not all(trace.is_file() for trace in traces):
             raise RuntimeError(failure or f"a rank has no trace, see {folder}")

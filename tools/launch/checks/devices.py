@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.launch.checks.finding import FAIL, PASS, WARN, CheckResult, ask, kit_python
+from tools.launch.checks.finding import FAIL, GIB, PASS, WARN, CheckResult, ask, kit_python
 
-GIB = 2**30
 BUSY_BYTES = 2 * GIB
 """More than a desktop or an idle driver holds; published readings began at 3 MiB."""
 

@@ -1,11 +1,10 @@
 """What RUNTIME=docker needs: client, engine, NVIDIA runtime and image."""
 
 import json
-import os
 import shutil
 from typing import NamedTuple
 
-from tools.launch.checks.finding import PASS, WARN, CheckResult, ask
+from tools.launch.checks.finding import PASS, WARN, CheckResult, ask, image_tag
 
 REPOSITORY = "megatron-parallelism-kit"
 """Of the kit's images; a pair of `docker/versions.env` is a tag."""
@@ -27,7 +26,7 @@ class DockerEngine(NamedTuple):
 
 def check_docker() -> "list[CheckResult]":
     """Rows for client, engine, NVIDIA runtime and image, up to the first that is missing."""
-    if os.environ.get("KIT_IMAGE"):
+    if image_tag():
         return [CheckResult(PASS, "Docker", "inside the kit's image, where targets run directly")]
     return check_container()
 

@@ -10,6 +10,7 @@ PASS, WARN, FAIL = "pass", "warn", "fail"
 """Nothing is missing; some runs are refused or slower; no run works."""
 
 ROOT = str(Path(__file__).resolve().parents[3])
+GIB = 2**30
 SETUP_STAMP = ".requirements.sha256"
 """In `.venv`: what `tools/setup.sh` writes when all packages are installed."""
 
@@ -73,9 +74,14 @@ def refusals(findings: "list[CheckResult]") -> "list[str]":
     return [finding.refusal for finding in findings if finding.status != PASS]
 
 
+def image_tag() -> "str | None":
+    """Tag of the kit's image that this runs in, which `docker/Dockerfile` sets; None outside of it."""
+    return os.environ.get("KIT_IMAGE") or None
+
+
 def kit_python() -> "str | None":
     """The Python with the kit's packages: the image's own, else `.venv`'s; None before setup ended."""
-    if os.environ.get("KIT_IMAGE"):
+    if image_tag():
         return sys.executable
     venv = Path(ROOT, ".venv")
     python = venv / "bin" / "python"

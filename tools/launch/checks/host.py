@@ -12,16 +12,17 @@ from pathlib import Path
 
 from tools.launch.checks.finding import (
     FAIL,
+    GIB,
     PASS,
     ROOT,
     SETUP_STAMP,
     WARN,
     CheckResult,
     ask,
+    image_tag,
     kit_python,
 )
 
-GIB = 2**30
 PROBE_BYTES = 128 << 20
 SLOW_BYTES_PER_SECOND = 100e6
 SETUP_BYTES = 10 * 10**9
@@ -46,8 +47,8 @@ LIST_PACKAGES = (
 
 def check_python() -> CheckResult:
     """Whether there is a Python that setup can use, by setup's own search."""
-    if os.environ.get("KIT_IMAGE"):
-        return CheckResult(PASS, "Python", "of the image {}".format(os.environ["KIT_IMAGE"]))
+    if image_tag():
+        return CheckResult(PASS, "Python", f"of the image {image_tag()}")
     answer = ask(["tools/setup.sh", "--python"])
     if not answer.good:
         return CheckResult(
@@ -62,7 +63,7 @@ def check_python() -> CheckResult:
 
 def check_packages() -> CheckResult:
     """Whether `.venv` holds what requirements.txt pins."""
-    if os.environ.get("KIT_IMAGE"):
+    if image_tag():
         return CheckResult(PASS, "Packages", "those of the image")
     requirements = Path(ROOT, "requirements.txt").read_bytes()
     python = kit_python()

@@ -14,13 +14,14 @@ from tools.launch.checks import docker as checks
 from tools.launch.checks.docker import DockerEngine
 from tools.launch.checks.finding import ask, refusals
 from tools.launch.errors import LaunchError
+from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.flags import flag_words
 
 PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""
 
-ALWAYS = ("KIT_LEDGER", "KIT_STACKS", "PYTHONUNBUFFERED")
+ALWAYS = (variables.LEDGER, variables.STACKS, "PYTHONUNBUFFERED")
 """Set by the launcher for a run but not part of its recorded environment."""
 
 INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")

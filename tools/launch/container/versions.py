@@ -16,6 +16,8 @@ import re
 import sys
 from pathlib import Path
 
+from tools.launch.checks.finding import image_tag
+
 PACKAGES = (
     "torch",
     "megatron-core",
@@ -67,7 +69,7 @@ def _dotted(number: int | None) -> str:
 
 def _of_image(library: str) -> str | None:
     """NVIDIA's images have the libraries outside pip, and their versions in the environment."""
-    return os.environ.get(f"{library.upper()}_VERSION") if "KIT_IMAGE" in os.environ else None
+    return os.environ.get(f"{library.upper()}_VERSION") if image_tag() else None
 
 
 def _version(package: str) -> str | None:

@@ -27,7 +27,7 @@ from tools.launch.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
-from tools.text.units import DASH
+from tools.text.units import DASH, gb
 
 SECONDS = 420
 OUTLIER_SHARE = 0.2
@@ -116,8 +116,8 @@ def describe(between: Mapping[str, Any]) -> str:
     if pairs[slowest] < (1 - OUTLIER_SHARE) * statistics.median(pairs):
         other = nodes[(slowest + 1) % len(nodes)]
         text += (
-            f" The slowest pair is {nodes[slowest]} and {other}: {pairs[slowest] / 1e9:.2f} GB/s, and "
-            f"the pairs' median is {statistics.median(pairs) / 1e9:.2f} GB/s."
+            f" The slowest pair is {nodes[slowest]} and {other}: {gb(pairs[slowest])} GB/s, and "
+            f"the pairs' median is {gb(statistics.median(pairs))} GB/s."
         )
     return text
 

@@ -31,6 +31,7 @@ from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.published import MAIN_SOURCE, load_published
 from tools.text.terminal import say
+from tools.text.units import MIB
 
 COMPARISON_FILE = "comparison.md"
 SKIPPED_ITERATIONS = 16
@@ -216,7 +217,7 @@ def announce_published(launches: Sequence[Launch], options: Options) -> str:
         f"{len(left)} of the {len(launches)} published runs are to be made, {launches[0].iterations} "
         f"iterations each ({SKIPPED_ITERATIONS} were skipped by fp16 in the published ones): about "
         f"{minutes:.0f} minutes on the published hardware, and up to "
-        f"{len(left) * LOG_BYTES / 2**20:.0f} MiB in {options.runs}. No checkpoints are written."
+        f"{len(left) * LOG_BYTES / MIB:.0f} MiB in {options.runs}. No checkpoints are written."
     )
 
 

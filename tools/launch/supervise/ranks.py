@@ -19,12 +19,12 @@ from tools.launch.container.docker import remove_container
 from tools.launch.supervise import supervisor
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.io import lock
+from tools.spec import variables
 from tools.spec.files import ROOT
 
 GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
 
-_MARK = "KIT_RUN_MARK"
 _RANK_VARIABLE = "RANK"
 _RANK = re.compile(r"rank(\d+)")
 _SUPERVISOR = (sys.executable, "-m", "tools.launch.supervise.supervisor")
@@ -58,7 +58,12 @@ class RankProcesses:
                 *command,
             ),
             cwd=ROOT,
-            env={**_without_rank(), "PYTHONUNBUFFERED": "1", **environment, _MARK: self._mark},
+            env={
+                **_without_rank(),
+                "PYTHONUNBUFFERED": "1",
+                **environment,
+                variables.RUN_MARK: self._mark,
+            },
             # Never written to: its end shows the supervisor that this process is gone.
             stdin=subprocess.PIPE,
             stdout=self._log,
@@ -125,7 +130,7 @@ class RankProcesses:
         return [*started, *self._forked()]
 
     def _is_marked(self, process: psutil.Process) -> bool:
-        return _environment(process).get(_MARK) == self._mark
+        return _environment(process).get(variables.RUN_MARK) == self._mark
 
     def _forked(self) -> list[psutil.Process]:
         """Ranks of a warm process, and their leader, which ends them when the supervisor has ended."""

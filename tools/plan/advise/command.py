@@ -28,7 +28,7 @@ from tools.plan.tensors import parameters_total
 from tools.spec.settings import add_options, program
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.terminal import wide_console
-from tools.text.units import GIB, duration, joined
+from tools.text.units import duration, gib, joined
 
 _PLAIN = (StrategyFamily.SINGLE, StrategyFamily.DATA, StrategyFamily.SHARDED_DATA)
 """What PyTorch's DDP and FSDP and DeepSpeed have too."""
@@ -98,8 +98,8 @@ def _use(plan: Plan, winner: Candidate) -> str:
     device = plan.request.cluster.device
     return (
         f"{winner.strategy}: {duration(winner.seconds.total)} an iteration of "
-        f"{plan.request.global_batch} samples, {winner.memory.total / GIB:.1f} of "
-        f"{device.memory_bytes / GIB:.0f} GiB, MFU {winner.mfu:.0%}. "
+        f"{plan.request.global_batch} samples, {gib(winner.memory.total)} of "
+        f"{gib(device.memory_bytes, 0)} GiB, MFU {winner.mfu:.0%}. "
         f"{plan_command(plan.request.model, winner.spec)}"
     )
 
@@ -117,7 +117,7 @@ def _avoid(winner: Candidate, kinds: dict[StrategyFamily, Candidate]) -> str:
     """The families that do not fit, else the slowest."""
     heavy = [(kind, found) for kind, found in kinds.items() if not found.fits]
     if heavy:
-        texts = [f"{kind} alone ({c.memory.total / GIB:.0f} GiB a device)" for kind, c in heavy]
+        texts = [f"{kind} alone ({gib(c.memory.total, 0)} GiB a device)" for kind, c in heavy]
         return f"{joined(texts)}: does not fit."
     others = {k: c for k, c in kinds.items() if c.strategy != winner.strategy}
     if not others:
@@ -214,7 +214,7 @@ def _inference(request: Request) -> str:
     while weights > devices * capacity:
         devices *= 2
     return (
-        f"There are no gradients, optimizer and kept activations: weights take {weights / GIB:.1f} GiB "
+        f"There are no gradients, optimizer and kept activations: weights take {gib(weights)} GiB "
         f"in bf16, so {devices} device(s) hold them. TP then lowers latency, replicas raise throughput; "
         "pipelines and ZeRO do neither."
     )

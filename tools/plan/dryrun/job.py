@@ -16,6 +16,7 @@ import msgspec
 
 from tools.plan.constraints import violations
 from tools.records.measurements import RankCommunication, RankMemory
+from tools.spec import variables
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import drop_flags, flag_words, merge_flags
 from tools.spec.model import LOADING, Model
@@ -153,7 +154,7 @@ def ranks_named(text: str, spec: RunSpec) -> tuple[int, ...]:
 
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
-    "KIT_DEVICE": "cpu",
+    variables.DEVICE: "cpu",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",

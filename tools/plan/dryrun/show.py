@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,9 +17,9 @@ from tools.spec.run import RunSpec
 from tools.spec.strategy import strategy_name
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import wide_console
-from tools.text.units import GIB, count
+from tools.text.units import count, gb, gib
 
-_GB = 1e9
+_gb, _gib = partial(gb, decimals=3), partial(gib, decimals=2)
 
 NOTES = (
     "Attention is Megatron's own in both columns: it keeps its scores, which fused attention does not; "
@@ -78,9 +79,9 @@ def figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
         ("micro batches in flight", str(report.in_flight), str(comparison.in_flight)),
     ]
     for name, (measured, closed) in comparison.memory.items():
-        rows.append((f"{name}, GiB", f"{measured / GIB:,.3f}", f"{closed / GIB:,.3f}"))
+        rows.append((f"{name}, GiB", gib(measured, 3), gib(closed, 3)))
     for phase, size in report.memory.phase_peak_bytes.items():
-        rows.append((f"peak in {phase}, GiB", f"{size / GIB:,.3f}", ""))
+        rows.append((f"peak in {phase}, GiB", gib(size, 3), ""))
     columns = (
         Column[tuple[str, str, str]]("", itemgetter(0), right=False),
         Column[tuple[str, str, str]]("dry run", itemgetter(1)),
@@ -92,7 +93,7 @@ def figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
 def verdict(comparison: CheckedRank) -> str:
     """Whether the closed form holds, or every difference by name."""
     report = comparison.report
-    cost = f"({report.seconds:.1f} s, {report.process_bytes / GIB:.2f} GiB of this machine)"
+    cost = f"({report.seconds:.1f} s, {gib(report.process_bytes, 2)} GiB of this machine)"
     if comparison.agrees:
         calls = sum(row.calls for row in report.communication.calls if row.ranks > 1)
         return f"Parameters and all {calls:,} calls equal the closed form, byte for byte {cost}."
@@ -136,7 +137,7 @@ def _calls_table(comparison: CheckedRank) -> Table[Calls]:
         Column[Calls]("ranks", lambda row: row.ranks, rank=4),
         Column[Calls]("calls", lambda row: row.calls, count, rank=2),
         Column[Calls]("bytes a call", lambda row: row.payload_bytes, count, rank=2),
-        Column[Calls]("GB sent", lambda row: row.wire_bytes / _GB, "{:,.3f}".format, rank=2),
+        Column[Calls]("GB sent", lambda row: row.wire_bytes, _gb, rank=2),
     )
     calls = comparison.report.communication.calls
     sent = [row for row in calls if row.ranks > 1 and row.wire_bytes]
@@ -185,14 +186,12 @@ _VERIFIED_COLUMNS = (
     Column[_Row]("rank", lambda row: row[1].report.rank),
     Column[_Row]("parameters", lambda row: row[1].report.parameters, count),
     Column[_Row]("closed form", lambda row: row[1].parameters, count),
-    Column[_Row](
-        "GB sent", lambda row: row[1].report.communication.wire_bytes / _GB, "{:.3f}".format
-    ),
-    Column[_Row]("closed form", lambda row: row[1].wire_bytes / _GB, "{:.3f}".format),
+    Column[_Row]("GB sent", lambda row: row[1].report.communication.wire_bytes, _gb),
+    Column[_Row]("closed form", lambda row: row[1].wire_bytes, _gb),
     Column[_Row]("in flight", lambda row: row[1].report.in_flight),
     Column[_Row]("closed form", lambda row: row[1].in_flight),
-    Column[_Row]("peak GiB, live", lambda row: row[1].memory["peak"][0] / GIB, "{:.2f}".format),
-    Column[_Row]("closed form", lambda row: row[1].memory["peak"][1] / GIB, "{:.2f}".format),
+    Column[_Row]("peak GiB, live", lambda row: row[1].memory["peak"][0], _gib),
+    Column[_Row]("closed form", lambda row: row[1].memory["peak"][1], _gib),
     Column[_Row]("", lambda row: "equal" if row[1].agrees else "differs", right=False),
 )
 

@@ -36,6 +36,7 @@ from tools.report.explain.time_shares import (
 from tools.report.read.runs import Run
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
+from tools.text.units import ms
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 """They send nothing; a receive is its sender's call."""
@@ -312,4 +313,4 @@ def _bubble_note(configuration: RunSpec, stages: StageTimes | None, rank: int) -
 
 
 def _each(seconds: Sequence[float]) -> str:
-    return " and ".join(f"{1000 * value:.1f} ms" for value in seconds)
+    return " and ".join(f"{ms(value)} ms" for value in seconds)

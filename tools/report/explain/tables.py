@@ -11,7 +11,7 @@ from tools.report.explain.closed_form import ComponentResidual
 from tools.report.explain.subjects import Subject
 from tools.report.explain.time_shares import TimeShares
 from tools.text.table import TextTable
-from tools.text.units import DASH, amount, count, percent, signed, size
+from tools.text.units import DASH, amount, count, ms, percent, signed, size
 
 _PHASES = (
     *((Phase.FORWARD, "forward"), (Phase.BACKWARD, "backward")),
@@ -124,7 +124,7 @@ def _time_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
 def _time_line(shares: TimeShares) -> Line:
     published = " / ".join(f"{100 * share:.0f}" for share in shares.as_published)
     phases = [percent(shares.phases.get(phase)) for phase, _ in _PHASES]
-    milliseconds = f"{1000 * shares.iteration_seconds:.1f}"
+    milliseconds = ms(shares.iteration_seconds)
     return [milliseconds, *phases, percent(shares.exposed_communication), published]
 
 

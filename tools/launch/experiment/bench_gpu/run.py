@@ -48,6 +48,7 @@ from tools.records.gpu_bench import (
     write_bench,
 )
 from tools.report.explain.tables import bench_text
+from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
@@ -58,7 +59,7 @@ FIXED = (
     *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
 )
 """Variables of the train command that a setting decides by itself."""
-SHOWN = ("KIT_PYTHON", "DATA")
+SHOWN = (variables.PYTHON, "DATA")
 """Variables that the commands of a plan need, too."""
 
 

@@ -10,7 +10,7 @@ from tools.launch.experiment.tables.zero import interval, ratio
 from tools.report.analyse.statistics import TimeComparison, TimeVerdict, compare
 from tools.spec.run import Backend
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, change, megabytes, rounded
+from tools.text.units import DASH, change, megabytes, ms, rounded
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),
@@ -93,7 +93,7 @@ _COLUMNS: tuple[Column[_BackendRow], ...] = (
     Column(
         "Passes alone",
         lambda row: row.run.pass_seconds,
-        lambda seconds: DASH if seconds is None else f"{seconds * 1000:.1f} ms",
+        lambda seconds: DASH if seconds is None else f"{ms(seconds)} ms",
     ),
     Column("Overhead", _overhead, _percent),
     Column("Against bare", _against_bare, _percent),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.spec import variables
 
 WINDOW = 25
 """Iterations. A single loss is its batch's more than its weights': of seeds that read different batches
@@ -64,7 +65,7 @@ def sentence(found: Distances, launches: Sequence[Launch]) -> str:
     one, other, patched = launches
     return (
         f"Losses over {WINDOW} iterations, mean distance to Megatron alone with SEED={one.spec.seed}: "
-        f"{found.patched:.2g} with FUSED={patched.environment['KIT_FUSED']}, "
+        f"{found.patched:.2g} with FUSED={patched.environment[variables.FUSED]}, "
         f"{found.seeds:.2g} with SEED={other.spec.seed}: "
         + ("within the scatter of seeds." if found.within else "the patches move the curve.")
     )

@@ -9,7 +9,7 @@ from tools.launch.experiment.measured import Measured
 from tools.report.analyse.statistics import TimeVerdict, compare
 from tools.spec.published import Figure, load_published
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, change, joined, megabytes, percent, rounded, times
+from tools.text.units import DASH, bracketed, change, joined, megabytes, ms, percent, rounded, times
 
 SOURCE = "002"
 STANDS_IN = "gpt3-64m"
@@ -182,7 +182,7 @@ def _network(method: _Method, name: str, unit: str) -> str | None:
 
 def _waiting(method: _Method) -> str:
     seconds = method.run.communication_seconds
-    text = DASH if seconds is None else f"{seconds * 1000:.1f} ms"
+    text = DASH if seconds is None else f"{ms(seconds)} ms"
     return _beside(text, _network(method, "seconds", "s"))
 
 

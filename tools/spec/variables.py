@@ -1,0 +1,41 @@
+"""Environment variables that the kit sets for processes that it starts, each named once.
+
+What a user sets is in `tools.spec.settings`. `KIT_IMAGE`, which the kit's image sets, is read by
+`tools.launch.checks.finding`, and `KIT_PYTHON`, the Python of its scripts, by the shell.
+"""
+
+from __future__ import annotations
+
+COMMAND = "KIT_COMMAND"
+"""What the user typed for a tool, where that is not `python -m`."""
+PYTHON = "KIT_PYTHON"
+
+DEVICE = "KIT_DEVICE"
+"""What the ranks run on: `cpu` or `gpu`."""
+SHARE_GPU = "KIT_SHARE_GPU"
+"""`1` puts every rank on one GPU."""
+FUSED = "KIT_FUSED"
+"""Patches of `megatron_patches.fused` to apply, with commas."""
+UNTRIED = "KIT_UNTRIED"
+"""`1` lets a Megatron train that the patches were not tried with."""
+START_WEIGHTS = "KIT_START_WEIGHTS"
+"""Folder of the shared starting checkpoint; unset where a strategy loads it with --load."""
+PLANT, PLANT_SHA256 = "KIT_PLANT", "KIT_PLANT_SHA256"
+"""Python files that every rank executes before it trains, with commas, and what they must hold."""
+
+LEDGER = "KIT_LEDGER"
+"""Folder that ranks write their ledgers to; without it nothing is installed and nothing is slower."""
+LEDGER_ALTERNATE = "KIT_LEDGER_ALTERNATE"
+"""Set by the benchmark of the ledger's cost: odd iterations are not watched."""
+CAPTURE = "KIT_CAPTURE"
+"""Folder that ranks write an iteration's tensors to; unset captures nothing."""
+CAPTURE_ITERATION = "KIT_CAPTURE_ITERATION"
+CAPTURE_SEEDS = "KIT_CAPTURE_SEEDS"
+"""How many times to repeat the iteration with changed weights."""
+CAPTURE_FORCED = "KIT_CAPTURE_FORCED"
+"""Folder of tensors that take the place of the model's own."""
+
+STACKS = "KIT_STACKS"
+"""Folder that ranks write their Python stacks to, on SIGUSR1."""
+RUN_MARK = "KIT_RUN_MARK"
+"""Tells the processes of one run from all others."""
