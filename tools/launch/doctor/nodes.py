@@ -23,7 +23,8 @@ from tools.launch.checks.devices import check_rates
 from tools.launch.checks.finding import FAIL, PASS, WARN, CheckResult
 from tools.launch.cluster.sbatch import FIRST_NODE
 from tools.launch.cluster.slurm import argv_of_directives, slurm_from_environment
-from tools.launch.errors import LaunchError
+from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
@@ -215,8 +216,9 @@ def _finding_text(found: CheckResult | None) -> str:
 
 
 def _node_count(environment: Mapping[str, str]) -> int:
-    text = environment.get("SLURM_JOB_NUM_NODES") or environment.get("NODES") or "1"
-    return int(text) if text.isdecimal() else 1
+    allocated = environment.get("SLURM_JOB_NUM_NODES", "")
+    with wrong_settings_refused():
+        return int(allocated) if allocated.isdecimal() else settings.NODES.value(environment) or 1
 
 
 def _run(command: Sequence[str]) -> str:

@@ -34,9 +34,8 @@ def bench_auto(options: Options, console: Console, reports: Path = ROOT / "repor
     Raises:
         LaunchError: A model or number of devices is not known, or cannot be trained here.
     """
-    given = {
-        axis.name: os.environ.get(axis.name, "") for axis in (settings.MODELS, settings.DEVICES)
-    }
+    axes = (settings.MODELS, settings.DEVICES)
+    given = {axis.name: axis.value(os.environ) or "" for axis in axes}
     experiment = load_sweep(NAME, given)
     options = replace(experiment.settings(options), calibrate=True)
     groups: list[AutoGroup] = []

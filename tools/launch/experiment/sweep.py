@@ -31,8 +31,8 @@ def sweep_from_environment(environment: Mapping[str, str] = os.environ) -> Exper
     Raises:
         LaunchError: A word is no model, strategy, backend or number of devices; it is named.
     """
-    axes = {axis.name: environment.get(axis.name, "") for axis in _AXES}
-    return load_sweep(environment.get(settings.NAME.name) or SWEEP, axes)
+    axes = {axis.name: axis.value(environment) or "" for axis in _AXES}
+    return load_sweep(settings.NAME.value(environment) or SWEEP, axes)
 
 
 def sweep(

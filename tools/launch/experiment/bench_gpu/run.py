@@ -51,8 +51,8 @@ from tools.report.explain.tables import bench_text
 from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
-from tools.spec.run import DeviceKind
-from tools.spec.settings import BUDGET, ONLY
+from tools.spec.run import DeviceKind, RuntimeName
+from tools.spec.settings import BUDGET, DATA, ONLY, RUNTIME
 
 FIXED = (
     *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
@@ -161,11 +161,12 @@ def bench_gpu(
 def _asked(environment: Mapping[str, str]) -> tuple[tuple[BenchSetting, ...], float]:
     if given := [name for name in FIXED if environment.get(name)]:
         raise LaunchError(f"{given[0]}= is the settings' own in bench-gpu; leave it out.")
-    if environment.get("RUNTIME", "host") not in ("", "host"):
-        raise LaunchError(f"bench-gpu measures RUNTIME=host, not {environment['RUNTIME']}.")
     with wrong_settings_refused():
+        runtime = RUNTIME.value(environment)
         only = ONLY.value(environment) or ""
         budget = BUDGET.value(environment) or BUDGET_SECONDS
+    if runtime not in (None, RuntimeName.HOST):
+        raise LaunchError(f"bench-gpu measures RUNTIME=host, not {runtime}.")
     try:
         return chosen(only), budget
     except ValueError as error:
@@ -203,7 +204,7 @@ def _data(environment: Mapping[str, str]) -> str:
     """The data set that is named, else the published one where it was prepared, else the sample."""
     published = DEFAULT_DATA[DeviceKind.GPU]
     is_prepared = idx_path(ROOT / published).is_file()
-    return environment.get("DATA") or (published if is_prepared else DEFAULT_DATA[DeviceKind.CPU])
+    return DATA.value(environment) or (published if is_prepared else DEFAULT_DATA[DeviceKind.CPU])
 
 
 def _ceilings(console: Console) -> Ceilings | None:
