@@ -30,6 +30,8 @@ from tools.preprocess.lines import line_blocks
 from tools.preprocess.pipeline import default_threads
 from tools.preprocess.source import whole_file
 from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
+from tools.spec.setting import SettingError
+from tools.spec.settings import MEGATRON_LM
 
 Say = Callable[[str], None]
 
@@ -81,12 +83,13 @@ def main(arguments: Sequence[str]) -> int:
     add("--input", type=Path, help="JSON lines; text is made if not given")
     add("--text", choices=tuple(TEXTS), default="english", help="which text is made")
     add("--mb", type=float, default=256, help="size of the text that is made")
-    checkout = "a Megatron-LM checkout; the environment's MEGATRON_LM if not given"
-    add("--megatron-lm", type=Path, default=os.environ.get("MEGATRON_LM") or None, help=checkout)
+    own = "a Megatron-LM checkout; the environment's MEGATRON_LM if not given"
+    add("--megatron-lm", type=Path, help=own)
     add("--repeats", type=int, default=3, help="of this tool; the others run once")
     add("--json", action="store_true", help="print as JSON")
     flags = parser.parse_args(arguments)
     try:
+        checkout = flags.megatron_lm or MEGATRON_LM.value(os.environ)
         if flags.mb <= 0:
             raise DatasetError(f"--mb {flags.mb:g} is not positive.")
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
@@ -94,8 +97,8 @@ def main(arguments: Sequence[str]) -> int:
             if source is None:
                 source = Path(name) / "text.jsonl"
                 write_synthetic(source, round(flags.mb * 1e6), text=flags.text)
-            found = compare(source, Path(name), flags.megatron_lm, flags.repeats, _say)
-    except DatasetError as error:
+            found = compare(source, Path(name), checkout, flags.repeats, _say)
+    except (DatasetError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(msgspec.json.encode(found).decode() if flags.json else "\n".join(describe(found)))
