@@ -27,10 +27,9 @@ from tests.verify.plants.check import FOLDER, Plant, plants
 from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.data import ensure_small_sample
 from tools.launch.errors import LaunchError
-from tools.launch.matrix.asked import Asked
 from tools.launch.matrix.cell import Cell, patched
 from tools.launch.matrix.cells import rows_of
-from tools.launch.matrix.commands import known_findings, label
+from tools.launch.matrix.commands import Asked, known_findings, label
 from tools.launch.matrix.definition import load_matrix
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options, read_plant

@@ -10,7 +10,6 @@ sequences before it (int64; documents + 1 of them). All little-endian.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.records.io import flush_to_disk, write_record
+from tools.records.io import flush_to_disk, sha256_of, write_record
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -214,12 +213,6 @@ def manifest_path(prefix: Path) -> Path:
 def strip_suffix(path: Path) -> Path:
     """The prefix that a path means which may end in `.bin` or `.idx`."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-
-
-def sha256_of(path: Path) -> str:
-    """Hash of a file's content."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def token_dtype(vocabulary: int) -> TokenType:

@@ -14,9 +14,9 @@ from tools.dataset.indexed import (
     DatasetError,
     IntArray,
     open_dataset,
-    sha256_of,
     stretches,
 )
+from tools.records.io import sha256_of
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ TOOLS = {
     "audit": Tool("tools.plan", ("audit",), needs=((settings.TABLE, _WHICH_TABLE),)),
     "report": Tool("tools.report", ("build",)),
     "explain": Tool("tools.report", ("explain",)),
-    "bench-scrape": Tool("tools.report", ("bench",)),
+    "bench-scrape": Tool("tools.bench.scrape"),
     "bench-preprocess": Tool("tools.bench.preprocess"),
     "compare-zero": Tool("tools.launch", ("experiment", "zero"), given=_OF_EXPERIMENTS),
     "compare-backends": Tool("tools.launch", ("experiment", "backends"), given=_OF_EXPERIMENTS),

@@ -1,4 +1,4 @@
-"""The kit's one atomic write and its one file lock.
+"""The kit's one atomic write, its one file lock and its one hash of a file.
 
 For all files that other processes read: run records, ledgers, data sets, reports. No torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import platform
 import shutil
@@ -19,6 +20,12 @@ import msgspec
 
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of flock on Lustre without `-o flock`, and on NFS without its lock manager."""
+
+
+def sha256_of(path: Path) -> str:
+    """Hash of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager

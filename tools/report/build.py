@@ -23,7 +23,7 @@ from tools.report.analyse.report import (
     read_baseline,
 )
 from tools.report.canvas import can_draw
-from tools.report.read.device_name import device_named
+from tools.report.read.printed import device_named
 from tools.report.read.runs import Run, find_run_folders, load_runs
 from tools.report.render.files import write_report
 from tools.report.render.text import print_report

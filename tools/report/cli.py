@@ -130,13 +130,6 @@ def _trace(arguments: argparse.Namespace) -> int:
     return trace_run(arguments.wanted, arguments.runs, Console(highlight=False))
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    from tools.report.read.bench import bench_scrape
-
-    print(bench_scrape(arguments.iterations))
-    return 0
-
-
 def _summary(log: ScrapedLog, status: StatusRecord) -> str:
     reason = f": {status.reason}" if status.reason else ""
     return f"{log.path}: {status.status.value}, {len(log.iterations)} iterations{reason}"
@@ -183,9 +176,4 @@ def command_line() -> argparse.ArgumentParser:
     trace.add_argument("wanted", nargs="?", metavar="RUN_OR_TARGET", help="default: the newest run")
     trace.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are")
     trace.set_defaults(run=_trace)
-    bench = commands.add_parser(
-        "bench", prog=program("tools.report bench"), help="measure how fast a long log is scraped"
-    )
-    bench.add_argument("--iterations", type=int, default=500_000)
-    bench.set_defaults(run=_bench)
     return parser

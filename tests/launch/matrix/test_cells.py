@@ -14,9 +14,9 @@ from packaging.version import Version
 
 from tests.launch.matrix.factory import DP, TP, factor, family, matrix
 from tools.launch.errors import LaunchError
-from tools.launch.matrix.asked import Asked
 from tools.launch.matrix.cell import Cell, patched, uncured
 from tools.launch.matrix.cells import cells_of, rows_of
+from tools.launch.matrix.commands import Asked
 from tools.launch.matrix.definition import Apart, Family, Layout, Level, load_matrix
 from tools.launch.matrix.fuzz import draws
 from tools.launch.target import parse_target

@@ -8,7 +8,6 @@ may be damaged.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from tools.launch.checkpoint.readable import (
 from tools.launch.errors import LaunchError
 from tools.launch.progress import LogFollower
 from tools.records import run as records
-from tools.records.io import write_record
+from tools.records.io import sha256_of, write_record
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 MANIFEST_FILE = "manifest.json"
@@ -252,6 +251,4 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _describe(path: Path) -> StoredFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return StoredFile(file.tell(), digest)
+    return StoredFile(path.stat().st_size, sha256_of(path))

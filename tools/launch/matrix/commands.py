@@ -6,9 +6,10 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
@@ -16,11 +17,10 @@ from packaging.version import Version
 from rich.console import Console
 
 from tools.launch.data import ensure_small_sample
-from tools.launch.errors import wrong_settings_refused
-from tools.launch.matrix.asked import Asked
+from tools.launch.errors import LaunchError, wrong_settings_refused
 from tools.launch.matrix.cells import cells_of
 from tools.launch.matrix.curves import curves
-from tools.launch.matrix.definition import Matrix, load_matrix
+from tools.launch.matrix.definition import Family, Level, Matrix, load_matrix
 from tools.launch.matrix.fuzz import Drawn, draws
 from tools.launch.matrix.fuzz import fuzz as fuzz_cells
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
@@ -41,6 +41,68 @@ _TAG = "core_v"
 """Of releases, in the repository."""
 SHOWN_DRAWS = 20
 """By DRY_RUN=1."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """FEATURES= and LAYOUTS=: names or patterns of families, features, levels and layouts."""
+
+    features: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+
+    def families(self, matrix: Matrix, megatron: Version) -> tuple[Family, ...]:
+        """Families with the features, levels and layouts that are asked for and that a version has.
+
+        Raises:
+            LaunchError: A name is of nothing in the matrix.
+        """
+        self._refuse_unknown(matrix)
+        names = [family.name for family in matrix.families]
+        rest = [name for name in self.features if not _any_matches(names, name)]
+        named = [name for name in self.features if name not in rest]
+        asked = (
+            self._family(family, rest, megatron)
+            for family in matrix.families
+            if not named or any(fnmatchcase(family.name, name) for name in named)
+        )
+        return tuple(
+            family
+            for family in asked
+            if family.layouts and (not rest or any(len(one) > 1 for one in family.factors.values()))
+        )
+
+    def _family(self, family: Family, names: Sequence[str], megatron: Version) -> Family:
+        """A family with the levels of these names, or all."""
+        factors = {
+            factor: tuple(
+                level
+                for level in levels
+                if level == levels[0] or (level.is_in(megatron) and _is_named(level, names))
+            )
+            for factor, levels in family.factors.items()
+        }
+        layouts = tuple(
+            layout
+            for layout in family.layouts
+            if not self.layouts or any(fnmatchcase(layout.name, name) for name in self.layouts)
+        )
+        return replace(family, factors=factors, layouts=layouts)
+
+    def _refuse_unknown(self, matrix: Matrix) -> None:
+        families = [family.name for family in matrix.families]
+        levels = [
+            name for family in matrix.families for level in _every(family) for name in _names(level)
+        ]
+        layouts = [layout.name for family in matrix.families for layout in family.layouts]
+        for variable, given, known in (
+            ("FEATURES", self.features, sorted({*families, *levels})),
+            ("LAYOUTS", self.layouts, sorted(set(layouts))),
+        ):
+            for name in given:
+                if not _any_matches(known, name):
+                    raise LaunchError(
+                        f"{variable}={name} is none of the matrix's; name some of {', '.join(known)}."
+                    )
 
 
 def matrix(options: Options, console: Console) -> int:
@@ -209,3 +271,20 @@ def _deadline() -> float | None:
     with wrong_settings_refused():
         minutes = settings.MINUTES.value(os.environ)
     return time.monotonic() + 60 * minutes if minutes else None
+
+
+def _any_matches(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _every(family: Family) -> Iterator[Level]:
+    for levels in family.factors.values():
+        yield from levels
+
+
+def _names(level: Level) -> tuple[str, str, str]:
+    return (level.factor, level.name, level.path)
+
+
+def _is_named(level: Level, names: Sequence[str]) -> bool:
+    return not names or any(fnmatchcase(one, name) for name in names for one in _names(level))

@@ -228,12 +228,12 @@ def product_seconds(
     loading = copies * operands / rate.bytes_per_second
     if rate.processors == 1:
         return seconds + loading
-    return max(seconds, loading) + _KERNEL_SECONDS
+    return max(seconds, loading) + _PRODUCT_KERNEL_SECONDS
 
 
 _ACCUMULATED_BYTES = 8
 """A gradient in fp32, read and written (`--gradient-accumulation-fusion`)."""
-_KERNEL_SECONDS = 3e-6
+_PRODUCT_KERNEL_SECONDS = 3e-6
 """Start and end of a product's kernel (measured)."""
 
 

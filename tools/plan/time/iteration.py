@@ -443,9 +443,9 @@ def _alone(call: CollectiveCall, way: Route, measured: Calibration) -> float:
         return call.wire_bytes / rate + call.calls * way.ring_seconds / max(1, call.ranks - 1)
     if call.operation is Operation.ALL_REDUCE:
         rings = way.all_reduce_ways
-    latency = rings * min(way.ring_seconds, way.tree_seconds) + _KERNEL_SECONDS
+    latency = rings * min(way.ring_seconds, way.tree_seconds) + _COLLECTIVE_KERNEL_SECONDS
     return call.wire_bytes / rate + call.calls * latency
 
 
-_KERNEL_SECONDS = 5e-6
+_COLLECTIVE_KERNEL_SECONDS = 5e-6
 """Start and end of a collective's kernel, and of the event that others wait for (an estimate)."""

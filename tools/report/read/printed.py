@@ -1,4 +1,4 @@
-"""What the arguments in a log say was trained, in the names of Megatron and of its relatives.
+"""What a log says was trained, by the arguments in it, and on which device.
 
 What is not printed is not known: no degree, batch or length is taken to be 1 or a default.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
 
+from tools.report.read.lines import read_lines
+from tools.spec.hardware import load_hardware
 from tools.spec.model import ModelShape, load_model, model_names
 from tools.spec.run import Backend, RunSpec, spec_of_printed
 from tools.spec.strategy import Batch, Sharding
@@ -43,6 +48,8 @@ _DEGREES = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_
 _STAGES = {"1": Sharding.ZERO1, "2": Sharding.ZERO2, "3": Sharding.ZERO3}
 _LARGEST = 10**9
 """No size, degree or batch of a model is larger; what is, is damaged."""
+_FIRST_LINES = 5000
+"""From the beginning on; a device is named before training."""
 
 
 def canonical(arguments: Mapping[str, str]) -> dict[str, str]:
@@ -144,3 +151,29 @@ def _model_of(shape: ModelShape) -> str:
         if same == known:
             return name
     return ""
+
+
+def device_named(path: Path) -> str:
+    """The driver's name of the device, of `nvidia-smi`'s table or a trainer's own line; empty where the log names none, or several.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    names, pattern = _device_names()
+    found = {
+        names[match.casefold()]
+        for line in islice(read_lines(path), _FIRST_LINES)
+        for match in pattern.findall(line)
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+@cache
+def _device_names() -> tuple[dict[str, str], re.Pattern[str]]:
+    """Every known name by its lower case, and what finds them, longer names first."""
+    devices = load_hardware().devices.values()
+    names = {
+        name.casefold(): device.nvml_names[0] for device in devices for name in device.nvml_names
+    }
+    gpus = sorted((name for name in names if name.startswith("nvidia")), key=len, reverse=True)
+    return names, re.compile(rf"(?:{'|'.join(map(re.escape, gpus))})(?![\w-])", re.IGNORECASE)

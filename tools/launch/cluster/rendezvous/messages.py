@@ -11,7 +11,6 @@ answer of the store for a lost node.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ import msgspec
 import psutil
 
 from tools.launch.errors import LaunchError
+from tools.records.io import sha256_of
 from tools.records.run import StatusRecord
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def interface_of(address: str) -> str | None:
 def digest_of(file: Path) -> str:
     """sha256 of a file, or nothing while it is not there."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return sha256_of(file)
     except OSError:
         return ""
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -132,6 +133,37 @@ def _split_into_copies(_: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
     return split
 
 
+def even_loads(routed: int, experts: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens for each expert, shape [experts], summing to `routed`."""
+    loads = np.full(experts, routed // experts, dtype=np.int64)
+    loads[: routed % experts] += 1
+    return loads
+
+
+def _evenly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Routing without contents: as many tokens to each expert, and the rest to the first."""
+
+    @functools.wraps(original)
+    def preprocess(dispatcher: Any, routing_map: Any) -> Any:
+        original(dispatcher, routing_map)  # Its all-gather of counts is one of the calls to see.
+        tensor, expert, local = dispatcher.tp_size, dispatcher.ep_size, dispatcher.num_local_experts
+        loads = even_loads(dispatcher.num_out_tokens, dispatcher.num_experts)
+        own = dispatcher.local_expert_indices[0]
+        from_each = np.tile(loads[own : own + local], (tensor, expert, 1))
+        if expert > 1 or tensor > 1:
+            dispatcher.input_splits = loads.reshape(expert, local).sum(axis=1)
+            dispatcher.output_splits = from_each.sum(axis=2)[0]
+            dispatcher.output_splits_tp = from_each.sum(axis=(1, 2))
+        if local > 1:
+            dispatcher.num_global_tokens_per_local_expert = from_each.reshape(-1, local)
+            order = np.arange(tensor * dispatcher.num_experts)
+            dispatcher.sort_input_by_local_experts = order.reshape(-1, local).T.ravel()
+            dispatcher.restore_output_by_local_experts = order.reshape(local, -1).T.ravel()
+        return from_each.sum(axis=(0, 1))
+
+    return preprocess
+
+
 FAKE_PATCHES = (
     Patch(
         name="calls_end_at_the_group",
@@ -200,6 +232,17 @@ FAKE_PATCHES = (
         replacements=(
             Replacement("torch.nn:Module.half", _converted_to(torch.float16)),
             Replacement("torch.nn:Module.bfloat16", _converted_to(torch.bfloat16)),
+        ),
+    ),
+    Patch(
+        name="even_routing",
+        reason="how many tokens an expert gets is read from the router's output, which has no contents",
+        needed=lambda context: True,
+        replacements=(
+            Replacement(
+                "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
+                _evenly,
+            ),
         ),
     ),
 )

@@ -28,7 +28,6 @@ from tools.ledger.memory import MemoryLedger
 from tools.ledger.process_groups import CallWatcher
 from tools.ledger.timeline import Span, Timeline
 from tools.plan.dryrun.job import Job, RankReport
-from tools.plan.dryrun.rank.experts import EVEN_ROUTING
 from tools.plan.dryrun.rank.patches import FAKE_PATCHES, AnswerForContents
 from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec.files import ROOT
@@ -39,7 +38,7 @@ ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
 def prepare() -> ModuleType:
     """Patch and import everything once; return the entry."""
     context = find_context(ENTRY, "cpu")
-    apply_patches((*PATCHES, *FAKE_PATCHES, EVEN_ROUTING), context)
+    apply_patches((*PATCHES, *FAKE_PATCHES), context)
     # Fake tensors load it at their first use: here once, not again in every fork.
     importlib.import_module("torch._dynamo")
     spec = importlib.util.spec_from_file_location("kit_entry", ENTRY)

@@ -1,4 +1,4 @@
-"""`make bench-scrape`: how fast a long log is scraped, and how much memory that takes."""
+"""`make bench-scrape` or `python -m tools.bench.scrape`: how fast a long log is scraped, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -78,3 +78,7 @@ def synthetic_lines(iterations: int) -> Iterator[str]:
             loss=11 / (1 + i / iterations),
             norm=1 + i % 83 / 100,
         )
+
+
+if __name__ == "__main__":
+    print(bench_scrape())
