@@ -1,4 +1,4 @@
-"""`make bench-scrape` or `python -m tools.bench.scrape`: how fast a long log is scraped, and how much memory that takes."""
+"""`make bench-scrape`: how fast a long log is scraped, and how much memory that takes."""
 
 from __future__ import annotations
 

@@ -154,7 +154,9 @@ def _model_of(shape: ModelShape) -> str:
 
 
 def device_named(path: Path) -> str:
-    """The driver's name of the device, of `nvidia-smi`'s table or a trainer's own line; empty where the log names none, or several.
+    """The driver's name of the device, as `nvidia-smi`'s table or a trainer's own line has it.
+
+    Empty where the log names none, or several.
 
     Raises:
         OSError: The file cannot be read.
