@@ -277,7 +277,7 @@ PRECISIONS = {
     "fp32": Precision(weights=4, gradients=4, main_parameters=0, gradient_copies=0),
 }
 """`Float16OptimizerWithFloat16Params` and `FP32Optimizer` (`megatron/core/optimizer/optimizer.py`):
-20, 18 and 16 bytes a parameter. bf16 accumulates gradients in fp32 unless told otherwise."""
+20, 18 and 16 bytes a parameter. bf16 accumulates gradients in fp32 unless a flag says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
