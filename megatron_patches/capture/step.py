@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap, optimizer_part
 from megatron_patches.capture.perturb import Snapshot, perturb
-from megatron_patches.capture.probes import LOSS, MODEL, Probes, described_modules, global_names
+from megatron_patches.capture.probes import LOSS, MODEL, Probes
+from megatron_patches.capture.rank import captured_rank, module_names
 from megatron_patches.capture.routing import watched_routing
 from megatron_patches.capture.start import Start, gather_weights
 from megatron_patches.registry import Patch, Replacement
@@ -27,7 +27,6 @@ from tools.records.capture import (
     EARLIER,
     RESPONSES_FILE,
     UPDATE,
-    CapturedRank,
     CaptureWriter,
     Site,
     Stage,
@@ -97,7 +96,7 @@ class _StepWatch:
         self.model = list(model)
         self.folder = Path(os.environ[variables.CAPTURE]) / f"rank-{torch.distributed.get_rank()}"
         self.chunks = [_unwrapped(chunk) for chunk in model]
-        self.names = _names(self.chunks)
+        self.names = module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         forced = os.environ.get(variables.CAPTURE_FORCED)
         given = forced_tensors(Path(forced) / self.folder.name) if forced else None
@@ -154,7 +153,7 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
                 _run(watch, call, responding, optimizer)
             responding.carry(carried)
             (watch.folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-    watch.writer.close(_rank(watch.chunks, watch.names, parameters, groups))
+    watch.writer.close(captured_rank(watch.chunks, watch.names, parameters, groups))
     return answer
 
 
@@ -376,124 +375,6 @@ def _replayed(data: Any) -> Iterator[list[_Batches]]:
     finally:
         for one, batch in zip(iterators, batches, strict=True):
             one.iterable = batch.source
-
-
-def _names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
-    """Global names of the modules: layers are counted over pipeline stages and virtual stages."""
-    from megatron.core import mpu
-
-    counts = [len(getattr(getattr(one, "decoder", None), "layers", ())) for one in chunks]
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    here = (mpu.get_pipeline_model_parallel_rank(), counts)
-    torch.distributed.all_gather_object(of_ranks, here)
-    of_stages = dict(of_ranks)
-    in_order = [
-        (chunk, stage, of_stages[stage][chunk])
-        for chunk in range(len(chunks))
-        for stage in sorted(of_stages)
-    ]
-    before = dict(
-        zip(
-            ((chunk, stage) for chunk, stage, _ in in_order),
-            accumulate((count for *_, count in in_order), initial=0),
-            strict=False,
-        )
-    )
-    experts = getattr(chunks[0].config, "num_moe_experts", None) or 0
-    experts_before = (
-        mpu.get_expert_model_parallel_rank() * experts // mpu.get_expert_model_parallel_world_size()
-    )
-    return global_names(
-        chunks, [before[number, here[0]] for number in range(len(chunks))], experts_before
-    )
-
-
-def _rank(
-    chunks: list[torch.nn.Module],
-    names: list[dict[str, str]],
-    parameters: ParameterMap,
-    norm_groups: tuple[tuple[int, ...], ...],
-) -> CapturedRank:
-    from megatron.core import mpu
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.training import get_args
-
-    args = get_args()
-    data = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
-    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    context = (mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
-    return CapturedRank(
-        rank=torch.distributed.get_rank(),
-        world_size=torch.distributed.get_world_size(),
-        iteration=args.curr_iteration + 1,
-        tensor=tensor,
-        pipeline=(
-            mpu.get_pipeline_model_parallel_rank(),
-            mpu.get_pipeline_model_parallel_world_size(),
-        ),
-        virtual_stages=len(chunks),
-        context=context,
-        data=data,
-        expert=(
-            mpu.get_expert_model_parallel_rank(),
-            mpu.get_expert_model_parallel_world_size(),
-        ),
-        expert_tensor=(
-            mpu.get_expert_tensor_parallel_rank(),
-            mpu.get_expert_tensor_parallel_world_size(),
-        ),
-        expert_sources=_expert_sources((data[0], context[0], tensor[0])),
-        sequence_parallel=bool(args.sequence_parallel),
-        gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
-        sequence_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        micro_batches=get_num_microbatches(),
-        per_token_loss=bool(args.calculate_per_token_loss),
-        clip_gradient=float(args.clip_grad),
-        hidden_dropout=float(args.hidden_dropout),
-        attention_dropout=float(args.attention_dropout),
-        vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
-        dtype=str(args.params_dtype).removeprefix("torch."),
-        loss_scale=1.0,
-        modules=dict(described_modules(chunks, names)),
-        router_groups=_router_groups(args),
-        norm_groups=norm_groups,
-        notes=tuple(_notes(parameters)),
-    )
-
-
-def _router_groups(args: Any) -> tuple[int, int] | None:
-    groups, taken = (
-        getattr(args, f"moe_router_{name}", None) for name in ("num_groups", "group_topk")
-    )
-    return (groups, taken) if groups and taken else None
-
-
-def _expert_sources(here: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Places of the ranks that send tokens to this rank's experts, in the order of their rows."""
-    from megatron.core import mpu
-    from megatron.training import get_args
-
-    places: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(places, here)
-    ranks = torch.distributed.get_process_group_ranks(
-        mpu.get_expert_tensor_and_model_parallel_group()
-    )
-    size = mpu.get_expert_tensor_parallel_world_size()
-    if get_args().moe_token_dispatcher_type != "allgather":
-        # Sent over expert-parallel ranks first, what arrives is gathered over tensor-parallel ones.
-        ranks = [rank for number in range(size) for rank in ranks[number::size]]
-    return tuple(places[rank] for rank in ranks)
-
-
-def _notes(parameters: ParameterMap) -> Iterator[str]:
-    """What is not captured, and why."""
-    for name in parameters.unplaced:
-        yield f"{name} has no place in sharded_state_dict"
-    if any(hasattr(one, "is_torch_fsdp2_param") for one in parameters.parameters):
-        yield "local gradients: torch FSDP2 reduces them within the backward pass"
-    if any(hasattr(one, "megatron_fsdp_slice") for one in parameters.parameters):
-        yield "local gradients: Megatron-FSDP reduces them within the backward pass"
 
 
 PATCH = Patch(
