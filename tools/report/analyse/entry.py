@@ -21,9 +21,8 @@ from tools.spec.published import Figure
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.table import Column
-from tools.text.units import number
+from tools.text.units import MIB, number
 
-_MIB = 2**20
 _ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP2: 3}
 
 
@@ -78,7 +77,7 @@ def memory_by_rank(run: Run) -> dict[int, int]:
     for reading in run.log.memory:
         # Ranks without a device's allocator print zeros.
         if math.isfinite(reading.max_allocated_mib) and reading.max_allocated_mib > 0:
-            size = round(reading.max_allocated_mib * _MIB)
+            size = round(reading.max_allocated_mib * MIB)
             peaks[reading.rank] = max(peaks.get(reading.rank, 0), size)
     return peaks
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from tools.report.read.runs import Run
 from tools.spec.published import MAIN_SOURCE, Figure, Published
 from tools.spec.strategy import Parallelism
-
-_MIB = 2**20
+from tools.text.units import MIB
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def match_figure(
     run: Run, figure: Figure, iteration_ms: float | None, memory_bytes: int | None
 ) -> list[Match]:
     """The figure's quantities beside the measured ones."""
-    memory = memory_bytes / _MIB if memory_bytes else None
+    memory = memory_bytes / MIB if memory_bytes else None
     times, readings = figure.iteration_ms, figure.device_memory_mib
     matches = [
         Match(figure, "iteration time", "ms", times, iteration_ms, *_range(figure, "iteration_ms")),

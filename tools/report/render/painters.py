@@ -9,7 +9,7 @@ from tools.records.measurements import MemoryCategory
 from tools.report.analyse.entry import Entry, memory_by_rank
 from tools.report.canvas import INK, WIDTH_INCHES, colour, grid, names
 from tools.report.render.thinning import evenly, extremes
-from tools.text.units import number, size
+from tools.text.units import GIB, MIB, number, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
     """
     axes = figure.add_subplot()
     largest = max(max(memory_by_rank(entry.run).values()) for entry in entries)
-    unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    unit, scale = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
     split = all(entry.run.ledgers.memory for entry in entries)
     ticks, height = [], 0.0
     for place, entry in enumerate(entries):
@@ -97,7 +97,7 @@ def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
         left, right = grid_of_axes[row]
         for series in entry.run.samples.series[:MAX_RANKS]:
             _draw_series(left, series, series.utilisation_percent, 1)
-            _draw_series(right, series, series.memory_bytes, 2**30)
+            _draw_series(right, series, series.memory_bytes, GIB)
         left.set_ylabel(label, rotation=0, ha="right", va="center")
         grid(left)
         grid(right)
