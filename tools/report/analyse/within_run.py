@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.report.read.runs import Run
-from tools.report.read.window import robust_spread
+from tools.report.read.window import MAD_TO_SIGMA, robust_spread
 from tools.text.units import number
 
 MIN_SEGMENT = 8
@@ -212,7 +212,7 @@ def _slow(times: Floats) -> NDArray[np.bool_]:
         piece = padded[start : start + _MAX_POINTS + 2 * _AROUND]
         around = np.lib.stride_tricks.sliding_window_view(piece, 2 * _AROUND + 1)
         middle = np.median(around, axis=1)
-        scatter = 1.4826 * np.median(np.abs(around - middle[:, None]), axis=1)
+        scatter = MAD_TO_SIGMA * np.median(np.abs(around - middle[:, None]), axis=1)
         limit = middle + np.maximum(5 * scatter, _LEAST_SLOW * middle)
         slow[start : start + len(limit)] = times[start : start + len(limit)] > limit
     return slow

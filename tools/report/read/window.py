@@ -13,7 +13,7 @@ from tools.report.read.scraped import ScrapedLog
 
 MIN_FOR_WARM_UP = 8
 """Fewer samples than this show no trend above the noise."""
-_MAD_TO_SIGMA = 1.4826
+MAD_TO_SIGMA = 1.4826
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def warm_up_length(samples: Sequence[float] | NDArray[np.float64]) -> int:
 
 def robust_spread(values: NDArray[np.float64]) -> float:
     """Standard deviation as estimated from the median absolute deviation."""
-    return _MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
+    return MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
 
 
 def _usual_batch(lines: IterationTable, left: NDArray[np.bool_]) -> int | None:
