@@ -76,8 +76,6 @@ class RunIdentity:
 class ShardHash:
     """A stretch of the `.bin` that was committed at once, or came from one data set of a merge."""
 
-    documents: int
-    sequences: int
     tokens: int
     text_bytes: int
     """UTF-8 bytes of the documents themselves."""
@@ -96,8 +94,6 @@ class Manifest:
     dtype: str
     text_bytes: int
     """UTF-8 bytes of the documents themselves."""
-    bin_bytes: int
-    idx_bytes: int
     bin_sha256: str
     idx_sha256: str
     engine: str
@@ -137,13 +133,8 @@ class Dataset:
 
     @property
     def vocabulary(self) -> int | None:
-        """Entries of the tokenizer; with the two below only known from a manifest."""
+        """Entries of the tokenizer; as the hash below only known from a manifest."""
         return self.manifest.identity.vocabulary if self.manifest else None
-
-    @property
-    def tokenizer(self) -> str | None:
-        """Its name."""
-        return self.manifest.identity.tokenizer if self.manifest else None
 
     @property
     def bin_sha256(self) -> str | None:
@@ -327,8 +318,6 @@ def write_manifest(
         tokens=dataset.tokens,
         dtype=dataset.dtype,
         text_bytes=sum(shard.text_bytes for shard in shards),
-        bin_bytes=dataset.bin_path.stat().st_size,
-        idx_bytes=dataset.idx_path.stat().st_size,
         bin_sha256=shards[-1].sha256,
         idx_sha256=sha256_of(dataset.idx_path),
         engine=engine,
@@ -350,9 +339,7 @@ def largest_token(dataset: Dataset, sample: int = 1 << 20) -> int:
     tokens = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
     pieces = 64
     length = max(1, sample // pieces)
-    if dataset.tokens <= length * pieces:
-        return int(tokens.max())
-    starts = np.linspace(0, dataset.tokens - length, pieces).astype(np.int64)
+    starts = np.linspace(0, max(0, dataset.tokens - length), pieces).astype(np.int64)
     return max(int(tokens[start : start + length].max()) for start in starts)
 
 

@@ -54,8 +54,7 @@ def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None
                     "make it again."
                 )
             text_bytes = dataset.manifest.text_bytes if dataset.manifest else 0
-            counts = (dataset.documents, dataset.sequences, dataset.tokens, text_bytes)
-            shards.append(ShardHash(*counts, sha256.hexdigest()))
+            shards.append(ShardHash(dataset.tokens, text_bytes, sha256.hexdigest()))
         flush_to_disk(stream)
 
     def pieces() -> Iterator[DocumentIndex]:

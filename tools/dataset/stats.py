@@ -61,7 +61,8 @@ def measure(dataset: Dataset) -> Stats:
 
 def describe_counts(dataset: Dataset, stats: Stats) -> Iterator[str]:
     """What is in the data set, one line a fact."""
-    yield f"{dataset.prefix}: {dataset.dtype}, tokenizer {dataset.tokenizer or 'unknown'}"
+    tokenizer = dataset.manifest.identity.tokenizer if dataset.manifest else "unknown"
+    yield f"{dataset.prefix}: {dataset.dtype}, tokenizer {tokenizer}"
     yield f"documents         {stats.documents:,} ({stats.empty_documents:,} empty)"
     yield f"tokens            {stats.tokens:,}"
     yield f"longest document  {stats.longest_document:,} tokens"

@@ -1,6 +1,6 @@
 """The numbered parts of an unfinished run: stretches of the input, each there whole or not at all.
 
-`part-000003/` holds a data set for each JSON key, with its manifest, and `part.json`.
+`part-000003/` holds a data set for each JSON key, with its manifest, and `part.json`: where it ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,54 +28,44 @@ from tools.dataset.indexed import (
 )
 from tools.dataset.merge import join
 from tools.preprocess.pipeline import Encoded, Packed
-from tools.preprocess.source import Position
+from tools.preprocess.source import START, Position
 from tools.records.io import flush_to_disk, made_whole, write_record
 
 
-@dataclass(frozen=True)
-class FinishedPart:
-    """`part.json`: where in the input the next part starts."""
-
-    end: Position
-    final: bool
-    """Whether the input ends here."""
-
-
-def read_parts(folder: Path) -> list[FinishedPart]:
-    """The parts that earlier processes have left in the folder of a run."""
-    parts: list[FinishedPart] = []
+def read_parts(folder: Path) -> list[Position]:
+    """Where the parts end that earlier processes have left in the folder of a run."""
+    parts: list[Position] = []
     while (file := _part_folder(folder, len(parts)) / "part.json").exists():
-        parts.append(decoded(file, FinishedPart))
+        parts.append(decoded(file, Position))
     return parts
 
 
 def write_parts(
     folder: Path,
-    parts: list[FinishedPart],
+    parts: list[Position],
     blocks: Iterator[tuple[Position, Encoded]],
     identity: RunIdentity,
     engine: str,
 ) -> None:
-    """Write the next blocks, each with the place where it ends, and append their parts to `parts`."""
+    """Write the next blocks, each with the place where it ends, and append their parts' ends."""
     identity = replace(identity, inputs=())  # of which there may be thousands
     while not (parts and parts[-1].final):
         with made_whole(_part_folder(folder, len(parts)), durable=True) as unfinished:
-            part = _write_part(unfinished, blocks, identity, engine)
-            write_record(unfinished / "part.json", part, durable=True)
-        parts.append(part)
+            end = _write_part(unfinished, blocks, identity, engine)
+            write_record(unfinished / "part.json", end, durable=True)
+        parts.append(end)
 
 
 def _write_part(
     folder: Path, blocks: Iterator[tuple[Position, Encoded]], identity: RunIdentity, engine: str
-) -> FinishedPart:
-    """Write blocks until the part is full or there are no more of them."""
-    end, size, final = Position(0, 0, 0), 0, False
+) -> Position:
+    """Write blocks until the part is full or there are no more of them; where it ends."""
+    end, size = START, 0
     problems: Counter[str] = Counter()
     with ExitStack() as stack:
         outputs = [_Output(folder / key, identity, stack) for key in identity.json_keys]
-        while size < identity.shard_bytes and not final:
-            end, encoded = next(blocks, (end, None))
-            final = encoded is None
+        while size < identity.shard_bytes and not end.final:
+            end, encoded = next(blocks, (replace(end, final=True), None))
             if encoded is not None:
                 for output, packed in zip(outputs, encoded.packed, strict=True):
                     output.append(packed)
@@ -83,7 +73,7 @@ def _write_part(
                 size += encoded.block.size_bytes
         for key, output in zip(identity.json_keys, outputs, strict=True):
             write_manifest(folder / key, key, engine, problems, identity, [output.finish()])
-    return FinishedPart(end, final)
+    return end
 
 
 class _Output:
@@ -108,9 +98,8 @@ class _Output:
         """Have both files on the disk; what they hold."""
         flush_to_disk(self._stream)
         write_index(idx_path(self._prefix), self._dtype, lambda: self._pieces)
-        made = open_dataset(self._prefix)
-        counts = (made.documents, made.sequences, made.tokens, self._text_bytes)
-        return ShardHash(*counts, self._sha256.hexdigest())
+        tokens = open_dataset(self._prefix).tokens
+        return ShardHash(tokens, self._text_bytes, self._sha256.hexdigest())
 
 
 def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:

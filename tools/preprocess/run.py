@@ -24,7 +24,7 @@ from tools.preprocess.lines import Block, Slice, lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.progress import ProgressLine
-from tools.preprocess.source import InputStream, Position, PreprocessOptions, open_source
+from tools.preprocess.source import START, InputStream, Position, PreprocessOptions, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
 
@@ -85,7 +85,7 @@ class _Work:
         parts = read_parts(folder)
         if parts:
             self.progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
-        start = parts[-1].end if parts else self.source.start
+        start = parts[-1] if parts else START
         parser = Parser(self.options.keys, self.options.max_document_bytes)
         # The samples have no name here: one may be large, and the run would keep it to its end.
         encoder = choose_encoder(

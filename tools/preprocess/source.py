@@ -37,6 +37,11 @@ class Position:
     offset: int
     lines: int
     """Lines (or rows) of the slice before it."""
+    final: bool = False
+    """Whether the input ends here."""
+
+
+START = Position(0, 0, 0)
 
 
 def expand(patterns: Iterable[str]) -> tuple[Path, ...]:
@@ -206,17 +211,12 @@ class InputStream:
         """Of everything as stored; 0 if not known."""
         return sum(slice_.size_bytes for slice_ in self.slices)
 
-    @property
-    def start(self) -> Position:
-        """Where the first block starts."""
-        return Position(0, self.slices[0].start if self.slices else 0, 0)
-
     def blocks(self, start: Position) -> Iterator[Block]:
         """All blocks from a position on."""
         before = sum(slice_.size_bytes for slice_ in self.slices[: start.slice_index])
         for index in range(start.slice_index, len(self.slices)):
             slice_ = self.slices[index]
-            offset = start.offset if index == start.slice_index else slice_.start
+            offset = max(slice_.start, start.offset if index == start.slice_index else 0)
             empty = True
             for block in self._open(slice_, offset):
                 empty = False
