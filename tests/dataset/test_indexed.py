@@ -83,7 +83,7 @@ def prefix(tool, tmp_path, write_lines):
 def test_a_data_set_is_described_with_its_manifest(prefix):
     dataset = open_dataset(prefix)
     assert (dataset.documents, dataset.sequences, dataset.tokens) == (3, 2, 6)
-    assert (dataset.dtype, dataset.vocabulary, dataset.tokenizer) == ("uint16", 50257, "gpt2")
+    assert (dataset.dtype, dataset.vocabulary) == ("uint16", 50257)
     assert len(dataset.bin_sha256) == 64
 
 
@@ -91,7 +91,7 @@ def test_without_a_manifest_the_tokenizer_is_unknown(prefix):
     prefix.with_name(prefix.name + ".manifest.json").unlink()
     dataset = open_dataset(prefix)
     assert dataset.tokens == 6
-    assert (dataset.vocabulary, dataset.tokenizer, dataset.bin_sha256) == (None, None, None)
+    assert (dataset.vocabulary, dataset.bin_sha256) == (None, None)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
