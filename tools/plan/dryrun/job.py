@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -183,12 +182,7 @@ class DryRunner:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         # Closing its input ends the process; after an error it may be in the middle of a job.
         if kind is not None:
             self._process.kill()
