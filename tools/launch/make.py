@@ -106,8 +106,12 @@ TOOLS = {
     "prepare-ds-openwebtext-10k": Tool(
         "tools.launch",
         (
-            *("module", "tools.preprocess", "hub", "vuiseng9/openwebtext-10k"),
-            *("--output-prefix", "owt-ds/openwebtext-10k"),
+            "module",
+            "tools.preprocess",
+            "hub",
+            "vuiseng9/openwebtext-10k",
+            "--output-prefix",
+            "owt-ds/openwebtext-10k",
         ),
     ),
 }
