@@ -44,7 +44,7 @@ def execute_plant(environment: Mapping[str, str]) -> str | None:
     return name
 
 
-def sha256_of(codes: Iterable[bytes]) -> str:
+def plant_sha256(codes: Iterable[bytes]) -> str:
     """Of what one file or several hold."""
     return hashlib.sha256(b"".join(codes)).hexdigest()
 
@@ -67,7 +67,7 @@ def _read(paths: Sequence[Path], sha256: str | None) -> list[bytes]:
         raise PlantError(
             f"PLANT={error.filename} cannot be read here ({error.strerror})."
         ) from None
-    if sha256 and sha256_of(codes) != sha256:
+    if sha256 and plant_sha256(codes) != sha256:
         named = SEPARATOR.join(map(str, paths))
         raise PlantError(
             f"PLANT={named} is not the file whose hash the run recorded, {sha256[:12]}; it was changed "

@@ -102,7 +102,7 @@ def test_a_run_makes_the_sample_where_it_is_missing(
                 (folder / file.name).write_bytes(file.read_bytes())
         return 0
 
-    monkeypatch.setattr("tools.launch.data.run_module", make)
+    monkeypatch.setattr("tools.launch.data.call_module", make)
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     launch = compose_target(target, flags_of_grammar(target), Options(shared_start=False))
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_a_run_makes_the_sample_where_it_is_missing(
 def test_a_sample_that_cannot_be_made_is_a_sentence(
     fresh_clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.data.run_module", lambda *_: 1)
+    monkeypatch.setattr("tools.launch.data.call_module", lambda *_: 1)
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     launch = compose_target(target, flags_of_grammar(target), Options())
     with pytest.raises(LaunchError, match=f"{SAMPLE} could not be made, for the reason above; try"):

@@ -98,7 +98,7 @@ def ensure_small_sample(console: Console) -> None:
         write_whole(idx_path(small), whole.idx_path.read_bytes())
 
 
-def run_module(*arguments: str) -> int:
+def call_module(*arguments: str) -> int:
     """`python -m …` from the repository root; its exit code."""
     return subprocess.run((sys.executable, "-m", *arguments), cwd=ROOT, check=False).returncode
 
@@ -112,7 +112,7 @@ def _make(prefix: str, console: Console) -> None:
         if _is_whole(prefix):  # Another launcher made it meanwhile.
             return
         console.print(f"Making {what} …", highlight=False)
-        if run_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
+        if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
             raise LaunchError(
                 f"{prefix} could not be made, for the reason above; try 'make prepare-ds-sample', or "
                 "name another data set with DATA=."

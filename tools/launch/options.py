@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_patches.fusions import NAMES, parse_fusions
-from megatron_patches.plant import SEPARATOR, sha256_of
+from megatron_patches.plant import SEPARATOR, plant_sha256
 from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.checks.network import wandb_login
 from tools.launch.cluster.nodes import Nodes, nodes_from_environment
@@ -173,7 +173,7 @@ def read_plant(text: str) -> Plant:
     codes = [
         _compiled(path, named) for path, named in zip(paths, text.split(SEPARATOR), strict=True)
     ]
-    return Plant(SEPARATOR.join(map(from_root, paths)), sha256_of(codes))
+    return Plant(SEPARATOR.join(map(from_root, paths)), plant_sha256(codes))
 
 
 def _compiled(path: Path, text: str) -> bytes:

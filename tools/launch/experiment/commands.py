@@ -10,7 +10,7 @@ from statistics import mean
 from rich.console import Console
 
 from tools.launch.compose import Launch
-from tools.launch.data import run_module
+from tools.launch.data import call_module
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import PlannedCells, check_cells, plan_cells
 from tools.launch.experiment.definition import SWEEP, Experiment, load_experiment
@@ -69,7 +69,7 @@ class Ended:
         folders = [str(folder) for result in self.results for folder in result.folders]
         if not folders:
             return 1
-        return run_module("tools.report", "build", *folders, "--name", self.experiment.report)
+        return call_module("tools.report", "build", *folders, "--name", self.experiment.report)
 
     def measured(self) -> list[Measured]:
         """Of each cell that has a run, in order."""

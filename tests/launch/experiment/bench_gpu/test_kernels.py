@@ -12,7 +12,7 @@ from tools.launch.experiment.bench_gpu.measured import (
     GROUPS,
     group_of,
     milliseconds_by_group,
-    read_trace,
+    read_profile,
 )
 
 Event = dict[str, Any]
@@ -215,7 +215,7 @@ def test_a_real_trace_of_a_cpu_is_split_by_the_operators_own_time(tmp_path: Path
         for _ in range(3):
             torch.nn.functional.gelu(linear(norm(x))).sum().backward()
             profiler.step()
-    found = milliseconds_by_group(read_trace(tmp_path / "trace.json.gz"))
+    found = milliseconds_by_group(read_profile(tmp_path / "trace.json.gz"))
     assert {"GEMM", "layer norm", "GELU and bias"} <= set(found)
     assert all(ms > 0 for ms in found.values())
 
@@ -223,4 +223,4 @@ def test_a_real_trace_of_a_cpu_is_split_by_the_operators_own_time(tmp_path: Path
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"other": 1}))
     with pytest.raises(ValueError, match="holds no traceEvents"):
-        read_trace(tmp_path / "a.json")
+        read_profile(tmp_path / "a.json")

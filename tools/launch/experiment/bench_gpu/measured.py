@@ -115,7 +115,7 @@ def measured(folder: Path, setting: BenchSetting) -> BenchRun:
 def _split(folder: Path, on_gpu: bool) -> tuple[dict[str, float], str]:
     """Milliseconds by group, or why there are none."""
     try:
-        events = read_trace(folder / TRACE)
+        events = read_profile(folder / TRACE)
         if on_gpu and not saw_the_device(events):
             return {}, "the profiler saw nothing of the GPU (CUPTI may not be allowed here)"
         return milliseconds_by_group(events), ""
@@ -134,7 +134,7 @@ class Busy:
     duration_us: float
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
+def read_profile(path: Path) -> list[dict[str, Any]]:
     """The events of a Chrome trace, packed or not.
 
     Raises:
