@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.spec import variables
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import Flags, merge_flags, pick_flags
 from tools.spec.huggingface import flags_of_config
@@ -271,8 +272,7 @@ def load_model(name: str) -> Model:
     imported = next((path for path in _imported_files() if path.stem == wanted), None)
     if imported is not None:
         return model_of(str(imported))
-    given = os.environ.get("MODEL", "")
-    if own is None and Path(given).suffix in MODEL_FILES:
+    if own is None and (given := _given()).suffix in MODEL_FILES:
         raise UnknownModelError(_NO_FILE.format(given))
     near = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
     hint = " or ".join(near) if near else "one of " + ", ".join(model_names())
@@ -312,8 +312,12 @@ def model_of(text: str) -> Model:
 
 def _file_in_environment() -> Path | None:
     """The file in `MODEL=`, which make exports; None where it names none."""
-    path = Path(os.environ.get("MODEL", "")).expanduser()
+    path = _given().expanduser()
     return path if path.suffix in MODEL_FILES and path.is_file() else None
+
+
+def _given() -> Path:
+    return Path(os.environ.get(variables.MODEL, ""))
 
 
 def _name_of_file(path: Path) -> str:

@@ -328,7 +328,7 @@ TARGET = Setting("TARGET", str, _TEXT, "the training target to use", ("loss-curv
 
 # Before a run: planner, dry run, schedules.
 MODEL = Setting(
-    "MODEL",
+    variables.MODEL,
     str,
     _TEXT,
     "a model of make list, or an .args file or config.json (not compare-*)",
