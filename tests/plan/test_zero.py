@@ -11,9 +11,9 @@ from tools.plan.zero.command import (
     command_line,
     main,
     predict,
+    scaling_table,
     share_of_two,
     verdict,
-    verdicts,
 )
 
 
@@ -36,10 +36,26 @@ def test_scaling_is_the_work_of_a_device_over_that_on_two_nodes() -> None:
     found = [predicted("ZeRO-3", 1.0), predicted("ZeRO-3", 4.0, nodes=64)]
     assert share_of_two("ZeRO-3", "ethernet-1g", 64, found) == 0.25
     assert share_of_two("ZeRO-3", "ethernet-1g", 32, found) is None
-    assert next(verdicts(found)) == (
-        "“ZeRO-3 scales very poorly”: confirmed at 1 Gbit/s (25.0%) of a device's work on two nodes, "
-        "on 64."
+    *_, row = scaling_table(found).splitlines()
+    assert (
+        row
+        == "| ZeRO-3, 64 nodes | 25.0% | – | – | – | “scales very poorly”: confirmed at 1 Gbit/s |"
     )
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (0.47, "confirmed"),
+        (0.51, "within noise of 50%"),
+        (0.6, "neither"),
+        (0.79, "within noise of 80%"),
+        (0.9, "contradicted"),
+    ],
+)
+def test_a_share_near_a_limit_judges_nothing(share: float, said: str) -> None:
+    found = [predicted("ZeRO-3", share), predicted("ZeRO-3", 1.0, nodes=64)]
+    assert f"“scales very poorly”: {said} at 1 Gbit/s" in scaling_table(found)
 
 
 def test_a_slow_link_favours_the_pipeline_and_a_fast_one_does_not() -> None:

@@ -3,7 +3,8 @@
 `python -m tools.plan dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8` runs Megatron's own
 iteration for chosen ranks, `… schedules --pipeline 4 --microbatches 8` compares pipeline schedules,
 `python -m tools.plan residuals` prints how far the published figures are missed, `… validate` how far
-some 3,000 public readings are, `… rules` the README's rules of thumb.
+some 3,000 public readings are, `… rules` the README's rules of thumb, `… guide` the figures
+that the guide and the examples' pages copy.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _COMMANDS = {
     "audit": "audit",
     "advise": "advise",
     "zero": "zero",
+    "guide": "guide",
 }
 """Packages with a command of their own."""
 
@@ -37,11 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
         command = import_module(f"tools.plan.{_COMMANDS[words[0]]}.command")
         status: int = command.main(words[1:])
         return status
-    if words == ["guide"]:
-        from tools.plan.guide import guide_text
-
-        print(guide_text(), end="")
-        return 0
     if words == ["residuals"]:
         from tools.plan.residuals import residual_tables
 

@@ -42,6 +42,12 @@ class StrategyFamily(StrEnum):
     SINGLE = "a single device"
 
 
+PLAIN = (StrategyFamily.SINGLE, StrategyFamily.DATA, StrategyFamily.SHARDED_DATA)
+"""What PyTorch's DDP and FSDP and DeepSpeed have too."""
+NOISE = 1.05
+"""A lead below this is less than the planner's own error."""
+
+
 def family_of(parallelism: Parallelism) -> StrategyFamily:
     """The family a parallelism belongs to; the distributed optimizer alone is still data
     parallelism."""

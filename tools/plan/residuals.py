@@ -6,6 +6,7 @@ compares. The figures are those of `examples/gpt3/published.yaml` and `papers.ya
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tools.plan.memory import memory_of_rank
@@ -23,7 +24,7 @@ from tools.spec.published import (
 )
 from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, devices_of, parse_strategy
-from tools.text.table import Column, Table, markdown_table
+from tools.text.table import Column, Table, markdown_rows, markdown_table
 from tools.text.units import MIB
 
 
@@ -44,12 +45,42 @@ class PublishedResidual:
 def residual_tables() -> str:
     """The READMEs' tables, in Markdown."""
     paper = load_paper()
-    tables = (
-        _table("gpt2-large, H200, MiB a device", memory_residuals(), 0),
-        _table("gpt2-large, H200, ms an iteration", h200_residuals(), 1),
-        _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2),
+    memory, times, _ = h200_tables()
+    published = _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2)
+    return "\n\n".join((memory, times, published)) + "\n"
+
+
+def h200_tables() -> Iterator[str]:
+    """Markdown of the gpt2-large runs: memory, times, and what of them is predicted to take how long."""
+    yield _table("gpt2-large, H200, MiB a device", memory_residuals(), 0)
+    yield _table("gpt2-large, H200, ms an iteration", h200_residuals(), 1)
+    yield _parts_table()
+
+
+def _parts_table() -> str:
+    """Of runs with more than data parallelism, and of the pipeline with 16 micro batches."""
+    found = {f.strategy: h200_spec(f.strategy) for f in h200_figures()}
+    found = {
+        name: spec for name, spec in found.items() if spec.parallelism.data == 1 < devices_of(name)
+    }
+    found["pp2, micro batches of 4"] = replace(h200_spec("pp2"), batch=Batch(4, 64))
+    rows = []
+    for name, spec in found.items():
+        seconds = iteration_seconds(spec, usual_cluster("h200", 2))
+        exposed = seconds.tensor_parallel + seconds.context_parallel
+        parts = (seconds.total, seconds.matmul, exposed, seconds.pipeline_messages, seconds.bubble)
+        stages = range(spec.parallelism.pipeline)
+        held = (f"{memory_of_rank(spec, stage).total / MIB:,.0f}" for stage in stages)
+        rows.append([name, *(f"{1e3 * part:.1f}" for part in parts), ", ".join(held)])
+    names = (
+        "iteration",
+        "matrix products",
+        "exposed TP or CP",
+        "messages",
+        "bubble",
+        "MiB a stage",
     )
-    return "\n\n".join(tables) + "\n"
+    return markdown_rows(["gpt2-large, H200, predicted ms", *names], rows)
 
 
 def memory_residuals() -> list[PublishedResidual]:

@@ -112,6 +112,7 @@ class Claim:
     about: str
     layout: str = ""
     """The strategy that it is about, of 175B on 1,024 A100 unless it names another model."""
+    model: str = ""
     gpus: int | None = None
     tflops_per_device: float | None = None
     mfu: float | None = None
@@ -120,7 +121,7 @@ class Claim:
     overhead: tuple[float, float] | None = None
     """From and to, of an iteration."""
     part: str = ""
-    """A component of an iteration that it is the overhead of."""
+    """A component of an iteration that it is the overhead of; empty is all communication and idling."""
     speedup: float | None = None
     price_dollars: float | None = None
     saved_dollars: float | None = None
@@ -130,6 +131,8 @@ class Claim:
     activations_gb: float | None = None
     total_gb: float | None = None
     memory_gb: float | None = None
+    fits: bool | None = None
+    """Whether a device is said to hold it."""
     data_parallel: int | None = None
     caution: str = ""
 

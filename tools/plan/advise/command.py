@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tools.plan.advice import (
+    NOISE,
+    PLAIN,
     StrategyFamily,
     best_of_each_family,
     binding_sentence,
@@ -30,10 +32,11 @@ from tools.spec.strategy import Parallelism, Sharding
 from tools.text.terminal import wide_console
 from tools.text.units import duration, gib, joined
 
-_PLAIN = (StrategyFamily.SINGLE, StrategyFamily.DATA, StrategyFamily.SHARDED_DATA)
-"""What PyTorch's DDP and FSDP and DeepSpeed have too."""
-_CLEAR = 1.05
-"""A lead below this is less than the planner's own error."""
+INFERENCE = (
+    "For the latency of one request TP; for throughput, or over slow links, stages and replicas; "
+    "ZeRO helps neither."
+)
+"""As docs/guide.md and the lab guide have it: reasoning, the kit measures no inference."""
 _KEPT = 8
 """Layouts in which the winner's is looked for under other circumstances."""
 
@@ -133,19 +136,19 @@ def _is_megatron_worth_it(
     winner: Candidate, kinds: dict[StrategyFamily, Candidate], plan: Plan
 ) -> str:
     chosen = family_of(winner.spec.parallelism)
-    if chosen in _PLAIN:
-        split = next((c for c in plan.ranked if family_of(c.spec.parallelism) not in _PLAIN), None)
+    if chosen in PLAIN:
+        split = next((c for c in plan.ranked if family_of(c.spec.parallelism) not in PLAIN), None)
         text = f"Not needed: {chosen} is what PyTorch's DDP and FSDP and DeepSpeed have too"
         if split is None:
             return f"{text}."
         ratio = _ratio(split, winner)
         return f"{text}; its best own layout, {split.strategy}, takes {ratio:.2f} times as long."
-    plain = [found for kind, found in kinds.items() if kind in _PLAIN and found.fits]
+    plain = [found for kind, found in kinds.items() if kind in PLAIN and found.fits]
     if not plain:
         return "Yes: without splitting layers or sequences the model does not fit."
     best = min(plain, key=lambda found: found.seconds.total)
     ratio = _ratio(best, winner)
-    verdict = "Yes" if ratio > _CLEAR else "Hardly"
+    verdict = "Yes" if ratio > NOISE else "Hardly"
     return (
         f"{verdict}: without it the best is {best.strategy}, which takes {ratio:.2f} times as long."
     )
@@ -179,9 +182,7 @@ def _changes(plan: Plan, winner: Candidate) -> str:
         ranked = search(request, kept=_KEPT).ranked
         if not ranked:
             changed.append(f"with {what} nothing fits")
-        elif any(
-            _split(one) == _split(winner) for one in ranked if _ratio(one, ranked[0]) < _CLEAR
-        ):
+        elif any(_split(one) == _split(winner) for one in ranked if _ratio(one, ranked[0]) < NOISE):
             same.append(what)
         else:
             changed.append(f"with {what}: {ranked[0].strategy}")
@@ -215,8 +216,7 @@ def _inference(request: Request) -> str:
         devices *= 2
     return (
         f"There are no gradients, optimizer and kept activations: weights take {gib(weights)} GiB "
-        f"in bf16, so {devices} device(s) hold them. TP then lowers latency, replicas raise throughput; "
-        "pipelines and ZeRO do neither."
+        f"in bf16, so {devices} device(s) hold them. {INFERENCE}"
     )
 
 

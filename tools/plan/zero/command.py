@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tools.plan.advice import NOISE
 from tools.plan.layout import TimedLayout, time_layout
 from tools.plan.parser import RequestError, RequestParser
 from tools.spec.model import model_of
@@ -36,11 +37,16 @@ METHODS = {
 }
 """As the report calls them, and as layouts."""
 
-NOISE = 1.05
-"""A lead below this is less than the planner's own error."""
 SCALES, POORLY = 0.8, 0.5
 """Of the work that a device does on two nodes: above the first share it is called scaling, below the
 second scaling poorly."""
+SAID = {
+    "Baseline": "scales linearly",
+    "ZeRO-3": "scales very poorly",
+    "Pipeline": "does not scale with more nodes",
+    "Pipeline, a stage a node": "does not scale with more nodes",
+}
+"""The report on more nodes; the first sentence is that a method scales, the others that it does not."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Predicted:
             return DASH
         low, high = self.timed.uncertainty.interval or (None, None)
         ends = low and 1e3 * low, high and 1e3 * high
-        return bracketed(1e3 * self.timed.candidate.seconds.total, *ends, shape=".0f")
+        return bracketed(1e3 * self.timed.candidate.seconds.total, *ends, shape=",.0f")
 
 
 def main(arguments: list[str]) -> int:
@@ -149,11 +155,13 @@ def render(options: Namespace, links: Sequence[Predicted], scaling: Sequence[Pre
             "No run is in this. Milliseconds an iteration; an interval, where there is one, is the "
             "error of public readings like it, predicted without their own source.",
             "## Two nodes, over four links",
-            _over_links(links),
+            over_links(links),
             "## 2 to 64 nodes: work a device does, over that on two nodes",
             *(_over_nodes(link, scaling) for link in LINKS),
             "## What follows",
-            "\n".join(f"- {sentence}" for sentence in verdicts(scaling)),
+            scaling_table(scaling),
+            "The bytes that a ring sends grow as (N−1)/N for data parallelism and ZeRO alike: they "
+            "double from two nodes to many, and stay.",
         )
     )
 
@@ -172,17 +180,6 @@ def verdict(found: Sequence[Predicted]) -> tuple[str, str]:
     return f"within noise: {joined([each.method for each in close])}", lightest.method
 
 
-def verdicts(scaling: Sequence[Predicted]) -> Iterator[str]:
-    """The report's sentences on more nodes, each judged for every link."""
-    yield _scaling_sentence("ZeRO-3", "scales very poorly", scaling)
-    yield _scaling_sentence("Pipeline", "does not scale with more nodes", scaling)
-    yield _scaling_sentence("Baseline", "scales linearly", scaling, claims_scaling=True)
-    yield (
-        "The bytes that a ring sends grow as (N−1)/N for data parallelism and ZeRO alike: they double "
-        "from two nodes to many, and stay."
-    )
-
-
 def share_of_two(method: str, link: str, nodes: int, found: Sequence[Predicted]) -> float | None:
     """A device's work a second on so many nodes, over that on two; None where there is no layout."""
     times = {(each.method, each.link, each.nodes): each.seconds for each in found}
@@ -192,23 +189,38 @@ def share_of_two(method: str, link: str, nodes: int, found: Sequence[Predicted])
     return first / last if first and last else None
 
 
-def _scaling_sentence(
-    method: str, claim: str, scaling: Sequence[Predicted], claims_scaling: bool = False
-) -> str:
-    most = max(NODES)
+def scaling_table(found: Sequence[Predicted]) -> str:
+    """Markdown: the report's sentences on more nodes, each judged for every link."""
+    rows = []
+    for method, sentence in SAID.items():
+        most = max((e.nodes for e in found if e.method == method and e.seconds), default=2)
+        shares = {name: share_of_two(method, link, most, found) for link, name in LINKS.items()}
+        known = {name: share for name, share in shares.items() if share is not None}
+        if most > 2 and known:
+            said = f"“{sentence}”: {_judged(known, method == 'Baseline')}"
+            rows.append([f"{method}, {most} nodes", *map(percent, shares.values()), said])
+    return markdown_rows(
+        ["Work of a device, over that on two", *LINKS.values(), "The report"], rows
+    )
+
+
+def _judged(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
+    """Shares by link; one within the planner's error of a limit judges nothing."""
     said: dict[str, list[str]] = {}
-    for link, name in LINKS.items():
-        share = share_of_two(method, link, most, scaling)
-        if share is not None:
-            is_right = share >= SCALES if claims_scaling else share < POORLY
-            is_wrong = share < POORLY if claims_scaling else share >= SCALES
-            verdict = "confirmed" if is_right else "contradicted" if is_wrong else "neither"
-            said.setdefault(verdict, []).append(f"{name} ({percent(share)})")
-    verdicts = "; ".join(f"{verdict} at {joined(names)}" for verdict, names in said.items())
-    return f"“{method} {claim}”: {verdicts} of a device's work on two nodes, on {most}."
+    for name, share in shares.items():
+        near = [limit for limit in (SCALES, POORLY) if limit / NOISE < share < limit * NOISE]
+        if near:
+            verdict = f"within noise of {near[0]:.0%}"
+        elif share >= SCALES or share < POORLY:
+            verdict = "confirmed" if (share >= SCALES) == is_said_to_scale else "contradicted"
+        else:
+            verdict = "neither"
+        said.setdefault(verdict, []).append(name)
+    return "; ".join(f"{verdict} at {joined(names)}" for verdict, names in said.items())
 
 
-def _over_links(found: Sequence[Predicted]) -> str:
+def over_links(found: Sequence[Predicted]) -> str:
+    """Markdown: memory, time over each link, the fastest of a link and which to use."""
     methods = list(dict.fromkeys(each.method for each in found))
     rows = []
     for method in methods:

@@ -1,4 +1,4 @@
-"""`python -m tools.plan guide`: predictions and others' claims, as docs/guide.md has them, recomputed.
+"""The framework survey's claims, judged: figures of runs that it did not make.
 
 A claim is judged by what is here: its own figures against each other, arithmetic, or the planner's
 prediction of the layout that it is about. A prediction contradicts it only beyond the planner's error.
@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from tools.plan.advice import StrategyFamily, best_of_each_family
 from tools.plan.candidates import base
-from tools.plan.search import Candidate, Request, evaluate, search
+from tools.plan.guide.predictions import request_of
+from tools.plan.search import Candidate, evaluate
 from tools.plan.tensors import parameters_total
-from tools.plan.time.cluster import Cluster
-from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.hardware import device_by_key
 from tools.spec.model import load_model
 from tools.spec.published import Claim, load_published
-from tools.spec.run import Recompute, spec_of_model
-from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy
+from tools.spec.run import Recompute
+from tools.spec.strategy import devices_of, parse_strategy
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import duration
 
 SOURCE = "001"
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
@@ -32,7 +30,10 @@ _ERROR = 0.15
 _ROUNDING = 0.02
 _GB = 1e9
 _SECONDS_A_DAY = 86400
-_PARTS = ("parameters_gb", "gradients_gb", "optimizer_gb", "activations_gb")
+_STATE = {"parameters": 4, "gradients": 4, "optimizer": 8}
+"""Bytes a parameter in fp32, which the survey counts in."""
+_COMMUNICATION = ("tensor_parallel", "pipeline_messages", "bubble", "gradient_sync")
+"""What it adds up to an overhead in all."""
 
 
 class ClaimVerdict(StrEnum):
@@ -55,7 +56,8 @@ class JudgedClaim:
 
 def judge(claim: Claim) -> list[JudgedClaim]:
     """Each statement of a claim with its verdict and the evidence."""
-    found = (*_rates(claim), *_money(claim), *_time(claim), *_memory(claim), *_degrees(claim))
+    kinds = (_rates, _money, _time, _memory, _room, _degrees)
+    found = (each for kind in kinds for each in kind(claim))
     return [JudgedClaim(claim.about, *each) for each in found]
 
 
@@ -70,7 +72,7 @@ def _rates(claim: Claim) -> Iterator[_Said]:
         states = f"{claim.tflops_per_device:g} TFLOP/s are {claim.mfu:.0%} of the peak"
         yield states, verdict, f"{claim.tflops_per_device:g} of {peak:g} are {share:.1%}"
     elif claim.mfu is not None and claim.layout:
-        share = _planned(claim.layout, Recompute.NONE).mfu
+        share = _planned(claim, Recompute.NONE).mfu
         said = f"predicted for {claim.layout} without recomputation, batch {SAMPLES:,}: {share:.0%}"
         yield f"{claim.mfu:.0%} MFU", _if(_near(share, claim.mfu)), said
     if claim.scaling_efficiency is not None:
@@ -101,7 +103,7 @@ def _time(claim: Claim) -> Iterator[_Said]:
         states = f"{claim.training_days:g} days"
         yield states, ClaimVerdict.OPEN, "no layout is named, and nobody measured it"
     elif claim.training_days is not None:
-        found = _planned(claim.layout, Recompute.FULL)
+        found = _planned(claim, Recompute.FULL)
         days = TOKENS / found.tokens_per_second / _SECONDS_A_DAY
         yield (
             f"{claim.training_days:g} days",
@@ -111,8 +113,9 @@ def _time(claim: Claim) -> Iterator[_Said]:
         )
     if claim.overhead is not None:
         low, high = claim.overhead
-        found = _planned(claim.layout, Recompute.NONE)
-        share = getattr(found.seconds, claim.part) / found.seconds.total
+        found = _planned(claim, Recompute.NONE)
+        parts = (claim.part,) if claim.part else _COMMUNICATION
+        share = sum(getattr(found.seconds, part) for part in parts) / found.seconds.total
         inside = low * (1 - _ERROR) <= share <= high * (1 + _ERROR)
         batch = found.spec.batch.global_batch_size
         yield (
@@ -123,34 +126,79 @@ def _time(claim: Claim) -> Iterator[_Said]:
 
 
 def _memory(claim: Claim) -> Iterator[_Said]:
-    parts = [value for name in _PARTS if (value := getattr(claim, name)) is not None]
-    if claim.total_gb is None or not parts:
+    if claim.memory_gb is not None:
+        yield _predicted_bytes(claim, "", claim.memory_gb)
+    if claim.total_gb is None:
         return
     if claim.gpus == 1:
-        state = 16 * parameters_total(load_model(MODEL).shape) / _GB
-        yield (
-            f"{claim.total_gb:,.0f} GB",
-            _if(_near(state, claim.total_gb - (claim.activations_gb or 0))),
-            f"16 bytes a parameter are {state:,.0f} GB; its {claim.activations_gb:g} GB of activations "
-            "come on top",
-        )
+        yield from _on_one_gpu(claim, claim.total_gb)
         return
-    found, again = (_planned(claim.layout, how) for how in (Recompute.NONE, Recompute.FULL))
-    whole = next(each for each in _claims() if each.gpus == 1)
-    split = found.spec.parallelism
+    split = _planned(claim, Recompute.NONE).spec.parallelism
     ranks = split.world_size if split.sharding else split.tensor * split.pipeline
-    if claim.optimizer_gb is not None and whole.optimizer_gb is not None:
-        share = whole.optimizer_gb / ranks
-        said = f"its own {whole.optimizer_gb:,.0f} GB over {ranks:,} ranks are {share:.1f}"
-        yield f"{claim.optimizer_gb:g} GB of optimizer", _if(_near(share, claim.optimizer_gb)), said
+    whole = next(each for each in _claims() if each.gpus == 1)
+    for name in _STATE:
+        whole_gb, claimed = getattr(whole, f"{name}_gb"), getattr(claim, f"{name}_gb")
+        if claimed is not None:
+            share = whole_gb / ranks
+            said = f"its own {whole_gb:,.0f} GB over {ranks:,} ranks are {share:.1f}"
+            yield f"{claimed:,g} GB of {name}", _if(_near(share, claimed)), said
     if claim.activations_gb is not None:
-        kept, less = (each.memory.activations / _GB for each in (found, again))
-        yield (
-            f"{claim.activations_gb:g} GB of activations",
-            _if(_near(kept, claim.activations_gb)),
-            f"predicted for {found.strategy}, micro batch 1: {kept:.0f} GB, with full recomputation "
-            f"{less:.1f}, which {'fits' if again.fits else 'does not fit either'}",
-        )
+        yield _predicted_bytes(claim, "activations", claim.activations_gb)
+    yield _predicted_bytes(claim, "", claim.total_gb)
+
+
+def _on_one_gpu(claim: Claim, total_gb: float) -> Iterator[_Said]:
+    parameters = parameters_total(load_model(MODEL).shape)
+    for name, each in _STATE.items():
+        claimed, found = getattr(claim, f"{name}_gb"), each * parameters / _GB
+        if claimed is not None:
+            said = f"{each} bytes a parameter are {found:,.0f} GB"
+            yield f"{claimed:,g} GB of {name}", _if(_near(found, claimed)), said
+    if claim.activations_gb is not None:
+        states = f"{claim.activations_gb:g} GB of activations"
+        yield states, ClaimVerdict.OPEN, "no sequence length and no number of samples is named"
+    activations = claim.activations_gb or 0
+    state = sum(_STATE.values()) * parameters / _GB
+    yield (
+        f"{total_gb:,.0f} GB in all",
+        _if(_near(state, total_gb - activations)),
+        f"{sum(_STATE.values())} bytes a parameter are {state:,.0f} GB; its {activations:g} GB of "
+        "activations come on top",
+    )
+
+
+def _predicted_bytes(claim: Claim, part: str, claimed_gb: float) -> _Said:
+    """Of a GPU; right with or without recomputation is right, because the claim names neither."""
+    plain, again = _both(claim)
+    kept, less = (
+        (getattr(each.memory, part) if part else each.memory.total) / _GB for each in (plain, again)
+    )
+    return (
+        f"{claimed_gb:g} GB {f'of {part}' if part else 'in all'}",
+        _if(_near(kept, claimed_gb) or _near(less, claimed_gb)),
+        f"predicted for {plain.strategy}, micro batch 1: {kept:.1f} GB, with full recomputation "
+        f"{less:.1f}, which {_fitting(again.fits)}",
+    )
+
+
+def _room(claim: Claim) -> Iterator[_Said]:
+    if claim.fits is None:
+        return
+    plain, again = _both(claim)
+    yield (
+        f"{_fitting(claim.fits)} on {device_by_key(GPU).name}",
+        _if((plain.fits or again.fits) == claim.fits),
+        f"predicted for {plain.strategy}, micro batch 1: {_fitting(plain.fits)} without recomputation, "
+        f"{_fitting(again.fits)} with it",
+    )
+
+
+def _fitting(fits: bool) -> str:
+    return "fits" if fits else "does not fit"
+
+
+def _both(claim: Claim) -> tuple[Candidate, Candidate]:
+    return _planned(claim, Recompute.NONE), _planned(claim, Recompute.FULL)
 
 
 def _degrees(claim: Claim) -> Iterator[_Said]:
@@ -183,51 +231,18 @@ def _claims() -> tuple[Claim, ...]:
 
 
 @cache
-def _planned(layout: str, recompute: Recompute) -> Candidate:
-    request = request_of(MODEL, GPUS, GPU, SAMPLES)
-    split = parse_strategy(layout, GPUS)
-    if SAMPLES % split.data:
-        request = request_of(MODEL, GPUS, GPU, 2 * GPUS)
+def _planned(claim: Claim, recompute: Recompute) -> Candidate:
+    """The layout that a claim is about, of its model on its GPUs."""
+    replicas = f"dp{claim.data_parallel}-zero1" if claim.data_parallel else ""
+    layout, gpus = f"{claim.layout}{replicas}", GPUS
+    if claim.data_parallel:  # As its degrees multiply, which need not be the GPUs that it names.
+        gpus = devices_of(layout)
+    model, samples = claim.model or MODEL, SAMPLES
+    split = parse_strategy(layout, gpus)
+    if samples % split.data:
+        samples = 2 * gpus
+    request = request_of(model, gpus, GPU, samples)
     return evaluate(request, base(request.template, split, 1, recompute))
-
-
-def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> Request:
-    """A model on usual nodes of one device, with its own batch for each unless another is given."""
-    known, device = load_model(model), device_by_key(gpu)
-    batch = samples or batch_for(known.batch, Parallelism(data=gpus)).global_batch_size
-    template = spec_of_model(known, Parallelism(), Batch(1, batch))
-    intra, inter = link_by_key(device.link), link_by_key(device.network)
-    return Request(known, Cluster(device, gpus, min(gpus, 8), intra, inter), batch, template)
-
-
-PREDICTED = (
-    ("gpt3-1.3b", 8, "a100", None, "sp8"),
-    ("gpt3-13b", 8, "h100", 8, "dp8-zero2"),
-    ("gpt3-175b", 1024, "a100", None, StrategyFamily.SHARDED_DATA),
-    ("mixtral-8x7b", 64, "h100", None, StrategyFamily.SHARDED_DATA),
-)
-"""The guide's predictions: model, GPUs, samples, and what the best layout is compared with."""
-
-
-def predictions() -> list[str]:
-    """A sentence for each prediction of the guide: the best layout, and how much slower another is."""
-    return [_prediction(*each) for each in PREDICTED]
-
-
-def _prediction(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> str:
-    request = request_of(model, gpus, gpu, samples)
-    winner = search(request).winner
-    assert winner is not None
-    compared = next(
-        candidate
-        for kind, candidate in best_of_each_family(request).items()
-        if other in (kind, candidate.strategy)
-    )
-    ratio = compared.seconds.total / winner.seconds.total
-    return (
-        f"{model} on {gpus:,} {gpu.upper()}: `{winner.strategy}` {duration(winner.seconds.total)}; "
-        f"`{compared.strategy}` takes {ratio:.2f} times as long."
-    )
 
 
 def claims_table() -> str:
@@ -239,8 +254,3 @@ def claims_table() -> str:
         Column[JudgedClaim]("evidence", lambda each: each.evidence, right=False),
     )
     return markdown_table(Table(columns, tuple(each for c in _claims() for each in judge(c))))
-
-
-def guide_text() -> str:
-    """What the command prints."""
-    return "\n".join((*predictions(), "", claims_table(), ""))
