@@ -47,7 +47,7 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("--model gpt2-larg --gpus 2", "did you mean gpt2-large"),
         ("--model gpt2-large --gpus 2 --gpu h20", "did you mean h200"),
         ("--model gpt2-large --gpus 2 --intra nvlnk4", "did you mean nvlink4"),
-        ("--model gpt2-large --gpus 0", "--gpus is 0; use 1 or more."),
+        ("--model gpt2-large --gpus 0", "GPUS= is 0; use 1 or more."),
         ("--model gpt2-large --gpus 12 --nodes 2 --gpus-per-node 8", "have 16 GPUs, not 12"),
         ("--model gpt2-large --gpus 2 --dtype fp64", "no dtype 'fp64'; use fp16, bf16, fp32"),
         (

@@ -7,9 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.plan.__main__ import main
+from tools.plan.request import ignored_flags
 from tools.plan.search import Request, evaluate
 from tools.plan.tensors import parameters_total
-from tools.spec.model import load_model, model_of
+from tools.spec.model import load_model, model_names, model_of
 from tools.spec.run import Recompute, spec_of_model
 from tools.spec.settings import options_of
 from tools.spec.strategy import Batch, Parallelism
@@ -111,6 +112,77 @@ def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixtur
     assert isinstance(beside, dict)
     assert beside["time"]["gradient_sync"] < plain["time"]["gradient_sync"]
     assert overlapped["ignored_flags"] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "extra"),
+    [
+        ("gpt3-13b", "--multi-latent-attention"),
+        ("gpt3-13b", "--mtp-num-layers 1"),
+        ("moe-4m", "--moe-shared-expert-intermediate-size 4096"),
+        ("moe-4m", "--cuda-graph-impl local"),
+        ("gpt3-13b", "--attention-backend unfused"),
+        ("gpt3-13b", "--hidden-dropout 0"),
+    ],
+)
+def test_a_flag_that_is_not_named_as_ignored_changes_the_prediction(
+    capsys: pytest.CaptureFixture[str], model: str, extra: str
+) -> None:
+    words = ["--model", model, "--layout", "dp8-zero1", "--gpu", "h100", "--global-batch", "8"]
+    plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
+    assert changed["ignored_flags"] == []
+    assert seconds(changed) != seconds(plain)
+
+
+def seconds(found: dict[str, object]) -> float:
+    layout = found["layout"]
+    assert isinstance(layout, dict)
+    return float(layout["iteration_seconds"])
+
+
+def test_a_search_uses_extra_flags_names_those_it_does_not_know_and_prints_them_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "gpt3-13b", "--gpus", "64", "--gpu", "h100"]
+    extra = "--overlap-grad-reduce --nonsense --recompute-granularity full"
+    plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
+    assert (plain["ignored_flags"], changed["ignored_flags"]) == (
+        [],
+        ["--nonsense", "--recompute-granularity"],
+    )
+    before, after = plain["winner"], changed["winner"]
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    assert after["iteration_seconds"] < before["iteration_seconds"]
+    assert "--overlap-grad-reduce --nonsense" in after["command"]
+
+
+def test_flags_of_a_models_own_file_that_are_not_planned_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.args"
+    own = "--window-size 128,0 --tensor-model-parallel-size 8 --lr 1e-4 --overlap-grad-reduce"
+    file.write_text(SMALL + own.replace(" --", "\n--") + "\n--moe-layer-freq 2\n")
+    words = ["--model", str(file), "--layout", "dp4", "--gpu", "h100", "--global-batch", "4"]
+    named = ["--window-size", "--tensor-model-parallel-size", "--moe-layer-freq"]
+    assert answer(capsys, *words)["ignored_flags"] == named
+
+
+@pytest.mark.parametrize("model", model_names())
+def test_every_flag_of_the_kits_models_is_part_of_the_prediction(
+    make_request: Callable[..., Request], model: str
+) -> None:
+    request = make_request(model, 2, "h200", 64)
+    assert ignored_flags(request, laid=True) == ()
+
+
+def test_a_node_is_a_devices_nvlink_domain(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "gpt3-13b", "--layout", "sp8dp9-zero1", "--gpu", "gb200"]
+    words += ["--global-batch", "9"]
+    whole = answer(capsys, *words)
+    assert seconds(whole) == seconds(answer(capsys, *words, "--gpus-per-node", "72"))
+    assert seconds(whole) < seconds(answer(capsys, *words, "--gpus-per-node", "8"))
+    assert answer(capsys, "--model", "gpt2-large", "--gpus", "72", "--gpu", "gb200")["nodes"] == 1
 
 
 def config(tmp_path: Path, **fields: object) -> str:

@@ -16,16 +16,16 @@ from rich.console import Console
 from tools.plan.constraints import violations
 from tools.plan.parser import RequestError
 from tools.plan.readings.near import Uncertainty, uncertainty
-from tools.plan.request import request_from_options
+from tools.plan.request import ignored_flags, request_from_options
 from tools.plan.search import Candidate, Request, evaluate
-from tools.plan.show import candidate_as_data, plan_command
+from tools.plan.show import candidate_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.spec.flags import Flags, drop_flags
-from tools.spec.model import NOT_COUNTED, SHAPE_FLAGS
+from tools.spec.flags import Flags
+from tools.spec.hardware import device_by_key
 from tools.spec.run import Recompute, recompute_of
 from tools.spec.setting import SettingError
 from tools.spec.settings import SETTINGS
-from tools.spec.stages import stages_of
+from tools.spec.stages import EVEN, stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
@@ -42,7 +42,7 @@ class TimedLayout:
     request: Request
     candidate: Candidate
     ignored: tuple[str, ...]
-    """Flags of EXTRA that the prediction knows nothing of."""
+    """Flags that the prediction knows nothing of."""
 
     @property
     def label(self) -> str:
@@ -64,7 +64,8 @@ def time_layout(options: Namespace) -> TimedLayout:
         ValueError: As `request_from_options`.
     """
     options = copy(options)
-    named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or 8))
+    domain = device_by_key(options.gpu).domain
+    named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
     try:
         devices = devices_of(options.layout, named or 1)
         if named and devices != named:
@@ -77,23 +78,22 @@ def time_layout(options: Namespace) -> TimedLayout:
     except StrategyError as error:
         raise RequestError(str(error)) from None
     request = request_from_options(options)
-    flags = Flags(extra := shlex.split(options.extra or ""))
+    flags = Flags(request.extra)
     micro = options.micro_batch or request.model.batch.micro_batch_size
-    layout = ("--pipeline-model-parallel-size", str(split.pipeline), *extra)
+    degree = ("--pipeline-model-parallel-size", str(split.pipeline))
+    stages = stages_of(Flags([*request.model.flags, *request.extra, *degree]))
     recompute = Recompute(options.recompute) if options.recompute else request.template.recompute
     spec = replace(
         request.template,
         parallelism=split,
         batch=Batch(micro, request.global_batch),
         recompute=recompute_of(flags) if flags.has("--recompute-granularity") else recompute,
-        stages=stages_of(Flags(layout)),
+        stages=request.template.stages if stages == EVEN else stages,
         cp_comm_type=flags.text("--cp-comm-type", "p2p"),
     )
     if problems := violations(spec):
         raise RequestError(" ".join(problems))
-    run_so = replace(request.cluster.execution, **_overlaps(flags))
-    request = replace(request, cluster=replace(request.cluster, execution=run_so))
-    return TimedLayout(request, evaluate(request, spec), _ignored(extra))
+    return TimedLayout(request, evaluate(request, spec), ignored_flags(request, laid=True))
 
 
 def changed_options(options: Namespace, text: str) -> Namespace:
@@ -143,11 +143,9 @@ def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console
     if other:
         ratio = timed.candidate.tokens_per_second / other.candidate.tokens_per_second
         console.print(f"The second trains {1 / ratio:.2f} times as fast.", highlight=False)
-    if timed.ignored:
-        words = " ".join(timed.ignored)
-        console.print(f"Not part of the prediction: {words}.", style="bold yellow")
+    print_ignored(timed.ignored, console)
     console.print(rich_table(_breakdown(every)))
-    command = plan_command(timed.request.model, timed.candidate.spec)
+    command = plan_command(timed.request, timed.candidate.spec)
     say(console, command)
 
 
@@ -177,30 +175,6 @@ def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))
         figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-
-
-_OVERLAPS = {
-    "--overlap-grad-reduce": "overlap_gradients",
-    "--overlap-param-gather": "overlap_parameters",
-    "--tp-comm-overlap": "overlap_tensor",
-    "--cross-entropy-loss-fusion": "fused_loss",
-    "--deterministic-mode": "deterministic",
-}
-"""Flags of `Execution`, by its fields."""
-
-
-def _overlaps(flags: Flags) -> dict[str, Any]:
-    return {field: True for flag, field in _OVERLAPS.items() if flags.has(flag)}
-
-
-def _ignored(extra: Sequence[str]) -> tuple[str, ...]:
-    known = (SHAPE_FLAGS - NOT_COUNTED) | {
-        *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
-        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
-        *("--cp-comm-type", "--vocab-size", *_OVERLAPS),
-    }
-    return tuple(word for word in drop_flags(extra, known) if word.startswith("--"))
 
 
 def _sentence(timed: TimedLayout) -> str:

@@ -9,16 +9,26 @@ from dataclasses import replace
 from tools.plan.calibration import load_calibration
 from tools.plan.memory import PRECISIONS
 from tools.plan.parser import RequestError
+from tools.plan.readings.express import SWITCHES, execution_of_flags
 from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
-from tools.spec.flags import Flags
+from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import BLOCKS, ModelShape, changed_model, hybrid_shape, model_of
-from tools.spec.run import RunSpec, spec_of_model
+from tools.spec.model import (
+    BLOCKS,
+    NOT_COUNTED,
+    SHAPE_FLAGS,
+    ModelShape,
+    changed_model,
+    formula_shape,
+    model_of,
+    training_flags,
+)
+from tools.spec.run import RunSpec, quantised_of, spec_of_model, token_dispatcher_of
+from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
-USUAL_NODE = 8
 MOST_DEVICES = 262_144
 
 
@@ -31,10 +41,10 @@ def request_from_options(options: Namespace) -> Request:
         UnknownHardwareError: No such device or link.
         ReadingsError: The file of one's own readings is none.
     """
-    extra = shlex.split(options.extra or "")
-    model = changed_model(model_of(options.model), extra)
-    devices, per_node = _devices_and_node(options)
+    extra = words_of(options.extra)
+    model = changed_model(model_of(options.model), extra, _USED)
     device = device_by_key(options.gpu)
+    devices, per_node = _devices_and_node(options, device.domain)
     dtype = options.dtype or model.dtype
     if dtype not in PRECISIONS:
         raise RequestError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
@@ -44,7 +54,17 @@ def request_from_options(options: Namespace) -> Request:
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
     template = with_sequence(spec_of_model(model, Parallelism(), Batch(1, batch)), options.seq)
-    template = replace(template, shape=_hybrid(template.shape, Flags([*model.flags, *extra])))
+    flags = Flags([*training_flags(model.family), *model.flags, *extra])
+    template = replace(
+        template,
+        shape=_planned_shape(template.shape, flags),
+        quantised=quantised_of(flags),
+        dropout=flags.number("--hidden-dropout", 0.1),
+        token_dispatcher=token_dispatcher_of(flags),
+        fused_attention=flags.text("--attention-backend") != "unfused",
+        # The layers of the depths lie on the last stage, beside those that `--num-layers` has.
+        stages=SPREAD if flags.has("--mtp-num-layers") else EVEN,
+    )
     cluster = Cluster(
         device=device,
         devices=devices,
@@ -52,6 +72,8 @@ def request_from_options(options: Namespace) -> Request:
         intra=link_by_key(options.intra or device.link),
         inter=link_by_key(options.inter or device.network),
         calibration=load_calibration(options.calibration),
+        # The kit's own flags group experts where they can be (launch/flags.py).
+        execution=replace(execution_of_flags(flags), grouped_experts=True),
     )
     if options.readings and not options.readings.is_file():
         raise RequestError(
@@ -59,16 +81,67 @@ def request_from_options(options: Namespace) -> Request:
             "which plans use by themselves."
         )
     own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
-    return Request(model, cluster, batch, replace(template, dtype=dtype), own)
+    return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
 
 
-def _hybrid(shape: ModelShape, flags: Flags) -> ModelShape:
-    """The shape with the blocks that a pattern lays out.
+_LAID = frozenset(
+    {
+        *("--recompute-activations", "--recompute-granularity", "--recompute-method"),
+        *("--recompute-num-layers", "--cp-comm-type", "--decoder-first-pipeline-num-layers"),
+        "--decoder-last-pipeline-num-layers",
+        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+    }
+)
+"""What a search chooses by itself and one layout is given."""
+_USED = (SHAPE_FLAGS - NOT_COUNTED) | {
+    *SWITCHES,
+    *("--make-vocab-size-divisible-by", "--untie-embeddings-and-output-weights", "--fp4-format"),
+    *("--hybrid-layer-pattern", "--mamba-head-dim", "--mamba-num-heads", "--mamba-num-groups"),
+    *("--mamba-state-dim", "--moe-aux-loss-coeff", "--moe-z-loss-coeff"),
+    *("--moe-token-dispatcher-type", "--attention-backend"),
+    *("--hidden-dropout", "--attention-dropout"),
+}
+_BATCH = ("--micro-batch-size", "--global-batch-size")
+"""Of a model's file; in EXTRA they would be a second way to say MICRO_BATCH= and GLOBAL_BATCH=."""
+_SPEEDLESS = (
+    *("--lr", "--min-lr", "--adam-", "--weight-decay", "--clip-grad", "--train-", "--split"),
+    *("--seed", "--eval-", "--log-", "--save", "--load", "--finetune", "--no-load-"),
+    *("--ckpt-format", "--exit-", "--tensorboard-", "--wandb-", "--timing-log-", "--data-path"),
+    *("--data-cache-path", "--tokenizer-", "--vocab-file", "--merge-file", "--num-workers"),
+    *("--distributed-timeout-", "--rotary-base", "--use-rope-scaling", "--rope-scaling-"),
+    *("--norm-epsilon", "--fp8-amax-", "--openai-gelu", "--no-bias-gelu-fusion"),
+    *("--use-mcore-models", "--init-method-"),
+)
+"""Beginnings of flags that change neither time nor memory."""
+
+
+def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
+    """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a layout was given."""
+    known = _USED | _LAID if laid else _USED
+    words = merge_flags(drop_flags(request.model.flags, _BATCH), request.extra)
+    named = (word for word in drop_flags(words, known) if word.startswith("--"))
+    return tuple(word for word in named if not word.startswith(_SPEEDLESS))
+
+
+def words_of(extra: str | None) -> list[str]:
+    """The words of EXTRA.
+
+    Raises:
+        RequestError: A quotation mark is not closed.
+    """
+    try:
+        return shlex.split(extra or "")
+    except ValueError as error:
+        raise RequestError(f"EXTRA cannot be split into words: {error}.") from None
+
+
+def _planned_shape(shape: ModelShape, flags: Flags) -> ModelShape:
+    """The shape with all that formulas know of it.
 
     Raises:
         RequestError: It has a block that the formulas do not know.
     """
-    found = hybrid_shape(shape, flags)
+    found = formula_shape(shape, flags)
     if strange := sorted(set(found.blocks) - set(BLOCKS)):
         raise RequestError(
             f"--hybrid-layer-pattern {found.blocks} has the block '{strange[0]}', which is not planned; "
@@ -92,22 +165,22 @@ def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:
     return replace(spec, shape=replace(shape, seq_length=seq_length, positions=positions))
 
 
-def _devices_and_node(options: Namespace) -> tuple[int, int]:
-    """Devices in all and in a node, from any two of the three options."""
+def _devices_and_node(options: Namespace, domain: int) -> tuple[int, int]:
+    """Devices in all and in a node, from any two of the three options; a node is an NVLink domain."""
     for name in ("gpus", "nodes", "gpus_per_node"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise RequestError(f"--{name.replace('_', '-')} is {value}; use 1 or more.")
+            raise RequestError(f"{name.upper()}= is {value}; use 1 or more.")
     devices, nodes, per_node = options.gpus, options.nodes, options.gpus_per_node
     if devices is None:
-        devices = (nodes or 1) * (per_node or (USUAL_NODE if nodes else 1))
+        devices = (nodes or 1) * (per_node or (domain if nodes else 1))
     if devices > MOST_DEVICES:
         raise RequestError(f"{devices:,} GPUs are more than any cluster has; use {MOST_DEVICES:,}.")
     if per_node is None:
-        per_node = -(-devices // nodes) if nodes else min(devices, USUAL_NODE)
+        per_node = -(-devices // nodes) if nodes else min(devices, domain)
     if nodes is not None and nodes * per_node != devices:
         raise RequestError(
             f"{nodes} node(s) of {per_node} have {nodes * per_node} GPUs, not {devices}; leave one of "
-            "--gpus, --nodes and --gpus-per-node out."
+            "GPUS=, NODES= and GPUS_PER_NODE= out."
         )
     return devices, per_node

@@ -56,6 +56,8 @@ class Request:
     """The model with its dtype, sequence length and dropout; degrees and batch are the search's."""
     own: OwnRuns = field(default_factory=OwnRuns)
     """One's own runs on these devices, which correct every time."""
+    extra: tuple[str, ...] = ()
+    """Flags of Megatron's beyond the model's own, as they were given."""
 
     @property
     def capacity(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
@@ -15,10 +16,12 @@ from tools.plan.advice import advice, binding
 from tools.plan.collectives.call import by_group, total_wire_bytes
 from tools.plan.collectives.rank import busiest_collectives
 from tools.plan.memory import COMPONENTS
+from tools.plan.request import ignored_flags
 from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_candidates
 from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
+from tools.spec.flags import merge_flags
 from tools.spec.model import GPT2_VOCABULARY, Model, model_names
 from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
 from tools.spec.strategy import batch_for, strategy_name
@@ -34,6 +37,7 @@ def plan_as_data(
     lightest = plan.lightest
     return {
         **_request_as_data(request),
+        "ignored_flags": list(ignored_flags(request, laid=False)),
         "legal_configurations": plan.legal,
         "advice": advice(plan),
         "binding": binding(plan),
@@ -54,7 +58,7 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
     spec = candidate.spec
     return {
         "strategy": candidate.strategy,
-        "command": make_command(request.model, spec),
+        "command": make_command(request.model, spec, request.extra),
         "command_trains": trained_vocabulary_sentence(spec) or "what was planned",
         "parallelism": asdict(spec.parallelism),
         "micro_batch_size": spec.batch.micro_batch_size,
@@ -122,7 +126,8 @@ def print_plan(
     for ranking in rankings:
         console.print(rich_table(ranking.fitting(console.width)))
     console.print(rich_table(_details(plan.winner)))
-    command = plan_command(plan.request.model, plan.winner.spec)
+    print_ignored(ignored_flags(plan.request, laid=False), console)
+    command = plan_command(plan.request, plan.winner.spec)
     if difference := trained_vocabulary_sentence(plan.winner.spec):
         console.print(difference, style="bold yellow", highlight=False)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
@@ -199,16 +204,23 @@ def trained_vocabulary_sentence(spec: RunSpec) -> str:
     return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
-def plan_command(model: Model, spec: RunSpec) -> str:
+def print_ignored(flags: Sequence[str], console: Console) -> None:
+    """Print which flags a prediction is made without."""
+    if flags:
+        console.print(f"Not part of the prediction: {' '.join(flags)}.", style="bold yellow")
+
+
+def plan_command(request: Request, spec: RunSpec) -> str:
     """The command; for a model of a file elsewhere, with where its flags have to be first."""
-    command = make_command(model, spec)
+    model = request.model
+    command = make_command(model, spec, request.extra)
     if model.name in model_names():
         return command
     return f"With its flags in examples/{model.family}/models/{model.name}.args: {command}"
 
 
-def make_command(model: Model, spec: RunSpec) -> str:
-    """The command that trains this configuration."""
+def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
+    """The command that trains this configuration, with the flags that were given for it."""
     parallelism, batch = spec.parallelism, spec.batch
     target = f"train-{strategy_name(parallelism)}-{model.name}-{parallelism.world_size}gpu"
     usual = batch_for(model.batch, parallelism)
@@ -217,7 +229,7 @@ def make_command(model: Model, spec: RunSpec) -> str:
         words.append(f"MICRO_BATCH={batch.micro_batch_size}")
     if batch.global_batch_size != usual.global_batch_size:
         words.append(f"GLOBAL_BATCH={batch.global_batch_size}")
-    flags = list(_extra_flags(spec))
+    flags = [*extra, *_extra_flags(spec)]
     if spec.dtype not in {model.dtype, "fp32"}:
         flags.append(f"--{spec.dtype}")
     if spec.shape.seq_length != model.shape.seq_length:
@@ -225,5 +237,5 @@ def make_command(model: Model, spec: RunSpec) -> str:
     if spec.shape.positions != model.shape.positions:
         flags += ["--max-position-embeddings", str(spec.shape.positions)]
     if flags:
-        words.append(f'EXTRA="{" ".join(flags)}"')
+        words.append(f'EXTRA="{shlex.join(merge_flags(flags))}"')
     return " ".join(words)

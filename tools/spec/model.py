@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +39,7 @@ NOT_COUNTED = frozenset(
         "--quick-geglu",
         "--moe-shared-expert-gate",
         "--moe-latent-size",
+        "--moe-layer-freq",
         "--moe-router-load-balancing-type",  # Of quantile_balancing the checkpoint has a buffer.
         "--mtp-use-repeated-layer",
         "--mla-down-proj-fusion",
@@ -85,7 +86,6 @@ SHAPE_FLAGS = (
         "--moe-router-pre-softmax",  # Megatron has one expert a token with it alone.
         "--moe-ffn-hidden-size",
         "--moe-shared-expert-intermediate-size",
-        "--moe-layer-freq",
         "--moe-router-enable-expert-bias",
         "--moe-router-score-function",  # Megatron has the bias with sigmoid alone.
         "--init-method-std",
@@ -365,12 +365,12 @@ def training_flags(family: str) -> tuple[str, ...]:
     return read_args_file(ROOT / "examples" / family / "training.args")
 
 
-def changed_model(model: Model, words: Sequence[str]) -> Model:
+def changed_model(model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS) -> Model:
     """The model that `words` make of it: another shape or precision, under its name.
 
-    Flags that change neither are left out. Raises as `model_from_flags` does.
+    Flags that `names` lacks are left out. Raises as `model_from_flags` does.
     """
-    changes = pick_flags(words, SHAPE_FLAGS)
+    changes = pick_flags(words, names)
     if not changes:
         return model
     other_half = any(half in changes for half in _HALVES)
@@ -417,11 +417,28 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     )
 
 
-def hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
-    """The shape with the blocks of `--hybrid-layer-pattern`; without that flag, as it is."""
-    pattern = flags.text("--hybrid-layer-pattern")
-    if not pattern:
-        return shape
+def formula_shape(shape: ModelShape, flags: Flags) -> ModelShape:
+    """The shape with what formulas know and a run's record leaves out: latent attention, the shared
+    expert, a hybrid's blocks, and a layer for each depth of multi-token prediction, whose second head
+    is not counted."""
+    latent = None
+    if flags.has("--multi-latent-attention"):
+        latent = LatentAttention(
+            flags.integer("--q-lora-rank", 0),
+            flags.integer("--kv-lora-rank", 512),
+            flags.integer("--qk-head-dim", 128),
+            flags.integer("--qk-pos-emb-head-dim", 64),
+            flags.integer("--v-head-dim", 128),
+        )
+    shared = flags.integer("--moe-shared-expert-intermediate-size", 0)
+    shape = replace(shape, latent=latent, shared_expert_ffn=shared)
+    if flags.has("--hybrid-layer-pattern"):
+        return _hybrid_shape(shape, flags)
+    return replace(shape, layers=shape.layers + flags.integer("--mtp-num-layers", 0))
+
+
+def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
+    """The shape with the blocks of `--hybrid-layer-pattern`."""
     width = flags.integer("--mamba-head-dim", 64)
     mamba = Mamba(
         flags.integer("--mamba-num-heads", 2 * shape.hidden // width),
@@ -430,7 +447,13 @@ def hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
         flags.integer("--mamba-state-dim", 128),
     )
     narrow = flags.integer("--moe-latent-size", 0)
-    return replace(shape, layers=1, blocks=pattern, mamba=mamba, latent_experts=narrow)
+    return replace(
+        shape,
+        layers=1,
+        blocks=flags.text("--hybrid-layer-pattern"),
+        mamba=mamba,
+        latent_experts=narrow,
+    )
 
 
 def _model_files(family: str) -> list[Path]:

@@ -286,7 +286,7 @@ def spec_of_flags(
         fused_attention=not on_cpu or parallelism.context > 1,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
         stages=stages_of(flags),
-        token_dispatcher=_token_dispatcher(flags),
+        token_dispatcher=token_dispatcher_of(flags),
         optimizer=flags.text("--optimizer", "adam"),
         seed=flags.integer("--seed", 1234),
         device=device,
@@ -385,8 +385,8 @@ def _cp_comm_type(flags: Flags) -> str:
     return value if value in {"p2p", "all_gather", "a2a"} else "p2p"
 
 
-def _token_dispatcher(flags: Flags) -> TokenDispatcher:
-    # Megatron's own default is to gather.
+def token_dispatcher_of(flags: Flags) -> TokenDispatcher:
+    """How the flags route tokens; Megatron's own default is to gather."""
     value = flags.text("--moe-token-dispatcher-type", TokenDispatcher.ALL_GATHER)
     known = value in set(TokenDispatcher)
     return TokenDispatcher(value) if known else TokenDispatcher.ALL_TO_ALL

@@ -75,7 +75,7 @@
 ##   MODEL            a model of make list, or an .args file or config.json (not compare-*) [also advise dryrun compare-* verify-*-* soak train-* trace-* resume]
 ##   GPUS             number of devices [also advise import-recipe]
 ##   GPU              h200, a100-80g, … (h200) [also advise compare-zero]
-##   GPUS_PER_NODE    devices per machine (8) [also advise]
+##   GPUS_PER_NODE    devices per NVLink domain (8, of GB200 72) [also advise]
 ##   INTRA            link inside a machine [also advise]
 ##   INTER            link between machines [also advise]
 ##   SEQ              sequence length [also advise dryrun]

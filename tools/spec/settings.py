@@ -340,7 +340,12 @@ GPUS = Setting(
 )
 GPU = Setting("GPU", str, _TEXT, "h200, a100-80g, … (h200)", (*_PLANS, "compare-zero"), "--gpu")
 GPUS_PER_NODE = Setting(
-    "GPUS_PER_NODE", int, "a whole number", "devices per machine (8)", _PLANS, "--gpus-per-node"
+    "GPUS_PER_NODE",
+    int,
+    "a whole number",
+    "devices per NVLink domain (8, of GB200 72)",
+    _PLANS,
+    "--gpus-per-node",
 )
 INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", _PLANS, "--intra")
 INTER = Setting("INTER", str, _TEXT, "link between machines", _PLANS, "--inter")

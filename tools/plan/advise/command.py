@@ -103,7 +103,7 @@ def _use(plan: Plan, winner: Candidate) -> str:
         f"{winner.strategy}: {duration(winner.seconds.total)} an iteration of "
         f"{plan.request.global_batch} samples, {gib(winner.memory.total)} of "
         f"{gib(device.memory_bytes, 0)} GiB, MFU {winner.mfu:.0%}. "
-        f"{plan_command(plan.request.model, winner.spec)}"
+        f"{plan_command(plan.request, winner.spec)}"
     )
 
 

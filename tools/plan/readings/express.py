@@ -23,7 +23,7 @@ from tools.spec.model import (
     LatentAttention,
     Mamba,
     ModelShape,
-    hybrid_shape,
+    formula_shape,
 )
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_flags
 from tools.spec.stages import EVEN, SPREAD
@@ -354,7 +354,7 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
         spec = spec_of_flags(words, reading.gpus, kind, reading.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    return replace(spec, shape=_shape_of_flags(spec.shape, Flags(words)))
+    return replace(spec, shape=formula_shape(spec.shape, Flags(words)))
 
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:
@@ -392,33 +392,24 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
     )
 
 
-def _shape_of_flags(shape: ModelShape, flags: Flags) -> ModelShape:
-    latent = None
-    if flags.has("--multi-latent-attention"):
-        latent = LatentAttention(
-            flags.integer("--q-lora-rank", 0),
-            flags.integer("--kv-lora-rank", 512),
-            flags.integer("--qk-head-dim", 128),
-            flags.integer("--qk-pos-emb-head-dim", 64),
-            flags.integer("--v-head-dim", 128),
-        )
-    shared = flags.integer("--moe-shared-expert-intermediate-size", 0)
-    shape = replace(shape, latent=latent, shared_expert_ffn=shared)
-    if flags.has("--hybrid-layer-pattern"):
-        return hybrid_shape(shape, flags)
-    # Each depth of multi-token prediction is one more layer; its second head is not counted.
-    return replace(shape, layers=shape.layers + flags.integer("--mtp-num-layers", 0))
+SWITCHES = {
+    "--overlap-grad-reduce": "overlap_gradients",
+    "--overlap-param-gather": "overlap_parameters",
+    "--tp-comm-overlap": "overlap_tensor",
+    "--cuda-graph-impl": "graphs",
+    "--enable-cuda-graph": "graphs",
+    "--moe-flex-dispatcher-backend": "deduplicated",
+    "--moe-enable-deepep": "deduplicated",
+    "--moe-grouped-gemm": "grouped_experts",
+    "--deterministic-mode": "deterministic",
+    "--cross-entropy-loss-fusion": "fused_loss",
+}
+"""Megatron's flags that set fields of `Execution`."""
 
 
 def execution_of_flags(flags: Flags) -> Execution:
     """How Megatron's flags let a run be executed."""
-    return Execution(
-        overlap_gradients=flags.has("--overlap-grad-reduce"),
-        overlap_parameters=flags.has("--overlap-param-gather"),
-        overlap_tensor=flags.has("--tp-comm-overlap"),
-        graphs=flags.has("--cuda-graph-impl") or flags.has("--enable-cuda-graph"),
-        deduplicated=flags.has("--moe-flex-dispatcher-backend"),
-        grouped_experts=flags.has("--moe-grouped-gemm"),
-        deterministic=flags.has("--deterministic-mode"),
-        fused_loss=flags.has("--cross-entropy-loss-fusion"),
-    )
+    given = {
+        field for flag, field in SWITCHES.items() if flags.has(flag) and flags.text(flag) != "none"
+    }
+    return Execution(**{field: field in given for field in SWITCHES.values()})
