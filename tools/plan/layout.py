@@ -27,6 +27,7 @@ from tools.spec.setting import SettingError
 from tools.spec.settings import SETTINGS
 from tools.spec.stages import EVEN, stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
+from tools.text.svg import svg_figure
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
 from tools.text.units import duration, gib, ms, percent
@@ -151,11 +152,8 @@ def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console
 
 def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
     """The breakdown as one SVG: a bar a layout, a colour a component."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 9}):
-        figure = Figure(figsize=(10, 1.8 + 0.8 * len(every)), layout="constrained")
+    height = 1.8 + 0.8 * len(every)
+    with svg_figure(path, "plan", 10, height, bbox_inches="tight") as figure:
         axes = figure.subplots()
         starts = [0.0] * len(every)
         colours = iter((*_COLOURS, *_MORE_COLOURS) * 2)
@@ -174,7 +172,6 @@ def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
         axes.set_title(f"{every[0].request.model.name}: where an iteration goes", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))
-        figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
 
 
 def _sentence(timed: TimedLayout) -> str:

@@ -11,6 +11,7 @@ from tools.plan.memory import COMPONENTS, PredictedMemory, memory_of_rank
 from tools.plan.search import Candidate, Plan, frontier
 from tools.spec.run import Recompute
 from tools.spec.strategy import Parallelism
+from tools.text.svg import svg_figure
 from tools.text.units import GIB
 
 if TYPE_CHECKING:
@@ -43,11 +44,7 @@ _LABELLED = 4
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Write the picture; needs a plan with a winner."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 9}):
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
+    with svg_figure(path, "plan", 11, 4.6) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
         _draw_candidates(left, plan)
         _draw_ranks(right, plan)
@@ -57,7 +54,6 @@ def draw_plan(plan: Plan, path: Path) -> None:
             f"global batch {request.global_batch:,}",
             fontweight="bold",
         )
-        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw_candidates(axes: Axes, plan: Plan) -> None:

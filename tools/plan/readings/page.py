@@ -10,6 +10,7 @@ from tools.plan.readings.residual import Residual, Residuals
 from tools.plan.readings.summary import MEMORY, TIME, by_source, error_cells, kind_of
 from tools.records.io import write_whole
 from tools.spec.files import ROOT
+from tools.text.svg import svg_figure
 from tools.text.units import GIB
 
 FOLDER = ROOT / "docs"
@@ -105,13 +106,9 @@ def _values(item: Residual) -> tuple[float, float]:
 
 
 def _draw(residuals: Residuals, path: Path) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     items = _plotted(residuals)
     generations = sorted({item.expressed.cluster.device.generation for item in items})
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "residuals", "font.size": 9}):
-        figure = Figure(figsize=(9, 4.4), layout="constrained")
+    with svg_figure(path, "residuals", 9, 4.4, dpi=160) as figure:
         for axes, kind in zip(figure.subplots(1, 2), (TIME, MEMORY), strict=True):
             for generation, colour in zip(generations, _COLOURS, strict=False):
                 points = [
@@ -137,4 +134,3 @@ def _draw(residuals: Residuals, path: Path) -> None:
             axes.set_xlabel("published")
             axes.set_ylabel("predicted")
         figure.axes[0].legend(frameon=False, markerscale=2)
-        figure.savefig(path, metadata={"Date": None}, dpi=160)

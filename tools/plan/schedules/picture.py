@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.plan.schedules.simulate import Event, Pass, SimulatedSchedule, figures
+from tools.text.svg import svg_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,15 +20,12 @@ _IDLE = "#DDDDDD"
 
 def draw_schedules(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
     """Write the picture."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     pipeline = timelines[0].pipeline
     longest = max(timeline.length for timeline in timelines)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "schedules", "font.size": 9}):
-        height = len(timelines) * (0.75 + 0.26 * pipeline) + 0.6
-        figure = Figure(figsize=(12, height), layout="constrained")
+    height = len(timelines) * (0.75 + 0.26 * pipeline) + 0.6
+    with svg_figure(path, "schedules", 12, height) as figure:
         panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
         for axes, timeline in zip(panels, timelines, strict=True):
             _draw(axes, timeline, longest)
@@ -43,7 +41,6 @@ def draw_schedules(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
             ncols=5,
             frameon=False,
         )
-        figure.savefig(path, metadata={"Date": None})
 
 
 def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
