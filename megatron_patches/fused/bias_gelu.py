@@ -8,14 +8,13 @@ uses two kernels too: a sum over all rows has too few columns to fill a GPU and 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_patches.fused.compiled import compiled
 from megatron_patches.registry import Patch, Replacement
 
 ROWS = 128
@@ -47,7 +46,7 @@ class BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         """GELU of the sum."""
         ctx.save_for_backward(x, bias)
-        result: Tensor = _compiled(gelu_of_sum)(x, bias)
+        result: Tensor = compiled(gelu_of_sum)(x, bias)
         return result
 
     @staticmethod
@@ -55,13 +54,8 @@ class BiasGelu(torch.autograd.Function):
         """Gradients of x and of the bias."""
         x, bias = ctx.saved_tensors
         shape = (-1, math.gcd(x.numel() // x.size(-1), ROWS), x.size(-1))
-        into_x, partial = _compiled(gradients)(upstream[0].reshape(shape), x.reshape(shape), bias)
+        into_x, partial = compiled(gradients)(upstream[0].reshape(shape), x.reshape(shape), bias)
         return into_x.view_as(x), partial.sum(0).to(bias.dtype)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
 
 
 PATCH = Patch(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_patches.fused.compiled import compiled
 from megatron_patches.registry import Patch, Replacement
 
 CHUNK_TOKENS = 2048
@@ -52,7 +53,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         flat, local = logits.view(-1, logits.size(-1)), target.reshape(-1)
         if group is not None and group.size() > 1:
             local = local - group.rank() * flat.size(-1)
-        statistics = _statistics()
+        statistics = compiled(token_statistics)
         chunks = [statistics(*pair) for pair in _chunks(flat, local)]
         lse, predicted = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if group is not None and group.size() > 1:
@@ -66,7 +67,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         logits, local, lse = ctx.saved_tensors
         # Detached it still counts its changes, so that a second backward is refused.
         flat = logits.detach().view(-1, logits.size(-1))
-        write = _writing()
+        write = compiled(write_gradient)
         for part in _chunks(flat, local, lse, upstream[0].reshape(-1)):
             write(*part)
         return logits.detach(), None, None
@@ -87,16 +88,6 @@ def _over_ranks(lse: Tensor, predicted: Tensor, group: Any) -> tuple[Tensor, Ten
     sums = torch.stack((torch.exp(lse - highest), predicted))
     dist.all_reduce(sums, group=group)
     return highest + torch.log(sums[0]), sums[1]
-
-
-@functools.cache
-def _statistics() -> Callable[..., Any]:
-    return torch.compile(token_statistics)
-
-
-@functools.cache
-def _writing() -> Callable[..., Any]:
-    return torch.compile(write_gradient)
 
 
 def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

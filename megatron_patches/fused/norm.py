@@ -7,13 +7,13 @@ which read the same again. The compiler of torch 2.11 makes one pass of the back
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_patches.fused.compiled import compiled
 from megatron_patches.registry import Patch, Replacement
 
 
@@ -31,7 +31,8 @@ class CompiledLayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return _compiled()(input, self.weight, self.bias, self.eps)
+        result: Tensor = compiled(layer_norm)(input, self.weight, self.bias, self.eps)
+        return result
 
 
 def recast(norm: torch.nn.Module) -> torch.nn.Module:
@@ -40,11 +41,6 @@ def recast(norm: torch.nn.Module) -> torch.nn.Module:
     if whole and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
         norm.__class__ = CompiledLayerNorm
     return norm
-
-
-@functools.cache
-def _compiled() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    return torch.compile(layer_norm)
 
 
 def _recasting(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:

@@ -219,12 +219,9 @@ class Responding:
         moved, size = (one.norm(dim=1) for one in (_rows(average) - held, held))
         if (size > 0).any():
             most = float((moved / size)[size > 0].max())
-            for key in (f"{Stage.WEIGHTS}|{site.name}|{UPDATE}", _master_update(site)):
+            copy = f"{Stage.OPTIMIZER_STATE}|{site.name}|param {UPDATE}"
+            for key in (f"{Stage.WEIGHTS}|{site.name}|{UPDATE}", copy):
                 self.responses[key] = max(self.responses[key], most)
-
-
-def _master_update(site: Site) -> str:
-    return f"{Stage.OPTIMIZER_STATE}|{site.name}|param {UPDATE}"
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:

@@ -146,7 +146,8 @@ def _see(
     last = _last_iterations(folder / records.LOG_FILE)
     wanted = _wanted(folder)
     # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
-    if job and states is not None and _is_own(folder) and not _in_hand(state):
+    in_hand = state is not None and (state.waits or state.runs)
+    if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
         status = _settled(folder, job, state, status)
     if state and state.waits:
         shown, note = "queued", f"job {job.job_id if job else ''}: {state.reason}"
@@ -198,14 +199,6 @@ def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) 
 
 def _reason(job: records.JobRecord, how: str) -> str:
     return f"Job {job.job_id} {how}; see slurm.txt."
-
-
-def _is_own(folder: Path) -> bool:
-    return folder.stat().st_uid == os.getuid()
-
-
-def _in_hand(state: JobState | None) -> bool:
-    return state is not None and (state.waits or state.runs)
 
 
 def _open(status: StatusRecord) -> bool:

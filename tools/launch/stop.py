@@ -85,17 +85,14 @@ def _cancel(run: Path, job_id: str) -> None:
             f"{job_id}' where Slurm's client is."
         )
     deadline = time.monotonic() + STOP_SECONDS
-    while any(seen.run == run.name and _is_on(seen.state) for seen in follow(run.parent)):
+    on = ("queued", "running")
+    while any(seen.run == run.name and seen.state in on for seen in follow(run.parent)):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"Slurm has not ended job {job_id} of {from_root(run)} within {STOP_SECONDS:.0f} s; "
                 "'make status' follows it."
             )
         time.sleep(POLL_SECONDS)
-
-
-def _is_on(state: str) -> bool:
-    return state in ("queued", "running")
 
 
 def _launcher_here(run: Path) -> psutil.Process | None:

@@ -140,7 +140,8 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
     """
     from emerging_optimizers.orthogonalized_optimizers import Muon  # type: ignore[import-untyped]
 
-    ends = [p for name, p in model.named_parameters() if _is_vocabulary(name)]
+    vocabulary = ("word_embeddings", "output_layer")
+    ends = [p for name, p in model.named_parameters() if name.startswith(vocabulary)]
     known = set(map(id, ends))
     rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
     muon = Muon(
@@ -161,10 +162,6 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
     groups[0][RATE] = settings.decoupled_lr / settings.lr
     betas = (settings.adam_beta1, settings.adam_beta2)
     return MuonAdamW(muon, torch.optim.AdamW(groups, lr=0.0, betas=betas))
-
-
-def _is_vocabulary(name: str) -> bool:
-    return name.startswith(("word_embeddings", "output_layer"))
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:

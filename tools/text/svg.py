@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def svg_figure(path: Path, name: str, *inches: float, **saved: Any) -> Iterator[Figure]:
-    """A figure, `inches` wide and high, written when the block ends; equal input gives equal bytes.
+def svg_figure(
+    path: Path, name: str, width: float, height: float, **saved: Any
+) -> Iterator[Figure]:
+    """A figure of so many inches, written when the block ends; equal input gives equal bytes.
 
     Ids in the file follow from `name`; `saved` are further arguments of `savefig`.
     """
@@ -21,6 +23,6 @@ def svg_figure(path: Path, name: str, *inches: float, **saved: Any) -> Iterator[
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
-        figure = Figure(figsize=inches, layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         figure.savefig(path, metadata={"Date": None}, **saved)

@@ -115,8 +115,9 @@ def classify_exit(
         return status
     # What was full for a moment is blamed only for a log that could not say what happened.
     lacked = find_room(folder).lacking
-    if not lacked and least and least.lacking and _is_silent(folder):
-        lacked = least.lacking
+    if not lacked and least and least.lacking:
+        is_silent = first_error(scrape_log(folder / records.LOG_FILE)) is None
+        lacked = least.lacking if is_silent else lacked
     if lacked:
         reason = f"No {lacked} was left on the disk of {folder.name}; {_begin(status.reason)}"
         return replace(status, status=Status.CRASHED, reason=reason)
@@ -155,10 +156,6 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     drop_empty(folder / records.STACKS_FOLDER)
     collect(folder)
     return status
-
-
-def _is_silent(folder: Path) -> bool:
-    return first_error(scrape_log(folder / records.LOG_FILE)) is None
 
 
 def _after(folder: Path) -> str:

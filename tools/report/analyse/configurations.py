@@ -107,7 +107,9 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     named = list(runs)
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
-        groups.setdefault(_pooled_by(run), []).append(run)
+        # Nobody says of two foreign logs that they are repeats.
+        own = run.name if run.is_foreign else ""
+        groups.setdefault((identity_of(run), own), []).append(run)
     rows: list[Configuration] = []
     for runs_of_one in groups.values():
         members, running = _ended(runs_of_one)
@@ -177,11 +179,6 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
         earlier = tuple(failed[:-1])
         rows.append(Configuration((failed[-1],), None, earlier, (), *superseded))
     return rows
-
-
-def _pooled_by(run: Run) -> tuple[object, ...]:
-    """What repeats share. Nobody says of two foreign logs that they are repeats."""
-    return (identity_of(run), run.name if run.is_foreign else "")
 
 
 def _conditions(run: Run) -> tuple[object, ...]:

@@ -234,7 +234,8 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
 
 def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
     ours, theirs = loss_curve(reference), loss_curve(other)
-    parted, until = _parted(reference, other), _until(other)
+    parted = _parted(reference, other)
+    until = HALF_ITERATIONS if _dtype(other) in ("bf16", "fp16") else None
     common = sorted(i for i in ours.keys() & theirs.keys() if i < (parted or math.inf))
     if until and common and common[-1] > until:
         common = [number for number in common if number <= until]
@@ -265,10 +266,6 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
 
 def _dtype(run: Run) -> str:
     return run.spec.dtype if run.spec else ""
-
-
-def _until(run: Run) -> int | None:
-    return HALF_ITERATIONS if _dtype(run) in ("bf16", "fp16") else None
 
 
 def _parted(reference: Run, other: Run) -> int | None:

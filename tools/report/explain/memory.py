@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tools.plan.memory import activation_bytes, head_bytes, layer_activation_bytes, layers_in_flight
@@ -170,11 +170,8 @@ def _kept(rank: RankMemory) -> int:
 
 
 def _of(rank: RankMemory, ending: str) -> int:
-    return sum(_matching(rank.activations_by_layer.items(), ending))
-
-
-def _matching(items: Iterable[tuple[str, int]], ending: str) -> list[int]:
-    return [kept for module, kept in items if module.endswith(ending)]
+    kept_by = rank.activations_by_layer.items()
+    return sum(kept for module, kept in kept_by if module.endswith(ending))
 
 
 def _where(rank: RankMemory) -> str:

@@ -7,7 +7,7 @@ missing on either side is listed in `notes`, never filled in.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tools.plan.collectives.call import CollectiveCall, Megatron
@@ -308,9 +308,5 @@ def _bubble_note(configuration: RunSpec, stages: StageTimes | None, rank: int) -
     if stages is None:
         return "another stage has no time ledger"
     stage = configuration.parallelism.pipeline_rank(rank)
-    each = _each(stages.seconds)
+    each = " and ".join(f"{ms(value)} ms" for value in stages.seconds)
     return f"stages work {each} a micro batch, which makes {stages.idle_over_work(stage):.1%}"
-
-
-def _each(seconds: Sequence[float]) -> str:
-    return " and ".join(f"{ms(value)} ms" for value in seconds)

@@ -118,7 +118,7 @@ class RunBuilder:
         last = self._iterations.last
         again = last is not None and found.iteration == last.iteration and not self._restarting
         self._note_restart(found)
-        if last is not None and again and _same_line(last, found):
+        if last is not None and again and _figures(last) == _figures(found):
             return
         self._lines_since_start += 1
         # Only these few lines are changed, so that the bulk is stored as parsed.
@@ -295,10 +295,6 @@ class RunBuilder:
         if self._overflow:
             notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
         return tuple(notes)
-
-
-def _same_line(one: Iteration, other: Iteration) -> bool:
-    return _figures(one) == _figures(other)
 
 
 def _figures(found: Iteration) -> tuple[object, ...]:
