@@ -20,6 +20,7 @@ from rich.console import Console
 from tools.launch import microbenchmark
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
+from tools.launch.flags import CPU_RANK
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
 from tools.plan.calibration import calibration_of, calibration_path
 from tools.plan.time.cluster import Calibration, Cluster
@@ -139,7 +140,8 @@ def conditions(kind: DeviceKind, ranks: int) -> str:
     """What a calibration depends on beside machine and device: under others it is not valid."""
     cores = f" on {len(os.sched_getaffinity(0))} cores" if kind is DeviceKind.CPU else ""
     torch = importlib.metadata.version("torch")
-    taken = (WORKLOADS[kind], *(each.name for each in fields(Figures)))
+    own = CPU_RANK if kind is DeviceKind.CPU else None
+    taken = (WORKLOADS[kind], *(each.name for each in fields(Figures)), own)
     work = hashlib.sha256(repr(taken).encode()).hexdigest()[:8]
     return f"{ranks} {kind} rank(s){cores}, a thread each, torch {torch}, workload {work}"
 

@@ -19,6 +19,17 @@ from tools.spec.strategy import Parallelism, Sharding
 
 RUNTIMES = Path(__file__).parent / "runtimes"
 FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+CPU_RANK = {
+    # A rank is one core, so that two ranks have twice what one has.
+    "OMP_NUM_THREADS": "1",
+    # No JIT: it would compile.
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    # As CUDA's caching allocator does on a GPU, malloc keeps what a tensor gives back. By default glibc
+    # returns it to the kernel and clears new pages at each iteration, for layouts unequally often.
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776",
+}
+"""Environment of a CPU rank; to be set before its process starts."""
 
 
 def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
@@ -111,12 +122,7 @@ def environment_for(
         # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if device is DeviceKind.CPU:
-        # A rank is one core, so that two ranks have twice what one has; no JIT: it would compile.
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment |= CPU_RANK
     return environment
 
 

@@ -22,6 +22,7 @@ import msgspec
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.compose import torchrun
 from tools.launch.errors import LaunchError
+from tools.launch.flags import CPU_RANK
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 
@@ -132,18 +133,14 @@ def measure(
     Raises:
         LaunchError: The ranks failed, with their last error, or were not done in time.
     """
+    own = CPU_RANK if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         try:
             done = subprocess.run(
                 _command(workload, device, ranks, nodes, output),
                 cwd=ROOT,
-                env={
-                    **(defaults or {}),
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "OMP_NUM_THREADS": "1",
-                },
+                env={**(defaults or {}), **os.environ, "PYTHONPATH": str(ROOT), **own},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.compose import Launch
+from tools.launch.flags import CPU_RANK
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
 from tools.launch.pairs import Difference, compose_verification
@@ -25,10 +26,7 @@ from tools.report.read.diagnosis import diagnose
 from tools.spec import variables
 from tools.verify.verdict import Judgement
 
-START = {
-    **{variables.DEVICE: "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
-    **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-}
+START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
 """What must be set before torch is imported."""
 SECONDS = 300.0
 """After which a run of a few iterations hangs."""
