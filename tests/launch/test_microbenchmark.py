@@ -22,7 +22,7 @@ SMALL = Workload(
 
 
 def test_ceilings_are_rates() -> None:
-    figures = local_figures(replace(SMALL, median=True, attention_shape=None, layer=False), "cpu")
+    figures = local_figures(replace(SMALL, mean=True, attention_shape=None, layer=False), "cpu")
     assert (figures.matmul_flops or 0) > 1e6
     assert (figures.copy_bytes_per_second or 0) > 1e6
     assert figures.attention_flops is figures.layer_seconds is None

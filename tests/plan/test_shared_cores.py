@@ -18,7 +18,6 @@ SHAPE = ModelShape(4, 64, 4, 4, 16, 256, 64, 64)
 MEASURED = Calibration(
     matmul=1.0,
     logit_seconds=2e-9,
-    large_logit_seconds=8e-9,
     parameter_seconds=5e-9,
     contention=1.0,
     launch_beside_work=False,
@@ -57,12 +56,14 @@ def test_a_waiting_stage_leaves_its_core_to_the_others() -> None:
     assert shared.total == pytest.approx(through)
 
 
-def test_logits_beyond_the_heap_cost_what_new_pages_cost() -> None:
-    # 128 and 256 tokens times 50,304 words in fp32: 24.6 and 49.1 MiB.
-    small, large = (
-        iteration_seconds(run(Parallelism(), micro), on(1, 2)).memory_bound for micro in (2, 4)
+def test_logits_cost_what_was_measured_of_one() -> None:
+    dearer = replace(MEASURED, logit_seconds=8e-9)
+    plain, each = (
+        iteration_seconds(run(Parallelism()), on(1, 2, measured)).memory_bound
+        for measured in (MEASURED, dearer)
     )
-    assert large - small == pytest.approx(8 * 64 * 50304 * (8e-9 - 2e-9), rel=0.05)
+    # Two micro batches of 4 x 64 tokens.
+    assert each - plain == pytest.approx(2 * 4 * 64 * 50304 * (8e-9 - 2e-9))
 
 
 def test_an_update_takes_what_was_measured_a_parameter_and_a_tensor() -> None:
@@ -75,20 +76,8 @@ def test_an_update_takes_what_was_measured_a_parameter_and_a_tensor() -> None:
     assert each - plain == pytest.approx((4 * 12 + 4) * 1e-3)
 
 
-def test_an_update_of_a_table_whose_temporary_tensors_outgrow_the_heap_costs_new_pages() -> None:
-    measured = replace(MEASURED, large_parameter_seconds=9e-9)
-    # 50,304 rows in fp32: 12.3 MiB of 64, 24.6 of 128; half of those where two ranks share the update.
-    for hidden, data, large in ((64, 1, 0), (128, 1, 128 * 50304), (128, 2, 0)):
-        split = Parallelism(data=data, sharding=Sharding.ZERO1 if data > 1 else Sharding.NONE)
-        spec = replace(run(split), shape=replace(SHAPE, hidden=hidden))
-        plain, own = (
-            iteration_seconds(spec, on(data, 2, each)).optimizer for each in (MEASURED, measured)
-        )
-        assert own - plain == pytest.approx(large * 4e-9)
-
-
 def test_each_micro_batch_adds_the_gradients_of_layers_and_tables() -> None:
-    dearer = replace(MEASURED, gradient_seconds=1e-9, large_gradient_seconds=9e-9)
+    dearer = replace(MEASURED, gradient_seconds=1e-9)
     for samples, count in ((4, 1), (8, 2)):
         plain, added = (
             iteration_seconds(run(Parallelism(), samples=samples), on(1, 2, measured)).memory_bound
@@ -97,17 +86,6 @@ def test_each_micro_batch_adds_the_gradients_of_layers_and_tables() -> None:
         # Twelve squares of the width in each of four layers; the table for its look-up and its logits.
         elements = 4 * 12 * 64**2 + 2 * 64 * 50304
         assert added - plain == pytest.approx(count * elements * 1e-9)
-
-
-def test_a_table_beyond_the_heap_costs_what_new_pages_cost() -> None:
-    # 50,304 rows of 128 in fp32 are 24.6 MiB, of 256 they are 49.1.
-    measured = replace(MEASURED, gradient_seconds=1e-12, large_gradient_seconds=9e-9)
-    for hidden, seconds in ((128, 1e-12), (256, 9e-9)):
-        spec = replace(run(Parallelism()), shape=replace(SHAPE, hidden=hidden))
-        plain, own = (
-            iteration_seconds(spec, on(1, 2, each)).memory_bound for each in (MEASURED, measured)
-        )
-        assert own - plain == pytest.approx(2 * 2 * hidden * 50304 * seconds, rel=0.05)
 
 
 def test_experts_that_run_one_after_another_are_each_launched() -> None:

@@ -57,14 +57,16 @@ WORKLOADS = {
         attention_shape=(8, 256, 64),
         copy_bytes=16 << 20,
         layer=True,
-        head=(128, 64, 50304),
-        parameters=1 << 22,
+        head=(256, 64, 50304),
+        parameters=1 << 24,
         table=10 << 20,
         all_reduce_bytes=16 << 20,
         other_collectives=True,
         latency=True,
         spread=True,
-        median=True,
+        seconds_each=0.1,
+        rounds=5,
+        mean=True,
     ),
     DeviceKind.GPU: Workload(
         matmul_size=8192,
@@ -73,8 +75,9 @@ WORKLOADS = {
         layer=True,
         all_reduce_bytes=256 << 20,
         latency=True,
-        seconds_each=1.0,
-        median=True,
+        seconds_each=0.4,
+        rounds=3,
+        mean=True,
     ),
 }
 
@@ -203,13 +206,10 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
         "iteration_host_seconds": None if layer is None else of_loop * layer,
         "link_latency_seconds": figures.all_reduce_latency_seconds,
         "logit_seconds": figures.logit_seconds,
-        "large_logit_seconds": figures.large_logit_seconds,
         "parameter_seconds": figures.parameter_seconds,
-        "large_parameter_seconds": figures.large_parameter_seconds,
         "tensor_seconds": figures.tensor_seconds,
         "jitter": figures.jitter,
         "gradient_seconds": figures.gradient_seconds,
-        "large_gradient_seconds": figures.large_gradient_seconds,
     }
     known = {name: value for name, value in measured.items() if value is not None}
     calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]

@@ -46,14 +46,11 @@ class Workload:
     layer: bool = False
     """Forward and backward of a transformer layer of almost no work: the cost of its launches."""
     head: tuple[int, int, int] | None = None
-    """Tokens, width and vocabulary of an output layer with its loss, forward and backward: with so many
-    tokens the logits fit into a CPU's heap, with twice as many not."""
+    """Tokens, width and vocabulary of an output layer with its loss, forward and backward."""
     parameters: int | None = None
-    """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped: its
-    temporary tensors fit into a CPU's heap, those of four times as many not."""
+    """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped."""
     table: int | None = None
-    """Elements of an embedding whose gradient is made and added, beyond a CPU's heap; and a quarter of
-    them, which fits into it."""
+    """Elements of an embedding whose gradient is made and added."""
     all_reduce_bytes: int | None = None
     other_collectives: bool = False
     """A reduce-scatter, an all-gather and an all-to-all of as many bytes, too."""
@@ -66,8 +63,12 @@ class Workload:
     seconds_each: float = 0.5
     """Time of all calls of one measurement together, collectives excepted."""
     warm_up_calls: int = 1
-    median: bool = False
-    """Take the median call, as a job sees it, and not the fastest, which other work disturbs least."""
+    rounds: int = 1
+    """Times that all is measured, one figure after the other. Of each the median round counts: what
+    disturbs a machine for a second falls on one."""
+    mean: bool = False
+    """Take the mean call, as an iteration adds them up, and not the fastest, which other work disturbs
+    least."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,10 @@ class Figures:
     """Of the output layer and its loss, beside the FLOPs of their products, a logit."""
     parameter_seconds: float | None = None
     """Of an update, an element."""
-    large_parameter_seconds: float | None = None
-    """The same where the memory of its temporary tensors is new each time."""
     tensor_seconds: float | None = None
     """Of an update, a tensor of almost no elements."""
-    large_logit_seconds: float | None = None
-    """The same where the memory of the logits is new each time."""
     gradient_seconds: float | None = None
     """Of a table's gradient, made and added to what is there, an element."""
-    large_gradient_seconds: float | None = None
-    """The same where its memory is new each time."""
     all_reduce_bytes_per_second: float | None = None
     """That a rank sends in a ring: 2(n-1)/n of the tensor."""
     reduce_scatter_bytes_per_second: float | None = None

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,8 @@ from tools.launch.microbenchmark import Figures, Workload, attention_flops
 from tools.records.measurements import Operation, wire_bytes
 from tools.spec.run import DeviceKind, Transport
 
-LARGE_CALLS, SMALL_CALLS = 10, 200
-SPREAD_CALLS = 50
+LARGE_CALLS, SMALL_CALLS = 5, 60
+SPREAD_CALLS = 20
 WARM_UP_COLLECTIVES = 3
 SMALL_BYTES = 1 << 17
 PRODUCTS = 4
@@ -41,6 +41,7 @@ OTHER_BYTES = 64 << 20
 gradients and activations of the layers."""
 
 Work = Callable[[], object]
+FiguresByName = dict[str, float | None]
 
 
 def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
@@ -49,19 +50,24 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_torchelastic_launched():
-        output.write_bytes(msgspec.json.encode(local_figures(workload, device)))
+        alone = [asdict(local_figures(workload, device)) for _ in range(workload.rounds)]
+        output.write_bytes(msgspec.json.encode(middle(alone)))
         return
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    dist.barrier()  # All at once, as they train: cores share memory.
-    own = local_figures(workload, device) if _has_a_core(device) else Figures()
-    mine = asdict(own) | _collective_figures(workload, device)
-    spread = _spread(workload, device) if workload.spread else {}
-    ranks: list[dict[str, float | None]] = [{}] * dist.get_world_size()
+    mine = middle([_round(workload, device) for _ in range(workload.rounds)])
+    ranks: list[FiguresByName] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     pairs = _pairs(workload, device) if workload.node_pairs else {}
     if dist.get_rank() == 0:
-        output.write_bytes(msgspec.json.encode(slowest(ranks) | spread | pairs))
+        output.write_bytes(msgspec.json.encode(slowest(ranks) | pairs))
     dist.destroy_process_group()
+
+
+def _round(workload: Workload, device: str) -> FiguresByName:
+    dist.barrier()  # All at once, as they train: cores share memory.
+    own = local_figures(workload, device) if _has_a_core(device) else Figures()
+    spread = _spread(workload, device) if workload.spread else {}
+    return asdict(own) | _collective_figures(workload, device) | spread
 
 
 def _has_a_core(device: str) -> bool:
@@ -74,10 +80,7 @@ def local_figures(workload: Workload, device: str) -> Figures:
     timer = _Timer(workload, device)
     flops = _matmul(timer, workload.matmul_size) if workload.matmul_size else None
     head = workload.head
-    small, large = _heads(timer, *head, flops) if head and flops else (None, None)
     elements = workload.parameters
-    one, large_one = _updates(timer, elements) if elements else (None, None)
-    table, large_table = _tables(timer, workload.table) if workload.table else (None, None)
     return Figures(
         matmul_flops=flops,
         attention_flops=(
@@ -85,25 +88,31 @@ def local_figures(workload: Workload, device: str) -> Figures:
         ),
         copy_bytes_per_second=_copy(timer, workload.copy_bytes) if workload.copy_bytes else None,
         layer_seconds=_layer(timer) if workload.layer else None,
-        logit_seconds=small,
-        large_logit_seconds=large,
-        parameter_seconds=one,
-        large_parameter_seconds=large_one,
+        logit_seconds=_head(timer, *head, flops) if head and flops else None,
+        parameter_seconds=_update(timer, elements) / elements if elements else None,
         tensor_seconds=_update(timer, 1) if elements else None,
-        gradient_seconds=table,
-        large_gradient_seconds=large_table,
+        gradient_seconds=_table_gradient(timer, workload.table) if workload.table else None,
     )
 
 
-def slowest(ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
+def middle(rounds: list[FiguresByName]) -> FiguresByName:
+    """Of each figure the median of the rounds."""
+    return {name: statistics.median(values) for name, values in _by_name(rounds)}
+
+
+def slowest(ranks: list[FiguresByName]) -> FiguresByName:
     """Of each figure the longest time or the least rate among the ranks."""
-    found: dict[str, float | None] = {}
+    return {
+        name: (max if name.endswith("_seconds") else min)(values)
+        for name, values in _by_name(ranks)
+    }
+
+
+def _by_name(parts: list[FiguresByName]) -> Iterator[tuple[str, list[float]]]:
     for name in (field.name for field in fields(Figures)):
-        values = [value for rank in ranks if isinstance(value := rank.get(name), float)]
-        worst = max if name.endswith("_seconds") else min
+        values = [value for part in parts if isinstance(value := part.get(name), float)]
         if values:
-            found[name] = worst(values)
-    return found
+            yield name, values
 
 
 def neighbours(leaders: list[int]) -> list[tuple[int, int]]:
@@ -134,7 +143,7 @@ class _Timer:
 
     def typical(self, times: list[float]) -> float:
         """Of calls, the one that the workload asks for."""
-        return statistics.median(times) if self.workload.median else min(times)
+        return statistics.mean(times) if self.workload.mean else min(times)
 
 
 def call_seconds(work: Work, device: str) -> float:
@@ -189,13 +198,6 @@ def _layer(timer: _Timer) -> float:
     return timer.seconds(lambda: layer(token).sum().backward())
 
 
-def _heads(
-    timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float
-) -> tuple[float, float]:
-    small, large = (_head(timer, n, width, vocabulary, flops) for n in (tokens, 2 * tokens))
-    return small, max(small, large)
-
-
 def _head(timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float) -> float:
     """An output layer and its cross entropy, in place where training works in place: seconds a logit."""
     normal = partial(torch.randn, device=timer.device, dtype=timer.dtype)
@@ -218,12 +220,6 @@ def _head(timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float)
     return max(0.0, seconds - products) / (tokens * vocabulary)
 
 
-def _updates(timer: _Timer, elements: int) -> tuple[float, float]:
-    """Seconds an element, of a tensor and of one four times as large."""
-    small, large = (_update(timer, count) / count for count in (elements, 4 * elements))
-    return small, max(small, large)
-
-
 def _update(timer: _Timer, elements: int) -> float:
     """What happens to a tensor's gradient between backward and the next forward, in fp32, unfused."""
     weight = torch.nn.Parameter(torch.zeros(elements, device=timer.device))
@@ -239,11 +235,6 @@ def _update(timer: _Timer, elements: int) -> float:
         adam.step()
 
     return timer.seconds(work)
-
-
-def _tables(timer: _Timer, elements: int) -> tuple[float, float]:
-    small, large = (_table_gradient(timer, count) for count in (elements // 4, elements))
-    return small, max(small, large)
 
 
 def _table_gradient(timer: _Timer, elements: int) -> float:

@@ -40,18 +40,12 @@ class Calibration:
     all_to_all_share: float = 1.0
     logit_seconds: float | None = None
     """Of output layer and loss, beside FLOPs, a logit; None counts their kernels' bytes."""
-    large_logit_seconds: float | None = None
-    """The same where all logits are too large for the C library's heap."""
     parameter_seconds: float | None = None
     """Of an update, a parameter: gradient zeroed, added, normed, clipped, Adam; None counts bytes."""
-    large_parameter_seconds: float | None = None
-    """The same where what the update makes of the tensor is too large for the C library's heap."""
     tensor_seconds: float = 0.0
     """Of the host for an update, a tensor."""
     gradient_seconds: float = 0.0
     """Of a weight's gradient in a micro batch, an element, where no kernel adds it to the others."""
-    large_gradient_seconds: float = 0.0
-    """The same where it is too large for the C library's heap."""
     iteration_host_seconds: float | None = None
     """Of the host for an iteration, beside layers: data, schedule, log; None takes a GPU's usual."""
     launch_beside_work: bool = True

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from tools.plan.memory import PRECISIONS, QUANTISED_BYTES, held_parameters, logit_elements
 from tools.plan.tensors import rank_tensors
-from tools.plan.time.rates import LARGEST_OF_HEAP, DeviceRates
+from tools.plan.time.rates import DeviceRates
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
 from tools.spec.run import Quantised, Recompute, RunSpec
 
@@ -126,9 +126,10 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
     logits = shape.predicted * logit_elements(spec)
     loss = passes * logits / rate.bytes_per_second
-    measured = rate.logits_seconds(logits, element)
-    if measured is not None:
-        matmul, loss = 6 * tokens * hidden * width / rate.flops * shape.predicted, measured
+    each = rate.measured.logit_seconds
+    if each is not None:
+        matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted
+        loss = logits * each / rate.share
     return matmul, loss + _table_gradient_seconds(spec, rate)
 
 
@@ -136,9 +137,7 @@ def _table_gradient_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Of the embedding's, or the output layer's: made whole, and added to those before."""
     tensor = spec.parallelism.tensor
     table = spec.shape.padded_vocabulary(tensor) * spec.shape.hidden // tensor
-    measured, large = rate.measured, table * spec.element_bytes > LARGEST_OF_HEAP
-    each = measured.large_gradient_seconds if large else measured.gradient_seconds
-    return table * each / rate.share
+    return table * rate.measured.gradient_seconds / rate.share
 
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
@@ -147,21 +146,14 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     held, gradients = held_parameters(spec, pipeline_rank)
     measured = rate.measured
     if measured.parameter_seconds is not None:
-        tensors = rank_tensors(spec, pipeline_rank)
-        large = min(held, sum(size for size in tensors if _outgrows_heap(min(size, held))))
-        dearer = measured.large_parameter_seconds or measured.parameter_seconds
-        seconds = (held - large) * measured.parameter_seconds + large * dearer
-        return (seconds + len(tensors) * measured.tensor_seconds) / rate.share
+        seconds = held * measured.parameter_seconds
+        tensors = len(rank_tensors(spec, pipeline_rank))
+        return (seconds + tensors * measured.tensor_seconds) / rate.share
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
     a_parameter = _ADAM_BYTES + _NORM_AND_CLIP_BYTES + copies + weights
     touched = held * a_parameter + gradients * precision.gradients
     return touched / rate.bytes_per_second
-
-
-def _outgrows_heap(elements: int) -> bool:
-    """Whether AdamW's two temporary tensors, which die together, leave more than glibc keeps."""
-    return 2 * 4 * elements > LARGEST_OF_HEAP
 
 
 @dataclass(frozen=True, slots=True)

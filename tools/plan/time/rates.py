@@ -49,16 +49,7 @@ class DeviceRates:
     share: float = 1.0
     """Of the device, on which the measured times are longer by that much."""
 
-    def logits_seconds(self, logits: int, element_bytes: int) -> float | None:
-        """Of an output layer's logits, beside FLOPs; None where nothing was measured."""
-        large = logits * element_bytes > LARGEST_OF_HEAP
-        each = self.measured.large_logit_seconds if large else self.measured.logit_seconds
-        return None if each is None else logits * each / self.share
 
-
-LARGEST_OF_HEAP = 32 << 20
-"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: a larger tensor's memory goes back to the system when it dies,
-which maps and clears each page of the next one."""
 _UNFUSED_KERNELS = 2.0
 """Times that PyTorch's own kernels take for what fused ones take for a norm, an activation and a
 residual (measured: a norm 1.9 forward and 3.5 backward, an addition 1.2, an activation 1.0, together
