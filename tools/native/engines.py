@@ -8,7 +8,6 @@ under the names of Megatron's timers.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -195,8 +194,7 @@ class DeepSpeedEngine:
         # megatron_patches/cpu/gradient_norm.py): this engine clips itself, before DeepSpeed's update.
         self._clips = settings.zero_stage == 0 and not (settings.fp16 or settings.bf16)
         self._settings = settings
-        os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-        import deepspeed  # type: ignore[import-not-found]  # Optional, and it reads the variable.
+        import deepspeed  # type: ignore[import-not-found]  # Optional.
 
         micro_batches = settings.global_batch_size // (settings.micro_batch_size * ranks.data_size)
         self._engine: Any = deepspeed.initialize(

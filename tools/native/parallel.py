@@ -180,6 +180,11 @@ def start_ranks(settings: Settings) -> RankLayout:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    if settings.engine == "deepspeed":
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+        # Before the group: a default of its `barrier` keeps one that exists when it is imported, and
+        # gloo's threads then abort the process at its end (pytorch/pytorch#190489).
+        import deepspeed  # type: ignore[import-not-found]  # noqa: F401
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     world_size = dist.get_world_size()
     refuse_combinations(settings, world_size)
@@ -190,6 +195,16 @@ def start_ranks(settings: Settings) -> RankLayout:
         device,
         settings.pipeline_model_parallel_size,
     )
+
+
+def end_ranks(settings: Settings) -> None:
+    """Destroy the process group; DeepSpeed releases the groups that it made when asked itself."""
+    if settings.engine == "deepspeed":
+        import deepspeed
+
+        deepspeed.comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

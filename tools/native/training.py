@@ -18,7 +18,7 @@ from tools.native.engines import DeepSpeedEngine, Engine, TorchEngine, count_par
 from tools.native.log_lines import Log, exit_line, parameters_line, validation_lines
 from tools.native.model import GPT, initialise
 from tools.native.optimizer import learning_rate
-from tools.native.parallel import RankLayout, start_ranks
+from tools.native.parallel import RankLayout, end_ranks, start_ranks
 from tools.native.pipelines import cut_into_stages, pipeline_engine
 from tools.native.settings import Settings, parse_settings
 from tools.native.weights import load_start
@@ -31,7 +31,7 @@ def main() -> None:
     torch.manual_seed(settings.seed + ranks.data_rank)
     samples = _samples(settings, Split.TRAINING, settings.train_iters * settings.global_batch_size)
     train(settings, ranks, build_engine(settings, ranks), samples)
-    dist.destroy_process_group()
+    end_ranks(settings)
 
 
 def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
