@@ -214,6 +214,14 @@ def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: P
         ({"model_type": "llama", "hidden_size": 8}, "lacks the field"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window of 4096"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({**LLAMA, "hidden_size": "big"}, 'hidden_size = "big"; use a whole number of 1 or more'),
+        ({**LLAMA, "hidden_size": None}, "hidden_size = null; use a whole number"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers = 0; use a whole number"),
+        ({**LLAMA, "num_attention_heads": 5000}, "--kv-channels 0; use 1 or more"),
+        ({**LLAMA, "num_key_value_heads": 7}, "which 7 query groups do not divide"),
+        ({**LLAMA, "rope_theta": "x"}, 'rope_theta = "x"; use a number'),
+        ({**LLAMA, "rope_scaling": [1]}, "use an object or null"),
+        ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "use float16 or bfloat16 or float32"),
     ],
 )
 def test_other_configs_are_refused_by_name(

@@ -9,11 +9,13 @@ from tools.spec.flags import Flags
 from tools.spec.model import (
     UnknownModelError,
     changed_model,
+    formula_shape,
     load_model,
     model_names,
     shape_from_flags,
     with_vocabulary,
 )
+from tools.spec.run import quantised_of
 from tools.spec.strategy import Batch
 
 DIMENSIONS = [
@@ -103,6 +105,31 @@ def test_rotary_positions_have_no_table() -> None:
 def test_a_model_without_its_width_is_refused_by_the_flags_name() -> None:
     with pytest.raises(ValueError, match="Model 'm' lacks --hidden-size; add it"):
         shape_from_flags("m", Flags(["--num-layers", "2"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-layers 0", "--num-layers 0; use 1 or more"),
+        ("--hidden-size 0", "--hidden-size 0; use 1 or more"),
+        ("--num-attention-heads 0", "--num-attention-heads 0; use 1 or more"),
+        ("--num-attention-heads 5000", "--kv-channels 0; use 1 or more"),
+        ("--num-query-groups 3", "which 3 query groups do not divide"),
+        ("--num-experts -2", "a negative number of experts"),
+        ("--num-layers x", "--num-layers x is not a whole number"),
+    ],
+)
+def test_a_shape_that_no_model_has_is_refused_by_the_flag(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_from_flags("m", Flags([*DIMENSIONS, *words.split()]))
+
+
+def test_a_negative_dimension_of_a_formula_and_an_unknown_recipe_are_refused() -> None:
+    shape = shape_from_flags("m", Flags(DIMENSIONS))
+    with pytest.raises(ValueError, match="--mtp-num-layers is -2; use 0 or more"):
+        formula_shape(shape, Flags(["--mtp-num-layers", "-2"]))
+    with pytest.raises(ValueError, match="--fp8-recipe foo is not one of Megatron's; use delayed"):
+        quantised_of(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
 
 
 @pytest.mark.parametrize(("tensor", "rows"), [(1, 50304), (2, 50432), (8, 51200)])

@@ -62,14 +62,24 @@ class Flags:
         return values[0] if values else default
 
     def integer(self, name: str, default: int) -> int:
-        """The flag's first value as an integer."""
+        """The flag's first value as an integer.
+
+        Raises:
+            ValueError: It is none; the message names flag and value.
+        """
         values = self._values.get(name)
-        return int(values[0]) if values else default
+        try:
+            return int(values[0]) if values else default
+        except ValueError:
+            raise ValueError(f"{name} {values[0][:40]} is not a whole number.") from None
 
     def number(self, name: str, default: float) -> float:
-        """The flag's first value as a float."""
+        """The flag's first value as a float; raises as `integer`."""
         values = self._values.get(name)
-        return float(values[0]) if values else default
+        try:
+            return float(values[0]) if values else default
+        except ValueError:
+            raise ValueError(f"{name} {values[0][:40]} is not a number.") from None
 
 
 def release(version: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tools.spec.flags import Flags, flag_words
 _LONGEST = 8192
 """Longest sequence taken from a config: 128k is what a model can, not how it was trained."""
 
-_HALVES = {"float16": "--fp16", "bfloat16": "--bf16"}
+_HALVES = {"float16": "--fp16", "bfloat16": "--bf16", "float32": ""}
 
 TANH_GELU, EXACT_GELU = "--openai-gelu", "--no-bias-gelu-fusion"
 """GPT-2's GELU is the tanh approximation, which Megatron's core computes in its fusion alone."""
@@ -60,7 +61,7 @@ def flags_of_config(path: Path) -> tuple[str, ...]:
         flags = _KINDS[kind](config)
     except KeyError as error:
         raise ConfigError(f"{path} lacks the field {error}; add it.") from None
-    half = _HALVES.get(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    half = _HALVES[config.get("dtype") or config.get("torch_dtype") or "bfloat16"]
     return (*flag_words(flags), "--micro-batch-size", "1", *((half,) if half else ()))
 
 
@@ -120,8 +121,45 @@ def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
     return {**_gpt2_config(flags), "dtype": dtype, "torch_dtype": dtype}
 
 
+_WHOLE = (
+    *("n_embd", "n_layer", "n_head", "n_positions", "n_inner"),
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "max_position_embeddings", "vocab_size", "sliding_window"),
+    *("num_local_experts", "num_experts_per_tok"),
+)
+_MAY_BE_NULL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window")
+_NUMBERS = (
+    *("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "attention_dropout", "attn_pdrop"),
+    *("resid_pdrop", "router_aux_loss_coef"),
+)
+
+
+def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
+    """Values of another kind than their field's."""
+
+    def wrong(field: str, wanted: str) -> ConfigError:
+        return ConfigError(f"{path} has {field} = {json.dumps(config[field])[:40]}; use {wanted}.")
+
+    for field in _WHOLE:
+        value = config.get(field, 1)
+        if value is None and field in _MAY_BE_NULL:
+            continue
+        if type(value) is not int or value < 1:
+            raise wrong(field, "a whole number of 1 or more")
+    for field in _NUMBERS:
+        if type(value := config.get(field, 0)) not in (int, float) or not isfinite(value):
+            raise wrong(field, "a number")
+    for field in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise wrong(field, "an object or null")
+    for field in ("dtype", "torch_dtype"):
+        if config.get(field) and config[field] not in tuple(_HALVES):
+            raise wrong(field, " or ".join(_HALVES))
+
+
 def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     """What would make it another model than the flags say."""
+    _refuse_other_kinds(config, path)
     if config.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; plan the unquantised model.")
     window = config.get("sliding_window")

@@ -304,10 +304,7 @@ def model_of(text: str) -> Model:
     words = flags_of_config(path) if path.suffix == ".json" else read_args_file(path)
     name = _name_of_file(path)
     family = "moe" if Flags(words).has("--num-experts") else "gpt3"
-    try:
-        return model_from_flags(name, family, words)
-    except ZeroDivisionError:
-        raise ValueError(f"{text} has a head or layer count of 0; use 1 or more.") from None
+    return model_from_flags(name, family, words)
 
 
 def _file_in_environment() -> Path | None:
@@ -379,7 +376,8 @@ def changed_model(model: Model, words: Sequence[str], names: Container[str] = SH
 
 
 def shape_from_flags(name: str, flags: Flags) -> ModelShape:
-    """Derive the shape as Megatron's `validate_args` does; raises as `model_from_flags`."""
+    """Derive the shape as Megatron's `validate_args` does; raises as `model_from_flags`, also where a
+    dimension is below 1."""
     for needed in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
@@ -391,12 +389,12 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     ffn = flags.integer("--ffn-hidden-size", ffn_default)
     bias = not flags.has("--disable-bias-linear")
     learned = flags.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
-    return ModelShape(
+    shape = ModelShape(
         layers=flags.integer("--num-layers", 0),
         hidden=hidden,
         heads=heads,
         query_groups=flags.integer("--num-query-groups", heads),
-        head_width=flags.integer("--kv-channels", hidden // heads),
+        head_width=flags.integer("--kv-channels", hidden // max(1, heads)),
         ffn_hidden=ffn,
         seq_length=flags.integer("--seq-length", 0),
         positions=flags.integer("--max-position-embeddings", 0) if learned else 0,
@@ -415,12 +413,51 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
     )
+    _refuse_empty(name, shape)
+    return shape
+
+
+_DIMENSIONS = {
+    "--num-layers": "layers",
+    "--hidden-size": "hidden",
+    "--num-attention-heads": "heads",
+    "--num-query-groups": "query_groups",
+    "--kv-channels": "head_width",
+    "--ffn-hidden-size": "ffn_hidden",
+    "--seq-length": "seq_length",
+    "--vocab-size": "vocabulary",
+    "--make-vocab-size-divisible-by": "vocabulary_multiple",
+}
+
+
+def _refuse_empty(name: str, shape: ModelShape) -> None:
+    for flag, field in _DIMENSIONS.items():
+        if (value := getattr(shape, field)) < 1:
+            raise ValueError(f"Model '{name}' has {flag} {value}; use 1 or more.")
+    if min(shape.experts, shape.experts_per_token, shape.expert_ffn_hidden) < 0:
+        raise ValueError(f"Model '{name}' has a negative number of experts, or of their columns.")
+    if shape.heads % shape.query_groups:
+        raise ValueError(
+            f"Model '{name}' has {shape.heads} attention heads, which {shape.query_groups} query "
+            "groups do not divide; use another --num-query-groups."
+        )
 
 
 def formula_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     """The shape with what formulas know and a run's record leaves out: latent attention, the shared
     expert, a hybrid's blocks, and a layer for each depth of multi-token prediction, whose second head
-    is not counted."""
+    is not counted.
+
+    Raises:
+        ValueError: A dimension is negative.
+    """
+    for flag in (
+        *("--mtp-num-layers", "--moe-shared-expert-intermediate-size", "--q-lora-rank"),
+        *("--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
+        *("--mamba-num-heads", "--mamba-num-groups", "--mamba-state-dim", "--moe-latent-size"),
+    ):
+        if (value := flags.integer(flag, 0)) < 0:
+            raise ValueError(f"{flag} is {value}; use 0 or more.")
     latent = None
     if flags.has("--multi-latent-attention"):
         latent = LatentAttention(

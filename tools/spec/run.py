@@ -370,6 +370,10 @@ def recompute_of(flags: Flags) -> Recompute:
     return Recompute(granularity) if granularity in set(Recompute) else Recompute.NONE
 
 
+_FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")
+"""Megatron's (`megatron/core/enums.py: Fp8Recipe`); what `Quantised` lacks is `tensorwise`."""
+
+
 def quantised_of(flags: Flags) -> Quantised:
     """How the flags quantise the products of linear layers; Megatron's own recipe is `delayed`."""
     if flags.has("--fp4-format"):
@@ -377,6 +381,9 @@ def quantised_of(flags: Flags) -> Quantised:
     if not flags.has("--fp8-format"):
         return Quantised.NONE
     recipe = flags.text("--fp8-recipe", "delayed")
+    if recipe not in _FP8_RECIPES:
+        known = ", ".join(_FP8_RECIPES)
+        raise ValueError(f"--fp8-recipe {recipe} is not one of Megatron's; use {known}.")
     return Quantised(recipe) if recipe in set(Quantised) else Quantised.TENSORWISE
 
 
