@@ -1,1 +1,4 @@
-"""From and to what others train and load: weights and recipes."""
+"""From and to what others train and load: weights (`hf`) and recipes (`recipe`).
+
+Takes and gives files; starts no run. Only `tools.launch` imports it.
+"""
