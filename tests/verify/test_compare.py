@@ -24,7 +24,8 @@ from tools.records.capture import (
     Site,
     Stage,
 )
-from tools.verify.compare import RESPONSES, compare
+from tools.verify.compare import compare
+from tools.verify.tolerance import RESPONSES
 
 WHOLE = random(4, 3)
 

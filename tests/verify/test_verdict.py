@@ -6,7 +6,7 @@ import pytest
 from tests.verify.captures import MODULE, WEIGHT, output, pair, place, random, rank, write
 from tools.records.capture import RANK_FILE, START_WEIGHT, Site, Stage
 from tools.verify.captured import VerifyError, read_capture
-from tools.verify.compare import RESPONSES
+from tools.verify.tolerance import RESPONSES
 from tools.verify.verdict import (
     begins_before,
     confirm,

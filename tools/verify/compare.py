@@ -1,9 +1,7 @@
 """Errors of a layout's tensors, each with the tolerance that the reference measured for it.
 
-The error is relative: the difference's Frobenius norm over the reference's. The tolerance is a few times
-the tensor's response, which is its change when every weight of the reference changes by one rounding
-error; and never less than a sum of as many terms rounds. What must be equal bit for bit needs no
-tolerance: copies of a parameter, integers, truth values.
+The error is relative: the difference's Frobenius norm over the reference's. What must be equal bit for
+bit needs no tolerance: copies of a parameter, integers, truth values.
 """
 
 from __future__ import annotations
@@ -16,12 +14,10 @@ import msgspec
 import numpy as np
 
 from tools.records.capture import (
-    BUFFER,
     CHOICE,
     EARLIER,
     REACH,
     SCORES,
-    START_BUFFER,
     START_WEIGHT,
     STARTS,
     UPDATE,
@@ -36,22 +32,16 @@ from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_er
 from tools.verify.norm import memberships
 from tools.verify.parameters import PARAMETERS, Part, Unit, assembled, local_gradients, units
 from tools.verify.rounding import flips_within, in_reaches, spacing, update_error, worst_row
+from tools.verify.tolerance import EPSILON, Tolerances
 
-RESPONSES = 6.0
-"""Times its response that a tensor may be off. Healthy layouts stay below 2 (README, bench-verify)."""
-EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 STAGES = tuple(Stage)
 _SHORTLY = 1e-6
 _Copies = dict[str, tuple[int, Array]]
 """Of each part of a parameter the first rank that has it, and its values."""
-_NORM_TERMS = 64
-"""A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""
 _GRADIENT = "gradient"
 _HELD_BY_NONE = "no rank of the layout has it"
 NORM = (Stage.NORM, "grad_norm", "returned")
 _WEIGHT = "weight"
-_AS = {START_WEIGHT: UPDATE, START_BUFFER: BUFFER}
-"""Slots whose response is that of another."""
 _WHOLE_ON_EVERY_RANK = frozenset(
     {
         *("LanguageModelEmbedding", "VocabParallelEmbedding", "TransformerBlock"),
@@ -90,7 +80,7 @@ class _Comparer:
     def __init__(self, reference: Capture, layout: Capture) -> None:
         self._reference, self._layout = reference, layout
         self._aligner = ActivationAligner(reference, layout)
-        self._responses = reference.responses()
+        self._tolerances = Tolerances(reference)
         self._found: dict[Key, Comparison] = {}
         self._not_aligned: defaultdict[str, list[str]] = defaultdict(list)
         self._seen = self._skipped = self._flips = 0
@@ -200,7 +190,7 @@ class _Comparer:
             if not earlier:
                 self._skip(choice.obstacle, f"{site.name} {site.slot}")
             return
-        tolerance = self._tolerance((site.stage, site.name, SCORES), by)
+        tolerance = self._tolerances.of((site.stage, site.name, SCORES), by)
         within = flips_within(
             choice.ours, choice.reference, scores.reference, tolerance, one.rank.router_groups
         )
@@ -441,39 +431,8 @@ class _Comparer:
             if key[0] in (Stage.LOCAL_GRADIENTS, Stage.NORM):
                 # Buckets are reduced from the model's end.
                 order = self._order.get((Stage.WEIGHTS, key[1], "weight"), order)
-            self._found[key] = Comparison(key, self._tolerance(key, like), order)
+            self._found[key] = Comparison(key, self._tolerances.of(key, like), order)
         return self._found[key]
-
-    def _tolerance(self, key: Key, like: TensorRecord) -> float:
-        if not like.dtype.startswith(("float", "bfloat")):
-            return 0.0
-        first = self._reference.first
-        terms = max((*like.shape, _NORM_TERMS if key[0] is Stage.NORM else 1))
-        if key[0] in PARAMETERS:
-            terms = first.sequence_length * first.micro_batch_size * first.micro_batches
-        epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
-        of = (key[0], key[1], _AS.get(key[2], key[2]))
-        response = self._responses.get(of, 0.0)
-        if key[0] is Stage.WEIGHTS and key[1] not in self._squared:
-            response = max(response, self._of_matrices.get(of[2], 0.0))
-        return RESPONSES * max(response, epsilon * float(np.sqrt(terms)) / 4)
-
-    @cached_property
-    def _squared(self) -> set[str]:
-        return {name for _, name, slot in self._responses if slot == "exp_avg_sq"}
-
-    @cached_property
-    def _of_matrices(self) -> dict[str, float]:
-        """The largest response by slot of weights whose optimizer keeps no square of the gradient.
-
-        Muon computes in bf16: a rounding error of fp32 changes the update of some matrices by a
-        hundredth, and of others not at all.
-        """
-        found: dict[str, float] = {}
-        for (stage, name, slot), response in self._responses.items():
-            if stage == Stage.WEIGHTS and name not in self._squared:
-                found[slot] = max(found.get(slot, 0.0), response)
-        return found
 
     def _skip(self, why: str, name: str, tensors: int = 1) -> None:
         self._skipped += tensors
