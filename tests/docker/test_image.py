@@ -231,7 +231,9 @@ class TestBuild:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
-        assert build(None, dry_run=True) == 0
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        with pytest.raises(LaunchError, match="Docker is not installed"):  # As the build would.
+            build(None, dry_run=True)
         shown = capsys.readouterr().out
         assert f"--build-arg=MEGATRON_COMMIT={PUBLISHED}" in shown
         assert "--build-arg=MEGATRON_URL=https://mirror.example/mlm.git" in shown

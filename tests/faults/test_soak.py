@@ -20,6 +20,10 @@ from tools.spec.files import ROOT
         ({"STRATEGY": "dp2"}, "make soak STRATEGY=dp2 HOURS=0.33"),
         ({"STRATEGY": "dp2", "HOURS": "-1"}, "HOURS=-1 is not a number above 0."),
         ({"STRATEGY": "xp2", "HOURS": "1"}, "Unknown strategy 'xp2'"),
+        (
+            {"STRATEGY": "zero3", "HOURS": "1"},
+            "STRATEGY=zero3 of megatron cannot be resumed; use dp2",
+        ),
     ],
 )
 def test_a_soak_that_cannot_be_composed_is_refused(

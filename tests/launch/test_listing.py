@@ -24,6 +24,11 @@ def figures(listed: str, beginning: str) -> list[str]:
     return next(text for text in lines if text.startswith(beginning)).split()
 
 
+def test_the_pipelines_of_plain_pytorch_are_listed(listed: str) -> None:
+    for name in ("gpipe2", "1f1b2", "interleaved2", "pipedream2bw", "pipedream-flush2"):
+        assert name in listed
+
+
 def test_models_show_their_true_sizes(listed: str) -> None:
     assert figures(listed, "blueberry-79m ")[1] == "79,059,840"
     assert figures(listed, "llama3-8b ")[1] == "8,030,261,248"

@@ -48,6 +48,7 @@ def test_tracing_trains_few_iterations_and_then_draws_them() -> None:
     ("target", "environment", "sentence"),
     [
         ("plan", {}, "Say what: make plan MODEL="),
+        ("advise", {}, "Say what: make advise MODEL="),
         ("resume", {}, "Say which run: make resume RUN="),
         ("prepare-ds", {"INPUT": "a.jsonl"}, "Say its name: make prepare-ds INPUT="),
         ("demo", {"MAKEFLAGS": "-- ITER=5"}, "There is no variable ITER; did you mean ITERS="),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.launch.conftest import FakeDocker
 from tools.launch.container.docker import bind
+from tools.launch.container.image import build
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.runtime import docker_command, folders_named, run_module
@@ -85,7 +86,20 @@ def test_a_dry_run_prints_and_starts_nothing(
     options = Options(runtime=RuntimeName.DOCKER, dry_run=True)
     assert run_module(("tools.preprocess", "hub", "a/b"), options) == 0
     assert capsys.readouterr().out.startswith("docker run --rm")
-    assert [call[0] for call in docker.calls] == ["info"]
+    assert "run" not in [call[0] for call in docker.calls]
+
+
+def test_a_dry_run_refuses_what_the_run_would(
+    docker: FakeDocker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("tools.preprocess", "--input", str(tmp_path / "none.jsonl"))
+    with pytest.raises(LaunchError, match=r"none.jsonl matches nothing; check the path"):
+        run_module(words, Options(runtime=RuntimeName.HOST, dry_run=True))
+    assert "--input" in capsys.readouterr().out, "the command comes first"
+    docker.answer("info", code=1)
+    with pytest.raises(LaunchError, match="docker"):
+        build(None, dry_run=True)
+    assert capsys.readouterr().out.startswith("docker build")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.launch.errors import LaunchError
 from tools.launch.options import Options, Wandb, options_from_environment
 from tools.launch.start import _writing_launch
 from tools.launch.target import parse_target
@@ -54,6 +55,11 @@ def test_a_logged_run_is_named_after_its_folder_and_writes_tensorboard_events() 
     assert flags.text("--wandb-save-dir") == "runs/R"
     assert flags.text("--tensorboard-dir") == "runs/R/tensorboard"
     assert launch.environment["WANDB_MODE"] == "online"
+
+
+def test_a_mode_that_wandb_does_not_know_is_refused() -> None:
+    with pytest.raises(LaunchError, match="WANDB_MODE=onlin is not online, offline or disabled"):
+        options_from_environment({"WANDB": "1", "WANDB_MODE": "onlin"})
 
 
 def test_the_shared_start_is_not_logged() -> None:

@@ -4,6 +4,7 @@ import torch
 
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.timeline import Timeline
+from tools.native.pipelines import StageModules
 from tools.records.measurements import MemoryCategory, RankMemory
 
 WEIGHT_BYTES, BUFFER_BYTES = 4 * 4 * 4, 4 * 1024
@@ -79,3 +80,15 @@ def test_logits_stay_logits_kept_or_not() -> None:
     assert ledger.result is not None
     assert ledger.result.categories[MemoryCategory.LOGITS] == 2 * 4 * 3 * 7
     assert kept.shape == (3, 7)
+
+
+def test_every_version_that_a_pipeline_keeps_of_its_weights_is_counted_once() -> None:
+    stages = StageModules([torch.nn.Linear(4, 4, bias=False)])
+    newest = [parameter.data for parameter in stages.parameters()]
+    stages.weight_versions = [newest, [torch.empty_like(each) for each in newest]]
+    ledger = MemoryLedger(Timeline())
+    ledger.start(0, 2, [stages], torch.optim.SGD(stages.parameters()))
+    ledger.received([torch.empty(1024)])  # Which makes a peak.
+    ledger.stop()
+    assert ledger.result is not None
+    assert ledger.result.categories[MemoryCategory.WEIGHTS] == 2 * WEIGHT_BYTES

@@ -89,6 +89,14 @@ def test_pipedream_makes_an_update_of_each_micro_batch_and_2bw_of_one_a_stage_at
     assert "use a global batch of 8" in found
 
 
+def test_a_pipeline_of_plain_pytorch_is_refused_without_flags_of_megatrons() -> None:
+    split = Parallelism(pipeline=5, schedule=PipelineSchedule.GPIPE)
+    spec = spec_of_model(LARGE, split, Batch(1, 5))
+    (found,) = violations(replace(spec, backend=Backend.NATIVE))
+    assert "36 layers, which PP 5 does not divide; use a PP of 1, 2, 3" in found
+    assert "--" not in found
+
+
 def test_all_to_all_context_parallelism_needs_enough_heads() -> None:
     split, batch = Parallelism(context=32), Batch(1, 1)
     assert refusals(LARGE.shape, split, batch) == ()

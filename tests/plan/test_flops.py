@@ -5,8 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.conftest import TINY as TINY_OF_FOUR
+from tools.plan.residuals import h200_figures
 from tools.plan.time.flops import mfu, model_flops, token_flops
+from tools.spec.files import ROOT
+from tools.spec.hardware import device_by_key
 from tools.spec.model import load_model
+from tools.spec.published import Figure
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 TINY = replace(TINY_OF_FOUR, layers=2, query_groups=2)
 
@@ -20,6 +26,24 @@ def test_gpt2_large_takes_the_published_work_an_iteration() -> None:
 def test_the_published_baseline_reaches_its_published_utilisation() -> None:
     flops = model_flops(load_model("gpt2-large").shape, 32)
     assert mfu(flops, 0.4375, 1, 989.5e12) == pytest.approx(0.372, abs=0.0005)
+
+
+@pytest.mark.parametrize("figure", h200_figures(), ids=lambda figure: figure.strategy)
+def test_the_readme_s_rates_of_a_published_run_follow_from_its_time(figure: Figure) -> None:
+    (row,) = (
+        line for line in README.splitlines() if f"`train-{figure.strategy}-gpt2-large-" in line
+    )
+    _, _, batch, milliseconds, _, tflops, share = (
+        cell.strip() for cell in row.strip("|").split("|")
+    )
+    samples, peak = int(batch.partition("/")[2]), device_by_key("h200").peak_flops("fp16")
+    flops = model_flops(load_model("gpt2-large").shape, samples)
+    assert figure.mean_iteration_ms is not None
+    assert peak is not None
+    seconds = figure.mean_iteration_ms / 1e3
+    assert milliseconds == f"{figure.mean_iteration_ms:.1f}"
+    assert tflops == f"{flops / seconds / figure.devices / 1e12:.1f}"
+    assert share == f"{mfu(flops, seconds, figure.devices, peak):.1%}"
 
 
 def test_every_matrix_of_a_tiny_model_is_counted_once() -> None:

@@ -43,6 +43,8 @@ MEANING = {
     "cp2": "the sequence in two, K and V exchanged",
     "pp2": "the layers in two stages",
     "vpp2": "PP 2, two interleaved stages a rank",
+    "gpipe2 …": "PP 2 of plain PyTorch, BACKEND=native: gpipe2, 1f1b2, interleaved2, "
+    "pipedream-flush2, and without flushes pipedream2 and pipedream2bw",
     "ep2": "experts over two ranks (mixture of experts)",
     "ep2dp2": "two copies of the experts, each over two ranks",
     "tp2ep2": "experts over two ranks, each and all matrices in two (with sequence parallelism)",

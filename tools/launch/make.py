@@ -49,6 +49,7 @@ class Tool:
 
 
 _MODEL_OF_PLAN = "Say what: make plan MODEL=gpt2-large GPUS=2 GPU=h200"
+_MODEL_OF_ADVISE = "Say what: make advise MODEL=gpt2-large GPUS=2 GPU=h200"
 _MODEL_OF_ZERO = "Say what: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
 _MODEL_OF_DRYRUN = "Say what: make dryrun MODEL=gpt3-175b TP=8 PP=16 DP=8"
 _WHICH_TABLE = "Say which table: make audit TABLE=figures.md (Markdown or CSV)"
@@ -71,7 +72,7 @@ TOOLS = {
     "plan": Tool("tools.plan", needs=((settings.MODEL, _MODEL_OF_PLAN),)),
     "dryrun": Tool("tools.plan", ("dryrun",), needs=((settings.MODEL, _MODEL_OF_DRYRUN),)),
     "schedules": Tool("tools.plan", ("schedules",)),
-    "advise": Tool("tools.plan", ("advise",), needs=((settings.MODEL, _MODEL_OF_PLAN),)),
+    "advise": Tool("tools.plan", ("advise",), needs=((settings.MODEL, _MODEL_OF_ADVISE),)),
     "validate": Tool("tools.plan", ("validate",)),
     "audit": Tool("tools.plan", ("audit",), needs=((settings.TABLE, _WHICH_TABLE),)),
     "report": Tool("tools.report", ("build",)),

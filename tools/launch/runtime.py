@@ -19,6 +19,7 @@ from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
+from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind, RuntimeName
 
@@ -127,7 +128,7 @@ def run_module(words: Sequence[str], options: Options) -> int:
     """Replace this process by `python -m WORDS…`; with DRY_RUN=1 print the command and return 0.
 
     Raises:
-        LaunchError: The container cannot be started.
+        LaunchError: The container cannot be started, or a dry run finds no input.
     """
     command = (sys.executable, "-m", *words)
     in_docker = not image_tag() and (options.runtime or default_runtime()) is RuntimeName.DOCKER
@@ -135,14 +136,28 @@ def run_module(words: Sequence[str], options: Options) -> int:
         command = docker_command(words, options)
     if options.dry_run:
         print(shlex.join(command))
-        return 0
+        _check_input(words)
     if in_docker:
         pair = find_pair(options.image)
         docker.check_container(pair.name, pair.ngc_tag)
+    if options.dry_run:
+        return 0
     try:
         os.execvp(command[0], command)
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be run ({error.strerror}).") from None
+
+
+def _check_input(words: Sequence[str]) -> None:
+    """What `tools.preprocess` would refuse of the texts that it is to read."""
+    place = words.index(settings.INPUT.option) + 1 if settings.INPUT.option in words else len(words)
+    from tools.preprocess.source import HUB_PREFIX, DatasetError, expand  # GPU ranks need none.
+
+    named = [word for word in words[place : place + 1] if not word.startswith(HUB_PREFIX)]
+    try:
+        expand(named)
+    except DatasetError as error:
+        raise LaunchError(str(error)) from None
 
 
 def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from tools.launch.checkpoint.saving import KEEP, Saving
+from tools.launch.checkpoint.saving import KEEP, NOT_RESUMED, Saving
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
@@ -41,7 +41,8 @@ from tools.records import run as records
 from tools.records.io import write_whole
 from tools.spec import settings
 from tools.spec.files import from_root
-from tools.spec.strategy import devices_of
+from tools.spec.run import Backend
+from tools.spec.strategy import devices_of, parse_strategy
 from tools.text.terminal import say
 
 SAVE_EVERY = 50
@@ -141,6 +142,13 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
     model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
     with wrong_strategies_refused(f"STRATEGY={strategy}"):
         devices = devices_of(strategy, otherwise=2)
+        sharding = parse_strategy(strategy, devices).sharding
+    if sharding in NOT_RESUMED or options.backend != Backend.MEGATRON:
+        raise LaunchError(
+            f"A soak resumes after each kill, and STRATEGY={strategy} of {options.backend} cannot be "
+            "resumed; use dp2, pp2, zero1, ep2 or another layout of Megatron's that shards no more than "
+            "the optimizer."
+        )
     target = parse_target(f"train-{strategy}-{model}-{devices}cpu")
     iterations = round(hours * 3600 / _FASTEST_SECONDS)
     schedule = ("--train-iters", str(iterations), "--lr-decay-iters", str(iterations))

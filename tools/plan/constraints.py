@@ -113,7 +113,8 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
     elif problem := spec.stages.problem(shape.layers, pipeline, virtual):
         stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
         ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
-        uneven = uneven_stages(shape.layers, pipeline, virtual)
+        # The pipelines of plain PyTorch lay layers evenly alone.
+        uneven = None if parallelism.schedule else uneven_stages(shape.layers, pipeline, virtual)
         flags = f", or {' '.join(uneven.flags)}" if uneven else ""
         if spec.stages == EVEN:
             problem = f"which {stages} does not divide"

@@ -239,7 +239,13 @@ REPEATS = Setting(
 WANDB = Setting("WANDB", switch, _SWITCH, "1 logs to Weights & Biases", _TRAIN, default=False)
 WANDB_PROJECT = Setting("WANDB_PROJECT", str, _TEXT, "the names in W&B", _TRAIN)
 WANDB_ENTITY = Setting("WANDB_ENTITY", str, _TEXT, "the names in W&B", _TRAIN)
-WANDB_MODE = Setting("WANDB_MODE", str, _TEXT, "online or offline", _TRAIN)
+WANDB_MODE = Setting(
+    "WANDB_MODE",
+    one_of("online", "offline", "disabled"),
+    "online, offline or disabled",
+    "online, offline or disabled",
+    _TRAIN,
+)
 LEDGER = Setting("LEDGER", switch, _SWITCH, "0 switches the ledgers off", _TRAIN, default=True)
 CALIBRATE = Setting(
     "CALIBRATE",

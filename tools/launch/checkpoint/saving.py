@@ -13,7 +13,7 @@ from tools.spec.strategy import Parallelism, Sharding
 KEEP = 2
 """Verified checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
 
-_NOT_RESUMED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+NOT_RESUMED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 _BYTES_A_PARAMETER = {"fp32": 12, "fp16": 14, "bf16": 14}
 """Weights, fp32 main weights beside 16-bit ones, and Adam's two moments."""
 
@@ -56,7 +56,7 @@ def saving_problems(
         yield (
             f"BACKEND={backend} saves no checkpoints; leave SAVE_EVERY= out, or use BACKEND=megatron."
         )
-    if parallelism.sharding in _NOT_RESUMED:
+    if parallelism.sharding in NOT_RESUMED:
         yield (
             f"{strategy} cannot be resumed yet: its {parallelism.sharding} shards are saved in a "
             "format of their own; leave SAVE_EVERY= out, or use zero1."

@@ -96,8 +96,9 @@ def build(ngc_tag: str | None, dry_run: bool = False) -> int:
     command = build_command(pair)
     if dry_run:
         print(shlex.join(command))
-        return 0
     ask_engine()
+    if dry_run:
+        return 0
     status = subprocess.run(command, check=False).returncode
     if status != 0:
         raise LaunchError(

@@ -5,6 +5,7 @@ A file that holds a key or a setting that is not known is refused by that name.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ SWEEP = "sweep"
 """The file whose axes a sweep has that has no file of its own; also the table of sweeps."""
 
 _DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
+_NEAR = 0.8
+"""Likeness of a mistyped name: `siz` and `size` have 0.86."""
 _NAME = re.compile(r"\w[\w.-]*")
 
 VariableValue = str | int | float | bool
@@ -224,11 +227,14 @@ def load_sweep(name: str, given: Mapping[str, str]) -> Experiment:
         given: Axes of the caller's, which count in place of the file's.
 
     Raises:
-        LaunchError: A word is no model, strategy, backend or number of devices; it is named.
+        LaunchError: A word is no model, strategy, backend or number of devices, or the name is nearly a
+            file's; it is named.
     """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"NAME: {name} is not a folder's name.")
     own = _read(name) if (FOLDER / f"{name}.yaml").is_file() else None
+    if own is None and not any(given.values()):
+        _refuse_near(name)
     file = own if own and own.axes else _read(SWEEP)
     axes = {**file.axes, **{axis: words for axis, words in given.items() if words}}
     return Experiment(
@@ -240,6 +246,16 @@ def load_sweep(name: str, given: Mapping[str, str]) -> Experiment:
         table=file.table,
         warm=file.warm,
     )
+
+
+def _refuse_near(name: str) -> None:
+    """A name that was meant to be a file's would train the default axes instead."""
+    names = [path.stem for path in FOLDER.glob("*.yaml")]
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=_NEAR):
+        raise LaunchError(
+            f"NAME={name} is no file of examples/experiments, but nearly {near[0]}.yaml; use "
+            f"NAME={near[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
+        )
 
 
 def _over_axes(axes: Mapping[str, str], file: _ExperimentFile) -> tuple[ExperimentCell, ...]:

@@ -11,7 +11,7 @@ from tools.plan.tensors import rank_parameters
 from tools.spec.run import RunSpec
 from tools.spec.strategy import PipelineSchedule
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, megabytes, percent
+from tools.text.units import DASH, joined, megabytes, percent
 
 CLOSE = 1e-3
 """Losses of runs that compute the same differ by rounding, far less than this share."""
@@ -58,6 +58,13 @@ def claims(runs: Sequence[Measured]) -> list[str]:
         sentences.append(
             f"“Weight versioning”: {_verdict(versions[0] > 1)}; PipeDream's stages hold "
             f"{' and '.join(f'{count:g}' for count in versions)} version(s) of their weights."
+        )
+    if stashed and (distance := _Trained(stashed, runs[0]).distance) is not None:
+        ages = _staleness(_Trained(stashed, runs[0])).split()
+        sentences.append(
+            f"“Asynchronous execution”: {_verdict(distance > CLOSE)}; each stage's gradient is of "
+            f"weights that are p − s − 1 updates old, here {joined(ages)}, and the losses differ from "
+            f"{runs[0].strategy}'s by up to {distance:.1e} of the loss."
         )
     two, one = found.get("pipedream2bw"), found.get("pipedream-flush2")
     if two and one and two.peak_bytes and one.peak_bytes:
