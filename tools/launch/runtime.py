@@ -151,9 +151,11 @@ def run_module(words: Sequence[str], options: Options) -> int:
 def _check_input(words: Sequence[str]) -> None:
     """What `tools.preprocess` would refuse of the texts that it is to read."""
     place = words.index(settings.INPUT.option) + 1 if settings.INPUT.option in words else len(words)
-    from tools.preprocess.source import HUB_PREFIX, DatasetError, expand  # GPU ranks need none.
+    from tools.dataset.indexed import DatasetError  # What trains needs neither.
+    from tools.preprocess.hub import PREFIX
+    from tools.preprocess.source import expand
 
-    named = [word for word in words[place : place + 1] if not word.startswith(HUB_PREFIX)]
+    named = [word for word in words[place : place + 1] if not word.startswith(PREFIX)]
     try:
         expand(named)
     except DatasetError as error:
