@@ -37,7 +37,7 @@
 ##   REPEATS          repetitions of the run; the report pools them [not soak]
 ##   WANDB            1 logs to Weights & Biases
 ##   WANDB_PROJECT WANDB_ENTITY  the names in W&B
-##   WANDB_MODE       online or offline
+##   WANDB_MODE       online, offline or disabled
 ##   LEDGER           0 switches the ledgers off
 ##   CALIBRATE        1 measures this machine before planning [train-auto-*]
 ##   HANG_TIMEOUT     seconds without a log line before the run is ended (900)
