@@ -16,6 +16,7 @@ from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
 from tools.plan.tensors import parameters_total, rank_parameters
 from tools.spec.model import Model, load_model
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model
+from tools.spec.stages import SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import MIB
 
@@ -117,6 +118,16 @@ def test_state_follows_dtype_and_sharding(
     spec = tiny(Parallelism(data=4, sharding=sharding), dtype=dtype)
     state = memory_of_rank(spec).state
     assert state == bytes_a_parameter * parameters_total(TINY)
+
+
+def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
+    def held(micro_batches: int) -> int:
+        uneven = replace(TINY, layers=7)
+        split = Parallelism(pipeline=2, virtual_stages=2)
+        batch = Batch(1, micro_batches)
+        return layers_in_flight(RunSpec(uneven, split, batch, stages=SPREAD), 0)
+
+    assert held(20) == held(10**12)
 
 
 def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:

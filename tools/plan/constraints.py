@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import gcd
 
-from tools.spec.model import round_up
+from tools.spec.model import BLOCKS, round_up
 from tools.spec.run import Backend, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
 from tools.spec.strategy import PipelineSchedule, Sharding, strategy_name
@@ -23,6 +23,9 @@ _EXPERTS_IN_FP16 = (0, 16)
 
 _SHARED_GROUPS = (0, 16)
 """First release whose `num_query_groups` may divide TP instead of being divided by it."""
+
+NEWEST = (0, 16)
+"""The release from which on the rules are the fewest."""
 
 _LARGEST_NAMED = 64
 
@@ -55,8 +58,14 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 
 def _degree_below_one(spec: RunSpec) -> str | None:
-    parallelism, batch = spec.parallelism, spec.batch
+    parallelism, batch, shape = spec.parallelism, spec.batch, spec.shape
     sizes = {
+        "the number of layers": shape.layers,
+        "hidden": shape.hidden,
+        "the number of attention heads": shape.heads,
+        "the number of query groups": shape.query_groups,
+        "the width of an attention head": shape.head_width,
+        "the sequence length": shape.seq_length,
         "DP": parallelism.data,
         "TP": parallelism.tensor,
         "PP": parallelism.pipeline,
@@ -103,6 +112,11 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             f"{strategy_name(parallelism)} is trained by plain PyTorch, not by Megatron-LM; use "
             f"BACKEND=native, or pp{pipeline}."
         )
+    if unknown := sorted(set(shape.blocks) - set(BLOCKS)):
+        yield (
+            f"{model} has the blocks {shape.blocks}, of which {', '.join(unknown)} are not known; use "
+            f"{_choices(BLOCKS)}."
+        )
     if shape.blocks and pipeline > 1:
         yield (f"{model} has the blocks {shape.blocks}, whose stages are not planned; use PP 1.")
     elif virtual > 1 and pipeline == 1:
@@ -119,7 +133,8 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
         if spec.stages == EVEN:
             problem = f"which {stages} does not divide"
         else:
-            problem = f"which {' '.join(spec.stages.flags)} does not lay on {stages}: {problem}"
+            split = " ".join(spec.stages.flags) or "the most even split"
+            problem = f"which {split} does not lay on {stages}: {problem}"
         yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
 
 

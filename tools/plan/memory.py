@@ -99,7 +99,8 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     chunks = chunks_in_flight(spec, pipeline_rank)
     if len(set(layers)) == 1:
         return chunks * layers[0]
-    steps = spec.microbatches * len(layers)
+    # What is begun and ended repeats after a group of micro batches.
+    steps = min(spec.microbatches * len(layers), chunks + spec.parallelism.pipeline * len(layers))
     return _most_layers(layers, spec.parallelism.pipeline, chunks, steps)
 
 

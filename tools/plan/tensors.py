@@ -326,7 +326,8 @@ def _stage_parameters(
 ) -> Parameters:
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    stage = _layer_tensors(shape, tensor, expert, expert_tensor) * layers
+    layer = _layer_tensors(shape, tensor, expert, expert_tensor)
+    stage = (replace(item, copies=layers * item.copies) for item in layer)
     return _parameters([*stage, *_end_tensors(shape, table, pipeline, first, last)])
 
 

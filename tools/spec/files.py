@@ -1,4 +1,4 @@
-"""The repository's root, paths as commands take them, and readers of `*.args` and YAML files.
+"""The repository's root, paths as commands take them, and readers of `*.args`, YAML and CSV files.
 
 `*.args` files are plain Megatron flags, one a line, `#` starts a comment. The launch scripts pass these
 flags to Megatron as they are; planner and report read the same files.
@@ -6,7 +6,12 @@ flags to Megatron as they are; planner and report read the same files.
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import shlex
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +57,40 @@ def read_yaml(path: Path) -> Any:
         yaml.YAMLError: It is not YAML, or names a Python object.
     """
     return yaml.load(path.read_text(), Loader=SafeLoader)
+
+
+class UnreadableError(ValueError):
+    """A file that is no text, or no CSV; the message says why."""
+
+
+def read_text(path: Path) -> str:
+    """A text file, compressed by gzip or not, without the byte order mark that Excel writes.
+
+    Raises:
+        UnreadableError: It cannot be read or unpacked, or is no UTF-8.
+    """
+    try:
+        raw = path.read_bytes()
+        text = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
+        return text.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise UnreadableError(f"{path} cannot be read ({error}); name a text file.") from None
+
+
+_GZIP = b"\x1f\x8b"
+
+
+def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a file that are not blank, each with the line of the file that it begins on.
+
+    Raises:
+        UnreadableError: As `read_text`; or a cell is longer than 131,072 characters.
+    """
+    reader, line = csv.reader(io.StringIO(read_text(path), newline="")), 1
+    try:
+        for cells in reader:
+            if cells:
+                yield line, cells
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UnreadableError(f"{path}: row {line} is no CSV ({error}); correct it.") from None

@@ -60,8 +60,11 @@ class StageSplit:
     def problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Why Megatron does not lay `layers` so; empty if it does."""
         if self in (EVEN, SPREAD):
-            divides = self == SPREAD or layers % (pipeline * virtual) == 0
-            return "" if divides else "they do not divide"
+            stages = pipeline * virtual
+            # A stage of its own may have the embedding, and one the loss.
+            wrong = layers + 2 < stages if self == SPREAD else layers % stages
+            outcome = "fill the stages" if self == SPREAD else "divide"
+            return f"they do not {outcome}" if wrong else ""
         if self.counted and (self.first or self.last):
             return "a first or last stage of its own excludes counting embedding or loss"
         if min(self.first, self.last) < 0:

@@ -281,7 +281,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
     )
     expert_tensor = flags.integer("--expert-tensor-parallel-size", tensor)
     model_ranks = tensor * pipeline * context
-    if devices % model_ranks:
+    if model_ranks < 1 or devices % model_ranks:
         raise StrategyError(
             f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
             f"{devices} device(s); name a number of devices that is a multiple of it."

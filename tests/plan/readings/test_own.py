@@ -182,3 +182,15 @@ def test_ones_own_columns_stay(tmp_path: Path) -> None:
     add_rows(path, [measured("tp2", 1.0)])
     with path.open(newline="") as file:
         assert [row["rack"] for row in csv.DictReader(file)] == ["7", ""]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"value": "1e-9"},
+        {"notes": measured("dp2", 1.0)["notes"].replace("-batch-size 4", "-batch-size 0")},
+        {"notes": "", "heads": "5000"},
+    ],
+)
+def test_a_row_that_cannot_be_corrects_nothing(tmp_path: Path, wrong: Row) -> None:
+    assert known(tmp_path / "mine.csv", measured("dp2", 1.0) | wrong) == OwnRuns()

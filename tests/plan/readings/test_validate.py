@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -76,6 +77,96 @@ def test_a_file_without_one_readable_row_ends_with_2(
 ) -> None:
     assert main(["validate", "--readings", str(file_of(tmp_path, {"value": "fast"}))]) == 2
     assert "row 2, column value: 'fast' is not a number above 0" in capsys.readouterr().err
+
+
+MIXTRAL = {"model": "mixtral-8x7b", "tp": "1"}
+SAID = "flags: --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": "5000"}, "width of an attention head is 0"),
+        (
+            MIXTRAL | {"ep": "16", "gpus": "16", "dp": "16"},
+            "8 experts, which EP 16 does not divide",
+        ),
+        (MIXTRAL | {"ep": "8", "gpus": "1", "dp": "1"}, "EP 8 lies inside DP x CP = 1"),
+        ({"tp": "1", "dp": "1", "pp": "8", "layers": "4"}, "they do not fill the stages"),
+        ({"tp": "1", "dp": "1", "pp": "8", "vpp": "1000000"}, "they do not fill the stages"),
+        ({"dtype": "int3"}, "'int3' is none of bf16"),
+        ({"recompute": "sometimes"}, "'sometimes' is none of none, full"),
+        ({"value": "1e-9"}, "of the peak of A100"),
+        ({"value": "1e308"}, "of the peak of A100"),
+        ({"metric": "mfu_percent", "value": "400"}, "of the peak of A100"),
+        ({"notes": f"{SAID} --micro-batch-size 0 --global-batch-size 8"}, "micro batch is 0"),
+        (
+            {"notes": f"{SAID} --micro-batch-size 1 --tensor-model-parallel-size 0"},
+            "= 0 does not divide 8",
+        ),
+        (
+            {"notes": f"{SAID} --micro-batch-size 1 --hybrid-layer-pattern MQ"},
+            "blocks MQ, of which Q are not known",
+        ),
+    ],
+)
+def test_a_run_that_cannot_have_been_is_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, str], words: str
+) -> None:
+    (refused,) = residuals(*read_readings(file_of(tmp_path, changes))).refused
+    assert words in refused.reason
+
+
+def test_many_layers_are_a_large_number(tmp_path: Path) -> None:
+    changes = {"layers": str(10**9), "metric": "peak_memory_gib"}
+    (found,) = residuals(*read_readings(file_of(tmp_path, changes))).predicted
+    assert found.predicted > 10**8
+
+
+@pytest.mark.parametrize(
+    ("notes", "source", "line"),
+    [('"a\nb"', "b", 4), ("a", "\nb", 4), ("a\u2028b", "b", 3), ("a\x0cb", "b", 3)],
+)
+def test_a_line_is_that_of_the_file_whatever_a_cell_holds(
+    tmp_path: Path, notes: str, source: str, line: int
+) -> None:
+    path = file_of(tmp_path, {"notes": notes}, {"value": "fast", "source": source})
+    readings, unreadable = read_readings(path)
+    assert [row.line for row in unreadable] == [line]
+    assert len(readings) == 1
+
+
+def test_a_table_from_excel_is_read(tmp_path: Path) -> None:
+    path = file_of(tmp_path, {})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert len(read_readings(path)[0]) == 1
+
+
+PACKED = gzip.compress(b"gpus,tp,pp\n8,2,1\n" * 50)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PACKED[:-12],
+        PACKED[:12] + b"\xff" * 9 + PACKED[21:],
+        bytes(range(256)),
+        b"gpus,tp,pp\n8,2," + b"x" * 200_000,
+    ],
+)
+@pytest.mark.parametrize("words", [["validate", "--readings"], ["audit"]])
+def test_a_damaged_file_is_named_by_loader_and_auditor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, words: list[str]
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(data)
+    assert main([*words, str(path)]) == 2
+    assert capsys.readouterr().err.startswith(str(path))
+
+
+def test_a_number_of_thousands_of_digits_is_named_by_row_and_column(tmp_path: Path) -> None:
+    with pytest.raises(ReadingsError, match=r"row 2, column tp: '9{40}' is not"):
+        read_readings(file_of(tmp_path, {"tp": "9" * 5000}))
 
 
 def test_a_layout_that_does_not_multiply_to_the_gpus_is_refused(tmp_path: Path) -> None:

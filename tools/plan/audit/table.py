@@ -6,12 +6,12 @@ columns `metric` and `value` (the planner's readings) becomes one row for figure
 
 from __future__ import annotations
 
-import csv
-import gzip
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tools.spec.files import UnreadableError, read_csv, read_text
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
 
@@ -76,12 +76,11 @@ def read_table(path: Path) -> list[TableRow]:
         TableError: It cannot be read, or has no column that is known beside another.
     """
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TableError(f"The table {path} cannot be read: {error}; name a text file.") from None
-    markdown = any(_is_rule(line) for line in text.splitlines())
-    tables = list(_markdown_tables(text)) if markdown else [_csv_table(text)]
+        text = read_text(path)
+        markdown = any(_is_rule(line) for line in text.splitlines())
+        tables = list(_markdown_tables(text)) if markdown else [_csv_table(path)]
+    except UnreadableError as error:
+        raise TableError(str(error)) from None
     rows = [row for header, lines in tables for row in _rows(header, lines)]
     if not rows:
         raise TableError(
@@ -109,10 +108,9 @@ def quantity(heading: str) -> str:
     return ""
 
 
-def _csv_table(text: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    reader = csv.reader(text.splitlines())
-    header = next(reader, [])
-    return header, [(reader.line_num, cells) for cells in reader if any(cells)]
+def _csv_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    (_, header), *rows = [*read_csv(path)] or [(1, [])]
+    return header, [(line, cells) for line, cells in rows if any(cells)]
 
 
 def _markdown_tables(text: str) -> Iterator[tuple[list[str], list[tuple[int, list[str]]]]]:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tools.plan.constraints import NEWEST, violations
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import Execution
@@ -33,6 +34,9 @@ _HERE = Path(__file__).parent
 _CASE = re.compile(r"test_cases/(.+?)/golden_values")
 _WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
 _GATED_COLUMNS = 64
+_DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp4")
+_RECOMPUTED = ("none", "full", "selective", "norm", "layernorm", "per-op")
+"""What a recomputation begins with; that of a few modules is not predicted."""
 _UNLAID = "{} has layers of several kinds, and PP or CP"
 
 
@@ -66,6 +70,9 @@ def express(reading: Reading) -> Expressed:
         spec, execution = _golden_spec(reading, case), execution_of_flags(Flags(case.split()))
     else:
         spec, execution = _stated_spec(reading, source), _stated_execution(reading, source)
+    # What a test of Megatron's ran is possible, by flags that its case does not list here.
+    if (own is not None or not case) and (problems := violations(spec, NEWEST)):
+        raise RefusedError(problems[0])
     return Expressed(reading, spec, _cluster(reading, source, execution))
 
 
@@ -294,11 +301,17 @@ def _sharding(reading: Reading, source: dict[str, Any]) -> Sharding:
 
 def _dtype(reading: Reading) -> str:
     words = reading.dtype.lower()
+    if words and not any(known in words for known in _DTYPES):
+        raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
     return "fp16" if words.startswith("fp16") else "fp32" if words == "fp32" else "bf16"
 
 
 def _recompute(reading: Reading, fused: bool) -> Recompute:
     words = reading.recompute.lower()
+    if words and not words.startswith(_RECOMPUTED):
+        raise RefusedError(
+            f"its recompute '{reading.recompute}' is none of {', '.join(_RECOMPUTED)}"
+        )
     if words.startswith("full"):
         return Recompute.FULL
     return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tools.plan.readings.express import FLAGS, RefusedError, express
 from tools.plan.readings.residual import Residual, residual
-from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings
+from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings, read_rows
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.rates import NoPeakError
@@ -252,14 +252,13 @@ def _table(path: Path) -> tuple[list[str], list[Row]]:
     """Columns and rows of a file; those of an empty one where it is not there."""
     if not path.is_file():
         return list(COLUMNS), []
-    with path.open(newline="", errors="replace") as file:
-        reader = csv.DictReader(file)
-        columns = list(reader.fieldnames or ())
-        if not set(COLUMNS) <= set(columns):
-            raise ReadingsError(
-                f"{path} is no table of readings; name another file with READINGS=."
-            )
-        return columns, [{k: v or "" for k, v in row.items() if k} for row in reader]
+    try:
+        columns, rows = read_rows(path)
+    except ReadingsError as error:
+        raise ReadingsError(
+            f"{path} is no table of readings; name another file with READINGS= ({error})"
+        ) from None
+    return columns, [row for _, row in rows]
 
 
 @contextmanager

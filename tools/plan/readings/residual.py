@@ -129,6 +129,7 @@ def residual(
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
         NoPeakError: The device has no rate in the run's dtype.
+        RefusedError: No device can have run so fast, or nobody trains so slowly.
     """
     reading, spec, cluster = expressed.reading, expressed.spec, adjust(expressed.cluster)
     metric, value = reading.metric, reading.value
@@ -138,11 +139,26 @@ def residual(
     if metric == "matmul_tflops":
         predicted = rates(cluster, spec.dtype).flops / 1e12
         return Residual(expressed, predicted, value / predicted - 1)
-    seconds = _seconds(spec, cluster)
-    if metric == "step_time_s":
-        return Residual(expressed, seconds, seconds / value - 1, seconds)
-    predicted = _rate(expressed, cluster, seconds, flops_a_token)
-    return Residual(expressed, predicted, value / predicted - 1, seconds)
+    predicted = seconds = _seconds(spec, cluster)
+    measured = value
+    if metric != "step_time_s":
+        predicted = _rate(expressed, cluster, seconds, flops_a_token)
+        measured = seconds * predicted / value
+    _refuse_impossible(spec, cluster, measured)
+    return Residual(expressed, predicted, seconds / measured - 1, seconds)
+
+
+_LEAST_USE = 1e-8
+"""Of the peak; what is slower is no training, or a figure in another unit."""
+
+
+def _refuse_impossible(spec: RunSpec, cluster: Cluster, seconds: float) -> None:
+    """CPU cores have no datasheet, so that their peak bounds nothing."""
+    device = cluster.device
+    peak = cluster.devices * max(device.peak_tflops.values()) * 1e12
+    used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(seconds, 1e-30)
+    if device.key != "cpu" and not _LEAST_USE < used <= 1:
+        raise RefusedError(f"its value would be {used:.3g} of the peak of {device.name}")
 
 
 def _rate(

@@ -6,13 +6,13 @@ says what each column means. A file of one's own has the same columns, compresse
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tools.spec.files import UnreadableError, read_csv
 
 READINGS = Path(__file__).with_name("readings.csv.gz")
 
@@ -21,7 +21,6 @@ _WHOLE = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "vpp"
 _BATCH = ("mbs", "gbs")
 _NUMBERS = ("params_b", "value")
 _FFN = "ffn"
-_GZIP = b"\x1f\x8b"
 COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, *_NUMBERS, _FFN)
 
 METRICS = (
@@ -30,6 +29,9 @@ METRICS = (
     *("peak_memory_gib", "peak_memory_gb", "device_memory_gb"),
 )
 """What a figure is; the unit is part of the name."""
+
+_LONGEST = 18
+"""Digits of a whole number."""
 
 
 class ReadingsError(ValueError):
@@ -86,25 +88,13 @@ def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Unr
     Raises:
         ReadingsError: It cannot be read, lacks a column, or has no row that can be read.
     """
-    try:
-        packed = path.read_bytes()
-        text = (gzip.decompress(packed) if packed.startswith(_GZIP) else packed).decode()
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise ReadingsError(f"{path} cannot be read ({error}); name a CSV file.") from None
-    rows = csv.DictReader(text.splitlines())
-    missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
-    if missing:
-        raise ReadingsError(
-            f"{path}: row 1 lacks the column(s) {', '.join(missing)}; the first line names the columns, "
-            "as in tools/plan/readings/README.md."
-        )
     found: list[Reading] = []
     unreadable: list[Unreadable] = []
-    for line, row in enumerate(rows, start=2):
+    for line, row in read_rows(path)[1]:
         try:
             found.append(_reading(line, row))
         except _CellError as error:
-            unreadable.append(Unreadable(line, (row["source"] or "").strip(), str(error)))
+            unreadable.append(Unreadable(line, row["source"].strip(), str(error)))
     if unreadable and not found:
         raise ReadingsError(f"{path}: {unreadable[0].reason}")
     if not found:
@@ -114,23 +104,46 @@ def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Unr
     return tuple(found), tuple(unreadable)
 
 
+def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+    """Columns of a file of readings, and its rows by column, each with its line in the file.
+
+    Raises:
+        ReadingsError: It cannot be read, or lacks a column.
+    """
+    try:
+        rows = list(read_csv(path))
+    except UnreadableError as error:
+        raise ReadingsError(str(error)) from None
+    columns = rows[0][1] if rows else []
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise ReadingsError(
+            f"{path}: row 1 lacks the column(s) {', '.join(missing)}; the first line names the columns, "
+            "as in tools/plan/readings/README.md."
+        )
+    blank = dict.fromkeys(columns, "")
+    return columns, [
+        (line, blank | dict(zip(columns, cells, strict=False))) for line, cells in rows[1:]
+    ]
+
+
 class _CellError(ValueError):
     """A cell that holds what its column does not."""
 
 
-def _reading(line: int, row: Mapping[str, str | None]) -> Reading:
-    cells = {name: (row[name] or "").strip() for name in COLUMNS}
+def _reading(line: int, row: Mapping[str, str]) -> Reading:
+    cells = {name: row[name].strip() for name in COLUMNS}
 
     def wrong(column: str, wanted: str) -> _CellError:
         return _CellError(
-            f"row {line}, column {column}: '{cells[column]}' is not {wanted}; correct the cell, or "
+            f"row {line}, column {column}: '{cells[column]:.40}' is not {wanted}; correct the cell, or "
             "leave it empty where it is not known"
         )
 
     def whole(column: str, text: str) -> int | None:
         if not text:
             return None
-        if not text.isdecimal() or int(text) < 1:
+        if not text.isdecimal() or len(text) > _LONGEST or int(text) < 1:
             raise wrong(column, "a whole number above 0")
         return int(text)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.plan.calibration import calibration_of
+from tools.plan.constraints import NEWEST, violations
 from tools.plan.readings.express import RefusedError, execution_of_flags
 from tools.plan.readings.near import Uncertainty, uncertainty
 from tools.plan.readings.own import OwnRuns, Row, own_runs, row_of
@@ -57,10 +58,12 @@ def planned(
         spec, cluster = entry.run.spec, _cluster(entry.run, runs_root)
         if spec is None or cluster is None or not _is_timed(entry):
             continue
+        if violations(spec, NEWEST):
+            continue  # A log can say less than what ran.
         known = own_runs(own, cluster).without(spec) if own else OwnRuns()
         try:
             found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
-        except (UnevenSplitError, NoPeakError, ZeroDivisionError):
+        except (UnevenSplitError, NoPeakError):
             continue
     return tuple(found)
 
