@@ -82,6 +82,33 @@ def test_a_right_table_says_nothing_and_its_checks_are_counted(tmp_path: Path) -
             "57 TFLOP/s a GPU, but 4,000 tokens/s of 7 billion parameters are 168 to 224",
         ),
         ("heads,tp,layers,pp", "40,8,32,4", "40,16,32,4", "divisibility", "40 attention heads"),
+        ("GPUs,layout", "768,sp8vpp16x6dp6", "64,sp8vpp16x6dp6", "degrees", "= 768, not the 64"),
+        ("GPUs,layout", "8,tp2vpp2dp2", "16,tp2vpp2dp2", "degrees", "= 8, not the 16"),
+        ("GPUs,TP x PP x DP", "640,8x8x10", "320,8x8x10", "degrees", "= 640, not the 320 GPUs"),
+        ("GPUs,TP,PP,DP", "2x8,2,1,8", "2x4,2,1,8", "degrees", "= 16, not the 8 GPUs"),
+        ("GPUs,TP,PP,DP", "8,2,1,4", "8,2,1,4.5", "number", "DP is 4.5, no whole number"),
+        ("gpu,HFU", "A100,57%", "A100,140%", "mfu", "An HFU of 140% is none"),
+        (
+            "gpus,gbs,seq,step time (s),tokens/s",
+            "8,32,8K,1.0,262.1k",
+            "8,32,8K,1.0,65.5k",
+            "tokens",
+            "is 262,144 tokens/s, not 65,500",
+        ),
+        (
+            "params,gpu,gpus,gbs,seq,step time (s),TFLOP/s/GPU",
+            "350M,A100,8,8,2048,0.1,43",
+            "350M,A100,8,8,2048,0.1,143",
+            "flops",
+            "of 0.35 billion parameters are 43 to 57",
+        ),
+        (
+            "params (B),gpus,tokens/s,Total PFLOP/s",
+            "7,8,32000,1.6",
+            "7,8,32000,16",
+            "flops",
+            "2000 TFLOP/s a GPU",
+        ),
         ("gpus,tp,pp,mbs,gbs", "64,2,2,2,256", "64,2,2,3,256", "divisibility", "256 samples"),
     ],
 )
@@ -93,6 +120,30 @@ def test_each_kind_of_contradiction_is_found_and_the_right_row_is_not(
     assert found[rule].line == 2
     assert words in found[rule].sentence
     assert len(found) == (2 if "1204" in wrong else 1)  # Which 512 ranks do not divide either.
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        ("gpus,gbs,seq,step time (s),tokens/s", "8,32,1024,0,32768"),
+        ("gpus,gbs,seq,step time (s),tokens/s", "8,32,0,1,32768"),
+        ("gpus,gbs,seq,step time (s),tokens/s", "8,0,1024,1,32768"),
+        ("gpus,tp,pp,gbs,mbs", "8,0,1,8,1"),
+        ("gpus,tp,pp,ep", "8,1,0,2"),
+        ("gpus,tokens/s,params (B),TFLOP/s", "0,8000,7,100"),
+        ("gpus,tp,pp,dp", "1e999,2,1,4"),
+        ("gpus,tokens/s", "8,-32768"),
+    ],
+)
+def test_what_is_not_above_0_is_named_and_nothing_is_divided_by_it(
+    tmp_path: Path, header: str, row: str
+) -> None:
+    (found,) = findings(tmp_path, f"{header}\n{row}\n")
+    assert found.rule == "number"
+
+
+def test_a_0_of_what_a_run_can_do_without_is_no_finding(tmp_path: Path) -> None:
+    assert findings(tmp_path, "gpus,tp,pp,dp,vpp,ep\n8,2,1,4,0,0\n") == []
 
 
 def test_the_wrong_tables_among_the_public_readings_are_found() -> None:

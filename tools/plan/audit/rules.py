@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
-from tools.plan.audit.table import TableRow
+from tools.plan.audit.table import DEGREES, TableRow, degrees_spelled
 from tools.spec.hardware import UnknownHardwareError, device_by_key
 
 TOLERANCE = 0.03
@@ -22,7 +23,7 @@ class Contradiction:
     line: int
     row: str
     rule: str
-    """`degrees`, `divisibility`, `name`, `tokens`, `flops` or `mfu`."""
+    """`number`, `degrees`, `divisibility`, `name`, `tokens`, `flops` or `mfu`."""
     sentence: str
 
 
@@ -42,12 +43,33 @@ def audit(rows: list[TableRow]) -> Audit:
     """Check every row by every rule that its figures allow."""
     made, unchecked, findings = 0, 0, []
     for row in rows:
-        results = [(rule, list(check(row))) for rule, check in _RULES]
-        checks = [(rule, text) for rule, found in results for text in found]
+        wrong = dict(_impossible(row))
+        numbers = {name: n for name, n in row.numbers.items() if n and name not in wrong}
+        possible = replace(row, numbers=numbers)
+        results = [(rule, list(check(possible))) for rule, check in _RULES]
+        checks = [("number", text) for text in wrong.values()]
+        checks += [(rule, text) for rule, found in results for text in found]
         made += len(checks)
         unchecked += not checks
         findings += [Contradiction(row.line, row.name, rule, text) for rule, text in checks if text]
     return Audit(len(rows), made, unchecked, tuple(findings))
+
+
+def _impossible(row: TableRow) -> Iterator[tuple[str, str]]:
+    """Quantities that no run can have; a 0 of those that it can do without says that it has none."""
+    for name, value in row.numbers.items():
+        whole = "whole " if name in _WHOLE else ""
+        possible = 0 < value < inf and not (whole and value % 1)
+        if not possible and (value or name not in _MAY_BE_NONE):
+            yield name, f"{_SAID.get(name, name)} is {value:g}, no {whole}number above 0."
+
+
+_WHOLE = (*DEGREES, "gpus", "layers", "heads")
+_MAY_BE_NONE = ("vpp", "ep", "etp", "cp", "experts", "ffn")
+_SAID = {
+    **{name: name.upper() for name in (*DEGREES, "gpus", "gbs", "mbs", "mfu", "hfu")},
+    **{"step_s": "step time", "tokens_s": "tokens/s", "tokens_s_gpu": "tokens/s/GPU"},
+}
 
 
 def _degrees(row: TableRow) -> Iterator[str]:
@@ -102,14 +124,10 @@ def _divides(whole: float, part: float, what: str, by: str) -> str:
     return "" if part and whole % part == 0 else f"{whole:,g} {what} are no multiple of {by}."
 
 
-_NAMED = re.compile(r"(?<![a-z])(tp|pp|cp|ep|vpp)(\d+)|(?<=\d)(tp|pp|cp|ep|vpp)(\d+)")
-
-
 def _name(row: TableRow) -> Iterator[str]:
     """Degrees that a case's own name spells."""
-    for one, first, two, second in _NAMED.findall(row.name.lower()):
-        name, degree = one or two, float(first or second)
-        if name in row.numbers:
+    for name, degree in degrees_spelled(row.name).items():
+        if name in row.numbers and name not in ("dp", "etp"):
             stated = row.numbers[name]
             differs = f"Its name says {name.upper()} {degree:g}, its column {stated:g}."
             yield "" if stated == degree else differs
@@ -174,10 +192,10 @@ _LOOSE = 0.25
 
 def _mfu(row: TableRow) -> Iterator[str]:
     n, peak = row.numbers, _peak(row)
-    if "mfu" in n:
-        share = n["mfu"]
-        possible = 0 < share <= 100
-        yield "" if possible else f"An MFU of {share:g}% is none; it lies between 0 and 100."
+    for name in ("mfu", "hfu"):
+        if share := n.get(name):
+            said = f"An {name.upper()} of {share:g}% is none; it lies between 0 and 100."
+            yield said if share > 100 else ""
     if peak is None:
         return
     stated, rate, active = n.get("tflops"), _rate_of_gpu(row), _active_parameters(row)

@@ -38,6 +38,7 @@ _HEADINGS = {
     "model": r"model|case|name|test ?case|config(uration)?",
     "notes": r"notes?|remarks?|comments?",
     "mfu": r"mfu( ?%| percent)?|model flops util(ization|isation)",
+    "hfu": r"hfu( ?%| percent)?|hardware flops util(ization|isation)",
     "layout": r"layout|strategy|parallel(ism)?( layout| strategy)?",
 }
 _SECONDS = re.compile(
@@ -45,6 +46,13 @@ _SECONDS = re.compile(
     r"(time|s|sec|secs|seconds|ms)\b.*\b(step|it|iter|iteration|batch)"
 )
 _NUMBER = re.compile(r"[-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
+_SUFFIXED = re.compile(rf"({_NUMBER.pattern})(?: ?([kmbgt])\b)?", re.IGNORECASE)
+_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_NODES = re.compile(r"(\d+) ?[x×*·] ?(\d+)")
+_FLOPS = re.compile(r"\b(tera ?|t|peta ?|p)flops?\b")
+_TOTAL = re.compile(r"\b(total|aggregate|overall|cluster)\b")
+_OF_EACH = re.compile(r"(/|per) ?(gpu|device|chip|accelerator)")
+_SPELLED = re.compile(r"(?<![a-z])(etp|vpp|tp|pp|cp|dp|ep|sp)[ =]*(\d+)(?:x(\d+))?")
 _MARKED = re.compile(r"[*`_#]+")
 
 
@@ -93,11 +101,13 @@ def read_table(path: Path) -> list[TableRow]:
 def quantity(heading: str) -> str:
     """The quantity that a heading names; empty for one that is not known."""
     plain = " ".join(re.sub(r"[*`_()\[\]#:.-]+", " ", heading.lower()).split())
-    if "flop" in plain and "util" not in plain:
-        return "hardware_tflops" if "hardware" in plain or "hfu" in plain else "tflops"
+    plain = re.sub(r"(?<=[tpcde]p) ?x ?(?=[tpcde]p)", "/", plain)
+    if "util" not in plain and (match := _FLOPS.search(plain)):
+        total = "total_" if _TOTAL.search(plain) and not _OF_EACH.search(plain) else ""
+        hardware = "hardware_" if "hardware" in plain or "hfu" in plain else ""
+        return f"{total}{hardware}{match[1][0]}flops"
     if "tok" in plain and re.search(r"/ ?s|per s|sec|throughput", plain):
-        each = re.search(r"(/|per) ?(gpu|device|chip|accelerator)", plain)
-        return "tokens_s_gpu" if each else "tokens_s"
+        return "tokens_s_gpu" if _OF_EACH.search(plain) else "tokens_s"
     if re.fullmatch(r"tp\W+pp\b.*", plain) and len(re.findall(r"[a-z]+", plain)) > 1:
         return " ".join(word for word in re.findall(r"[a-z]+", plain) if word in DEGREES)
     for name, pattern in _HEADINGS.items():
@@ -158,29 +168,57 @@ def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> TableRow:
                 row.numbers |= dict(zip(name.split(), map(float, found), strict=True))
         else:
             _put(row, name, text)
+    for name in ("tflops", "hardware_tflops"):
+        total = row.numbers.pop(f"total_{name}", None)
+        if total is not None and row.numbers.get("gpus"):
+            row.numbers[name] = total / row.numbers["gpus"]
     return row
 
 
+def degrees_spelled(text: str) -> dict[str, float]:
+    """Degrees in a name; `vpp16x6` is PP 16 with six virtual stages, as this kit names it."""
+    found = {}
+    for name, degree, stages in _SPELLED.findall(text.lower()):
+        kit = name == "vpp" and stages
+        found |= {"pp": float(degree), "vpp": float(stages)} if kit else {name: float(degree)}
+    return found
+
+
 def _degrees_of(row: TableRow, text: str) -> None:
-    for name, degree in re.findall(r"(etp|vpp|tp|pp|cp|dp|ep|sp)[ =]*(\d+)", text.lower()):
-        row.numbers["tp" if name == "sp" else name] = float(degree)
+    found = degrees_spelled(text)
+    if "vpp" in found and "pp" not in found:
+        found |= {"pp": found["vpp"], "vpp": 2.0}  # This kit's too.
+    row.numbers |= {"tp" if name == "sp" else name: degree for name, degree in found.items()}
 
 
 def _put(row: TableRow, name: str, text: str) -> None:
-    match = _NUMBER.search(text)
+    match = _SUFFIXED.search(text)
     if match is None or (name == "ffn" and "/" in text):
         if name == "ffn" and "/" in text:
             row.words["experts"] = text
         return
-    digits = match[0].replace(",", "").replace("_", "")
-    value = float(digits)
+    digits = match[1].replace(",", "").replace("_", "")
+    value, suffix = float(digits), (match[2] or "").lower()
     slack = 0.5 * 10 ** -len(digits.partition(".")[2]) / abs(value) if value else 0.0
+    if name == "gpus" and (nodes := _NODES.search(text)):
+        value = float(nodes[1]) * float(nodes[2])
+    elif name == "params_b":
+        value *= _SUFFIXES[suffix or "b"] / 1e9 if value < _MOST_BILLIONS else 1e-9
+    elif suffix and name not in ("seq", "tokens_s", "tokens_s_gpu"):
+        return  # A batch of "4M" counts tokens, of "2K" may be 2,000 or 2,048.
+    else:
+        value *= _SUFFIXES[suffix] if name != "seq" else {"k": 1024, "m": 1024**2}.get(suffix, 1)
+    if name.endswith("pflops"):
+        name, value = f"{name.removesuffix('pflops')}tflops", value * 1000
     if name == "step_ms" or (name == "step_s" and re.search(r"\d ?ms\b", text)):
         name, value = "step_s", value / 1000
-    if name == "mfu" and "%" not in text and value <= 1:
+    if name in ("mfu", "hfu") and "%" not in text and value <= 1:
         value *= 100
     row.numbers[name], row.slack[name] = value, slack
 
+
+_MOST_BILLIONS = 1e6
+"""What is more counts single parameters."""
 
 _METRICS = {
     "step_time_s": "step_s",
