@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from tools.plan.readings.residual import Residuals, residuals
-from tools.plan.readings.summary import by_kind, choices
+from tools.plan.readings.summary import by_kind, by_split, choices
 from tools.plan.readings.table import read_readings
 from tools.plan.rules import CASES, rules_table
 from tools.plan.time.constants import BOUNDS, NAMES, constants_of
@@ -40,7 +40,7 @@ def test_the_rules_of_thumb_are_those_of_today(cases: tuple[tuple[str, int, int]
 
 
 def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
-    for group in by_kind(predicted):
+    for group in (*by_kind(predicted), *by_split(predicted)):
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {group.name} |"))
         _, count, _, mean_error, median, bias = cells(line)
         assert (int(count), mean_error) in (

@@ -1,11 +1,13 @@
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tools.plan.__main__ import main
-from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.express import RefusedError, express, origin
+from tools.plan.readings.fit import fitted_readings
 from tools.plan.readings.residual import residuals
 from tools.plan.readings.table import COLUMNS, READINGS, Reading, ReadingsError, read_readings
 
@@ -201,6 +203,27 @@ def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
     counted = sum(group["readings"] for group in data["sources"].values())
     assert counted == len(lines)
     assert READINGS.stat().st_size < 100_000
+
+
+def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time() -> None:
+    readings, _ = read_readings()
+    kept = [reading for reading in readings if reading.kept_back]
+    assert len(kept) / len(readings) == pytest.approx(1 / 3, abs=0.03)
+    assert all(replace(item, value=1.0, where="", notes="").kept_back for item in kept[:50])
+    assert not fitted_readings(kept)
+    assert fitted_readings(readings[::10])
+
+
+@pytest.mark.parametrize(
+    ("source", "other"),
+    [
+        ("NVIDIA/Megatron-LM README (= arXiv:2205.05198 Table 5)", "arXiv:2205.05198"),
+        ("NVIDIA-NeMo/Megatron-Bridge verification cards", "NVIDIA-NeMo/Megatron-Bridge"),
+        ("mine", "mine"),
+    ],
+)
+def test_figures_under_two_names_are_left_out_together(source: str, other: str) -> None:
+    assert origin(source) == origin(other) == other
 
 
 def test_between_iterations_each_virtual_stage_holds_its_last_input_and_that_ones_gradient() -> (

@@ -23,6 +23,7 @@ from tools.plan.readings.summary import (
     by_gpu,
     by_kind,
     by_source,
+    by_split,
     cause,
     choices,
     error_cells,
@@ -96,7 +97,7 @@ def _source(name: str, known: set[str]) -> str:
 def _print(found: Residuals, console: Console) -> None:
     console.print(rich_table(_table("By source", by_source(found))))
     console.print(rich_table(_table("By GPU", by_gpu(found))))
-    console.print(rich_table(_table("By kind of run", by_kind(found))))
+    console.print(rich_table(_table("By kind of run", [*by_kind(found), *by_split(found)])))
     console.print(rich_table(Table(_WORST_COLUMNS, tuple(worst(found, _WORST)), "Worst")))
     _print_regrets(choices(found), console)
     total = len(found.predicted) + len(found.refused)

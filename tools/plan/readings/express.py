@@ -98,6 +98,11 @@ def source_facts(source: str) -> dict[str, Any]:
     return {**facts[""], **facts[longest]}
 
 
+def origin(source: str) -> str:
+    """What a fit leaves out with a source: the other name under which its figures are published."""
+    return str(source_facts(source).get("origin", source))
+
+
 @cache
 def _models() -> dict[str, dict[str, Any]]:
     return dict(read_yaml(_HERE / "models.yaml")["models"])

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from tools.plan.readings.express import Expressed, RefusedError, express
+from tools.plan.readings.express import Expressed, RefusedError, express, origin
 from tools.plan.readings.published import KIT, kit_runs, paper_runs
 from tools.plan.readings.residual import residual, with_constants
 from tools.plan.readings.table import Reading, read_readings
@@ -63,11 +63,13 @@ def all_fitted() -> list[Expressed]:
 def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
     """The named part of the readings that constants are fitted to.
 
-    Times of training, in bits that the formulas know, on devices of a fitted generation.
+    Times of training, in bits that the formulas know, on devices of a fitted generation. The third that is
+    kept back is no part of it.
     """
     found = []
     for reading in readings:
-        if reading.metric not in _METRICS or reading.source in _NOT_FITTED:
+        named = reading.metric in _METRICS and reading.source not in _NOT_FITTED
+        if reading.kept_back or not named:
             continue
         try:
             expressed = express(reading)
@@ -89,18 +91,19 @@ def fit(
     Args:
         readings: Of all generations.
         generation: The one to fit.
-        without: A source that is left out.
+        without: A source that is left out, by its `origin`.
         first: Where the search begins; it ends where it would from anywhere else, sooner.
     """
     own = [
         item
         for item in readings
-        if item.cluster.device.generation == generation and item.reading.source != without
+        if item.cluster.device.generation == generation and origin(item.reading.source) != without
     ]
     if not own:
         return None
-    sources = Counter(item.reading.source for item in own)
-    weights = np.array([_weight(item.reading.source, sources) for item in own])
+    names = [origin(item.reading.source) for item in own]
+    sources = Counter(names)
+    weights = np.array([_weight(name, sources) for name in names])
     start = start_of(generation)
     free = tuple(name for name in NAMES if getattr(start, name) > 0)
     values = _minimised(lambda c: _errors(own, c), weights, start, free, first)

@@ -13,7 +13,7 @@ from tools.plan.memory import (
     residual_bytes,
     workspace_bytes,
 )
-from tools.plan.readings.express import Expressed, RefusedError, express
+from tools.plan.readings.express import Expressed, RefusedError, express, origin
 from tools.plan.readings.table import Reading, Unreadable
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Calibration, Cluster
@@ -98,7 +98,7 @@ def residuals(
 
 def left_out(expressed: Expressed, source: str) -> Expressed:
     """The same on a cluster whose constants were fitted without a source."""
-    return replace(expressed, cluster=_without(expressed.cluster, source))
+    return replace(expressed, cluster=_without(expressed.cluster, origin(source)))
 
 
 @lru_cache(maxsize=4096)

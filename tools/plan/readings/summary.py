@@ -133,6 +133,16 @@ def _kind_of_recipe(item: Residual) -> str:
     return _KINDS[5 if "B300" in device.name else 4]
 
 
+def by_split(residuals: Residuals) -> list[ErrorGroup]:
+    """Of the kinds that constants are fitted to: the third that fits do not use, and the others."""
+    fitted = [item for item in residuals.predicted if _kind_of_run(item) not in _NOT_FITTED]
+    return _groups(fitted, lambda item: _SPLIT[item.reading.kept_back], Counter())
+
+
+_SPLIT = ("the other two thirds", "kept back from the fit")
+_NOT_FITTED = ("", _KINDS[1], *_BY_BYTES.values())
+
+
 def worst(residuals: Residuals, count: int) -> list[Residual]:
     """Those that are missed most."""
     return sorted(residuals.predicted, key=lambda item: -abs(item.error))[:count]
