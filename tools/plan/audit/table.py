@@ -177,7 +177,7 @@ def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> TableRow:
 
 def degrees_spelled(text: str) -> dict[str, float]:
     """Degrees in a name; `vpp16x6` is PP 16 with six virtual stages, as this kit names it."""
-    found = {}
+    found: dict[str, float] = {}
     for name, degree, stages in _SPELLED.findall(text.lower()):
         kit = name == "vpp" and stages
         found |= {"pp": float(degree), "vpp": float(stages)} if kit else {name: float(degree)}

@@ -63,8 +63,8 @@ def all_fitted() -> list[Expressed]:
 def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
     """The named part of the readings that constants are fitted to.
 
-    Times of training, in bits that the formulas know, on devices of a fitted generation. The third that is
-    kept back is no part of it.
+    Times of training, in bits that the formulas know, on devices of a fitted generation; the third that
+    is kept back is no part of it.
     """
     found = []
     for reading in readings:
