@@ -151,10 +151,11 @@ PACKED = gzip.compress(b"gpus,tp,pp\n8,2,1\n" * 50)
     "data",
     [
         PACKED[:-12],
-        PACKED[:12] + b"\xff" * 9 + PACKED[21:],
+        PACKED[:10] + b"\xff" + PACKED[11:],
         bytes(range(256)),
         b"gpus,tp,pp\n8,2," + b"x" * 200_000,
     ],
+    ids=("cut", "damaged", "no text", "a huge cell"),
 )
 @pytest.mark.parametrize("words", [["validate", "--readings"], ["audit"]])
 def test_a_damaged_file_is_named_by_loader_and_auditor(
