@@ -7,9 +7,11 @@ from typing import Any, cast
 
 import pytest
 
+from tools.plan.advise.command import INFERENCE
 from tools.plan.guide.claims import ClaimVerdict, judge
 from tools.plan.guide.command import PAGES, placed, renewed
 from tools.plan.guide.predictions import SizeRow, request_of, size_sentence
+from tools.spec.files import ROOT
 from tools.spec.published import Claim, load_published
 
 _SAYS_WHAT_IT_IS_ABOUT = {"source", "about", "layout", "model", "gpus", "part", "caution"} | {
@@ -20,6 +22,10 @@ _SAYS_WHAT_IT_IS_ABOUT = {"source", "about", "layout", "model", "gpus", "part", 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.parent.name)
 def test_a_page_holds_the_figures_of_today(page: Path) -> None:
     assert renewed(page) == page.read_text(encoding="utf-8"), "python -m tools.plan guide --write"
+
+
+def test_the_guide_says_of_inference_what_advise_says() -> None:
+    assert INFERENCE in " ".join((ROOT / "docs" / "guide.md").read_text(encoding="utf-8").split())
 
 
 def test_a_text_takes_the_place_of_the_one_that_begins_alike() -> None:
