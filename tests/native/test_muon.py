@@ -113,13 +113,15 @@ def test_muon_does_not_decay_weights(model: GPT) -> None:
 MEGATRONS = ("--optimizer", "muon", "--muon-rule", "megatron", "--decoupled-lr", "1e-4")
 
 
-def test_megatrons_rule_decays_matrices_and_leaves_only_the_vocabulary_to_the_decoupled_rate() -> (
-    None
-):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_megatrons_rule_decays_matrices_and_leaves_only_the_vocabulary_to_the_decoupled_rate(
+    wrapped: bool,
+) -> None:
     torch.manual_seed(0)
     chosen = settings(*MEGATRONS, "--init-method-std", "1")
     model = GPT(chosen)
-    optimizer = muon_adamw(model, chosen)
+    # As DDP names parameters.
+    optimizer = muon_adamw(torch.nn.ModuleDict({"module": model}) if wrapped else model, chosen)
     rates = {
         id(p): (group.get("rate", 1.0), group["weight_decay"])
         for group in optimizer.param_groups

@@ -140,8 +140,8 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
     """
     from emerging_optimizers.orthogonalized_optimizers import Muon  # type: ignore[import-untyped]
 
-    vocabulary = ("word_embeddings", "output_layer")
-    ends = [p for name, p in model.named_parameters() if name.startswith(vocabulary)]
+    vocabulary = {"word_embeddings", "output_layer"}  # DDP puts `module` before their names.
+    ends = [p for name, p in model.named_parameters() if vocabulary & set(name.split("."))]
     known = set(map(id, ends))
     rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
     muon = Muon(

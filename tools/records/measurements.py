@@ -313,14 +313,29 @@ def choices(record: RoutingRecord) -> dict[int, Counts]:
     return {i: tuple(sums[at] for at in sorted(sums) if at[0] == i) for i in iterations}
 
 
-def first_other_choice(one: Mapping[int, Counts], two: Mapping[int, Counts]) -> int | None:
-    """The first iteration in which an expert got another number of tokens; None if there is none.
+MOVED_BY_ROUNDING = 0.01
+"""Share of an iteration's choices that fp32's rounding can move at once: it decides where two experts'
+scores agree to some 1e-6 of themselves, in one of 4,096 choices where it was counted."""
+
+
+def first_other_choice(
+    one: Mapping[int, Counts], two: Mapping[int, Counts], most: float = MOVED_BY_ROUNDING
+) -> int | None:
+    """The first iteration in which rounding gave an expert another number of tokens.
 
     Where the scores of two experts are almost equal rounding decides, and from then on two runs train
-    differently: their losses can be compared only up to here.
+    differently: their losses can be compared only up to here. None if no choice is another, or more
+    than `most` of them are at once: that has another cause, which the losses are to show.
     """
     common = sorted(one.keys() & two.keys())
-    return next((i for i in common if one[i] != two[i]), None)
+    first = next((i for i in common if one[i] != two[i]), None)
+    return first if first is None or _moved(one[first], two[first]) <= most else None
+
+
+def _moved(one: Counts, two: Counts) -> float:
+    """Share of the choices that are another's."""
+    pairs = [(a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True)]
+    return sum(abs(a - b) for a, b in pairs) / 2 / max(1, sum(a for a, _ in pairs))
 
 
 def read_communication(folder: Path) -> CommunicationRecord:
