@@ -134,14 +134,15 @@ def test_a_column_has_a_winner_or_those_within_noise_and_the_lightest_of_them_is
     runs = [
         measured("megatron", "dp2", 100, peak_bytes=300_000_000),
         measured("megatron", "zero1", 100.1, peak_bytes=200_000_000),
-        measured("megatron", "zero3", 300, peak_bytes=100_000_000),
+        measured("megatron", "zero3", 300, peak_bytes=100_000_000, sent_bytes=3_000_000),
     ]
     assert compare_zero.verdicts(runs) == [
         "Least memory: ZeRO-3, 100.0 MB.",
+        "Least sent: ZeRO-3, 3.0 MB an iteration.",
         "Fastest: Baseline; within noise of it: ZeRO-1.",
         "Use ZeRO-1: of Baseline and those within noise of it, it takes the least memory.",
     ]
-    assert compare_zero.verdicts([*runs[2:], measured("megatron", "pp2", 100)])[1:] == [
+    assert compare_zero.verdicts([*runs[2:], measured("megatron", "pp2", 100)])[2:] == [
         "Fastest: Pipeline, beyond the noise.",
         "Use Pipeline: nothing is within noise of it.",
     ]

@@ -80,6 +80,10 @@ def verdicts(runs: Sequence[Measured]) -> list[str]:
     if held:
         lightest = min(held, key=lambda run: run.peak_bytes or 0)
         said.append(f"Least memory: {_name(lightest)}, {megabytes(lightest.peak_bytes)}.")
+    sending = [run for run in runs if run.sent_bytes]
+    if sending:
+        least = min(sending, key=lambda run: run.sent_bytes or 0)
+        said.append(f"Least sent: {_name(least)}, {megabytes(least.sent_bytes)} an iteration.")
     if not timed:
         return said
     fastest, best = min(timed, key=lambda each: each[1].median)
