@@ -67,17 +67,19 @@ class Flags:
         Raises:
             ValueError: It is none; the message names flag and value.
         """
-        values = self._values.get(name)
+        if not (values := self._values.get(name)):
+            return default
         try:
-            return int(values[0]) if values else default
+            return int(values[0])
         except ValueError:
             raise ValueError(f"{name} {values[0][:40]} is not a whole number.") from None
 
     def number(self, name: str, default: float) -> float:
         """The flag's first value as a float; raises as `integer`."""
-        values = self._values.get(name)
+        if not (values := self._values.get(name)):
+            return default
         try:
-            return float(values[0]) if values else default
+            return float(values[0])
         except ValueError:
             raise ValueError(f"{name} {values[0][:40]} is not a number.") from None
 
