@@ -65,13 +65,13 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
 
 def _round(workload: Workload, device: str) -> FiguresByName:
     dist.barrier()  # All at once, as they train: cores share memory.
-    own = local_figures(workload, device) if _has_a_core(device) else Figures()
+    own = local_figures(workload, device)
     spread = _spread(workload, device) if workload.spread else {}
     return asdict(own) | _collective_figures(workload, device) | spread
 
 
 def _has_a_core(device: str) -> bool:
-    """Of more ranks than cores so many measure: what each of all has is a share of a core."""
+    """Of more ranks than cores so many have one."""
     return device == "cuda" or int(os.environ["LOCAL_RANK"]) < len(os.sched_getaffinity(0))
 
 
@@ -138,7 +138,7 @@ class _Timer:
         while len(times) < 3 or sum(times) < self.workload.seconds_each:
             if before:
                 before()
-            times.append(call_seconds(work, self.device))
+            times.append(call_seconds(work, self.device, time.process_time))
         return self.typical(times)
 
     def typical(self, times: list[float]) -> float:
@@ -146,8 +146,12 @@ class _Timer:
         return statistics.mean(times) if self.workload.mean else min(times)
 
 
-def call_seconds(work: Work, device: str) -> float:
-    """One call, until the device has finished it."""
+def call_seconds(work: Work, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """One call, until the device has finished it.
+
+    On a CPU by `clock`: of a rank's own work processor time, which other processes and ranks on the same
+    core add nothing to but what they take of caches and memory.
+    """
     if device == "cuda":
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -156,9 +160,9 @@ def call_seconds(work: Work, device: str) -> float:
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
-    began = time.perf_counter()
+    began = clock()
     work()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def _matmul(timer: _Timer, size: int) -> float:
