@@ -123,6 +123,8 @@ def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixtur
         ("moe-4m", "--cuda-graph-impl local"),
         ("gpt3-13b", "--attention-backend unfused"),
         ("gpt3-13b", "--hidden-dropout 0"),
+        ("llama3-8b", "--use-precision-aware-optimizer --exp-avg-dtype bf16"),
+        ("llama3-8b", "--grad-reduce-in-bf16"),
     ],
 )
 def test_a_flag_that_is_not_named_as_ignored_changes_the_prediction(

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.conftest import TINY
+from tools.plan.collectives.data import gradient_collectives
+from tools.plan.constraints import violations
 from tools.plan.memory import (
     fullest_rank,
     layer_activation_bytes,
@@ -13,9 +15,11 @@ from tools.plan.memory import (
     memory_of_rank,
 )
 from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
-from tools.plan.tensors import parameters_total, rank_parameters
+from tools.plan.tensors import layer_parameters, parameters_total, rank_parameters
+from tools.records.measurements import Operation
+from tools.spec.flags import Flags
 from tools.spec.model import Model, load_model
-from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model
+from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model, state_types_of
 from tools.spec.stages import SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import MIB
@@ -128,6 +132,58 @@ def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
         return layers_in_flight(RunSpec(uneven, split, batch, stages=SPREAD), 0)
 
     assert held(20) == held(10**12)
+
+
+@pytest.mark.parametrize(("vocabulary", "hold"), [(64, "layers"), (64_000, "table")])
+def test_zero3_holds_the_output_layer_and_two_whole_layers_or_its_gradient(
+    vocabulary: int, hold: str
+) -> None:
+    shape = replace(TINY, vocabulary=vocabulary)
+    spec = replace(tiny(Parallelism(data=4, sharding=Sharding.ZERO3)), shape=shape)
+    layers, table = 2 * layer_parameters(spec).total, shape.padded_vocabulary() * shape.hidden
+    plain = memory_of_rank(replace(spec, parallelism=Parallelism(data=4))).temporaries
+    parts = memory_of_rank(spec)
+    assert parts.communication == (2 + 4) * layers
+    held = {"layers": (2 + 4) * layers, "table": 4 * table}[hold]
+    assert parts.communication + parts.temporaries - plain == 2 * table + held
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_a_parameter"),
+    [
+        ("", 6 + 12 / 4),
+        ("--grad-reduce-in-bf16", 4 + 12 / 4),
+        ("--use-precision-aware-optimizer", 6 + (2 + 8) / 4),
+        (
+            "--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 "
+            "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
+            4 + (2 + 2 + 1) / 4,
+        ),
+    ],
+)
+def test_state_follows_the_types_of_a_precision_aware_optimizer(
+    flags: str, bytes_a_parameter: float
+) -> None:
+    types = state_types_of(Flags(flags.split()))
+    spec = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16", state_types=types)
+    assert memory_of_rank(spec).state == bytes_a_parameter * parameters_total(TINY)
+    plain = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16")
+    assert scattered(spec) == scattered(plain) // (2 if types.gradients else 1)
+
+
+def test_each_instance_of_the_distributed_optimizer_shards_a_whole_one() -> None:
+    split = Parallelism(data=8, sharding=Sharding.ZERO1)
+    spec = tiny(split, optimizer_instances=2)
+    whole, inner = tiny(split), tiny(replace(split, data=4))
+    assert memory_of_rank(spec).optimizer_state == memory_of_rank(inner).optimizer_state
+    assert memory_of_rank(spec).optimizer_state > memory_of_rank(whole).optimizer_state
+    assert "do not divide DP x CP 8" in violations(replace(spec, optimizer_instances=3))[0]
+
+
+def scattered(spec: RunSpec) -> int:
+    """Bytes of the gradients that are on their way to the other ranks."""
+    calls = gradient_collectives(spec, 0)
+    return sum(c.payload_bytes for c in calls if c.operation is Operation.REDUCE_SCATTER)
 
 
 def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:

@@ -257,6 +257,14 @@ def _half_precision_expert_rules(spec: RunSpec, release: tuple[int, int] | None)
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
     parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
+    if spec.state_types.aware and sharding is Sharding.NONE:
+        yield "--use-precision-aware-optimizer needs the distributed optimizer; use zero1."
+    ranks, instances = parallelism.data * parallelism.context, spec.optimizer_instances
+    if instances < 1 or ranks % instances:
+        yield (
+            f"{instances} instances of the distributed optimizer do not divide DP x CP {ranks}; use a "
+            f"--num-distributed-optimizer-instances of {_choices(_degrees(ranks))}."
+        )
     if sharding in _FSDP and pipeline > 1:
         yield (
             f"Megatron-FSDP ({sharding}) builds its mesh from DP, CP and TP alone, so PP "

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
 from tools.spec.model import MAMBA, Mamba, ModelShape
-from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec
+from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, StateTypes
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.units import MIB
@@ -281,6 +281,33 @@ PRECISIONS = {
 20, 18 and 16 bytes a parameter. bf16 accumulates gradients in fp32 unless a flag says otherwise."""
 
 
+_TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def precision_of(spec: RunSpec) -> Precision:
+    """The dtype's, but for what the run's flags store otherwise.
+
+    Gradients in bf16 are copied to fp32 for the update unless the optimizer reads them as they are. That
+    one (`--use-precision-aware-optimizer`, with a distributed optimizer alone) keeps 16 bits of an fp32
+    weight beside its bf16 one (`store_param_remainders`), but not under fp8 or Megatron-FSDP, which keep
+    fp32 weights themselves (`megatron/core/optimizer/__init__.py`).
+    """
+    usual, types = PRECISIONS[spec.dtype], spec.state_types
+    if types == StateTypes() or spec.dtype != "bf16":
+        return usual
+    gradients = _TYPE_BYTES[types.gradients or "fp32"]
+    if not types.aware or spec.parallelism.sharding is Sharding.NONE:
+        return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
+    own_adam = spec.parallelism.sharding is Sharding.ZERO1
+    remainders = own_adam and not types.main_parameters and not spec.quantised
+    return replace(
+        usual,
+        gradients=gradients,
+        main_parameters=2 if remainders else _TYPE_BYTES[types.main_parameters or "fp32"],
+        adam=sum(_TYPE_BYTES[each or "fp32"] for each in (types.first_moment, types.second_moment)),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PredictedMemory:
     """Bytes of one rank at its peak, by component."""
@@ -292,7 +319,8 @@ class PredictedMemory:
     activations: int
     """Of all layers and micro batches in flight, the embedding and the head."""
     temporaries: int
-    """The larger of the loss's logits and one layer's gradients of activations."""
+    """The larger of the loss's logits and one layer's gradients of activations; under ZeRO-3 the whole
+    output layer beside them."""
     communication: int
     """Pipeline messages, gathered units of ZeRO-3 and FSDP2, gradient buckets of ZeRO-2."""
     allocator: int
@@ -322,7 +350,9 @@ ASSUMPTIONS = (
     "The two constants of the allocator component were chosen after seeing the eight published "
     "H200 readings, once for all of them; other devices may differ by a gigabyte or two.",
     "Experts are taken to be loaded evenly.",
-    "ZeRO-3 and FSDP2 hold two unsharded layers at a time, ZeRO-2 one layer's gradients.",
+    "ZeRO-3 and FSDP2 hold two unsharded layers at a time, or the output layer's gradient if that is "
+    "more, and ZeRO-3 the output layer's weights; "
+    "ZeRO-2 one layer's gradients.",
 )
 
 
@@ -334,16 +364,16 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     """
     parallelism = spec.parallelism
     parameters = rank_parameters(spec, pipeline_rank)
-    precision = PRECISIONS[spec.dtype]
+    precision = precision_of(spec)
     weights, gradients, optimizer = _shards(parallelism)
     last = pipeline_rank == parallelism.pipeline - 1
     return PredictedMemory(
-        weights=precision.weights * _held(parameters, parallelism, weights)
+        weights=precision.weights * _held(parameters, spec, weights)
         + _quantised_weight_bytes(spec, parameters),
-        gradients=precision.gradients * _held(parameters, parallelism, gradients),
+        gradients=precision.gradients * _held(parameters, spec, gradients),
         main_parameters=_main_parameter_bytes(precision, parallelism)
-        * _held(parameters, parallelism, optimizer),
-        optimizer_state=precision.adam * _held(parameters, parallelism, optimizer),
+        * _held(parameters, spec, optimizer),
+        optimizer_state=precision.adam * _held(parameters, spec, optimizer),
         activations=activation_bytes(spec, pipeline_rank),
         temporaries=_temporary_bytes(spec, last),
         communication=_communication_bytes(spec),
@@ -392,7 +422,7 @@ def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
     parallelism = spec.parallelism
     parameters = rank_parameters(spec, pipeline_rank)
     _, gradients, optimizer = _shards(parallelism)
-    return _held(parameters, parallelism, optimizer), _held(parameters, parallelism, gradients)
+    return _held(parameters, spec, optimizer), _held(parameters, spec, gradients)
 
 
 def _shards(parallelism: Parallelism) -> tuple[bool, bool, bool]:
@@ -410,22 +440,24 @@ def _main_parameter_bytes(precision: Precision, parallelism: Parallelism) -> int
     return precision.main_parameters or (4 if megatron_fsdp else 0)
 
 
-def _held(parameters: Parameters, parallelism: Parallelism, sharded: bool) -> int:
-    """Elements a rank holds; Megatron shards over DP×CP, and experts over what EP leaves of it."""
+def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
+    """Elements a rank holds; Megatron shards over DP×CP, and experts over what EP leaves of it, in each
+    instance of the distributed optimizer."""
     if not sharded:
         return parameters.total
-    ranks = parallelism.data * parallelism.context
-    shared = -(-parameters.shared // ranks)
-    return shared + -(-parameters.experts // parallelism.copies_of_experts)
+    parallelism, instances = spec.parallelism, spec.optimizer_instances
+    ranks = max(1, parallelism.data * parallelism.context // instances)
+    copies = max(1, parallelism.copies_of_experts // instances)
+    return -(-parameters.shared // ranks) + -(-parameters.experts // copies)
 
 
 def _temporary_bytes(spec: RunSpec, last: bool) -> int:
     loss = logits_bytes(spec) if last else 0
-    return max(loss, backward_temporary_bytes(spec))
+    return max(loss, backward_temporary_bytes(spec)) + _whole_output_layer_bytes(spec)
 
 
 def _communication_bytes(spec: RunSpec) -> int:
-    parallelism, precision = spec.parallelism, PRECISIONS[spec.dtype]
+    parallelism, precision = spec.parallelism, precision_of(spec)
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if parallelism.sharding in {Sharding.NONE, Sharding.ZERO1}:
         return pipeline
@@ -435,11 +467,28 @@ def _communication_bytes(spec: RunSpec) -> int:
     return pipeline + 2 * layer * (precision.weights + precision.gradients)
 
 
+def _whole_output_layer_bytes(spec: RunSpec) -> int:
+    """The output layer and its gradient at the loss, beyond the layers of `_communication_bytes`.
+
+    None of those is whole then. Megatron-FSDP gathers the weights once an iteration
+    (`collectives/data.py: _fully_sharded`).
+    """
+    sharding, precision = spec.parallelism.sharding, precision_of(spec)
+    if sharding not in {Sharding.ZERO3, Sharding.FSDP2}:
+        return 0
+    table = spec.padded_vocabulary // spec.parallelism.tensor * spec.shape.hidden
+    weights, gradient = precision.weights * table, precision.gradients * table
+    layers = _communication_bytes(spec)
+    if sharding is Sharding.FSDP2:
+        return max(0, weights + gradient - layers)
+    return weights + max(0, gradient - layers)
+
+
 def _allocator_bytes(spec: RunSpec, parameters: Parameters, last: bool) -> int:
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES
-    precision, parallelism = PRECISIONS[spec.dtype], spec.parallelism
+    precision, parallelism = precision_of(spec), spec.parallelism
     optimizer_sharded = _shards(parallelism)[2]
-    copies = precision.gradient_copies * _held(parameters, parallelism, optimizer_sharded)
+    copies = precision.gradient_copies * _held(parameters, spec, optimizer_sharded)
     logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
     return DEVICE_BASE_BYTES + copies + logits

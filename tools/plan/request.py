@@ -25,7 +25,7 @@ from tools.spec.model import (
     model_of,
     training_flags,
 )
-from tools.spec.run import RunSpec, quantised_of, spec_of_model, token_dispatcher_of
+from tools.spec.run import RunSpec, quantised_of, spec_of_model, state_types_of, token_dispatcher_of
 from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
@@ -59,6 +59,8 @@ def request_from_options(options: Namespace) -> Request:
         template,
         shape=_planned_shape(template.shape, flags),
         quantised=quantised_of(flags),
+        state_types=state_types_of(flags),
+        optimizer_instances=flags.integer("--num-distributed-optimizer-instances", 1),
         dropout=flags.number("--hidden-dropout", 0.1),
         token_dispatcher=token_dispatcher_of(flags),
         fused_attention=flags.text("--attention-backend") != "unfused",
@@ -99,7 +101,10 @@ _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     *("--hybrid-layer-pattern", "--mamba-head-dim", "--mamba-num-heads", "--mamba-num-groups"),
     *("--mamba-state-dim", "--moe-aux-loss-coeff", "--moe-z-loss-coeff"),
     *("--moe-token-dispatcher-type", "--attention-backend"),
-    *("--hidden-dropout", "--attention-dropout"),
+    *("--hidden-dropout", "--attention-dropout", "--use-precision-aware-optimizer"),
+    *("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
+    *("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32"),
+    "--num-distributed-optimizer-instances",
 }
 _BATCH = ("--micro-batch-size", "--global-batch-size")
 """Of a model's file; in EXTRA they would be a second way to say MICRO_BATCH= and GLOBAL_BATCH=."""

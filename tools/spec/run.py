@@ -82,6 +82,20 @@ class Quantised(StrEnum):
     NVFP4 = "nvfp4"
 
 
+@dataclass(frozen=True)
+class StateTypes:
+    """What holds gradients, the optimizer's weights and its moments, where it is not the usual of the
+    run's dtype (empty): `fp32`, `fp16`, `bf16` or `fp8`."""
+
+    gradients: str = ""
+    main_parameters: str = ""
+    first_moment: str = ""
+    second_moment: str = ""
+    aware: bool = False
+    """`--use-precision-aware-optimizer`: Adam reads gradients as they are, and keeps of fp32 weights
+    what the half-precision ones lack."""
+
+
 class Transport(StrEnum):
     """The library that moves the bytes: it decides what an operation puts on the wire."""
 
@@ -120,6 +134,10 @@ class RunSpec:
     quantised: Quantised = Quantised.NONE
     half_blocks: str = ""
     """Blocks of a hybrid that are not quantised (`--num-layers-at-end-in-bf16`), in any order."""
+    state_types: StateTypes = StateTypes()
+    optimizer_instances: int = 1
+    """Groups of data-parallel ranks that each shard a whole optimizer
+    (`--num-distributed-optimizer-instances`; hybrid sharding)."""
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
     fused_attention: bool = True
@@ -281,6 +299,8 @@ def spec_of_flags(
         batch=Batch(micro, flags.integer("--global-batch-size", micro * parallelism.data)),
         dtype=next((half for half in ("fp16", "bf16") if flags.has(f"--{half}")), "fp32"),
         quantised=quantised_of(flags),
+        state_types=state_types_of(flags),
+        optimizer_instances=flags.integer(_INSTANCES, 1),
         dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
@@ -341,10 +361,52 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
         "--hidden-dropout": spec.dropout,
         "--seed": spec.seed,
         f"--{spec.dtype}": spec.dtype != "fp32",
+        _INSTANCES: spec.optimizer_instances if spec.optimizer_instances > 1 else None,
     }
     layout = strategy_flags(spec.parallelism)
     own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
-    return (*layout, *own, *flag_words(rest))
+    return (*layout, *own, *flag_words(rest), *_state_flags(spec.state_types))
+
+
+_INSTANCES = "--num-distributed-optimizer-instances"
+_STATE_FLAGS = {
+    "--main-grads-dtype": "gradients",
+    "--main-params-dtype": "main_parameters",
+    "--exp-avg-dtype": "first_moment",
+    "--exp-avg-sq-dtype": "second_moment",
+}
+_STATE_TYPES = ("fp32", "fp16", "bf16", "fp8")
+_TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
+"""As a log prints them; fp8 moments are bytes with scales beside them (`map_dtype`)."""
+
+
+def _state_flags(types: StateTypes) -> tuple[str, ...]:
+    if types.aware:
+        given = {flag: getattr(types, field) or None for flag, field in _STATE_FLAGS.items()}
+        return flag_words({"--use-precision-aware-optimizer": True, **given})
+    return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
+
+
+def state_types_of(flags: Flags) -> StateTypes:
+    """What the flags store gradients and the optimizer in.
+
+    Raises:
+        ValueError: A type that Megatron does not have.
+    """
+    if not flags.has("--use-precision-aware-optimizer"):
+        return StateTypes(gradients="bf16" if flags.has("--grad-reduce-in-bf16") else "")
+    given = {}
+    for flag, field_name in _STATE_FLAGS.items():
+        kind = flags.text(flag, "fp32").removeprefix("torch.")
+        kind = _TORCHS_NAMES.get(kind, kind)
+        if kind not in _STATE_TYPES:
+            raise ValueError(
+                f"{flag} {kind} is not one of Megatron's; use {', '.join(_STATE_TYPES)}."
+            )
+        given[field_name] = kind if kind != "fp32" else ""
+    if flags.has("--grad-reduce-in-bf16"):
+        given["gradients"] = "bf16"
+    return StateTypes(**given, aware=True)
 
 
 def recompute_flags(recompute: Recompute) -> tuple[str, ...]:

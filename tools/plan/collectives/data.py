@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from tools.plan.collectives.call import CollectiveCall, collective
-from tools.plan.memory import PRECISIONS
+from tools.plan.memory import precision_of
 from tools.plan.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group, group_ranks
@@ -35,7 +35,7 @@ def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """DDP: one all-reduce of each model chunk's whole buffer (buckets only split it in overlap)."""
-    width, source = PRECISIONS[spec.dtype].gradients, f"{_BUCKETS}.start_grad_sync"
+    width, source = precision_of(spec).gradients, f"{_BUCKETS}.start_grad_sync"
     for chunk in chunk_buffers(spec, pipeline_rank):
         for group, what, buffer in (
             (Group.DATA_CONTEXT, "gradients", chunk.untied + chunk.tied),
@@ -55,7 +55,7 @@ def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[Collec
     With expert parallelism two optimizers are chained and each gathers the weights of both
     (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).
     """
-    precision, gathers = PRECISIONS[spec.dtype], 2 if spec.parallelism.expert > 1 else 1
+    precision, gathers = precision_of(spec), 2 if spec.parallelism.expert > 1 else 1
     start_grad_sync, start_param_sync = (
         f"{_BUCKETS}.start_grad_sync",
         f"{_BUCKETS}.start_param_sync",
@@ -116,7 +116,7 @@ def _unit(
     spec: RunSpec, group: Group, elements: int, passes: int, *, layered: bool = True
 ) -> Iterator[CollectiveCall]:
     """Weights in and gradients out of one unit, `passes` times in an iteration."""
-    precision = PRECISIONS[spec.dtype]
+    precision = precision_of(spec)
     keeps = spec.parallelism.sharding is Sharding.ZERO2 or not layered
     gathers = passes // spec.microbatches if keeps else 2 * passes
     phase = Phase.OPTIMIZER if keeps else Phase.FORWARD

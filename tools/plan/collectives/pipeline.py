@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tools.plan.collectives.call import CollectiveCall, collective
-from tools.plan.memory import PRECISIONS, residual_bytes
+from tools.plan.memory import precision_of, residual_bytes
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
@@ -43,6 +43,6 @@ def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
         Phase.GRADIENT_SYNC,
         "gradients of the tied embedding",
         1,
-        PRECISIONS[spec.dtype].gradients * elements,
+        precision_of(spec).gradients * elements,
         "distributed/finalize_model_grads.py: _allreduce_word_embedding_grads",
     )

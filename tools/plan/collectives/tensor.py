@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tools.plan.collectives.call import CollectiveCall, Megatron, collective, layer_passes
-from tools.plan.memory import PRECISIONS
+from tools.plan.memory import precision_of
 from tools.plan.tensors import partial_gradient_elements
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
@@ -138,7 +138,7 @@ def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveC
         Phase.GRADIENT_SYNC,
         "gradients of norms, row-parallel biases and routers",
         1,
-        PRECISIONS[spec.dtype].gradients * elements,
+        precision_of(spec).gradients * elements,
         "distributed/finalize_model_grads.py: _allreduce_non_tensor_model_parallel_grads",
     )
 

@@ -11,7 +11,7 @@ from functools import cache
 from math import exp, log2
 from typing import Any
 
-from tools.plan.readings.express import Expressed, RefusedError, express
+from tools.plan.readings.express import Expressed, RefusedError, express, model_facts
 from tools.plan.readings.own import OwnRuns
 from tools.plan.readings.published import kit_runs
 from tools.plan.readings.residual import Residual, left_out, residual
@@ -26,7 +26,9 @@ from tools.text.units import joined
 _LIKE = 8
 """Readings that an interval is made of."""
 _FAR = 6.0
-"""Doublings, over parameters, devices, TP, PP and sequence together, beyond which nothing is alike."""
+"""Doublings, over parameters, devices, degrees and sequence together, beyond which nothing is alike."""
+_MIXTURE = 2.0
+"""Doublings that a dense model and a mixture of experts are apart."""
 _TIMED = ("step_time_s", "tokens_per_s_per_gpu")
 _ENOUGH = 3
 
@@ -125,15 +127,28 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
         and (distance := _distance(reading, spec, cluster)) is not None
     ]
     found: list[tuple[float, Residual]] = []
+    layouts: set[tuple[object, ...]] = set()
     for distance, _, place in sorted(placed):
         if distance > _FAR or len(found) == _LIKE:
             break
         reading, known = _readings()[place]
+        layout = (*_layout(reading), *((place,) if known else ()))
+        if layout in layouts:
+            continue
         try:
-            found.append((distance, residual(left_out(known or express(reading), reading.source))))
+            near = residual(left_out(known or express(reading), reading.source))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
+        found.append((distance, near))
+        layouts.add(layout)
     return found
+
+
+def _layout(reading: Reading) -> tuple[object, ...]:
+    """What later releases measure again: one of them is enough."""
+    degrees = (reading.gpus, reading.tp, reading.pp, reading.vpp, reading.cp, reading.ep)
+    batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype)
+    return (*degrees, *batch, reading.source, reading.model, reading.gpu)
 
 
 @cache
@@ -152,10 +167,14 @@ def _distance(reading: Reading, spec: RunSpec, cluster: Cluster) -> float | None
         (reading.gpus, cluster.devices),
         (reading.tp or 1, split.tensor),
         (reading.pp or 1, split.pipeline),
+        (reading.cp or 1, split.context),
+        (reading.ep or 1, split.expert),
         (reading.seq or shape.seq_length, shape.seq_length),
     )
     halves = spec.dtype in ("fp16", "bf16") and "8" not in reading.dtype
-    return sum(abs(log2(one / two)) for one, two in pairs) + (0 if halves else 1)
+    routed = bool(reading.expert_ffn or model_facts(reading.model).get("experts"))
+    other_kind = _MIXTURE if routed != bool(shape.experts) else 0.0
+    return sum(abs(log2(one / two)) for one, two in pairs) + (0 if halves else 1) + other_kind
 
 
 def _measured(reading: Reading) -> str:

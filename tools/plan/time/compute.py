@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.plan.memory import PRECISIONS, QUANTISED_BYTES, held_parameters, logit_elements
+from tools.plan.memory import QUANTISED_BYTES, held_parameters, logit_elements, precision_of
 from tools.plan.tensors import rank_tensors
 from tools.plan.time.rates import DeviceRates
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
@@ -142,7 +142,7 @@ def _table_gradient_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
     """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic."""
-    precision = PRECISIONS[spec.dtype]
+    precision = precision_of(spec)
     held, gradients = held_parameters(spec, pipeline_rank)
     measured = rate.measured
     if measured.parameter_seconds is not None:
@@ -151,7 +151,8 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
         return (seconds + tensors * measured.tensor_seconds) / rate.share
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
-    a_parameter = _ADAM_BYTES + _NORM_AND_CLIP_BYTES + copies + weights
+    # Moments in fewer bytes are read and written in fewer.
+    a_parameter = _ADAM_BYTES - 2 * (8 - precision.adam) + _NORM_AND_CLIP_BYTES + copies + weights
     touched = held * a_parameter + gradients * precision.gradients
     return touched / rate.bytes_per_second
 

@@ -1,0 +1,30 @@
+import pytest
+
+from tools.plan.readings.express import model_facts
+from tools.plan.readings.near import near_residuals
+from tools.plan.residuals import usual_cluster
+from tools.spec.model import load_model
+from tools.spec.run import spec_of_model
+from tools.spec.strategy import Batch, Parallelism
+
+
+def test_a_dense_model_is_not_judged_by_mixtures_nor_by_one_layout_of_several_releases() -> None:
+    model = load_model("gpt3-13b")
+    spec = spec_of_model(model, Parallelism(data=64), Batch(1, 64))
+    found = [item.reading for _, item in near_residuals(spec, usual_cluster("gb200", 64))]
+    assert found
+    assert not any(model_facts(reading.model).get("experts") for reading in found)
+    layouts = [
+        (r.model, r.gpus, r.tp, r.pp, r.vpp, r.cp, r.ep, r.mbs, r.gbs, r.dtype) for r in found
+    ]
+    assert len(set(layouts)) == len(layouts)
+
+
+def test_degrees_of_cp_and_ep_are_a_distance() -> None:
+    model, cluster = load_model("llama3-8b"), usual_cluster("h100", 8)
+    plain = spec_of_model(model, Parallelism(data=8), Batch(1, 8))
+    split = spec_of_model(model, Parallelism(data=2, context=4), Batch(1, 8))
+    (distance, nearest), *_ = near_residuals(plain, cluster)
+    assert distance == pytest.approx(0, abs=0.01)
+    assert (nearest.reading.cp or 1) == 1
+    assert near_residuals(split, cluster)[0][1].reading.cp == 2
