@@ -453,7 +453,7 @@ def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
 
 def _temporary_bytes(spec: RunSpec, last: bool) -> int:
     loss = logits_bytes(spec) if last else 0
-    return max(loss, backward_temporary_bytes(spec)) + _whole_output_layer_bytes(spec)
+    return max(loss, backward_temporary_bytes(spec)) + whole_output_layer_bytes(spec)
 
 
 def _communication_bytes(spec: RunSpec) -> int:
@@ -467,7 +467,7 @@ def _communication_bytes(spec: RunSpec) -> int:
     return pipeline + 2 * layer * (precision.weights + precision.gradients)
 
 
-def _whole_output_layer_bytes(spec: RunSpec) -> int:
+def whole_output_layer_bytes(spec: RunSpec) -> int:
     """The output layer and its gradient at the loss, beyond the layers of `_communication_bytes`.
 
     None of those is whole then. Megatron-FSDP gathers the weights once an iteration

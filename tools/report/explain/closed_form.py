@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.plan.collectives.call import LATEST, Megatron
-from tools.plan.memory import held_parameters, logits_bytes, memory_of_rank
+from tools.plan.memory import (
+    held_parameters,
+    logits_bytes,
+    memory_of_rank,
+    whole_output_layer_bytes,
+)
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import DeviceMemory, MemoryCategory, RankMemory
 from tools.report.read.runs import Run
@@ -150,7 +155,7 @@ def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterato
         yield PeakCandidate(
             "the output layer's backward: the logits' gradient and its weight's, not yet added",
             model.activations,
-            logits_bytes(configuration) + gradient,
+            logits_bytes(configuration) + gradient + whole_output_layer_bytes(configuration),
         )
         if split.pipeline == 1 and configuration.trained_shape.tied_embeddings:
             yield PeakCandidate(
