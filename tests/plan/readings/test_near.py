@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from tools.plan.readings.express import model_facts
@@ -10,7 +12,8 @@ from tools.spec.strategy import Batch, Parallelism
 
 def test_a_dense_model_is_not_judged_by_mixtures_nor_by_one_layout_of_several_releases() -> None:
     model = load_model("gpt3-13b")
-    spec = spec_of_model(model, Parallelism(data=64), Batch(1, 64))
+    wide = replace(model.shape, layers=48, hidden=7168, heads=56, query_groups=56, ffn_hidden=28672)
+    spec = spec_of_model(replace(model, shape=wide), Parallelism(data=64), Batch(1, 64))
     found = [item.reading for _, item in near_residuals(spec, usual_cluster("gb200", 64))]
     assert found
     assert not any(model_facts(reading.model).get("experts") for reading in found)
@@ -18,6 +21,12 @@ def test_a_dense_model_is_not_judged_by_mixtures_nor_by_one_layout_of_several_re
         (r.model, r.gpus, r.tp, r.pp, r.vpp, r.cp, r.ep, r.mbs, r.gbs, r.dtype) for r in found
     ]
     assert len(set(layouts)) == len(layouts)
+
+
+def test_a_mixture_is_two_doublings_from_a_dense_model_of_its_degrees() -> None:
+    spec = spec_of_model(load_model("gpt3-13b"), Parallelism(data=8), Batch(1, 8))
+    found = [item.reading for _, item in near_residuals(spec, usual_cluster("b200", 8))]
+    assert not any(model_facts(reading.model).get("experts") for reading in found)
 
 
 def test_degrees_of_cp_and_ep_are_a_distance() -> None:
