@@ -7,12 +7,13 @@ import pytest
 from tools.plan.collectives.call import CollectiveCall
 from tools.plan.residuals import usual_cluster
 from tools.plan.time.cluster import Cluster, route
-from tools.plan.time.compute import product_seconds, softmax_is_fused
+from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.constants import BOUNDS, constants_of, start_of
 from tools.plan.time.execution import Execution
 from tools.plan.time.host import launch_seconds
 from tools.plan.time.iteration import IterationSeconds, iteration_seconds
 from tools.plan.time.rates import rates
+from tools.plan.time.traffic import layer_bytes, softmax_is_fused
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
@@ -173,6 +174,90 @@ def test_calls_of_more_ranks_have_more_steps_and_trees_bound_them() -> None:
     )
     assert two.ring_seconds < eight.ring_seconds
     assert far.tree_seconds < far.ring_seconds
+
+
+def of_experts(**execution: bool) -> IterationSeconds:
+    spec = RunSpec(
+        load_model("mixtral-8x7b").shape, Parallelism(data=8, expert=8), Batch(1, 64), dropout=0.0
+    )
+    return iteration_seconds(spec, on(**execution))
+
+
+def test_experts_exchanges_beside_another_micro_batch_cost_what_contention_leaves() -> None:
+    alone, beside = of_experts(), of_experts(overlap_experts=True)
+    share = on().constants.contention
+    assert beside.expert_parallel == pytest.approx(share * alone.expert_parallel)
+    assert beside.matmul == alone.matmul
+
+
+def test_graphs_of_attention_and_router_leave_the_host_the_experts() -> None:
+    kinds = (of_experts(), of_experts(captured=True), of_experts(graphs=True))
+    none, part, whole = (found.memory_bound for found in kinds)
+    # One expert a rank: 1.5 layers' kernels and its own 0.06, of which the graphs launch one layer's.
+    assert (part - whole) / (none - whole) == pytest.approx(0.56 / 1.56)
+
+
+def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None:
+    shape = replace(load_model("mixtral-8x7b").shape, layers=1)
+    rate = rates(on(), "bf16")
+    moved = 4096 * shape.experts_per_token * shape.hidden * 2
+
+    def more(expert: int, **changes: object) -> int:
+        spec = RunSpec(shape, Parallelism(data=8, expert=expert), Batch(1, 8), "bf16", dropout=0.0)
+        spec = replace(spec, shape=replace(shape, seq_length=4096, **changes))  # type: ignore[arg-type]
+        return layer_bytes(spec, rate)[0] - layer_bytes(spec, replace(rate, sorted_tokens=False))[0]
+
+    assert (more(8), more(4)) == (0, 4 * moved)
+
+
+def test_a_bias_of_experts_is_six_more_passes_unless_it_is_part_of_the_product() -> None:
+    plain = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
+    rate = rates(on(), "bf16")
+
+    def bytes_of(bias: bool, fused: bool) -> int:
+        spec = RunSpec(
+            replace(plain, bias=bias),
+            Parallelism(data=8, expert=8),
+            Batch(1, 8),
+            "bf16",
+            dropout=0.0,
+        )
+        return layer_bytes(spec, replace(rate, fused_experts=fused))[0]
+
+    assert bytes_of(True, False) - bytes_of(False, False) == 6 * 1024 * 2 * plain.hidden * 2
+    assert bytes_of(True, True) == bytes_of(False, True) < bytes_of(False, False)
+
+
+def test_a_scale_from_earlier_iterations_spares_a_reading_of_every_operand() -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), "bf16", dropout=0.0)
+
+    def moved(kind: Quantised) -> float:
+        rate = rates(on(1), "bf16", kind)
+        found = layer_seconds(replace(spec, quantised=kind), rate)
+        return found.backward_memory * rate.bytes_per_second
+
+    gradients = SHAPE.seq_length * (4 + 1 + 4 + 1) * SHAPE.hidden - SHAPE.seq_length * SHAPE.hidden
+    more = moved(Quantised.TENSORWISE) - moved(Quantised.DELAYED)
+    assert more == pytest.approx(2 * gradients, rel=1e-6)
+
+
+def test_weights_in_eight_bits_take_half_as_long() -> None:
+    split = Parallelism(data=64, sharding=Sharding.ZERO1)
+    spec = RunSpec(SHAPE, split, Batch(1, 64), "bf16", dropout=0.0, quantised=Quantised.MXFP8)
+    cluster = replace(usual_cluster("b200", 64), execution=Execution())
+    halved = replace(cluster, execution=Execution(quantised_weights=True))
+    whole, less = (iteration_seconds(spec, one).gradient_sync for one in (cluster, halved))
+    # Of the 6 bytes that are moved weights are 2; an MXFP8 weight has 3% of scales.
+    assert less / whole == pytest.approx((4 + 1.03) / 6, rel=0.01)
+
+
+def test_broadcast_weights_go_once_around_the_ring_for_every_tensor() -> None:
+    split = Parallelism(data=16, sharding=Sharding.ZERO1)
+    gathered, sent = (
+        seconds(split, on(16, broadcast_parameters=way)).gradient_sync for way in (False, True)
+    )
+    ring = route(on(16), split, Group.DATA_CONTEXT).ring_seconds
+    assert sent - gathered == pytest.approx(16 * (ring + 5e-6), rel=1e-6)
 
 
 @pytest.mark.parametrize("generation", FITTED)

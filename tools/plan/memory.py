@@ -132,6 +132,7 @@ def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
 
 QUANTISED_BYTES = {
     Quantised.NONE: 2.0,
+    Quantised.DELAYED: 1.0,
     Quantised.TENSORWISE: 1.0,
     Quantised.BLOCKWISE: 1.03,
     Quantised.MXFP8: 1.03,

@@ -9,10 +9,11 @@ from dataclasses import replace
 from tools.plan.calibration import load_calibration
 from tools.plan.memory import PRECISIONS
 from tools.plan.parser import RequestError
-from tools.plan.readings.express import SWITCHES, execution_of_flags
+from tools.plan.readings.express import execution_of_flags
 from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
+from tools.plan.time.execution import SWITCHES
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import (

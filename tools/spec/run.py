@@ -75,8 +75,10 @@ class Quantised(StrEnum):
     router, embeddings, the output layer, gradients and the optimizer stay as they are."""
 
     NONE = ""
+    DELAYED = "delayed"
+    """One scale a tensor, from its maxima in earlier iterations."""
     TENSORWISE = "tensorwise"
-    """One scale a tensor, delayed or current."""
+    """One scale a tensor, from its own maximum."""
     BLOCKWISE = "blockwise"
     MXFP8 = "mxfp8"
     NVFP4 = "nvfp4"

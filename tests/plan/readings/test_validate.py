@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from tools.plan.__main__ import main
-from tools.plan.readings.express import RefusedError, express, origin
+from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.facts import origin
 from tools.plan.readings.fit import fitted_readings
 from tools.plan.readings.residual import residuals
+from tools.plan.readings.summary import choices
 from tools.plan.readings.table import COLUMNS, READINGS, Reading, ReadingsError, read_readings
+from tools.spec.run import Quantised
 
 ROW = {
     "source": "mine",
@@ -256,3 +259,35 @@ def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_som
         for path in ("card.yaml sft/H100", "card.yaml pretrain_performance/H100")
     ]
     assert graphs == [False, True]
+
+
+def of_line(line: int) -> Reading:
+    return next(reading for reading in read_readings()[0] if reading.line == line)
+
+
+def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None:
+    # GPT-OSS 120B on GB200: BF16 of 26.02 and 26.04, MXFP8 of 26.06.
+    exchanged, beside, graphs = (
+        express(of_line(line)).cluster.execution for line in (365, 238, 80)
+    )
+    assert (exchanged.deduplicated, exchanged.overlap_experts) == (False, False)
+    assert (beside.overlap_experts, beside.graphs) == (True, False)
+    assert (graphs.graphs, graphs.overlap_experts, graphs.fused_experts) == (True, True, True)
+    with pytest.raises(RefusedError, match="cudnn-frontend issue 256"):
+        express(of_line(41))
+    # BigScience's table of HF's trainer: DP is all GPUs.
+    assert express(of_line(933)).spec.name == "dp64-zero3"
+
+
+def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:
+    assert express(of_line(424)).spec.quantised is Quantised.TENSORWISE  # Megatron-Bridge, 25.09
+    assert express(of_line(534)).spec.quantised is Quantised.DELAYED  # NeMo 24.12, FP8
+    assert express(of_line(400)).spec.quantised is Quantised.TENSORWISE  # FP8-CS (FP8-MX)
+
+
+def test_layouts_of_different_releases_are_a_choice_only_where_asked_for() -> None:
+    lines = (534, 611)  # 70B on 64 H100: NeMo 24.12 and 25.02
+    found = residuals([of_line(line) for line in lines])
+    assert choices(found) == []
+    (mixed,) = choices(found, across_releases=True)
+    assert mixed.readings == 2

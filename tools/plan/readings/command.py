@@ -99,7 +99,7 @@ def _print(found: Residuals, console: Console) -> None:
     console.print(rich_table(_table("By GPU", by_gpu(found))))
     console.print(rich_table(_table("By kind of run", [*by_kind(found), *by_split(found)])))
     console.print(rich_table(Table(_WORST_COLUMNS, tuple(worst(found, _WORST)), "Worst")))
-    _print_regrets(choices(found), console)
+    _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     console.print(f"{len(found.predicted)} of {total} readings are predicted. Not predicted:")
     for source, reason, lines in reasons(found.refused):
@@ -109,7 +109,7 @@ def _print(found: Residuals, console: Console) -> None:
         say(console, sentence)
 
 
-def _print_regrets(found: list[Choice], console: Console) -> None:
+def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -> None:
     regrets = [choice.regret for choice in found]
     if not regrets:
         return
@@ -125,6 +125,13 @@ def _print_regrets(found: list[Choice], console: Console) -> None:
             f"In {len(regrets) - len(known)} of them that is less than repeated runs of one layout "
             f"differ by; over the other {len(known)} it is {mean(known):.1%} in the mean and "
             f"{max(known):.1%} at worst.",
+            soft_wrap=True,
+        )
+    more = [choice.regret for choice in mixed]
+    if len(more) > len(regrets):
+        console.print(
+            f"With {len(more) - len(regrets)} more groups whose layouts were run by different releases "
+            f"of the software it is {mean(more):.1%} in the mean and {max(more):.1%} at worst.",
             soft_wrap=True,
         )
     console.print("By source:")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.plan.constraints import NEWEST, violations
+from tools.plan.readings.facts import model_facts, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import Execution
-from tools.spec.files import read_yaml
+from tools.plan.time.execution import SWITCHES, Execution
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import (
@@ -26,7 +26,7 @@ from tools.spec.model import (
     ModelShape,
     formula_shape,
 )
-from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_flags
+from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, StateTypes, spec_of_flags
 from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -61,7 +61,9 @@ def express(reading: Reading) -> Expressed:
     """
     if reading.metric == "matmul_tflops":
         return _product_alone(reading)
-    source = source_facts(reading.source)
+    source = source_facts(reading)
+    if refused := source.get("refused"):
+        raise RefusedError(f"{reading.model}: {refused}")
     own = flags_said(reading)
     case = _case(reading)
     if own is not None:
@@ -71,7 +73,9 @@ def express(reading: Reading) -> Expressed:
     else:
         spec, execution = _stated_spec(reading, source), _stated_execution(reading, source)
     # What a test of Megatron's ran is possible, by flags that its case does not list here.
-    if (own is not None or not case) and (problems := violations(spec, NEWEST)):
+    if (own is not None or not case) and (
+        problems := violations(_without_expert_biases(spec), NEWEST)
+    ):
         raise RefusedError(problems[0])
     return Expressed(reading, spec, _cluster(reading, source, execution))
 
@@ -90,31 +94,10 @@ def flags_said(reading: Reading) -> list[str] | None:
         raise RefusedError(f"the flags in its notes cannot be read: {error}") from None
 
 
-@cache
-def source_facts(source: str) -> dict[str, Any]:
-    """How a source's runs were trained where its tables do not say, from `sources.yaml`."""
-    facts = read_yaml(_HERE / "sources.yaml")["sources"]
-    longest = max((name for name in facts if source.startswith(name)), key=len)
-    return {**facts[""], **facts[longest]}
-
-
-def origin(source: str) -> str:
-    """What a fit leaves out with a source: the other name under which its figures are published."""
-    return str(source_facts(source).get("origin", source))
-
-
-@cache
-def _models() -> dict[str, dict[str, Any]]:
-    return dict(read_yaml(_HERE / "models.yaml")["models"])
-
-
-@cache
-def model_facts(model: str) -> dict[str, Any]:
-    """What is known of a model by its name, from `models.yaml`; empty if it is not there."""
-    name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")
-    known = _models()
-    fits = [key for key in known if name.startswith(key)]
-    return known[max(fits, key=len)] if fits else {}
+def _without_expert_biases(spec: RunSpec) -> RunSpec:
+    """For the rules, which are those of every Megatron: today's gives experts biases."""
+    bias = spec.shape.bias and not spec.shape.experts
+    return replace(spec, shape=replace(spec.shape, bias=bias))
 
 
 @cache
@@ -172,7 +155,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     shape = _shape(reading, source)
     parallelism, batch = _layout(reading, source)
     virtual = parallelism.virtual_stages
-    fused, quantised = bool(source["fused_attention"]), _quantised(reading.dtype)
+    fused, quantised = bool(source["fused_attention"]), _quantised(reading.dtype, source)
     if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
         raise RefusedError(_UNLAID.format(reading.model))
     return RunSpec(
@@ -183,6 +166,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         quantised=quantised,
         half_blocks=model_facts(reading.model).get("half_blocks", {}).get(quantised.value, ""),
         dropout=source["dropout"],
+        state_types=StateTypes(gradients="bf16" if source["half_gradients"] else ""),
         recompute=_recompute(reading, fused),
         fused_attention=fused,
         stages=EVEN if shape.layers % (parallelism.pipeline * virtual) == 0 else SPREAD,
@@ -245,7 +229,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     gpus = reading.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    tensor, pipeline, context = reading.tp, reading.pp, reading.cp or 1
+    tensor, pipeline, context = source.get("tensor", reading.tp), reading.pp, reading.cp or 1
     pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
     sharding = _sharding(reading, source)
     if sharding is Sharding.ZERO3:
@@ -261,6 +245,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     data, expert = gpus // ranks, reading.ep or 1
     if (
         reading.dp is not None
+        and "tensor" not in source
         and reading.dp * ranks != gpus
         and reading.dp * ranks * expert != gpus
     ):
@@ -322,15 +307,19 @@ def _recompute(reading: Reading, fused: bool) -> Recompute:
     return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
 
 
-def _quantised(dtype: str) -> Quantised:
-    words = dtype.lower()
+def _quantised(dtype: str, source: dict[str, Any]) -> Quantised:
+    words = (dtype or source["unstated_bits"]).lower()
     if "fp4" in words:
         return Quantised.NVFP4
     if "fp8" not in words:
         return Quantised.NONE
     if "mx" in words and "cs" not in words:
         return Quantised.MXFP8
-    return Quantised.BLOCKWISE if "block" in words or "rowwise" in words else Quantised.TENSORWISE
+    if "block" in words or "rowwise" in words:
+        return Quantised.BLOCKWISE
+    return (
+        Quantised.TENSORWISE if "cs" in words or "tensorwise" in words else Quantised(source["fp8"])
+    )
 
 
 def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
@@ -338,25 +327,21 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
     return Execution(
         overlap_gradients=bool(source["overlap"]),
         overlap_parameters=bool(source["overlap"]),
+        quantised_weights=bool(source["quantised_weights"]),
+        broadcast_parameters=bool(source["broadcast_parameters"]),
         overlap_tensor=bool(source["overlap_tensor"]) or "async" in reading.notes.lower(),
-        graphs=_release(reading, source) >= source["graphs_since"]
+        graphs=release_of(reading, source) >= source["graphs_since"]
         and model_facts(reading.model).get("whole_graph", True),
         frozen="lora" in reading.notes.lower() or "/peft" in reading.where,
         portable_attention=eager,
         unfused=eager and "compile" not in reading.notes,
         scatter_gather=bool(source["scatter_gather"]),
+        captured=bool(source["captured"]),
         deduplicated=bool(source["deduplicated"]) and not reading.notes.startswith("A2A"),
+        overlap_experts=bool(source["overlap_experts"]),
+        fused_experts=bool(source["fused_experts"]),
         fused_loss=bool(source["fused_loss"]),
     )
-
-
-def _release(reading: Reading, source: dict[str, Any]) -> float:
-    """Of NVIDIA's container, as its notes say (26.06) or its path implies; 0 where neither does."""
-    found = re.search(r"release (\d+\.\d+)", reading.notes)
-    if found:
-        return float(found[1])
-    implied: dict[str, float] = source.get("released", {})
-    return next((release for part, release in implied.items() if part in reading.where), 0.0)
 
 
 def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
@@ -408,21 +393,6 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
         fused_attention=not unfused,
         stages=SPREAD if laid_by_hand else spec.stages,
     )
-
-
-SWITCHES = {
-    "--overlap-grad-reduce": "overlap_gradients",
-    "--overlap-param-gather": "overlap_parameters",
-    "--tp-comm-overlap": "overlap_tensor",
-    "--cuda-graph-impl": "graphs",
-    "--enable-cuda-graph": "graphs",
-    "--moe-flex-dispatcher-backend": "deduplicated",
-    "--moe-enable-deepep": "deduplicated",
-    "--moe-grouped-gemm": "grouped_experts",
-    "--deterministic-mode": "deterministic",
-    "--cross-entropy-loss-fusion": "fused_loss",
-}
-"""Megatron's flags that set fields of `Execution`."""
 
 
 def execution_of_flags(flags: Flags) -> Execution:

@@ -23,6 +23,7 @@ from tools.plan.readings.residual import Residual, residual
 from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings, read_rows
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
+from tools.plan.time.execution import SWITCHES
 from tools.plan.time.rates import NoPeakError
 from tools.records.io import lock, write_whole
 from tools.spec.flags import merge_flags, pick_flags
@@ -36,10 +37,8 @@ _MORE_FLAGS = frozenset(
     {
         *("--vocab-size", "--make-vocab-size-divisible-by", "--moe-token-dispatcher-type"),
         *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-grouped-gemm", "--optimizer"),
-        *("--transformer-impl", "--attention-backend", "--overlap-grad-reduce"),
-        *("--overlap-param-gather", "--tp-comm-overlap", "--cross-entropy-loss-fusion"),
-        *("--fp8-format", "--fp8-recipe", "--cuda-graph-impl", "--deterministic-mode"),
-        *("--moe-flex-dispatcher-backend", "--untie-embeddings-and-output-weights"),
+        *("--transformer-impl", "--attention-backend", "--fp8-format", "--fp8-recipe"),
+        *("--cuda-graph-impl", "--untie-embeddings-and-output-weights", *SWITCHES),
     }
 )
 _LOCK_SECONDS = 10.0

@@ -13,7 +13,8 @@ from tools.plan.memory import (
     residual_bytes,
     workspace_bytes,
 )
-from tools.plan.readings.express import Expressed, RefusedError, express, origin
+from tools.plan.readings.express import Expressed, RefusedError, express
+from tools.plan.readings.facts import origin
 from tools.plan.readings.table import Reading, Unreadable
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Calibration, Cluster

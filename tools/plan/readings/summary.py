@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tools.plan.readings.facts import release_of, source_facts
 from tools.plan.readings.residual import Refusal, Residual, Residuals
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
 from tools.spec.run import RunSpec
@@ -178,9 +179,14 @@ class Choice:
         return not 0 < self.regret <= max(self.apart, default=0.0)
 
 
-def choices(residuals: Residuals) -> list[Choice]:
+def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]:
     """Every group of two or more layouts of one model, batch, device and source; one that was measured
-    more than once counts with its median."""
+    more than once counts with its median.
+
+    Args:
+        residuals: Of all readings.
+        across_releases: Whether a group may hold runs of several releases of a container.
+    """
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
         reading, spec = item.reading, item.expressed.spec
@@ -188,7 +194,13 @@ def choices(residuals: Residuals) -> list[Choice]:
             continue
         numbers = (spec.dtype, spec.quantised)
         batch = (spec.shape, spec.batch.global_batch_size, *numbers, spec.recompute)
-        what = (reading.source, reading.model, reading.gpu, reading.gpus, _origin(item))
+        what = (
+            reading.source,
+            reading.model,
+            reading.gpu,
+            reading.gpus,
+            _origin(item, across_releases),
+        )
         groups[*what, *batch].append(item)
     found = []
     for items in groups.values():
@@ -209,11 +221,15 @@ _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 
-def _origin(item: Residual) -> str:
-    """Release and variant, and a trainer that is not the source's usual one: readings of other software
-    differ in more than layout."""
+def _origin(item: Residual, across_releases: bool) -> str:
+    """Variant, release and trainer: readings of other software differ in more than layout."""
     variant, *others = item.reading.notes.split(";")
-    return " ".join((variant, *(part for part in others if "not Megatron" in part)))
+    facts = source_facts(item.reading)
+    parts = [variant, facts.get("trainer", "")]
+    parts += [part for part in others if "not Megatron" in part]
+    if not across_releases:
+        parts.append(str(release_of(item.reading, facts)))
+    return " ".join(parts)
 
 
 def _measured(item: Residual) -> float:

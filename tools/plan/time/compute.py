@@ -14,6 +14,7 @@ from functools import lru_cache
 from tools.plan.memory import QUANTISED_BYTES, held_parameters, logit_elements, precision_of
 from tools.plan.tensors import rank_tensors
 from tools.plan.time.rates import DeviceRates
+from tools.plan.time.traffic import CHUNK, layer_bytes, scores_bytes
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
 from tools.spec.run import Quantised, Recompute, RunSpec
 
@@ -47,19 +48,14 @@ class LayerSeconds:
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
     """Times of a layer of one kind; a frozen one computes no gradients of weights."""
-    forward, backward = _elementwise_bytes(spec)
-    context_forward, context_backward = _context_bytes(spec)
-    scan_forward, scan_backward = _scan_bytes(spec)
-    scores_forward, scores_backward = _scores_bytes(spec)
-    routed_forward, routed_backward = _routed_bytes(spec)
+    forward, backward = layer_bytes(spec, rate)
+    scores_forward, scores_backward = scores_bytes(spec)
     products = tuple(_products(spec))
-    cast_forward, cast_backward = _cast_bytes(products, rate.quantised)
+    cast_forward, cast_backward = _cast_bytes(products, rate)
     attention, attention_backward = _attention_seconds(spec, rate)
     added = 0.0 if frozen else sum(p.copies * p.inner * p.columns for p in products)
     added *= rate.measured.gradient_seconds / rate.share
-    forward = int(forward * rate.elementwise) + context_forward + routed_forward + cast_forward
-    backward = int(backward * rate.elementwise) + context_backward + routed_backward + cast_backward
-    forward, backward = forward + scan_forward, backward + scan_backward
+    forward, backward = forward + cast_forward, backward + cast_backward
     element = spec.element_bytes
     return LayerSeconds(
         forward_matmul=sum(
@@ -166,6 +162,10 @@ class _Product:
     columns: int
     copies: int = 1
     quantised: bool = True
+    normed: bool = False
+    """Whether the norm before it can write its input quantised (`LayerNormLinear`)."""
+    between: tuple[bool, bool] = (False, False)
+    """Whether its input, and its output's gradient, stay between the two products of an expert."""
 
 
 _SPLITS = (1, 2, 4)
@@ -254,12 +254,12 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     else:
         width = shape.heads * shape.head_width // tensor
         qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
-        yield _Product(tokens, hidden, qkv)
+        yield _Product(tokens, hidden, qkv, normed=True)
         yield _Product(tokens, width, hidden)
     gate = 2 if shape.gated else 1
     dense = shape.shared_expert_ffn if shape.experts else shape.ffn_hidden
     if dense:
-        yield _Product(tokens, hidden, dense // tensor * gate)
+        yield _Product(tokens, hidden, dense // tensor * gate, normed=not shape.experts)
         yield _Product(tokens, dense // tensor, hidden)
     if not shape.experts:
         return
@@ -273,12 +273,8 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
         yield _Product(own, hidden, shape.latent_experts)
         yield _Product(own, shape.latent_experts, hidden)
         hidden = shape.latent_experts
-    yield _Product(routed, hidden, ffn * gate, copies)
-    yield _Product(routed, ffn, hidden, copies)
-
-
-_CHUNK = 128
-"""Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""
+    yield _Product(routed, hidden, ffn * gate, copies, between=(False, True))
+    yield _Product(routed, ffn, hidden, copies, between=(True, False))
 
 
 def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
@@ -287,32 +283,13 @@ def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
     tensor, tokens, hidden = spec.parallelism.tensor, spec.tokens, spec.shape.hidden
     yield _Product(tokens, hidden, mamba.projected // tensor)
     yield _Product(tokens, mamba.width // tensor, hidden)
-    chunks = -(-tokens // _CHUNK)
+    chunks = -(-tokens // CHUNK)
     groups, heads = chunks * mamba.groups // tensor, chunks * mamba.heads // tensor
     state, width = mamba.state, mamba.head_width
-    yield _Product(_CHUNK, state, _CHUNK, groups, quantised=False)
-    yield _Product(_CHUNK, _CHUNK, width, heads, quantised=False)
-    yield _Product(state, _CHUNK, width, heads, quantised=False)
-    yield _Product(_CHUNK, state, width, heads, quantised=False)
-
-
-def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Memory traffic of a Mamba-2 mixer beside its products: the convolution, states in fp32 between the
-    scan's kernels, what these read and write themselves, the gated norm. Backward computes the first two
-    again and moves twice as much.
-
-    Of the scan's kernels in mamba_ssm (`ssd_combined.py`), forward two read the inputs, one the gate,
-    and one writes; backward's read inputs, gates and gradients nine times and write three.
-    """
-    mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
-    if spec.shape.blocks != MAMBA or mamba is None:
-        return 0, 0
-    element, tokens = spec.element_bytes, spec.tokens // tensor
-    convolution = 2 * element * tokens * mamba.convolved
-    states = 4 * 4 * tokens * mamba.width * mamba.state // _CHUNK
-    scanned = element * tokens * mamba.width
-    forward = convolution + states + (4 + 3) * scanned
-    return forward, 3 * (convolution + states) + (12 + 6) * scanned
+    yield _Product(CHUNK, state, CHUNK, groups, quantised=False)
+    yield _Product(CHUNK, CHUNK, width, heads, quantised=False)
+    yield _Product(state, CHUNK, width, heads, quantised=False)
+    yield _Product(CHUNK, state, width, heads, quantised=False)
 
 
 def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
@@ -329,20 +306,36 @@ def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Produc
     yield _Product(tokens, values, hidden)
 
 
-def _cast_bytes(products: Sequence[_Product], quantised: Quantised) -> tuple[int, int]:
+def _cast_bytes(products: Sequence[_Product], rate: DeviceRates) -> tuple[int, int]:
     """Memory traffic of quantising a layer's operands, forward and backward.
 
-    An operand is read in two bytes and written twice, as it is and transposed for the weights' gradient
-    (Transformer Engine, `cast_transpose`); one scale a tensor needs one more reading for its maximum,
-    and NVFP4 has one beside those of its blocks (arXiv:2509.25149 §4.1).
+    An operand is read in two bytes and written twice, as it is and transposed for the weights'
+    gradient (Transformer Engine, `cast_transpose`); one scale from the tensor's own maximum needs
+    one more reading (`Float8CurrentScaling`) but after a norm, which computes it
+    (TransformerEngine#2013), and NVFP4 has one beside those of its blocks (arXiv:2509.25149 §4.1).
+    With a scale that is known before (`DelayedScaling`) a norm writes its output quantised, which is
+    then only transposed. Fused experts cast what stays between their products in these.
     """
+    quantised = rate.quantised
     if not quantised:
         return 0, 0
     read = 4 if quantised in (Quantised.TENSORWISE, Quantised.NVFP4) else 2
-    width = int(read + 2 * QUANTISED_BYTES[quantised])
-    inputs = sum(p.copies * p.rows * p.inner for p in products if p.quantised)
-    outputs = sum(p.copies * p.rows * p.columns for p in products if p.quantised)
-    return width * inputs, width * outputs
+    written = QUANTISED_BYTES[quantised]
+    transposed = written if rate.transposes else 0.0
+    width = read + written + transposed
+    of_norm = width
+    if quantised is Quantised.DELAYED:
+        of_norm = 2 * transposed
+    elif quantised is Quantised.TENSORWISE:
+        of_norm = width - 2
+    inputs = outputs = 0.0
+    for p in products:
+        skipped = p.between if rate.fused_experts else (False, False)
+        if p.quantised and not skipped[0]:
+            inputs += (of_norm if p.normed else width) * p.copies * p.rows * p.inner
+        if p.quantised and not skipped[1]:
+            outputs += width * p.copies * p.rows * p.columns
+    return int(inputs), int(outputs)
 
 
 _WIDE_HEAD = 128
@@ -381,116 +374,3 @@ def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     scores = product_seconds(own, width, length, element, rate, copies)
     weighted = product_seconds(own, length, value, element, rate, copies)
     return scores + weighted, 2 * (scores + weighted)
-
-
-def _routed_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Memory traffic of permuting tokens to their experts and back, and of the router's scores."""
-    shape = spec.shape
-    if not shape.experts:
-        return 0, 0
-    own = spec.tokens // spec.sequence_shards
-    hidden = shape.latent_experts or shape.hidden
-    moved = own * shape.experts_per_token * hidden * spec.element_bytes
-    scores = 6 * 4 * own * shape.experts
-    return 4 * moved + scores, 4 * moved + scores
-
-
-_LONGEST_FUSED_SOFTMAX = 4096
-_FUSED_SOFTMAX_ROWS = 4
-_TORCH_SOFTMAX_BYTES = 33, 34
-"""More a score, forward and backward: casts, scale, mask and softmax in fp32, each read and written."""
-
-
-def softmax_is_fused(spec: RunSpec) -> bool:
-    """Whether unfused attention has one kernel for scale, mask and softmax.
-
-    Megatron's takes four rows of heads times samples at once, and keys up to 4,096
-    (`fused_softmax.py: is_kernel_available`). True where attention itself is fused, and in fp32, whose
-    softmax has no casts.
-    """
-    if spec.fused_attention or spec.dtype == "fp32":
-        return True
-    rows = spec.shape.heads // spec.parallelism.tensor * spec.batch.micro_batch_size
-    short = spec.shape.seq_length <= _LONGEST_FUSED_SOFTMAX
-    return short and rows % _FUSED_SOFTMAX_ROWS == 0
-
-
-def _scores_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Unfused attention writes its scores and reads them back, four times over."""
-    if spec.fused_attention:
-        return 0, 0
-    shape, element = spec.shape, spec.element_bytes
-    heads = shape.heads // spec.parallelism.tensor
-    scores = heads * spec.tokens * shape.seq_length
-    dropout = 2 * element + 1 if spec.dropout else 0
-    more = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
-    forward, backward = 4 * element + dropout + more[0], 6 * element + dropout + more[1]
-    return forward * scores, backward * scores
-
-
-def _elementwise_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Memory traffic of norms, dropouts, residuals, activations and bias gradients."""
-    shape, element = spec.shape, spec.element_bytes
-    hidden = spec.tokens * shape.hidden // spec.sequence_shards
-    forward_masks, backward_masks = (2, 10) if spec.dropout else (0, 0)
-    share = shape.norms / 2
-    tensor = spec.parallelism.tensor
-    ffn = shape.ffn_hidden
-    if shape.experts:
-        ffn = shape.experts_per_token * shape.expert_ffn_hidden + shape.shared_expert_ffn
-    first = ffn * (2 if shape.gated else 1)
-    qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width
-    biases = qkv + first if shape.bias else 0
-    forward_wide = element * spec.tokens * (first + ffn) // tensor
-    backward_wide = element * spec.tokens * (2 * first + ffn + biases) // tensor
-    norm_and_residual = 10 * element + forward_masks
-    backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
-    laid_forward, laid_backward = _laid_out_bytes(spec)
-    forward = int(share * norm_and_residual * hidden) + forward_wide + laid_forward
-    return forward, int(share * backward_hidden * hidden) + backward_wide + laid_backward
-
-
-def _laid_out_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Memory traffic between the projections and attention: rotary positions, and queries, keys and
-    values taken out of one tensor and their gradients put into one (`attention.py:
-    get_query_key_value_tensors`; learnt positions and as many groups as heads need neither)."""
-    shape = spec.shape
-    rotary = not shape.positions
-    grouped = shape.query_groups < shape.heads
-    if shape.blocks == MAMBA or not shape.heads or not (rotary or grouped):
-        return 0, 0
-    moved = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
-    if shape.latent:
-        latent = shape.latent
-        # Queries in place, keys and values out of one tensor, each head's key with the same rotary part.
-        width = (
-            latent.rotary_width + latent.head_width + latent.value_width + latent.rotary_width // 2
-        )
-        return moved * shape.heads * width, moved * shape.heads * width
-    queries, keys = shape.heads * shape.head_width, shape.query_groups * shape.head_width
-    turned = moved * (queries + keys) if rotary else 0
-    taken = moved * queries if grouped else 0
-    return turned + taken, turned + moved * (queries + 2 * keys)
-
-
-def _context_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Memory traffic that context parallelism adds to attention, forward and backward.
-
-    Ring: K and V are packed, the first step's result is read and written; of each further step's,
-    which works on half of the queries or half of the keys, three quarters are read, added to and
-    written. Gathered: K and V are put in order as many times as they are gathered. All-to-all:
-    every tensor is reordered before and after its exchange.
-    """
-    parallelism, shape = spec.parallelism, spec.shape
-    ranks = parallelism.context
-    if ranks == 1:
-        return 0, 0
-    element = spec.element_bytes * spec.tokens
-    queries = element * shape.heads * shape.head_width // parallelism.tensor
-    keys = 2 * element * shape.query_groups * shape.head_width // parallelism.tensor
-    if spec.cp_comm_type == "all_gather":
-        return 2 * ranks * keys, 4 * ranks * keys
-    if spec.cp_comm_type == "a2a":
-        return 4 * (2 * queries + keys), 4 * (2 * queries + keys)
-    merging = 2 * 4 + 3 * 3 * (ranks - 1)
-    return 2 * keys + merging * queries // 4, merging * (queries + keys) // 4

@@ -13,10 +13,18 @@ class Execution:
     """`--overlap-grad-reduce`: gradients are reduced beside backward."""
     overlap_parameters: bool = False
     """`--overlap-param-gather`: updated weights are gathered beside the next forward."""
+    quantised_weights: bool = False
+    """`--fp8-param-gather`: updated weights travel in eight bits, where products take such."""
+    broadcast_parameters: bool = False
+    """Each rank broadcasts whole tensors that it updated (InternEvo's ZeRO-1, not Megatron's): a call a
+    tensor, or a rank if those are fewer, each once around a ring, for which NCCL has no tree."""
     overlap_tensor: bool = False
     """`--tp-comm-overlap`: TP's calls run beside the products that they feed, through user buffers."""
     graphs: bool = False
     """Kernels are launched as CUDA graphs: the host costs nothing."""
+    captured: bool = False
+    """Attention, the router and what it prepares are CUDA graphs, experts are not
+    (`--cuda-graph-scope attn moe_router moe_preprocess`)."""
     frozen: bool = False
     """The weights are not trained (LoRA): backward computes no weight gradients, nothing is reduced."""
     portable_attention: bool = False
@@ -28,9 +36,32 @@ class Execution:
     before sequence parallelism, arXiv:2104.04473 §4.1)."""
     deduplicated: bool = False
     """A token travels once to each rank that holds any of its experts (DeepEP, HybridEP)."""
+    overlap_experts: bool = False
+    """`--overlap-moe-expert-parallel-comm`: tokens travel beside another micro batch's arithmetic."""
+    fused_experts: bool = False
+    """Biases, activations and casts between the experts' two products are parts of these
+    (`--use-transformer-engine-op-fuser` with cuDNN's grouped kernels)."""
     grouped_experts: bool = True
     """`--moe-grouped-gemm`: one kernel computes all experts of a rank."""
     deterministic: bool = False
     """`--deterministic-mode`."""
     fused_loss: bool = False
     """`--cross-entropy-loss-fusion`: one kernel reads the logits and writes their gradient in place."""
+
+
+SWITCHES = {
+    "--overlap-grad-reduce": "overlap_gradients",
+    "--overlap-param-gather": "overlap_parameters",
+    "--fp8-param-gather": "quantised_weights",
+    "--tp-comm-overlap": "overlap_tensor",
+    "--cuda-graph-impl": "graphs",
+    "--enable-cuda-graph": "graphs",
+    "--moe-flex-dispatcher-backend": "deduplicated",
+    "--moe-enable-deepep": "deduplicated",
+    "--overlap-moe-expert-parallel-comm": "overlap_experts",
+    "--use-transformer-engine-op-fuser": "fused_experts",
+    "--moe-grouped-gemm": "grouped_experts",
+    "--deterministic-mode": "deterministic",
+    "--cross-entropy-loss-fusion": "fused_loss",
+}
+"""Megatron's flags that set a field of `Execution`."""

@@ -7,7 +7,7 @@ from math import log2, sqrt
 
 from tools.plan.collectives.call import CollectiveCall
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.compute import softmax_is_fused
+from tools.plan.time.traffic import softmax_is_fused
 from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP
 from tools.spec.run import RunSpec
 

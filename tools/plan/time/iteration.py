@@ -24,8 +24,8 @@ from tools.plan.collectives.tensor import (
     layer_collectives,
     partial_gradients,
 )
-from tools.plan.memory import second_of_unequal
-from tools.plan.tensors import rank_parameters
+from tools.plan.memory import QUANTISED_BYTES, second_of_unequal
+from tools.plan.tensors import rank_parameters, rank_tensors
 from tools.plan.time.cluster import Calibration, Cluster, Route, route
 from tools.plan.time.compute import (
     LayerSeconds,
@@ -39,7 +39,7 @@ from tools.plan.time.host import iteration_host_seconds, launch_seconds
 from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.run import DeviceKind, RunSpec
+from tools.spec.run import DeviceKind, Quantised, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
@@ -266,32 +266,43 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
         memory_bound=layer.forward_memory * passes + layer.backward_memory,
         tensor_parallel=_tensor_seconds(spec, cluster, tensor_calls, hides),
         context_parallel=_context_seconds(spec, cluster, layer),
-        expert_parallel=_expert_seconds(spec, cluster, expert_calls),
     )
-    waiting = launch_seconds(spec, cluster, passes, (*tensor_calls, *expert_calls)) / cluster.share
+    launches = launch_seconds(spec, cluster, passes, (*tensor_calls, *expert_calls)) / cluster.share
     if spec.shape.experts:
         # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
-        own = spec.shape.experts / spec.parallelism.expert
-        if spec.device is DeviceKind.CPU:
-            waiting *= _EXPERT_KERNELS * (1 + _EACH_EXPERT_KERNELS * own)
-        else:
-            waiting *= _EXPERT_KERNELS + own * _expert_kernels(spec)
+        waiting = launches * _kernels_of_experts(spec, cluster)
     elif cluster.calibration.launch_beside_work:
-        waiting = max(0.0, waiting - found.total)
-    return replace(found, memory_bound=found.memory_bound + waiting)
+        waiting = max(0.0, launches - found.total)
+    else:
+        waiting = launches
+    found = replace(found, memory_bound=found.memory_bound + waiting)
+    exchanged = _expert_seconds(spec, cluster, expert_calls)
+    if cluster.execution.overlap_experts:
+        exchanged = after_hiding(exchanged, found.total, cluster.constants.contention)
+    return replace(found, expert_parallel=exchanged)
 
 
 _EXPERT_KERNELS = 1.5
 """Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
+_UNCAPTURED_KERNELS = 0.5
+"""What of them a graph of attention and the router leaves: as many as a dense layer's MLP has."""
 _EACH_EXPERT_KERNELS = 0.13
 """More for each of a rank's experts where they run one after another (Megatron's `SequentialMLP`)."""
 
 
-def _expert_kernels(spec: RunSpec) -> float:
-    """Of about a hundred kernels of a layer, those of each of a rank's experts: two products, forward
-    and twice backward, and in fewer bits a cast of each one's operand (Transformer Engine's
-    `GroupedLinear` starts them one by one on a few streams)."""
-    return 0.12 if spec.quantised else 0.06
+_OWN_KERNELS = 0.06
+"""More for each where one call computes all: two products, forward and twice backward, of about a
+hundred kernels of a layer (Transformer Engine's `GroupedLinear` starts them one by one on a few
+streams). As many again in fewer bits: a cast of each one's operand."""
+
+
+def _kernels_of_experts(spec: RunSpec, cluster: Cluster) -> float:
+    """Kernels of a layer of experts that the host launches, for one of a dense layer."""
+    own = spec.shape.experts / spec.parallelism.expert
+    if spec.device is DeviceKind.CPU:
+        return _EXPERT_KERNELS * (1 + _EACH_EXPERT_KERNELS * own)
+    shared = _UNCAPTURED_KERNELS if cluster.execution.captured else _EXPERT_KERNELS
+    return shared + own * _OWN_KERNELS * (2 if spec.quantised else 1)
 
 
 def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
@@ -397,9 +408,29 @@ def _after_backward(
         moved = list(gradient_collectives(spec, rank))
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
     gathered = _seconds(spec, cluster, (c for c in moved if c.phase is Phase.OPTIMIZER))
+    gathered *= _weights_moved(spec, cluster)
+    if cluster.execution.broadcast_parameters:
+        gathered += _broadcast_latency(spec, cluster, rank)
     reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
     update = optimizer_seconds(spec, rates(cluster, spec.dtype, spec.quantised), rank)
     return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
+
+
+def _weights_moved(spec: RunSpec, cluster: Cluster) -> float:
+    """Of the bytes of weights in the run's own precision, those that are moved."""
+    if not cluster.execution.quantised_weights or spec.quantised in _GATHERED_WHOLE:
+        return 1.0
+    return QUANTISED_BYTES[spec.quantised] / spec.element_bytes
+
+
+_GATHERED_WHOLE = (Quantised.NONE, Quantised.NVFP4)
+
+
+def _broadcast_latency(spec: RunSpec, cluster: Cluster, rank: int) -> float:
+    """Of broadcasts of a rank's tensors over the data-parallel ranks, one after another."""
+    calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
+    way = route(cluster, spec.parallelism, Group.DATA_CONTEXT)
+    return calls * (way.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
 
 
 def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) -> float:
@@ -412,15 +443,19 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     calls = list(gradient_collectives(spec, 0))
     beside = [call for call in calls if call.phase is not Phase.OPTIMIZER]
     waited = [call for call in calls if call.phase is Phase.OPTIMIZER]
-    gradients = sum(call.total_payload_bytes for call in beside if call.phase is Phase.BACKWARD)
-    weights = sum(call.total_payload_bytes for call in beside if call.phase is Phase.FORWARD)
+    of_weights = _weights_moved(spec, cluster)
+    reduced = [call for call in beside if call.phase is Phase.BACKWARD]
+    gathered = [call for call in beside if call.phase is Phase.FORWARD]
+    gradients = sum(call.total_payload_bytes for call in reduced)
+    weights = of_weights * sum(call.total_payload_bytes for call in gathered)
     copied = _UNFUSED_PASSES * gradients + _COPIED_OUT * weights
     copying = copied / rates(cluster, spec.dtype, spec.quantised).bytes_per_second
-    moving = _seconds(spec, cluster, beside)
+    moving = _seconds(spec, cluster, reduced)
+    moving += of_weights * _seconds(spec, cluster, gathered)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
     alone = moving / max(1, spec.shape.layers)
     hidden = after_hiding(moving - alone, compute, cluster.constants.contention)
-    return _seconds(spec, cluster, waited) + copying + alone + hidden
+    return of_weights * _seconds(spec, cluster, waited) + copying + alone + hidden
 
 
 def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:

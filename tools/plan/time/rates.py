@@ -44,6 +44,12 @@ class DeviceRates:
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
     fused_loss: bool = False
+    fused_experts: bool = False
+    sorted_tokens: bool = True
+    """Whether tokens come to a rank's experts unordered (NCCL's all-to-all)."""
+    transposes: bool = True
+    """Whether a product in fewer bits takes its operands in one layout only, so that each is written
+    transposed as well."""
     measured: Calibration = NOTHING_MEASURED
     """What was measured in place of counting bytes."""
     share: float = 1.0
@@ -54,6 +60,11 @@ _UNFUSED_KERNELS = 2.0
 """Times that PyTorch's own kernels take for what fused ones take for a norm, an activation and a
 residual (measured: a norm 1.9 forward and 3.5 backward, an addition 1.2, an activation 1.0, together
 1.5), and for autocast's copies between precisions (an estimate)."""
+
+
+_ONE_SCALE = (Quantised.DELAYED, Quantised.TENSORWISE)
+"""With scales of blocks the transposed operand has others; without, Blackwell multiplies any layout
+(Transformer Engine, `utils.py: is_non_tn_fp8_gemm_supported`)."""
 
 
 def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -> DeviceRates:
@@ -91,6 +102,9 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         quantised=quantised,
         elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
         fused_loss=cluster.execution.fused_loss,
+        fused_experts=cluster.execution.fused_experts,
+        sorted_tokens=not cluster.execution.deduplicated,
+        transposes=device.generation != "blackwell" or quantised not in _ONE_SCALE,
         measured=cluster.calibration,
         share=share,
     )

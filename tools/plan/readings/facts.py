@@ -1,0 +1,81 @@
+"""What is known of a source's trainer and of a model by name, beside a reading's own columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tools.plan.readings.table import Reading
+from tools.spec.files import read_yaml
+
+_HERE = Path(__file__).parent
+_CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
+
+
+def source_facts(reading: Reading) -> dict[str, Any]:
+    """How a reading's run was trained where its table does not say, from `sources.yaml`: of its source,
+    and of the last of the source's cases that fits it."""
+    facts = _usual_facts(reading.source)
+    release = release_of(reading, facts)
+    for case in facts.get("cases", ()):
+        if _fits(case, reading, release):
+            facts |= {name: value for name, value in case.items() if name not in _CONDITIONS}
+    return facts
+
+
+def origin(source: str) -> str:
+    """What a fit leaves out with a source: the other name under which its figures are published."""
+    return str(_usual_facts(source).get("origin", source))
+
+
+def release_of(reading: Reading, facts: Mapping[str, Any]) -> float:
+    """Of NVIDIA's container, as its notes say (26.06) or its path implies; 0 where neither does."""
+    found = re.search(r"release (\d+\.\d+)", reading.notes)
+    if found:
+        return float(found[1])
+    implied: dict[str, float] = facts.get("released", {})
+    return next((release for part, release in implied.items() if part in reading.where), 0.0)
+
+
+def model_facts(model: str) -> dict[str, Any]:
+    """What is known of a model by its name, from `models.yaml`; empty if it is not there."""
+    name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")
+    known = _models()
+    fits = [key for key in known if name.startswith(key)]
+    return known[max(fits, key=len)] if fits else {}
+
+
+def _fits(case: Mapping[str, Any], reading: Reading, release: float) -> bool:
+    return (
+        any(reading.model.startswith(name) for name in case.get("model", [""]))
+        and reading.gpu in case.get("gpus", [reading.gpu])
+        and reading.dtype in case.get("bits", [reading.dtype])
+        and release >= case.get("since", 0)
+        and case.get("noted", "") in reading.notes
+        and ("lines" not in case or _line_within(reading.where, *case["lines"]))
+    )
+
+
+def _line_within(where: str, first: int, last: int) -> bool:
+    """Whether a place ends with a line of its page (`gpt2.md@9e64ede:390`) between two others."""
+    line = where.rpartition(":")[2]
+    return line.isdecimal() and first <= int(line) <= last
+
+
+def _usual_facts(source: str) -> dict[str, Any]:
+    known = _sources()
+    longest = max((name for name in known if source.startswith(name)), key=len)
+    return {**known[""], **known[longest]}
+
+
+@cache
+def _sources() -> dict[str, dict[str, Any]]:
+    return dict(read_yaml(_HERE / "sources.yaml")["sources"])
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    return dict(read_yaml(_HERE / "models.yaml")["models"])

@@ -1,0 +1,175 @@
+"""Bytes that one layer's kernels beside matrix products and fused attention move in one micro batch.
+
+Kernels are Megatron's fused ones; what each reads and writes of its operands is counted, caches are not.
+"""
+
+from __future__ import annotations
+
+from tools.plan.time.rates import DeviceRates
+from tools.spec.model import MAMBA
+from tools.spec.run import RunSpec
+
+CHUNK = 128
+"""Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""
+
+
+def layer_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
+    """Of a layer, forward and backward, without unfused attention's scores and casts to fewer bits."""
+    forward, backward = _elementwise_bytes(spec, rate.fused_experts)
+    forward, backward = int(forward * rate.elementwise), int(backward * rate.elementwise)
+    for more_forward, more_backward in (
+        _context_bytes(spec),
+        _routed_bytes(spec, rate),
+        _scan_bytes(spec),
+    ):
+        forward, backward = forward + more_forward, backward + more_backward
+    return forward, backward
+
+
+_PERMUTED = 4
+"""Passes over the tokens' copies: to the experts' order and back, each read and written."""
+_SORTED = 4
+"""More where a rank gets its experts' tokens rank by rank and orders them, and back
+(`token_dispatcher.py: sort_chunks_by_idxs`)."""
+_BIASED = 6
+"""More for a bias of the second product, which is multiplied with probabilities, added and
+concatenated by kernels of PyTorch's (`experts.py: TEGroupedMLP._apply_bias`)."""
+
+
+def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
+    """Memory traffic of permuting tokens to their experts and back, and of the router's scores."""
+    shape = spec.shape
+    if not shape.experts:
+        return 0, 0
+    own = spec.tokens // spec.sequence_shards
+    hidden = shape.latent_experts or shape.hidden
+    moved = own * shape.experts_per_token * hidden * spec.element_bytes
+    passes = _PERMUTED
+    if rate.sorted_tokens and shape.experts > spec.parallelism.expert:
+        passes += _SORTED
+    if shape.bias and not rate.fused_experts:
+        passes += _BIASED
+    scores = 6 * 4 * own * shape.experts
+    return passes * moved + scores, passes * moved + scores
+
+
+_LONGEST_FUSED_SOFTMAX = 4096
+_FUSED_SOFTMAX_ROWS = 4
+_TORCH_SOFTMAX_BYTES = 33, 34
+"""More a score, forward and backward: casts, scale, mask and softmax in fp32, each read and written."""
+
+
+def softmax_is_fused(spec: RunSpec) -> bool:
+    """Whether unfused attention has one kernel for scale, mask and softmax.
+
+    Megatron's takes four rows of heads times samples at once, and keys up to 4,096
+    (`fused_softmax.py: is_kernel_available`). True where attention itself is fused, and in fp32, whose
+    softmax has no casts.
+    """
+    if spec.fused_attention or spec.dtype == "fp32":
+        return True
+    rows = spec.shape.heads // spec.parallelism.tensor * spec.batch.micro_batch_size
+    short = spec.shape.seq_length <= _LONGEST_FUSED_SOFTMAX
+    return short and rows % _FUSED_SOFTMAX_ROWS == 0
+
+
+def scores_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Unfused attention writes its scores and reads them back, four times over."""
+    if spec.fused_attention:
+        return 0, 0
+    shape, element = spec.shape, spec.element_bytes
+    heads = shape.heads // spec.parallelism.tensor
+    scores = heads * spec.tokens * shape.seq_length
+    dropout = 2 * element + 1 if spec.dropout else 0
+    more = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
+    forward, backward = 4 * element + dropout + more[0], 6 * element + dropout + more[1]
+    return forward * scores, backward * scores
+
+
+def _elementwise_bytes(spec: RunSpec, fused_experts: bool) -> tuple[int, int]:
+    """Memory traffic of norms, dropouts, residuals, activations and bias gradients; experts' activations
+    and biases may be parts of their products."""
+    shape, element = spec.shape, spec.element_bytes
+    hidden = spec.tokens * shape.hidden // spec.sequence_shards
+    forward_masks, backward_masks = (2, 10) if spec.dropout else (0, 0)
+    share = shape.norms / 2
+    tensor = spec.parallelism.tensor
+    ffn = shape.ffn_hidden
+    if shape.experts:
+        routed = 0 if fused_experts else shape.experts_per_token * shape.expert_ffn_hidden
+        ffn = routed + shape.shared_expert_ffn
+    first = ffn * (2 if shape.gated else 1)
+    qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width
+    biases = qkv + first if shape.bias else 0
+    forward_wide = element * spec.tokens * (first + ffn) // tensor
+    backward_wide = element * spec.tokens * (2 * first + ffn + biases) // tensor
+    norm_and_residual = 10 * element + forward_masks
+    backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
+    laid_forward, laid_backward = _laid_out_bytes(spec)
+    forward = int(share * norm_and_residual * hidden) + forward_wide + laid_forward
+    return forward, int(share * backward_hidden * hidden) + backward_wide + laid_backward
+
+
+def _laid_out_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Memory traffic between the projections and attention: rotary positions, and queries, keys and
+    values taken out of one tensor and their gradients put into one (`attention.py:
+    get_query_key_value_tensors`; learnt positions and as many groups as heads need neither)."""
+    shape = spec.shape
+    rotary = not shape.positions
+    grouped = shape.query_groups < shape.heads
+    if shape.blocks == MAMBA or not shape.heads or not (rotary or grouped):
+        return 0, 0
+    moved = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
+    if shape.latent:
+        latent = shape.latent
+        # Queries in place, keys and values out of one tensor, each head's key with the same rotary part.
+        width = (
+            latent.rotary_width + latent.head_width + latent.value_width + latent.rotary_width // 2
+        )
+        return moved * shape.heads * width, moved * shape.heads * width
+    queries, keys = shape.heads * shape.head_width, shape.query_groups * shape.head_width
+    turned = moved * (queries + keys) if rotary else 0
+    taken = moved * queries if grouped else 0
+    return turned + taken, turned + moved * (queries + 2 * keys)
+
+
+def _context_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Memory traffic that context parallelism adds to attention, forward and backward.
+
+    Ring: K and V are packed, the first step's result is read and written; of each further step's,
+    which works on half of the queries or half of the keys, three quarters are read, added to and
+    written. Gathered: K and V are put in order as many times as they are gathered. All-to-all:
+    every tensor is reordered before and after its exchange.
+    """
+    parallelism, shape = spec.parallelism, spec.shape
+    ranks = parallelism.context
+    if ranks == 1:
+        return 0, 0
+    element = spec.element_bytes * spec.tokens
+    queries = element * shape.heads * shape.head_width // parallelism.tensor
+    keys = 2 * element * shape.query_groups * shape.head_width // parallelism.tensor
+    if spec.cp_comm_type == "all_gather":
+        return 2 * ranks * keys, 4 * ranks * keys
+    if spec.cp_comm_type == "a2a":
+        return 4 * (2 * queries + keys), 4 * (2 * queries + keys)
+    merging = 2 * 4 + 3 * 3 * (ranks - 1)
+    return 2 * keys + merging * queries // 4, merging * (queries + keys) // 4
+
+
+def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Memory traffic of a Mamba-2 mixer beside its products: the convolution, states in fp32 between the
+    scan's kernels, what these read and write themselves, the gated norm. Backward computes the first two
+    again and moves twice as much.
+
+    Of the scan's kernels in mamba_ssm (`ssd_combined.py`), forward two read the inputs, one the gate,
+    and one writes; backward's read inputs, gates and gradients nine times and write three.
+    """
+    mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
+    if spec.shape.blocks != MAMBA or mamba is None:
+        return 0, 0
+    element, tokens = spec.element_bytes, spec.tokens // tensor
+    convolution = 2 * element * tokens * mamba.convolved
+    states = 4 * 4 * tokens * mamba.width * mamba.state // CHUNK
+    scanned = element * tokens * mamba.width
+    forward = convolution + states + (4 + 3) * scanned
+    return forward, 3 * (convolution + states) + (12 + 6) * scanned
