@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.plan.readings.express import model_facts
+from tools.plan.readings.facts import model_facts
 from tools.plan.readings.near import near_residuals
 from tools.plan.residuals import usual_cluster
 from tools.spec.model import load_model

@@ -11,7 +11,8 @@ from functools import cache
 from math import exp, log2
 from typing import Any
 
-from tools.plan.readings.express import Expressed, RefusedError, express, model_facts
+from tools.plan.readings.express import Expressed, RefusedError, express
+from tools.plan.readings.facts import model_facts
 from tools.plan.readings.own import OwnRuns
 from tools.plan.readings.published import kit_runs
 from tools.plan.readings.residual import Residual, left_out, residual
