@@ -40,8 +40,10 @@ def step_alone(step: Callable[..., Any]) -> Any:
 
 
 _KEPT_OFF = (
-    *("torch.optim:Optimizer.add_param_group", "torch.optim:Optimizer.zero_grad"),
-    *("torch.optim:Optimizer.state_dict", "torch.optim:Optimizer.load_state_dict"),
+    "torch.optim:Optimizer.add_param_group",
+    "torch.optim:Optimizer.zero_grad",
+    "torch.optim:Optimizer.state_dict",
+    "torch.optim:Optimizer.load_state_dict",
     "tools.ledger.memory:_EveryResult.__torch_dispatch__",
 )
 

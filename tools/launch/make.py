@@ -120,9 +120,25 @@ TOOLS = {
 
 COMMANDS = frozenset(
     (
-        *("demo", "parity", "list", "image", "reproduce", "sweep", "soak", "status", "calibrate"),
-        *("import-hf", "export-hf", "verify-hf", "verify-matrix", "verify-fuzz", "verify-bf16"),
-        *("bench-gpu", "bench-ledger", "bench-auto", "loss-curve"),
+        "demo",
+        "parity",
+        "list",
+        "image",
+        "reproduce",
+        "sweep",
+        "soak",
+        "status",
+        "calibrate",
+        "import-hf",
+        "export-hf",
+        "verify-hf",
+        "verify-matrix",
+        "verify-fuzz",
+        "verify-bf16",
+        "bench-gpu",
+        "bench-ledger",
+        "bench-auto",
+        "loss-curve",
     )
 )
 

@@ -30,8 +30,13 @@ from tools.spec.strategy import (
 OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 OF_ONE_START = (
     *OF_THE_START,
-    *("--save", "--tensorboard-dir", "--wandb-save-dir", "--exit-interval"),
-    *("--async-save", "--use-persistent-ckpt-worker", "--async-strategy"),
+    "--save",
+    "--tensorboard-dir",
+    "--wandb-save-dir",
+    "--exit-interval",
+    "--async-save",
+    "--use-persistent-ckpt-worker",
+    "--async-strategy",
     "--dist-ckpt-optim-fully-reshardable",
 )
 """Flags that say how a run began and where it writes, not what is trained."""

@@ -300,8 +300,21 @@ def _command(verification: Verification) -> str:
 
 
 _NAMES = (
-    *("PLANT", "EXTRA", "EXTRA_B", "DTYPE", "REFERENCE", "MEGATRON_LM", "MEGATRON_LM_B", "ITERS"),
-    *("RESUMED", "SEED", "MICRO_BATCH", "GLOBAL_BATCH", "DROPOUT", "DATA", "FUSED"),
+    "PLANT",
+    "EXTRA",
+    "EXTRA_B",
+    "DTYPE",
+    "REFERENCE",
+    "MEGATRON_LM",
+    "MEGATRON_LM_B",
+    "ITERS",
+    "RESUMED",
+    "SEED",
+    "MICRO_BATCH",
+    "GLOBAL_BATCH",
+    "DROPOUT",
+    "DATA",
+    "FUSED",
 )
 """Variables that say what was verified."""
 

@@ -53,8 +53,10 @@ _POINTS = {
     "output_layer": Point((("output_layer input.input_",),), ("output_layer output.0",)),
 }
 ENTRY = (
-    *("embedding.embedding_dropout input.input", "embedding.embedding_dropout output"),
-    *("embedding output", "decoder input.hidden_states"),
+    "embedding.embedding_dropout input.input",
+    "embedding.embedding_dropout output",
+    "embedding output",
+    "decoder input.hidden_states",
 )
 """What the first layer takes is more than its own input."""
 

@@ -22,7 +22,10 @@ PYODIDE = "pyodide@314.0.7"
 MSGSPEC = "msgspec==0.22.0"
 PLATFORM = ("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14")
 RUNTIME = (
-    *("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json"),
+    "pyodide.mjs",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "pyodide-lock.json",
     "python_stdlib.zip",
 )
 KIT = ("tools/__init__.py", "tools/plan", "tools/spec", "tools/records", "tools/text", "tools/site")

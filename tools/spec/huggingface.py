@@ -122,15 +122,32 @@ def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
 
 
 _WHOLE = (
-    *("n_embd", "n_layer", "n_head", "n_positions", "n_inner"),
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "max_position_embeddings", "vocab_size", "sliding_window"),
-    *("num_local_experts", "num_experts_per_tok"),
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_positions",
+    "n_inner",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "vocab_size",
+    "sliding_window",
+    "num_local_experts",
+    "num_experts_per_tok",
 )
 _MAY_BE_NULL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window")
 _NUMBERS = (
-    *("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "attention_dropout", "attn_pdrop"),
-    *("resid_pdrop", "router_aux_loss_coef"),
+    "rope_theta",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "router_aux_loss_coef",
 )
 
 

@@ -452,9 +452,17 @@ def formula_shape(shape: ModelShape, flags: Flags) -> ModelShape:
         ValueError: A dimension is negative.
     """
     for flag in (
-        *("--mtp-num-layers", "--moe-shared-expert-intermediate-size", "--q-lora-rank"),
-        *("--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
-        *("--mamba-num-heads", "--mamba-num-groups", "--mamba-state-dim", "--moe-latent-size"),
+        "--mtp-num-layers",
+        "--moe-shared-expert-intermediate-size",
+        "--q-lora-rank",
+        "--kv-lora-rank",
+        "--qk-head-dim",
+        "--qk-pos-emb-head-dim",
+        "--v-head-dim",
+        "--mamba-num-heads",
+        "--mamba-num-groups",
+        "--mamba-state-dim",
+        "--moe-latent-size",
     ):
         if (value := flags.integer(flag, 0)) < 0:
             raise ValueError(f"{flag} is {value}; use 0 or more.")

@@ -519,10 +519,34 @@ SETTINGS: tuple[Setting[object], ...] = tuple(
 """All of them, in the order of `make help`."""
 
 _OTHERS_VARIABLES = (
-    *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
-    *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
-    *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
-    *("VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
+    "HF_*",
+    "NCCL_*",
+    "GLOO_*",
+    "TP_SOCKET_*",
+    "UCX_*",
+    "FI_*",
+    "CUDA_*",
+    "NVIDIA_*",
+    "TORCH*",
+    "OMP_*",
+    "MKL_*",
+    "DS_*",
+    "WANDB_*",
+    "SLURM_*",
+    "SBATCH_*",
+    "PYTHON*",
+    "PIP_*",
+    "UV_*",
+    "http*",
+    "HTTP*",
+    "no_proxy",
+    "NO_PROXY",
+    "NO_COLOR",
+    "COLUMNS",
+    "SHELL",
+    "KIT_*",
+    "VENV_PYTHON",
+    "MEGATRON_LM_CHECKOUTS",
 )
 """What other programs read, and the Makefile's own."""
 

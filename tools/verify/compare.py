@@ -44,8 +44,14 @@ NORM = (Stage.NORM, "grad_norm", "returned")
 _WEIGHT = "weight"
 _WHOLE_ON_EVERY_RANK = frozenset(
     {
-        *("LanguageModelEmbedding", "VocabParallelEmbedding", "TransformerBlock"),
-        *("TransformerLayer", "RowParallelLinear", "SelfAttention", "MLASelfAttention", "MLP"),
+        "LanguageModelEmbedding",
+        "VocabParallelEmbedding",
+        "TransformerBlock",
+        "TransformerLayer",
+        "RowParallelLinear",
+        "SelfAttention",
+        "MLASelfAttention",
+        "MLP",
     }
 )
 """Modules whose output tensor-parallel ranks have alike, but for sequence parallelism."""

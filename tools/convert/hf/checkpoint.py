@@ -38,8 +38,10 @@ ITERATION = 1
 """The least that every Megatron takes; `--finetune` begins at 0 all the same."""
 
 _WITH_STATE = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
 )
 """Modules whose extra state Megatron asks for; it is None without 8-bit floats."""
 

@@ -47,8 +47,16 @@ from tools.spec.model import (
 IMPORT_FILE = "import.json"
 CONFIG_FILE = "config.json"
 COMPANIONS = (
-    *("generation_config.json", "tokenizer*", "vocab.json", "merges.txt", "vocab.txt"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model", "LICENSE*"),
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "LICENSE*",
 )
 """Files that go with the weights, as they are."""
 

@@ -42,7 +42,10 @@ class Recipe:
 
 _SHOWN = frozenset(
     (
-        *("model.seq_length", "model.hidden_dropout", "model.attention_dropout", "rng.seed"),
+        "model.seq_length",
+        "model.hidden_dropout",
+        "model.attention_dropout",
+        "rng.seed",
         *(f"model.{each}_parallel_size" for each in ("tensor_model", "pipeline_model", "context")),
     )
 )

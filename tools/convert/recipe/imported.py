@@ -23,12 +23,24 @@ _VARIABLES = {
     "--data-path": "DATA",
 }
 _OF_A_RUN = (
-    *("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--async-save"),
-    *("--expert-tensor-parallel-size", "--cp-comm-type", "--no-overlap-p2p-communication"),
-    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
-    *("--pipeline-model-parallel-layout", "--overlap-grad-reduce", "--overlap-param-gather"),
-    *("--transformer-impl", "--num-workers", "--ckpt-format"),
+    "--load",
+    "--finetune",
+    "--no-load-optim",
+    "--no-load-rng",
+    "--async-save",
+    "--expert-tensor-parallel-size",
+    "--cp-comm-type",
+    "--no-overlap-p2p-communication",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--pipeline-model-parallel-layout",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--transformer-impl",
+    "--num-workers",
+    "--ckpt-format",
 )
 """Flags of a layout, a device or a run, which do not belong into a model's file: EXTRA= has them."""
 

@@ -40,7 +40,12 @@ OF_DEVICE = ("--transformer-impl", "--no-bias-gelu-fusion", "--no-bias-swiglu-fu
 JOINT = frozenset(
     (
         *filter(None, ACTIVATIONS.values()),
-        *("--ffn-hidden-size", "--vocab-size", GROUPED, POSITIONS, "--data-path", "--mock-data"),
+        "--ffn-hidden-size",
+        "--vocab-size",
+        GROUPED,
+        POSITIONS,
+        "--data-path",
+        "--mock-data",
         *(IN_FP32, IN_BF16, "--save", "--tensorboard-dir", *OF_DEVICE, *TOKENIZER),
     )
 )

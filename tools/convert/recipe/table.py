@@ -130,20 +130,29 @@ _MEMBERS = {_ATTENTION.rstrip("."): {1: "flash", 2: "fused", 3: "unfused", 4: "l
 """Enumerations, whose members Bridge writes by number."""
 
 SECTIONS = (
-    *(
-        "_target_",
-        "model",
-        "train",
-        "optimizer",
-        "scheduler",
-        "dataset",
-        "tokenizer",
-        "ddp",
-        "dist",
-    ),
-    *("mixed_precision", "checkpoint", "logger", "rng", "rerun_state_machine", "comm_overlap"),
-    *("optimizer_config_override_provider", "profiling", "peft", "ft", "straggler"),
-    *("nvrx_straggler", "tensor_inspect", "inprocess_restart"),
+    "_target_",
+    "model",
+    "train",
+    "optimizer",
+    "scheduler",
+    "dataset",
+    "tokenizer",
+    "ddp",
+    "dist",
+    "mixed_precision",
+    "checkpoint",
+    "logger",
+    "rng",
+    "rerun_state_machine",
+    "comm_overlap",
+    "optimizer_config_override_provider",
+    "profiling",
+    "peft",
+    "ft",
+    "straggler",
+    "nvrx_straggler",
+    "tensor_inspect",
+    "inprocess_restart",
 )
 """Of a `ConfigContainer`."""
 

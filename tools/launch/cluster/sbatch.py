@@ -70,7 +70,9 @@ class PyxisContainer:
             f"--container-image={self.image}",
             f"--container-mounts={mounts}",
             f"--container-workdir={ROOT}",
-            *("--no-container-mount-home", "--no-container-remap-root", "--container-readonly"),
+            "--no-container-mount-home",
+            "--no-container-remap-root",
+            "--container-readonly",
         )
 
 

@@ -35,9 +35,17 @@ SOURCE = "mine"
 
 _MORE_FLAGS = frozenset(
     {
-        *("--vocab-size", "--make-vocab-size-divisible-by", "--moe-token-dispatcher-type"),
-        *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-grouped-gemm", "--optimizer"),
-        *("--transformer-impl", "--attention-backend", "--fp8-format", "--fp8-recipe"),
+        "--vocab-size",
+        "--make-vocab-size-divisible-by",
+        "--moe-token-dispatcher-type",
+        "--moe-aux-loss-coeff",
+        "--moe-z-loss-coeff",
+        "--moe-grouped-gemm",
+        "--optimizer",
+        "--transformer-impl",
+        "--attention-backend",
+        "--fp8-format",
+        "--fp8-recipe",
         *("--cuda-graph-impl", "--untie-embeddings-and-output-weights", *SWITCHES),
     }
 )

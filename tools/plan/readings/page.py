@@ -15,21 +15,23 @@ from tools.text.units import GIB
 
 FOLDER = ROOT / "docs"
 _COLUMNS = (
-    *(
-        "line",
-        "source",
-        "where",
-        "model",
-        "GPU",
-        "generation",
-        "GPUs",
-        "TP",
-        "PP",
-        "CP",
-        "EP",
-        "DP",
-    ),
-    *("dtype", "kind", "published", "predicted", "error"),
+    "line",
+    "source",
+    "where",
+    "model",
+    "GPU",
+    "generation",
+    "GPUs",
+    "TP",
+    "PP",
+    "CP",
+    "EP",
+    "DP",
+    "dtype",
+    "kind",
+    "published",
+    "predicted",
+    "error",
 )
 _FILTERS = ("kind", "source", "GPU", "TP", "PP", "dtype")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")

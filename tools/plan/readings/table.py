@@ -25,9 +25,17 @@ _FFN = "ffn"
 COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, *_NUMBERS, _FFN)
 
 METRICS = (
-    *("step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu"),
-    *("mfu_percent", "matmul_tflops", "memory_allocated_bytes", "peak_memory_allocated_bytes"),
-    *("peak_memory_gib", "peak_memory_gb", "device_memory_gb"),
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "model_tflops_per_gpu",
+    "hardware_tflops_per_gpu",
+    "mfu_percent",
+    "matmul_tflops",
+    "memory_allocated_bytes",
+    "peak_memory_allocated_bytes",
+    "peak_memory_gib",
+    "peak_memory_gb",
+    "device_memory_gb",
 )
 """What a figure is; the unit is part of the name."""
 

@@ -115,11 +115,19 @@ _SAID = frozenset({"optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"
 """Arguments that a condition of its own stands for."""
 _OF_LAYOUT = frozenset(
     {
-        *("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel"),
-        *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-        *("transformer_pipeline_model_parallel_size", "context_parallel_size"),
-        *("expert_model_parallel_size", "expert_tensor_parallel_size", "padded_vocab_size"),
-        *("num_layers_per_virtual_pipeline_stage", "make_vocab_size_divisible_by"),
+        "world_size",
+        "data_parallel_size",
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "transformer_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "padded_vocab_size",
+        "num_layers_per_virtual_pipeline_stage",
+        "make_vocab_size_divisible_by",
     }
 )
 _OF_STRATEGY = ("devices", "padded vocabulary")

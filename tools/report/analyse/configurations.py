@@ -15,13 +15,34 @@ from tools.spec.strategy import EXAMPLES
 # Arguments that say where output goes or how long to run, not what is trained.
 _VOLATILE = frozenset(
     {
-        *("tensorboard_dir", "save", "load", "data_cache_path", "log_progress", "start_time"),
-        *("wandb_save_dir", "wandb_exp_name", "wandb_project", "tensorboard_log_interval"),
-        *("seed", "exit_interval", "exit_duration_in_mins", "train_iters", "log_interval"),
-        *("save_interval", "eval_interval", "eval_iters", "rank", "local_rank", "master_port"),
-        *("timing_log_level", "log_throughput"),
+        "tensorboard_dir",
+        "save",
+        "load",
+        "data_cache_path",
+        "log_progress",
+        "start_time",
+        "wandb_save_dir",
+        "wandb_exp_name",
+        "wandb_project",
+        "tensorboard_log_interval",
+        "seed",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "train_iters",
+        "log_interval",
+        "save_interval",
+        "eval_interval",
+        "eval_iters",
+        "rank",
+        "local_rank",
+        "master_port",
+        "timing_log_level",
+        "log_throughput",
         # A run that was resumed is the run it was.
-        *("ckpt_step", "finetune", "no_load_optim", "no_load_rng"),
+        "ckpt_step",
+        "finetune",
+        "no_load_optim",
+        "no_load_rng",
     }
 )
 

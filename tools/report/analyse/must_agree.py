@@ -6,9 +6,19 @@ from tools.report.read.runs import Run, given_arguments
 from tools.spec.strategy import PipelineSchedule
 
 _SCHEDULE = (
-    *("train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters"),
-    *("lr_warmup_fraction", "lr_warmup_iters", "weight_decay", "clip_grad"),
-    *("adam_beta1", "adam_beta2", "adam_eps", "split"),
+    "train_iters",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_warmup_fraction",
+    "lr_warmup_iters",
+    "weight_decay",
+    "clip_grad",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "split",
 )
 """Arguments that change losses, and no strategy changes; `train_iters` decides the samples' order."""
 

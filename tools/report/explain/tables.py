@@ -22,8 +22,18 @@ _EXACT = ("parameters", "weights", "gradients")
 Line = list[str]
 LinesOf = Callable[[Subject], Iterable[tuple[int, Line]]]
 _BENCH_HEADER = (
-    *("Setting", "Precision", "Patches", "ms/iteration", "Runs' medians", "Of the mark"),
-    *("Of the floor", "TFLOP/s", "Allocated, peak", "Device memory", "Last loss", "Note"),
+    "Setting",
+    "Precision",
+    "Patches",
+    "ms/iteration",
+    "Runs' medians",
+    "Of the mark",
+    "Of the floor",
+    "TFLOP/s",
+    "Allocated, peak",
+    "Device memory",
+    "Last loss",
+    "Note",
 )
 
 
@@ -47,8 +57,16 @@ def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
             "calls",
             "Calls of an iteration, predicted and measured",
             (
-                *("Strategy", "Rank", "Group", "Operation", "What", "Calls: measured", "predicted"),
-                *("On the wire: measured", "predicted", "residual"),
+                "Strategy",
+                "Rank",
+                "Group",
+                "Operation",
+                "What",
+                "Calls: measured",
+                "predicted",
+                "On the wire: measured",
+                "predicted",
+                "residual",
             ),
             _lines(subjects, _call_lines),
         ),

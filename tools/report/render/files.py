@@ -120,8 +120,17 @@ def _match_json(match: Match) -> dict[str, Any]:
 
 
 _OF_FIGURE = (
-    *("source", "backend", "model", "strategy", "devices", "micro_batch_size"),
-    *("global_batch_size", "dtype", "iteration_ms", "device_memory_mib", "caution"),
+    "source",
+    "backend",
+    "model",
+    "strategy",
+    "devices",
+    "micro_batch_size",
+    "global_batch_size",
+    "dtype",
+    "iteration_ms",
+    "device_memory_mib",
+    "caution",
 )
 
 

@@ -55,8 +55,20 @@ from tools.spec.run import DeviceKind, RuntimeName
 from tools.spec.settings import BUDGET, DATA, ONLY, RUNTIME
 
 FIXED = (
-    *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
-    *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
+    "MICRO_BATCH",
+    "GLOBAL_BATCH",
+    "SEED",
+    "DROPOUT",
+    "EXTRA",
+    "ITERS",
+    "REPEATS",
+    "FUSED",
+    "BACKEND",
+    "MEGATRON_LM",
+    "SHARED_START",
+    "SHARE_GPU",
+    "SAVE_EVERY",
+    "WANDB",
 )
 """Variables of the train command that a setting decides by itself."""
 SHOWN = (variables.PYTHON, "DATA")
