@@ -80,13 +80,13 @@ def read_text(path: Path) -> str:
 _GZIP = b"\x1f\x8b"
 
 
-def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a file that are not blank, each with the line of the file that it begins on.
+def csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a file's text that are not blank, each with the line that it begins on.
 
     Raises:
-        UnreadableError: As `read_text`; or a cell is longer than 131,072 characters.
+        UnreadableError: A cell is longer than 131,072 characters.
     """
-    reader, line = csv.reader(io.StringIO(read_text(path), newline="")), 1
+    reader, line = csv.reader(io.StringIO(text, newline="")), 1
     try:
         for cells in reader:
             if cells:

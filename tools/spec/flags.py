@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 
 def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
@@ -67,21 +67,19 @@ class Flags:
         Raises:
             ValueError: It is none; the message names flag and value.
         """
-        if not (values := self._values.get(name)):
-            return default
-        try:
-            return int(values[0])
-        except ValueError:
-            raise ValueError(f"{name} {values[0][:40]} is not a whole number.") from None
+        return self._parsed(name, default, int, "a whole number")
 
     def number(self, name: str, default: float) -> float:
         """The flag's first value as a float; raises as `integer`."""
+        return self._parsed(name, default, float, "a number")
+
+    def _parsed[T](self, name: str, default: T, parse: Callable[[str], T], wanted: str) -> T:
         if not (values := self._values.get(name)):
             return default
         try:
-            return float(values[0])
+            return parse(values[0])
         except ValueError:
-            raise ValueError(f"{name} {values[0][:40]} is not a number.") from None
+            raise ValueError(f"{name} {values[0][:40]} is not {wanted}.") from None
 
 
 def release(version: str) -> tuple[int, int]:

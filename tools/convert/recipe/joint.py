@@ -46,7 +46,12 @@ JOINT = frozenset(
         POSITIONS,
         "--data-path",
         "--mock-data",
-        *(IN_FP32, IN_BF16, "--save", "--tensorboard-dir", *OF_DEVICE, *TOKENIZER),
+        IN_FP32,
+        IN_BF16,
+        "--save",
+        "--tensorboard-dir",
+        *OF_DEVICE,
+        *TOKENIZER,
     )
 )
 """Flags without a row: several make one field, or one makes several."""

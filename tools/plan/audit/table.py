@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.spec.files import UnreadableError, read_csv, read_text
+from tools.spec.files import UnreadableError, csv_rows, read_text
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
 
@@ -86,7 +86,7 @@ def read_table(path: Path) -> list[TableRow]:
     try:
         text = read_text(path)
         markdown = any(_is_rule(line) for line in text.splitlines())
-        tables = list(_markdown_tables(text)) if markdown else [_csv_table(path)]
+        tables = list(_markdown_tables(text)) if markdown else [_csv_table(text, path)]
     except UnreadableError as error:
         raise TableError(str(error)) from None
     rows = [row for header, lines in tables for row in _rows(header, lines)]
@@ -118,8 +118,8 @@ def quantity(heading: str) -> str:
     return ""
 
 
-def _csv_table(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    (_, header), *rows = [*read_csv(path)] or [(1, [])]
+def _csv_table(text: str, path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    (_, header), *rows = [*csv_rows(text, path)] or [(1, [])]
     return header, [(line, cells) for line, cells in rows if any(cells)]
 
 

@@ -47,7 +47,9 @@ def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> R
     batch = samples or batch_for(known.batch, Parallelism(data=gpus)).global_batch_size
     template = spec_of_model(known, Parallelism(), Batch(1, batch))
     intra, inter = link_by_key(device.link), link_by_key(device.network)
-    return Request(known, Cluster(device, gpus, min(gpus, 8), intra, inter), batch, template)
+    return Request(
+        known, Cluster(device, gpus, min(gpus, device.domain), intra, inter), batch, template
+    )
 
 
 def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> str:

@@ -40,13 +40,13 @@ _MORE_FLAGS = frozenset(
         "--moe-token-dispatcher-type",
         "--moe-aux-loss-coeff",
         "--moe-z-loss-coeff",
-        "--moe-grouped-gemm",
         "--optimizer",
         "--transformer-impl",
         "--attention-backend",
         "--fp8-format",
         "--fp8-recipe",
-        *("--cuda-graph-impl", "--untie-embeddings-and-output-weights", *SWITCHES),
+        "--untie-embeddings-and-output-weights",
+        *SWITCHES,
     }
 )
 _LOCK_SECONDS = 10.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from tools.spec.files import UnreadableError, read_csv
+from tools.spec.files import UnreadableError, csv_rows, read_text
 
 READINGS = Path(__file__).with_name("readings.csv.gz")
 
@@ -130,7 +130,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         ReadingsError: It cannot be read, or lacks a column.
     """
     try:
-        rows = list(read_csv(path))
+        rows = list(csv_rows(read_text(path), path))
     except UnreadableError as error:
         raise ReadingsError(str(error)) from None
     columns = rows[0][1] if rows else []

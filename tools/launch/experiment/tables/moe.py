@@ -91,14 +91,13 @@ def parity(group: Group, reference: Group) -> RoutedParity:
     """A kind's runs against the reference's of the same seeds."""
     theirs = {run.seed: run for run in reference}
     pairs = [(run, theirs[run.seed]) for run in group if run.seed in theirs]
+    firsts = [first_other_choice(one.routing, two.routing) for one, two in pairs]
     differences = [0.0]
     compared = 0
-    for one, two in pairs:
-        until = first_other_choice(one.routing, two.routing) or math.inf
-        common = [i for i in one.losses.keys() & two.losses.keys() if i < until]
+    for (one, two), first in zip(pairs, firsts, strict=True):
+        common = [i for i in one.losses.keys() & two.losses.keys() if i < (first or math.inf)]
         compared += len(common)
         differences += [abs(one.losses[i] - two.losses[i]) / abs(two.losses[i]) for i in common]
-    firsts = [first_other_choice(one.routing, two.routing) for one, two in pairs]
     diverged = min((first for first in firsts if first is not None), default=None)
     return RoutedParity(max(differences), compared, diverged)
 
