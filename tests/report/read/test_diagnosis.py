@@ -48,11 +48,18 @@ def test_a_run_of_which_every_step_was_skipped_is_nan_with_the_way_to_take_one(t
     found = judged(tmp_path, "\n".join(lines), 0)
     assert found.status is Status.NAN
     assert "each of 3 iterations was skipped" in found.reason
-    assert "EXTRA='--initial-loss-scale 65536'" in found.reason
     taken = judged(tmp_path, "\n".join([*lines, iteration_line(4, loss=10.0)]), 0)
     assert taken.status is Status.OK
     some = judged(tmp_path, iteration_line(5, loss=10.0, skipped=3), 0)
     assert some.status is Status.OK
+
+
+@pytest.mark.parametrize(("last", "advised"), [(2**31, 65536), (65536, 16384), (2, 1)])
+def test_the_loss_scale_that_is_advised_is_below_the_one_that_was_skipped(tmp_path, last, advised):
+    line = iteration_line(1, loss=None, skipped=1).replace(
+        "loss scale: 1.0", f"loss scale: {last}.0"
+    )
+    assert f"'--initial-loss-scale {advised}'" in judged(tmp_path, line, 0).reason
 
 
 def test_foreign_log_that_reached_its_last_iteration_is_ok(tmp_path):

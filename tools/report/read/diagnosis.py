@@ -115,10 +115,12 @@ def _took_no_step(log: ScrapedLog) -> bool:
 def _skipped(log: ScrapedLog) -> str:
     last = log.iterations[-1]
     scale = f" The loss scale has come down to {last.loss_scale:.0f}." if last.loss_scale else ""
+    # 65536 fits most models; one that was skipped at that scale needs less than the scale it ended with.
+    fits = min(2**16, last.loss_scale / 4) if last.loss_scale else 2**16
     return (
         f"No step was taken: each of {last.iteration} iterations was skipped, its gradients being "
         f"inf or NaN.{scale} Train more iterations (ITERS=), or begin with a smaller one "
-        "(EXTRA='--initial-loss-scale 65536')."
+        f"(EXTRA='--initial-loss-scale {max(fits, 1):.0f}')."
     )
 
 
