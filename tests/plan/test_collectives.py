@@ -17,6 +17,7 @@ from tools.plan.collectives.data import bucket_elements
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import buffer_of, rank_parameters
 from tools.records.measurements import Operation, wire_bytes
+from tools.spec.experts import ExpertLoad
 from tools.spec.groups import Group
 from tools.spec.model import ModelShape, load_model
 from tools.spec.run import DeviceKind, Recompute, RunSpec, TokenDispatcher, spec_of_model
@@ -241,6 +242,22 @@ def test_all_gather_brings_every_token_to_every_rank_of_its_experts() -> None:
         ("reduce_scatter", tokens * 64 * 4): 2 * passes,
         ("reduce_scatter", tokens * 4 * 4): passes,
     }
+
+
+def test_the_busiest_rank_of_experts_receives_its_share_more_and_nothing_else_changes() -> None:
+    even = RunSpec(MOE, EP2, Batch(2, 8), dtype="fp32")
+    busy = replace(even, expert_load=ExpertLoad(1.5))
+    copies = 2 * 64 * 2  # sequences × length × experts a token
+    assert set(calls_of(even, Group.EXPERT)) == {
+        ("all_to_all", copies * 64 * 4),
+        ("all_to_all", copies * 4),
+    }
+    assert set(calls_of(busy, Group.EXPERT)) == {
+        ("all_to_all", 3 * copies * 64 * 2),
+        ("all_to_all", 3 * copies * 2),
+    }
+    assert calls_of(busy, Group.TENSOR_EXPERT) == calls_of(even, Group.TENSOR_EXPERT)
+    assert calls_of(busy, Group.DATA_CONTEXT) == calls_of(even, Group.DATA_CONTEXT)
 
 
 def test_experts_that_are_not_split_over_tp_need_no_gathering_over_it() -> None:

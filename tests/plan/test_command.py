@@ -70,6 +70,14 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("schedules --pipeline 1000000", "use at most 100,000"),
         ("schedules --pipeline 0", "0 is not a whole number above 0"),
         ("schedules --svg /no/dir/x.svg", "make /no/dir."),
+        (
+            "--model gpt2-large --gpus 2 --imbalance 1.3",
+            "=1.3 is of experts and the model is dense",
+        ),
+        ("--model moe-tiny --gpus 2 --imbalance 0.9", "0.9 is not a number from 1 up"),
+        ("--model moe-tiny --gpus 2 --imbalance nan", "nan is not a number from 1 up"),
+        ("--model mixtral-8x7b --gpus 8 --imbalance 5", "of 8 experts a token; use 1 to 4."),
+        ("--model mixtral-8x7b --layout ep2dp4 --imbalance 3", "a rank of EP 2 can receive"),
         ("--model gpt2-large --gpus 2 --calibration nowhere.json", "nowhere.json cannot be read"),
     ],
 )

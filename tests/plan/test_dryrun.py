@@ -14,7 +14,9 @@ from tools.plan.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks
 from tools.plan.dryrun.rank.patches import even_loads
 from tools.plan.dryrun.show import as_data, verdict
 from tools.records.measurements import MemoryCategory, Operation, Phase
+from tools.spec.experts import expert_load_of
 from tools.spec.files import ROOT
+from tools.spec.flags import Flags
 from tools.spec.model import Model, changed_model, load_model
 from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.stages import StageSplit
@@ -221,6 +223,19 @@ def test_an_expert_gets_an_equal_share_over_ep_and_tp(dry_runner: DryRunner) -> 
     model = small_model("moe")
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
     spec = configured(model, split, Batch(1, 4), dtype="bf16")
+    (comparison,) = of_ranks(dry_runner, model, spec, "last")
+    assert comparison.differences == ()
+
+
+def test_experts_with_a_padded_capacity_get_as_many_tokens_as_megatron_gives(
+    dry_runner: DryRunner,
+) -> None:
+    model = small_model("moe")
+    words = ("--moe-expert-capacity-factor", "1.3", "--moe-pad-expert-input-to-capacity")
+    model = replace(model, flags=(*model.flags, *words))
+    split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
+    spec = configured(model, split, Batch(1, 4), dtype="bf16")
+    spec = replace(spec, expert_load=expert_load_of(Flags(words)))
     (comparison,) = of_ranks(dry_runner, model, spec, "last")
     assert comparison.differences == ()
 

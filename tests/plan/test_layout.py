@@ -103,6 +103,27 @@ def test_any_args_file_is_a_model_and_extra_flags_change_it(
     assert options_of("plan", {"EXTRA": "--num-layers 8"}) == ["--extra=--num-layers 8"]
 
 
+def test_an_imbalance_is_stated_beside_a_balanced_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "mixtral-8x7b", "--gpu", "h100", "--layout", "sp2ep8dp4-zero1"]
+    words += ["--global-batch", "64", "--what-if", "IMBALANCE=1.3"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB, micro batch" in text
+    assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB, imbalance 1.3" in text
+    balanced = answer(capsys, *words)
+    busier = balanced["what_if"]
+    assert isinstance(balanced["layout"], dict)
+    assert isinstance(busier, dict)
+    assert busier["layout"]["memory_bytes"] > balanced["layout"]["memory_bytes"]
+    limit = "--moe-router-force-load-balancing --moe-expert-capacity-factor 1.0"
+    limited = answer(capsys, *words[:-2], f"--extra={limit}")
+    assert limited["ignored_flags"] == []
+    assert isinstance(limited["layout"], dict)
+    assert limited["layout"]["iteration_seconds"] == balanced["layout"]["iteration_seconds"]
+
+
 def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "gpt3-13b", "--layout", "sp4dp64-zero1", "--global-batch", "256"]
     plain = answer(capsys, *words)["layout"]

@@ -17,6 +17,7 @@ from tools.plan.memory import (
 from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
 from tools.plan.tensors import layer_parameters, parameters_total, rank_parameters
 from tools.records.measurements import Operation
+from tools.spec.experts import ExpertLoad
 from tools.spec.flags import Flags
 from tools.spec.model import Model, load_model
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model, state_types_of
@@ -192,6 +193,16 @@ def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:
     parts = memory_of_rank(replace(tiny(split), shape=moe))
     experts, shared = 4 * 4 * 2 * 8 * 8, parameters_total(moe) - 4 * 4 * 2 * 8 * 8
     assert parts.weights == 2 * (shared // 4 + experts // 2 // 2)
+
+
+def test_the_busiest_rank_keeps_more_of_the_tokens_that_come_to_its_experts() -> None:
+    moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
+    even = replace(tiny(Parallelism(data=2, expert=2)), shape=moe)
+    busy = replace(even, expert_load=ExpertLoad(1.5))
+    # 16 more copies a layer: as dispatched, as permuted, both outputs (8 wide each), both products'.
+    more = 4 * 2 * (even.tokens // 2) * (4 * 8 + 2 * 8)
+    assert memory_of_rank(busy).activations - memory_of_rank(even).activations == more
+    assert memory_of_rank(busy).state == memory_of_rank(even).state
 
 
 @pytest.mark.parametrize(

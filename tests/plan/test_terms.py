@@ -15,6 +15,7 @@ from tools.plan.time.iteration import IterationSeconds, iteration_seconds
 from tools.plan.time.rates import rates
 from tools.plan.time.traffic import layer_bytes, softmax_is_fused
 from tools.records.measurements import Operation, Phase
+from tools.spec.experts import ExpertLoad
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
 from tools.spec.model import load_model
@@ -111,6 +112,22 @@ def test_frozen_weights_have_no_gradients() -> None:
     trained, frozen = (seconds(Parallelism(data=8), on(8, frozen=way)) for way in (False, True))
     assert frozen.matmul < 0.7 * trained.matmul
     assert frozen.gradient_sync == frozen.optimizer == 0
+
+
+def test_a_busier_rank_of_experts_multiplies_and_receives_more_but_not_over_ep_1() -> None:
+    mixtral = load_model("mixtral-8x7b").shape
+    cluster = on(8)
+
+    def timed(expert: int, load: ExpertLoad) -> IterationSeconds:
+        split = Parallelism(data=8, expert=expert)
+        spec = RunSpec(mixtral, split, Batch(1, 8), dropout=0.0, expert_load=load)
+        return iteration_seconds(spec, cluster)
+
+    even, busy = timed(8, ExpertLoad()), timed(8, ExpertLoad(2.0))
+    assert 1.9 < busy.expert_parallel / even.expert_parallel <= 2.0
+    assert 1.6 < busy.matmul / even.matmul < 2.0
+    assert busy.attention == even.attention
+    assert timed(1, ExpertLoad(2.0)) == timed(1, ExpertLoad())
 
 
 def test_a_call_of_more_ranks_waits_for_a_slower_host_and_a_graph_waits_for_none() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from tools.plan.constraints import violations
 from tools.plan.parser import RequestError
 from tools.plan.readings.near import Uncertainty, uncertainty
-from tools.plan.request import ignored_flags, request_from_options
+from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
@@ -47,9 +47,10 @@ class TimedLayout:
 
     @property
     def label(self) -> str:
-        """Layout, devices and their kind."""
-        cluster = self.request.cluster
-        return f"{self.candidate.strategy} on {cluster.devices:,} {cluster.device.name}"
+        """Layout, devices and their kind, and what was stated of them."""
+        cluster, load = self.request.cluster, self.candidate.spec.expert_load
+        stated = f", imbalance {load.imbalance:g}" if load.imbalance > 1 else ""
+        return f"{self.candidate.strategy} on {cluster.devices:,} {cluster.device.name}{stated}"
 
     @property
     def uncertainty(self) -> Uncertainty:
@@ -94,6 +95,8 @@ def time_layout(options: Namespace) -> TimedLayout:
     )
     if problems := violations(spec):
         raise RequestError(" ".join(problems))
+    if options.imbalance:
+        refuse_imbalance(options.imbalance, spec.shape, split.expert)
     return TimedLayout(request, evaluate(request, spec), ignored_flags(request, laid=True))
 
 

@@ -80,7 +80,10 @@ def logits_bytes(spec: RunSpec) -> int:
 def backward_temporary_bytes(spec: RunSpec) -> int:
     """Gradients alive while one layer's MLP is differentiated: those of its two wide tensors."""
     shape, tensor = spec.shape, spec.parallelism.tensor
-    ffn = shape.experts_per_token * shape.expert_ffn_hidden if shape.experts else shape.ffn_hidden
+    ffn = shape.ffn_hidden
+    if shape.experts:
+        ffn = shape.experts_per_token * shape.expert_ffn_hidden
+        ffn = round(ffn * spec.received_by_experts)
     width = ffn * (3 if shape.gated else 2) // tensor
     recomputed = 0
     if spec.recompute is Recompute.FULL:
@@ -205,11 +208,11 @@ def _mlp_bytes(spec: RunSpec) -> int:
 
 
 def _expert_bytes(spec: RunSpec) -> int:
-    """Routed tokens: as dispatched and as permuted, both wide tensors, the output as computed and as put
-    back in order, and the router's scores."""
+    """The busiest rank's routed tokens: as dispatched and as permuted, both wide tensors, the output as
+    computed and as put back in order, and the router's scores."""
     shape, split = spec.shape, spec.parallelism.tensor_of_experts
     own = spec.tokens // spec.sequence_shards
-    routed = own * split * shape.experts_per_token
+    routed = round(own * split * shape.experts_per_token * spec.received_by_experts)
     ffn = shape.expert_ffn_hidden // split
     first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
     whole = shape.latent_experts or shape.hidden
@@ -350,7 +353,7 @@ ASSUMPTIONS = (
     "The peak is at the loss or at the first layer's backward, after Adam's state exists.",
     "The two constants of the allocator component were chosen after seeing the eight published "
     "H200 readings, once for all of them; other devices may differ by a gigabyte or two.",
-    "Experts are taken to be loaded evenly.",
+    "Experts are loaded evenly, but for what IMBALANCE= and a capacity factor say.",
     "ZeRO-3 and FSDP2 hold two unsharded layers at a time, or the output layer's gradient if that is "
     "more, and ZeRO-3 the output layer's weights; "
     "ZeRO-2 one layer's gradients.",

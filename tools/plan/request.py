@@ -14,6 +14,14 @@ from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import SWITCHES
+from tools.spec.experts import (
+    CAPACITY,
+    FORCED,
+    PADDED,
+    ExpertLoad,
+    expert_load_of,
+    most_imbalance,
+)
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import (
@@ -64,6 +72,7 @@ def request_from_options(options: Namespace) -> Request:
         optimizer_instances=flags.integer("--num-distributed-optimizer-instances", 1),
         dropout=flags.number("--hidden-dropout", 0.1),
         token_dispatcher=token_dispatcher_of(flags),
+        expert_load=_expert_load(template.shape, flags, options.imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
         # The layers of the depths lie on the last stage, beside those that `--num-layers` has.
         stages=SPREAD if flags.has("--mtp-num-layers") else EVEN,
@@ -114,6 +123,9 @@ _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     "--moe-aux-loss-coeff",
     "--moe-z-loss-coeff",
     "--moe-token-dispatcher-type",
+    CAPACITY,
+    FORCED,
+    PADDED,
     "--attention-backend",
     "--hidden-dropout",
     "--attention-dropout",
@@ -163,6 +175,7 @@ _SPEEDLESS = (
     "--openai-gelu",
     "--no-bias-gelu-fusion",
     "--use-mcore-models",
+    "--moe-token-drop-policy",
     "--init-method-",
 )
 """Beginnings of flags that change neither time nor memory."""
@@ -186,6 +199,35 @@ def words_of(extra: str | None) -> list[str]:
         return shlex.split(extra or "")
     except ValueError as error:
         raise RequestError(f"EXTRA cannot be split into words: {error}.") from None
+
+
+def _expert_load(shape: ModelShape, flags: Flags, imbalance: float | None) -> ExpertLoad:
+    """The load of experts.
+
+    Raises:
+        RequestError: No rank of this model's experts can receive so much.
+        ValueError: As `expert_load_of`.
+    """
+    if imbalance is None:
+        return expert_load_of(flags)
+    if not shape.experts:
+        raise RequestError(f"IMBALANCE={imbalance:g} is of experts and the model is dense.")
+    refuse_imbalance(imbalance, shape, shape.experts)
+    return expert_load_of(flags, imbalance)
+
+
+def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
+    """Refuse what no rank of so many can receive.
+
+    Raises:
+        RequestError: It says what the busiest can.
+    """
+    most = most_imbalance(shape, ranks)
+    if imbalance > most:
+        raise RequestError(
+            f"IMBALANCE={imbalance:g} is more than a rank of EP {ranks} can receive with "
+            f"{shape.experts_per_token} of {shape.experts} experts a token; use 1 to {most:g}."
+        )
 
 
 def _planned_shape(shape: ModelShape, flags: Flags) -> ModelShape:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flags import Flags, flag_words
 from tools.spec.model import Model, ModelShape, shape_from_flags
 from tools.spec.stages import EVEN, StageSplit, stages_of
@@ -149,6 +150,7 @@ class RunSpec:
     stages: StageSplit = EVEN
     """How layers are laid on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
+    expert_load: ExpertLoad = BALANCED
     optimizer: str = "adam"
     """As Megatron calls it; its `adam` is AdamW."""
     seed: int = 1234
@@ -214,6 +216,21 @@ class RunSpec:
     def tokens(self) -> int:
         """Tokens of one micro batch on one rank, before sequence parallelism splits them."""
         return self.shape.seq_length // self.parallelism.context * self.batch.micro_batch_size
+
+    @property
+    def sent_to_experts(self) -> float:
+        """Copies of its tokens that a rank sends, for each that a router without limit makes."""
+        if self.expert_load == BALANCED:
+            return 1.0
+        return self.expert_load.sent(self.shape, self.tokens // self.sequence_shards)
+
+    @property
+    def received_by_experts(self) -> float:
+        """Copies that the busiest rank of EP receives, for the mean of a router without limit."""
+        if self.expert_load == BALANCED:
+            return 1.0
+        own, ranks = self.tokens // self.sequence_shards, self.parallelism.expert
+        return self.expert_load.received(self.shape, own, ranks)
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -309,6 +326,7 @@ def spec_of_flags(
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
         stages=stages_of(flags),
         token_dispatcher=token_dispatcher_of(flags),
+        expert_load=expert_load_of(flags),
         optimizer=flags.text("--optimizer", "adam"),
         seed=flags.integer("--seed", 1234),
         device=device,

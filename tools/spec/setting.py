@@ -72,6 +72,14 @@ def above_zero(text: str) -> float:
     return number
 
 
+def from_one(text: str) -> float:
+    """A finite number of at least 1."""
+    number = float(text)
+    if not 1 <= number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
 def picture(text: str) -> Path:
     """A file to write, in a folder that exists.
 

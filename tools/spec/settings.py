@@ -23,6 +23,7 @@ from tools.spec.setting import (
     above_zero,
     checkout,
     dataset_prefix,
+    from_one,
     one_of,
     picture,
     positive,
@@ -355,6 +356,14 @@ GPUS_PER_NODE = Setting(
 )
 INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", _PLANS, "--intra")
 INTER = Setting("INTER", str, _TEXT, "link between machines", _PLANS, "--inter")
+IMBALANCE = Setting(
+    "IMBALANCE",
+    from_one,
+    "a number from 1 up",
+    "tokens of the busiest rank of experts, for the mean (1)",
+    _PLANS,
+    "--imbalance",
+)
 SEQ = Setting("SEQ", int, "a whole number", "sequence length", (*_PLANS, "dryrun"), "--seq")
 DTYPE = Setting(
     "DTYPE", str, _TEXT, "fp16, bf16 or fp32", (*_PLANS, "dryrun", "compare-zero"), "--dtype"

@@ -2,9 +2,10 @@
 
 `alltoall`: how many tokens a rank receives depends on the router, and on average it is as many as it
 sends, top-k copies of its own. So the payloads summed over the EP group are exact, those of one rank
-are means, and so is what of them stays on the rank. `allgather`: every rank gets all tokens of its
-group, and everything is exact. Probabilities travel in the model's dtype (`--moe-router-dtype` is not
-modelled).
+are means, and so is what of them stays on the rank. Where an imbalance is stated, payloads are what the
+busiest rank receives, which on the way back it sends; of a padded capacity they are exact.
+`allgather`: every rank gets all tokens of its group, and everything is exact. Probabilities travel in
+the model's dtype (`--moe-router-dtype` is not modelled).
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if spec.token_dispatcher == TokenDispatcher.ALL_GATHER:
         yield from _layer_calls(spec, Group.TENSOR_EXPERT, _gathered(spec), _GATHERING)
         return
-    yield from _layer_calls(
-        spec, Group.TENSOR_EXPERT, [_token_counts(spec)], f"{_EXCHANGING}.preprocess"
-    )
+    if not spec.expert_load.padded:  # Else every rank knows them.
+        yield from _layer_calls(
+            spec, Group.TENSOR_EXPERT, [_token_counts(spec)], f"{_EXCHANGING}.preprocess"
+        )
     chosen = routed_tokens(spec) * spec.element_bytes
     width = spec.shape.latent_experts or spec.shape.hidden
     tokens = _out_and_back("tokens to their experts and back", chosen * width)
@@ -55,8 +57,9 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def routed_tokens(spec: RunSpec) -> int:
-    """Copies of its own tokens that a rank routes in one micro batch."""
-    return spec.tokens // spec.sequence_shards * spec.shape.experts_per_token
+    """Copies of tokens that a rank sends or receives in one micro batch, whichever is more."""
+    copies = spec.tokens // spec.sequence_shards * spec.shape.experts_per_token
+    return round(copies * max(spec.sent_to_experts, spec.received_by_experts))
 
 
 def _layer_calls(

@@ -268,7 +268,8 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     copies = shape.experts // spec.parallelism.expert
     split = spec.parallelism.tensor_of_experts
     ffn = shape.expert_ffn_hidden // split
-    routed = max(1, tokens * split // tensor * shape.experts_per_token // copies)
+    routed = tokens * split // tensor * shape.experts_per_token // copies
+    routed = max(1, round(routed * spec.received_by_experts))
     if shape.latent_experts:
         yield _Product(own, hidden, shape.latent_experts)
         yield _Product(own, shape.latent_experts, hidden)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tools.plan.time.rates import DeviceRates
 from tools.spec.model import MAMBA
-from tools.spec.run import RunSpec
+from tools.spec.run import RunSpec, TokenDispatcher
 
 CHUNK = 128
 """Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""
@@ -43,14 +43,17 @@ def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
         return 0, 0
     own = spec.tokens // spec.sequence_shards
     hidden = shape.latent_experts or shape.hidden
-    moved = own * shape.experts_per_token * hidden * spec.element_bytes
-    passes = _PERMUTED
+    copies = own * shape.experts_per_token * hidden * spec.element_bytes
+    gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
+    permuted = spec.received_by_experts if gathered else spec.sent_to_experts
+    received = 0
     if rate.sorted_tokens and shape.experts > spec.parallelism.expert:
-        passes += _SORTED
+        received += _SORTED
     if shape.bias and not rate.fused_experts:
-        passes += _BIASED
+        received += _BIASED
+    moved = round(copies * (_PERMUTED * permuted + received * spec.received_by_experts))
     scores = 6 * 4 * own * shape.experts
-    return passes * moved + scores, passes * moved + scores
+    return moved + scores, moved + scores
 
 
 _LONGEST_FUSED_SOFTMAX = 4096
@@ -97,7 +100,7 @@ def _elementwise_bytes(spec: RunSpec, fused_experts: bool) -> tuple[int, int]:
     ffn = shape.ffn_hidden
     if shape.experts:
         routed = 0 if fused_experts else shape.experts_per_token * shape.expert_ffn_hidden
-        ffn = routed + shape.shared_expert_ffn
+        ffn = round(routed * spec.received_by_experts) + shape.shared_expert_ffn
     first = ffn * (2 if shape.gated else 1)
     qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width
     biases = qkv + first if shape.bias else 0
