@@ -102,15 +102,13 @@ def test_data_that_become_shorter_kill_a_rank_and_the_reason_says_so(
 
 
 def test_a_rank_that_may_have_no_more_memory_is_named(kit: Kit) -> None:
-    # Logits of 4 sequences are above glibc's largest threshold, so each micro batch maps them anew.
     victim = kit.start("dp2", MICRO_BATCH="4", GLOBAL_BATCH="8")
-    victim.wait_for("iteration        5/")
+    # The first iteration takes what later ones use again (`GLIBC_TUNABLES` of CPU ranks).
+    victim.wait_for("before the start of training step")
     # Less than it has: what it holds stays, and all that is new is refused.
     victim.ranks[1].rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
     ended = victim.end()
     assert (ended.status.status, ended.status.rank) == (Status.OUT_OF_MEMORY, 1), ended.status
-    resumed = kit.resume(ended.folder)
-    assert resumed.exit_code == 0, resumed.output
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_is_named(kit: Kit) -> None:
