@@ -200,9 +200,9 @@ def refit(path: Path = CONSTANTS) -> None:
             if other is not None:
                 others[source] = _rounded(other.constants)
         data["left_out"][generation] = others
-        ordered = {name: data[name] for name in _PARTS}
-        text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
-        write_whole(path, _HEAD + text)
+    ordered = {name: data[name] for name in _PARTS}
+    text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
+    write_whole(path, _HEAD + text)
 
 
 _PARTS = ("bounds", "start", "generations", "readings", "left_out")
