@@ -130,6 +130,21 @@ def test_a_busier_rank_of_experts_multiplies_and_receives_more_but_not_over_ep_1
     assert timed(1, ExpertLoad(2.0)) == timed(1, ExpertLoad())
 
 
+def test_behind_an_oversubscribed_switch_only_calls_between_nodes_have_less_of_the_link() -> None:
+    plain, shared = (replace(on(64), oversubscription=factor) for factor in (1.0, 4.0))
+    split = Parallelism(tensor=8, data=4, pipeline=2, sequence_parallel=True)
+    assert route(shared, split, Group.TENSOR) == route(plain, split, Group.TENSOR)
+    for group in (Group.DATA_CONTEXT, Group.PIPELINE):
+        ways = [route(cluster, split, group) for cluster in (plain, shared)]
+        assert ways[1] == replace(
+            ways[0],
+            bytes_per_second=ways[0].bytes_per_second / 4,
+            pairwise_bytes_per_second=ways[0].pairwise_bytes_per_second / 4,
+        )
+    assert seconds(split, shared).gradient_sync > 3 * seconds(split, plain).gradient_sync
+    assert seconds(split, shared).tensor_parallel == seconds(split, plain).tensor_parallel
+
+
 def test_a_call_of_more_ranks_waits_for_a_slower_host_and_a_graph_waits_for_none() -> None:
     spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0)
     calls = {

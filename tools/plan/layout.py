@@ -49,7 +49,8 @@ class TimedLayout:
     def label(self) -> str:
         """Layout, devices and their kind, and what was stated of them."""
         cluster, load = self.request.cluster, self.candidate.spec.expert_load
-        stated = f", imbalance {load.imbalance:g}" if load.imbalance > 1 else ""
+        factors = {"imbalance": load.imbalance, "oversubscription": cluster.oversubscription}
+        stated = "".join(f", {name} {factor:g}" for name, factor in factors.items() if factor > 1)
         return f"{self.candidate.strategy} on {cluster.devices:,} {cluster.device.name}{stated}"
 
     @property

@@ -86,6 +86,7 @@ def request_from_options(options: Namespace) -> Request:
         calibration=load_calibration(options.calibration),
         # The kit's own flags group experts where they can be (launch/flags.py).
         execution=replace(execution_of_flags(flags), grouped_experts=True),
+        oversubscription=options.oversubscription or 1.0,
     )
     if options.readings and not options.readings.is_file():
         raise RequestError(

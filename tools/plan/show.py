@@ -93,6 +93,8 @@ def _request_as_data(request: Request) -> dict[str, Any]:
         "gpus_per_node": cluster.per_node,
         "intra": cluster.intra.key,
         "inter": cluster.inter.key,
+        "oversubscription": cluster.oversubscription,
+        "imbalance": template.expert_load.imbalance,
         "global_batch": request.global_batch,
         "seq_length": template.shape.seq_length,
         "dtype": template.dtype,

@@ -78,6 +78,7 @@
 ##   GPUS_PER_NODE    devices per NVLink domain (8, of GB200 72) [also advise]
 ##   INTRA            link inside a machine [also advise]
 ##   INTER            link between machines [also advise]
+##   OVERSUBSCRIPTION  ports' rate over uplinks' between machines (1) [also advise]
 ##   IMBALANCE        tokens of the busiest rank of experts, for the mean (1) [also advise]
 ##   SEQ              sequence length [also advise dryrun]
 ##   DTYPE            fp16, bf16 or fp32 [also advise dryrun compare-zero]

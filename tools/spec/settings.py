@@ -356,6 +356,14 @@ GPUS_PER_NODE = Setting(
 )
 INTRA = Setting("INTRA", str, _TEXT, "link inside a machine", _PLANS, "--intra")
 INTER = Setting("INTER", str, _TEXT, "link between machines", _PLANS, "--inter")
+OVERSUBSCRIPTION = Setting(
+    "OVERSUBSCRIPTION",
+    from_one,
+    "a number from 1 up",
+    "ports' rate over uplinks' between machines (1)",
+    _PLANS,
+    "--oversubscription",
+)
 IMBALANCE = Setting(
     "IMBALANCE",
     from_one,

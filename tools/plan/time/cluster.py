@@ -79,6 +79,9 @@ class Cluster:
     execution: Execution = field(default_factory=Execution)
     cores: int | None = None
     """That CPU ranks share; None where each has a device of its own."""
+    oversubscription: float = 1.0
+    """What all ports of a switch bring in for what its uplinks take away (Al-Fares et al., SIGCOMM 2008,
+    section 2.1.2). All devices send at once, so between nodes each has its port's rate over this."""
 
     @cached_property
     def constants(self) -> Constants:
@@ -119,7 +122,8 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     """The rate of a group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
 
     A group inside a node uses its link. One across nodes shares the node's network ports: a group
-    with k ranks in each node has k of them (one port a device), never more than the inner link.
+    with k ranks in each node has k of them (one port a device), never more than the inner link. All
+    groups together use all ports, so behind an oversubscribed switch each has its share of the uplink.
     """
     stride, ranks = _stride_and_ranks(parallelism, group)
     inside = min(ranks, max(1, cluster.per_node // stride))
@@ -133,7 +137,7 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
             return Route(within, within, measured, measured, intra.key, all_reduce_ways=1)
         return Route(within, within, ring, tree, intra.key)
     single = group in {Group.PIPELINE, Group.EMBEDDING}
-    port = cluster.inter.bytes_per_second * efficiency
+    port = cluster.inter.bytes_per_second * efficiency / cluster.oversubscription
     rate = min(port * (1 if single else inside), within)
     nodes = -(-ranks // inside)
     crossing = (ranks - inside) / max(1, ranks - 1)

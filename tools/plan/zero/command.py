@@ -141,7 +141,17 @@ def _timed(options: Namespace, layout: str, nodes: int, link: str) -> TimedLayou
         intra=None,
         global_batch=nodes * (options.global_batch or 2 * model.batch.global_batch_size) // 2,
         micro_batch=options.micro_batch,
-        **dict.fromkeys(("extra", "seq", "calibration", "recompute", "readings", "imbalance")),
+        **dict.fromkeys(
+            (
+                "extra",
+                "seq",
+                "calibration",
+                "recompute",
+                "readings",
+                "imbalance",
+                "oversubscription",
+            )
+        ),
     )
     return time_layout(asked)
 
