@@ -48,12 +48,10 @@ def one(folder: Path, **changes: str) -> Reading:
     return readings[0]
 
 
-def test_the_files_own_readings_are_all_read_or_named_by_row_and_column() -> None:
+def test_the_files_own_readings_are_all_read() -> None:
     readings, unreadable = read_readings()
-    assert len(readings) + len(unreadable) > 3000
-    assert [row.reason.partition(":")[0] for row in unreadable] == [
-        f"row {line}, column tp" for line in (425, 426, 427, 428)
-    ]
+    assert len(readings) > 3000
+    assert not unreadable
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:

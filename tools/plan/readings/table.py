@@ -1,7 +1,7 @@
 """The file of readings: one published figure a line, with its source, layout and batch.
 
-`readings.csv.gz` holds facts from public repositories and papers, collected 2026-11-21; `README.md`
-says what each column means. A file of one's own has the same columns, compressed or not.
+`readings.csv.gz` holds facts from public repositories and papers, collected 2026-11-21 and 23;
+`README.md` says what each column means. A file of one's own has the same columns, compressed or not.
 """
 
 from __future__ import annotations
