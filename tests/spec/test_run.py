@@ -44,5 +44,14 @@ def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written
     printed = {"use_precision_aware_optimizer": "True", "exp_avg_dtype": "torch.bfloat16"}
     logged = Flags(flags_of_printed({**printed, "exp_avg_sq_dtype": "torch.uint8"}))
     assert state_types_of(logged) == StateTypes("", "", "bf16", "fp8", aware=True)
+    halved = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]
+    spec = spec_of_flags([*SHAPE.split(), "--bf16", *words, *halved], 1, DeviceKind.GPU)
+    assert spec.state_types.offloaded == 0.5
+    assert spec_of_flags([*SHAPE.split(), *flags_of_spec(spec)], 1, DeviceKind.GPU) == spec
+    assert state_types_of(Flags([*words, "--optimizer-cpu-offload"])).offloaded == 1
+    with pytest.raises(ValueError, match="offload-fraction nan is no share of the optimizer"):
+        state_types_of(Flags([*words, *halved[:2], "nan"]))
+    with pytest.raises(ValueError, match="offload needs --use-precision-aware-optimizer"):
+        state_types_of(Flags(halved))
     with pytest.raises(ValueError, match="--exp-avg-dtype int3 is not one of Megatron's"):
         state_types_of(Flags([*words, "--exp-avg-dtype", "int3"]))

@@ -259,6 +259,8 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
     if spec.state_types.aware and sharding is Sharding.NONE:
         yield "--use-precision-aware-optimizer needs the distributed optimizer; use zero1."
+    if spec.state_types.offloaded and sharding is not Sharding.ZERO1:
+        yield "--optimizer-cpu-offload is planned for the distributed optimizer alone; use zero1."
     ranks, instances = parallelism.data * parallelism.context, spec.optimizer_instances
     if instances < 1 or ranks % instances:
         yield (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import ceil
 
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
 from tools.spec.model import MAMBA, Mamba, ModelShape
@@ -294,13 +295,16 @@ def precision_of(spec: RunSpec) -> Precision:
     Gradients in bf16 are copied to fp32 for the update unless the optimizer reads them as they are. That
     one (`--use-precision-aware-optimizer`, with a distributed optimizer alone) keeps 16 bits of an fp32
     weight beside its bf16 one (`store_param_remainders`), but not under fp8 or Megatron-FSDP, which keep
-    fp32 weights themselves (`megatron/core/optimizer/__init__.py`).
+    fp32 weights themselves (`megatron/core/optimizer/__init__.py`). What an offload leaves here is
+    updated in fp32, whatever the flags say (`hybrid_optimizer.py`: `param_update_in_fp32`).
     """
     usual, types = PRECISIONS[spec.dtype], spec.state_types
     if types == StateTypes() or spec.dtype != "bf16":
         return usual
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
     if not types.aware or spec.parallelism.sharding is Sharding.NONE:
+        return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
+    if types.offloaded:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
     own_adam = spec.parallelism.sharding is Sharding.ZERO1
     remainders = own_adam and not types.main_parameters and not spec.quantised
@@ -369,15 +373,15 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     parallelism = spec.parallelism
     parameters = rank_parameters(spec, pipeline_rank)
     precision = precision_of(spec)
-    weights, gradients, optimizer = _shards(parallelism)
+    weights, gradients, _ = _shards(parallelism)
     last = pipeline_rank == parallelism.pipeline - 1
     return PredictedMemory(
         weights=precision.weights * _held(parameters, spec, weights)
         + _quantised_weight_bytes(spec, parameters),
         gradients=precision.gradients * _held(parameters, spec, gradients),
         main_parameters=_main_parameter_bytes(precision, parallelism)
-        * _held(parameters, spec, optimizer),
-        optimizer_state=precision.adam * _held(parameters, spec, optimizer),
+        * _updated_here(parameters, spec),
+        optimizer_state=precision.adam * _updated_here(parameters, spec),
         activations=activation_bytes(spec, pipeline_rank),
         temporaries=_temporary_bytes(spec, last),
         communication=_communication_bytes(spec),
@@ -427,6 +431,22 @@ def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
     parameters = rank_parameters(spec, pipeline_rank)
     _, gradients, optimizer = _shards(parallelism)
     return _held(parameters, spec, optimizer), _held(parameters, spec, gradients)
+
+
+def offloaded_parameters(spec: RunSpec, held: int) -> int:
+    """Of so many parameters whose state a rank holds, those that its host holds and updates.
+
+    Megatron offloads whole tensors until it has the share, so up to one tensor more; of CPU ranks
+    nothing.
+    """
+    if spec.device is DeviceKind.CPU:
+        return 0
+    return ceil(spec.state_types.offloaded * held)
+
+
+def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
+    held = _held(parameters, spec, _shards(spec.parallelism)[2])
+    return held - offloaded_parameters(spec, held)
 
 
 def _shards(parallelism: Parallelism) -> tuple[bool, bool, bool]:
@@ -491,8 +511,6 @@ def whole_output_layer_bytes(spec: RunSpec) -> int:
 def _allocator_bytes(spec: RunSpec, parameters: Parameters, last: bool) -> int:
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES
-    precision, parallelism = precision_of(spec), spec.parallelism
-    optimizer_sharded = _shards(parallelism)[2]
-    copies = precision.gradient_copies * _held(parameters, spec, optimizer_sharded)
+    copies = precision_of(spec).gradient_copies * _updated_here(parameters, spec)
     logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
     return DEVICE_BASE_BYTES + copies + logits

@@ -138,6 +138,8 @@ _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     "--grad-reduce-in-bf16",
     "--accumulate-allreduce-grads-in-fp32",
     "--num-distributed-optimizer-instances",
+    "--optimizer-cpu-offload",
+    "--optimizer-offload-fraction",
 }
 _BATCH = ("--micro-batch-size", "--global-batch-size")
 """Of a model's file; in EXTRA they would be a second way to say MICRO_BATCH= and GLOBAL_BATCH=."""

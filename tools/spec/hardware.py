@@ -30,6 +30,16 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A device's share of the usual machine around it."""
+
+    link_bytes_per_second: float
+    """Between device and host memory, in one direction."""
+    memory_bytes_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Device:
     """An accelerator; rates are dense peaks."""
 
@@ -56,6 +66,8 @@ class Device:
     """Key of the usual link between nodes."""
     verified: bool
     source: str
+    host: Host | None = None
+    """None where it was not looked up."""
 
     def peak_flops(self, dtype: str) -> float | None:
         """Dense peak in FLOP/s for matrix products in `dtype`; None if the device has no such."""
@@ -156,6 +168,15 @@ def _device(key: str, entry: Mapping[str, Any]) -> Device:
         link=entry["link"],
         network=entry["network"],
         verified=entry["verified"],
+        source=entry["source"],
+        host=_host(entry["host"]) if "host" in entry else None,
+    )
+
+
+def _host(entry: Mapping[str, Any]) -> Host:
+    return Host(
+        link_bytes_per_second=entry["gb_per_second"] * 1e9,
+        memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
         source=entry["source"],
     )
 

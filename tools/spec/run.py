@@ -97,6 +97,9 @@ class StateTypes:
     aware: bool = False
     """`--use-precision-aware-optimizer`: Adam reads gradients as they are, and keeps of fp32 weights
     what the half-precision ones lack."""
+    offloaded: float = 0.0
+    """Share of the parameters whose fp32 weights and moments the host has, which updates them
+    (`--optimizer-cpu-offload`); what a device keeps of the others is then in fp32 too."""
 
 
 class Transport(StrEnum):
@@ -395,6 +398,7 @@ _STATE_FLAGS = {
     "--exp-avg-dtype": "first_moment",
     "--exp-avg-sq-dtype": "second_moment",
 }
+_OFFLOAD, _OFFLOADED = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
 _STATE_TYPES = ("fp32", "fp16", "bf16", "fp8")
 _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
 """As a log prints them; fp8 moments are bytes with scales beside them (`map_dtype`)."""
@@ -403,7 +407,9 @@ _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
     if types.aware:
         given = {flag: getattr(types, field) or None for flag, field in _STATE_FLAGS.items()}
-        return flag_words({"--use-precision-aware-optimizer": True, **given})
+        share = types.offloaded
+        offload = {_OFFLOAD: True, _OFFLOADED: f"{share:g}"} if share else {}
+        return flag_words({"--use-precision-aware-optimizer": True, **given, **offload})
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 
@@ -411,9 +417,15 @@ def state_types_of(flags: Flags) -> StateTypes:
     """What the flags store gradients and the optimizer in.
 
     Raises:
-        ValueError: A type that Megatron does not have.
+        ValueError: A type that Megatron does not have, or an offload that it refuses.
     """
-    if not flags.has("--use-precision-aware-optimizer"):
+    aware = flags.has("--use-precision-aware-optimizer")
+    offloaded = flags.number(_OFFLOADED, 1.0) if flags.has(_OFFLOAD) else 0.0
+    if not 0 <= offloaded <= 1:
+        raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
+    if offloaded and not aware:
+        raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
+    if not aware:
         return StateTypes(gradients="bf16" if flags.has("--grad-reduce-in-bf16") else "")
     given = {}
     for flag, field_name in _STATE_FLAGS.items():
@@ -426,7 +438,7 @@ def state_types_of(flags: Flags) -> StateTypes:
         given[field_name] = kind if kind != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
         given["gradients"] = "bf16"
-    return StateTypes(**given, aware=True)
+    return StateTypes(**given, aware=True, offloaded=offloaded)
 
 
 def recompute_flags(recompute: Recompute) -> tuple[str, ...]:

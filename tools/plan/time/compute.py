@@ -11,9 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.plan.memory import QUANTISED_BYTES, held_parameters, logit_elements, precision_of
+from tools.plan.memory import (
+    QUANTISED_BYTES,
+    held_parameters,
+    logit_elements,
+    offloaded_parameters,
+    precision_of,
+)
 from tools.plan.tensors import rank_tensors
-from tools.plan.time.rates import DeviceRates
+from tools.plan.time.rates import DeviceRates, NoPeakError
 from tools.plan.time.traffic import CHUNK, layer_bytes, scores_bytes
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
 from tools.spec.run import Quantised, Recompute, RunSpec
@@ -149,8 +155,35 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     weights = precision.weights + 4 if precision.main_parameters else 0
     # Moments in fewer bytes are read and written in fewer.
     a_parameter = _ADAM_BYTES - 2 * (8 - precision.adam) + _NORM_AND_CLIP_BYTES + copies + weights
-    touched = held * a_parameter + gradients * precision.gradients
-    return touched / rate.bytes_per_second
+    offloaded = offloaded_parameters(spec, held)
+    everywhere = held * _NORM_AND_CLIP_BYTES + gradients * precision.gradients
+    here = (held - offloaded) * (a_parameter - _NORM_AND_CLIP_BYTES) / rate.bytes_per_second
+    return everywhere / rate.bytes_per_second + _beside_host(here, offloaded, rate)
+
+
+_MOVED_BYTES = 4
+"""Of an offloaded parameter, its gradient there and its weight back, each in fp32: copies that nothing
+waits for convert on the device (`aten/src/ATen/native/cuda/Copy.cu`)."""
+
+
+def _beside_host(here: float, offloaded: int, rate: DeviceRates) -> float:
+    """The device's own update beside the host's, whose Adam is one kernel that is bound by its memory.
+
+    Gradients, update and weights follow one another, or each tensor's beside the others'
+    (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
+
+    Raises:
+        NoPeakError: What joins the device to its host is not known.
+    """
+    if not offloaded:
+        return here
+    if rate.host is None:
+        raise NoPeakError(
+            "The rates of this GPU's host are not known; plan without --optimizer-cpu-offload."
+        )
+    moved = offloaded * _MOVED_BYTES / rate.host.link_bytes_per_second
+    update = offloaded * _ADAM_BYTES / rate.host.memory_bytes_per_second
+    return max(here, moved, update) if rate.overlap_offload else max(here, update) + 2 * moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,9 @@ class Execution:
     """`--moe-grouped-gemm`: one kernel computes all experts of a rank."""
     deterministic: bool = False
     """`--deterministic-mode`."""
+    overlap_offload: bool = False
+    """`--overlap-cpu-optimizer-d2h-h2d`: gradients go to the host and weights come back beside its
+    update, a tensor after the other."""
     fused_loss: bool = False
     """`--cross-entropy-loss-fusion`: one kernel reads the logits and writes their gradient in place."""
 
@@ -63,5 +66,6 @@ SWITCHES = {
     "--moe-grouped-gemm": "grouped_experts",
     "--deterministic-mode": "deterministic",
     "--cross-entropy-loss-fusion": "fused_loss",
+    "--overlap-cpu-optimizer-d2h-h2d": "overlap_offload",
 }
 """Megatron's flags that set a field of `Execution`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tools.plan.time.cluster import NOTHING_MEASURED, Calibration, Cluster
-from tools.spec.hardware import Device
+from tools.spec.hardware import Device, Host
 from tools.spec.run import Quantised
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
@@ -50,6 +50,9 @@ class DeviceRates:
     transposes: bool = True
     """Whether a product in fewer bits takes its operands in one layout only, so that each is written
     transposed as well."""
+    host: Host | None = None
+    overlap_offload: bool = False
+    """Whether an offloaded optimizer's copies and update run beside each other."""
     measured: Calibration = NOTHING_MEASURED
     """What was measured in place of counting bytes."""
     share: float = 1.0
@@ -105,6 +108,8 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         fused_experts=cluster.execution.fused_experts,
         sorted_tokens=not cluster.execution.deduplicated,
         transposes=device.generation != "blackwell" or quantised not in _ONE_SCALE,
+        host=device.host,
+        overlap_offload=cluster.execution.overlap_offload,
         measured=cluster.calibration,
         share=share,
     )
