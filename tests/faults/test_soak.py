@@ -49,7 +49,7 @@ def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
     runs = tmp_path / "runs"
     runs.mkdir()
     (runs / ".start").symlink_to(kit.runs / ".start")
-    given = {"STRATEGY": "dp2", "HOURS": "0.02", "SAVE_EVERY": "4", "RUNS": str(runs)}
+    given = {"STRATEGY": "dp2", "HOURS": "0.04", "SAVE_EVERY": "4", "RUNS": str(runs)}
     ended = subprocess.run(
         (sys.executable, "-m", "tools.launch", "soak"),
         cwd=ROOT,
