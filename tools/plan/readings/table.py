@@ -88,8 +88,8 @@ class Reading:
     def kept_back(self) -> bool:
         """Whether no fit uses it: one of the third kept back since 2026-11-23, or a row added that day.
 
-        The third by a hash of what ran and not of its figure, so that all readings of a layout are on one
-        side. What was added was predicted once before anything was chosen with it in sight.
+        The third by a hash of what ran and not of its figure: all readings of a layout are on one side.
+        What was added was predicted once before anything was chosen with it in sight.
         """
         if self.notes.endswith(_ADDED):
             return True
