@@ -153,7 +153,8 @@ class RunSpec:
     stages: StageSplit = EVEN
     """How layers are laid on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
-    expert_load: ExpertLoad = BALANCED
+    # Nearly always the same, and a search hashes runs more often than all else.
+    expert_load: ExpertLoad = field(default=BALANCED, hash=False)
     optimizer: str = "adam"
     """As Megatron calls it; its `adam` is AdamW."""
     seed: int = 1234
