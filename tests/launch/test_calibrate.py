@@ -18,8 +18,8 @@ CPU = device_by_key("cpu")
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ("2", "DEVICES=2 is no number of devices; use DEVICES=2cpu or 2gpu"),
-        ("0cpu", "DEVICES=0cpu is no number of devices"),
+        ("2", "DEVICES=2 is not a number of devices such as 2cpu or 8gpu."),
+        ("0cpu", "DEVICES=0cpu is not a number of devices"),
         ("8gpu", "8 GPU.s. are wanted and 0 found; DEVICES=2cpu measures CPU ranks"),
     ],
 )

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -34,9 +33,8 @@ from tools.launch.errors import LaunchError
 from tools.launch.make import calls_of
 from tools.launch.options import Options, options_from_environment
 from tools.launch.supervise.interruption import Interrupted, interruptible
-from tools.launch.target import Target
+from tools.launch.target import Target, parse_devices
 from tools.spec.model import load_model
-from tools.spec.run import DeviceKind
 from tools.spec.settings import MEASURED_DEVICES
 from tools.text.terminal import say
 
@@ -166,7 +164,9 @@ def _train(command: argparse.Namespace, options: Options, console: Console) -> i
         return train_auto(command.name, options, console)
     if command.command == "target":
         return start_target(command.name, options, console)
-    target = Target(command.strategy, load_model(command.model).name, *command.devices)
+    target = Target(
+        command.strategy, load_model(command.model).name, *parse_devices(command.devices)
+    )
     return train(target, command.flags, options, console)
 
 
@@ -296,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a strategy with the Megatron flags that make it up")
     run.add_argument("strategy")
     run.add_argument("model")
-    run.add_argument("devices", type=_devices, help="such as 2gpu or 2cpu")
+    run.add_argument("devices", help="such as 2gpu or 2cpu")
     run.add_argument("flags", nargs="*", help="after --")
     resume = commands.add_parser("resume", help="continue a run from its newest valid checkpoint")
     resume.add_argument("run", type=_absolute, help="its folder")
@@ -355,15 +355,6 @@ def _add_recipes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _absolute(text: str) -> Path:
     return Path(text).absolute()
-
-
-def _devices(text: str) -> tuple[int, DeviceKind]:
-    match = re.fullmatch(r"(\d+)(gpu|cpu)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a number of devices such as 2gpu or 2cpu"
-        )
-    return int(match[1]), DeviceKind(match[2])
 
 
 if __name__ == "__main__":

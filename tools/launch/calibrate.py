@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.flags import CPU_RANK
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
+from tools.launch.target import parse_devices
 from tools.plan.calibration import calibration_of, calibration_path
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import layer_seconds, product_seconds
@@ -256,10 +256,7 @@ def _devices(text: str | None) -> tuple[int, DeviceKind]:
     if text is None:
         gpus = len(visible_gpus())
         return (gpus, DeviceKind.GPU) if gpus else (len(os.sched_getaffinity(0)), DeviceKind.CPU)
-    match = re.fullmatch(r"([1-9]\d*)(gpu|cpu)", text.strip())
-    if match is None:
-        raise LaunchError(f"DEVICES={text} is no number of devices; use DEVICES=2cpu or 2gpu.")
-    return int(match[1]), DeviceKind(match[2])
+    return parse_devices(text.strip(), "DEVICES")
 
 
 def _compared(measured: Calibration, device: Device) -> Table[str]:

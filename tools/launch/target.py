@@ -20,7 +20,8 @@ ALIASES = {
 }
 """Target names of the published experiments and of their author's Makefile (`x`: without)."""
 
-_TARGET = re.compile(r"train-(?P<middle>.+)-(?P<devices>\d+)(?P<device>gpu|cpu)")
+_TARGET = re.compile(r"train-(?P<middle>.+)-(?P<devices>\d+(?:gpu|cpu))")
+_DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,20 @@ def parse_target(name: str) -> Target:
             f"Target '{name}' is of {model}, and MODEL= is a file of {own}; name '{own}' in the target, "
             "or leave MODEL= out."
         )
-    return Target(strategy, model, int(match["devices"]), DeviceKind(match["device"]))
+    return Target(strategy, model, *parse_devices(match["devices"]))
+
+
+def parse_devices(text: str, variable: str = "") -> tuple[int, DeviceKind]:
+    """`2gpu` as 2 and its kind.
+
+    Raises:
+        LaunchError: It is no such text; with the variable that has it, if one has.
+    """
+    match = _DEVICES.fullmatch(text)
+    if match is None:
+        given = f"{variable}={text}" if variable else f"'{text}'"
+        raise LaunchError(f"{given} is not a number of devices such as 2cpu or 8gpu.")
+    return int(match[1]), DeviceKind(match[2])
 
 
 def script_of(target: Target) -> str | None:

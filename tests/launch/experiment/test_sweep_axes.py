@@ -24,9 +24,9 @@ def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
     [
         ({"MODELS": "gpt2-tny"}, "gpt2-tiny"),
         ({"STRATEGIES": "xp2"}, "Unknown strategy 'xp2'"),
-        ({"BACKENDS": "jax"}, "BACKENDS: jax is not megatron, native, deepspeed or bare."),
-        ({"DEVICES": "2tpu"}, "DEVICES: 2tpu is not a number of devices such as 2cpu or 8gpu."),
-        ({"DEVICES": "0cpu"}, "DEVICES: 0cpu is not a number of devices"),
+        ({"BACKENDS": "jax"}, "BACKENDS=jax is not megatron, native, deepspeed or bare."),
+        ({"DEVICES": "2tpu"}, "DEVICES=2tpu is not a number of devices such as 2cpu or 8gpu."),
+        ({"DEVICES": "0cpu"}, "DEVICES=0cpu is not a number of devices"),
         ({"NAME": "siz"}, "NAME=siz is no file of examples/experiments, but nearly size.yaml; use"),
         ({"NAME": "../up"}, "NAME: ../up is not a folder's name."),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from itertools import product
@@ -19,7 +19,7 @@ import msgspec
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options, options_from_environment
-from tools.launch.target import Target, parse_target
+from tools.launch.target import Target, parse_devices, parse_target
 from tools.plan.tensors import parameters_total
 from tools.spec.files import ROOT, read_yaml
 from tools.spec.model import load_model
@@ -31,7 +31,6 @@ FOLDER = ROOT / "examples" / "experiments"
 SWEEP = "sweep"
 """The file whose axes a sweep has that has no file of its own; also the table of sweeps."""
 
-_DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
 _NEAR = 0.8
 """Likeness of a mistyped name: `siz` and `size` have 0.86."""
 _NAME = re.compile(r"\w[\w.-]*")
@@ -259,22 +258,16 @@ def _refuse_near(name: str) -> None:
 
 
 def _over_axes(axes: Mapping[str, str], file: _ExperimentFile) -> tuple[ExperimentCell, ...]:
-    def each[T](axis: str, convert: Callable[[str], T], wanted: str) -> tuple[T, ...]:
-        found = []
-        for word in dict.fromkeys(axes[axis].replace(",", " ").split()):
-            try:
-                found.append(convert(word))
-            except ValueError:
-                raise LaunchError(f"{axis}: {word} is not {wanted}.") from None
-        return tuple(found)
+    def words(axis: str) -> list[str]:
+        return list(dict.fromkeys(axes[axis].replace(",", " ").split()))
 
-    models, strategies = (each(axis, str, "a name") for axis in ("MODELS", "STRATEGIES"))
+    models, strategies = words("MODELS"), words("STRATEGIES")
     for model, strategy in product(models, strategies):
         parse_target(f"train-{strategy}-{model}-1cpu")
-    backends = each("BACKENDS", Backend, "megatron, native, deepspeed or bare")
-    models = tuple(sorted(models, key=lambda name: parameters_total(load_model(name).shape)))
+    backends = [_backend(word) for word in words("BACKENDS")]
+    models.sort(key=lambda name: parameters_total(load_model(name).shape))
     if "DEVICES" in axes:
-        devices = each("DEVICES", _devices, "a number of devices such as 2cpu or 8gpu")
+        devices = [parse_devices(word, "DEVICES") for word in words("DEVICES")]
         places = list(product(devices, strategies))
     else:
         numbers = [devices_of(strategy, otherwise=file.devices) for strategy in strategies]
@@ -286,11 +279,11 @@ def _over_axes(axes: Mapping[str, str], file: _ExperimentFile) -> tuple[Experime
     )
 
 
-def _devices(text: str) -> tuple[int, DeviceKind]:
-    match = _DEVICES.fullmatch(text)
-    if match is None:
-        raise ValueError(text)
-    return int(match[1]), DeviceKind(match[2])
+def _backend(word: str) -> Backend:
+    try:
+        return Backend(word)
+    except ValueError:
+        raise LaunchError(f"BACKENDS={word} is not megatron, native, deepspeed or bare.") from None
 
 
 def _device(file: _ExperimentFile) -> DeviceKind:
