@@ -63,8 +63,12 @@ _WHICH_NAME = "Say its name: make prepare-ds INPUT=file.jsonl NAME=name"
 
 _OF_EXPERIMENTS = (settings.MODEL,)
 _OF_PREDICTED_ZERO = (
-    *(settings.MODEL, settings.GPU, settings.DTYPE, settings.JSON),
-    *(settings.MICRO_BATCH, settings.GLOBAL_BATCH),
+    settings.MODEL,
+    settings.GPU,
+    settings.DTYPE,
+    settings.JSON,
+    settings.MICRO_BATCH,
+    settings.GLOBAL_BATCH,
 )
 _OF_RESUME = (settings.RUN, settings.STRATEGY)
 

@@ -211,9 +211,16 @@ def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:
 
 
 _OF_ONE_ATTEMPT = (
-    *(records.STATUS_FILE, records.SAMPLES_FILE, records.LEDGER_FOLDER, records.STACKS_FOLDER),
-    *(records.COMMUNICATION_FILE, records.MEMORY_FILE, records.TIME_FILE, records.TRACE_FILE),
-    *(records.ROUTING_FILE, records.NODES_FOLDER),
+    records.STATUS_FILE,
+    records.SAMPLES_FILE,
+    records.LEDGER_FOLDER,
+    records.STACKS_FOLDER,
+    records.COMMUNICATION_FILE,
+    records.MEMORY_FILE,
+    records.TIME_FILE,
+    records.TRACE_FILE,
+    records.ROUTING_FILE,
+    records.NODES_FOLDER,
 )
 """What is measured anew by each attempt; log, events and checkpoints are continued."""
 

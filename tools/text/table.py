@@ -151,17 +151,19 @@ def markdown_table(table: Table[Any] | TextTable) -> str:
     return markdown_rows(table.header, lines)
 
 
-def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Texts as a Markdown table; cells are escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(markdown_text(cell) for cell in line) + " |" for line in lines
-    )
-
-
 def markdown_text(text: str) -> str:
     """Text that stays in its cell and starts no markup."""
     return " ".join(text.split()).translate(_MARKDOWN)
+
+
+def markdown_rows(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    escape: Callable[[str], str] = markdown_text,
+) -> str:
+    """Texts as a Markdown table; cells are escaped, or as `str` leaves them if they are Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(escape, line)) + " |" for line in lines)
 
 
 _MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]"} | {"<": "&lt;", ">": "&gt;"})

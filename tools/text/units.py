@@ -118,9 +118,14 @@ def times(value: float | None) -> str:
     return DASH if value is None else f"{value:.2f}x"
 
 
+def signed_percent(share: float | None, decimals: int = 1) -> str:
+    """A share of 1 with its sign: `+9.1%`."""
+    return DASH if share is None else f"{share:+.{decimals}%}".replace("-", "−")
+
+
 def change(ratio: float | None, decimals: int = 0) -> str:
     """A ratio as what it adds or takes away: `+9%`."""
-    return DASH if ratio is None else f"{ratio - 1:+.{decimals}%}"
+    return signed_percent(None if ratio is None else ratio - 1, decimals)
 
 
 def megabytes(size_bytes: float | None) -> str:

@@ -51,7 +51,7 @@ def test_each_measured_value_is_next_to_the_published_one() -> None:
     assert row[6] == "0.50x (0.42x)"
     assert cells(text, "ZeRO-2", 1)[1:] == ["25.0%", "50.0% (79.2%)", "25.0%"]
     assert cells(text, "ZeRO-2", 2)[1:] == [
-        *("-50% (+9%)", "50.0 MB", "30.0 MB", "100.0 ms", "4.00 Gbit/s")
+        *("−50% (+9%)", "50.0 MB", "30.0 MB", "100.0 ms", "4.00 Gbit/s")
     ]
     assert "ZeRO-2: Megatron-LM 0.19.0 (commit abc)" in text
 

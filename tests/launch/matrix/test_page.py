@@ -14,12 +14,9 @@ from tools.launch.matrix.outcome import CellStatus, Error
 from tools.launch.matrix.page import (
     HTML,
     MARKDOWN,
-    read_stored,
-    store,
-    store_curves,
-    store_drawn,
     write_pages,
 )
+from tools.launch.matrix.stored import read_stored, store, store_curves, store_drawn
 from tools.launch.matrix.table import bf16_costs
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))

@@ -123,6 +123,14 @@ def pooled(cells: Sequence[Measured]) -> Estimate | None:
     return estimate([samples for cell in cells for samples in cell.samples_ms], scatter=scatter)
 
 
+def conditions(runs: Iterable[Measured]) -> list[str]:
+    """The machine and the kit's commits, which no times may be read without; empty without runs."""
+    measured = tuple(runs)
+    machines = _distinct(f"{name}, {run.dtype}" for run in measured for name in run.machines)
+    commits = _distinct(commit for run in measured for commit in run.commits)
+    return [f"Measured on {'; '.join(machines)}, kit at {', '.join(commits)}."] if measured else []
+
+
 def measure(cells: Sequence[Sequence[Path]]) -> list[Measured | None]:
     """Of each cell's run folders, newest first; None where there is none that can be read."""
     loaded = [load_runs(folders)[0] for folders in cells]

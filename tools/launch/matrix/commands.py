@@ -24,8 +24,9 @@ from tools.launch.matrix.definition import Family, Level, Matrix, load_matrix
 from tools.launch.matrix.fuzz import Drawn, draws
 from tools.launch.matrix.fuzz import fuzz as fuzz_cells
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.launch.matrix.page import store, store_curves, store_drawn, write_pages
+from tools.launch.matrix.page import write_pages
 from tools.launch.matrix.running import CellVerifier, MatrixRun
+from tools.launch.matrix.stored import store, store_curves, store_drawn
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
 from tools.launch.verifier import ForkedRanks, Verifier

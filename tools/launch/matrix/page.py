@@ -1,6 +1,6 @@
 """`docs/parity-matrix.md` and `parity-cells.html`: one table a version, what differs, and every cell.
 
-Cells are kept as `parity/<version>.jsonl` beside the pages, from which both are made.
+Both are made from the cells that are kept beside them (`stored.py`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
 from packaging.version import InvalidVersion, Version
 
 from tools.launch.matrix.curves import ITERATIONS, Curve
 from tools.launch.matrix.definition import Matrix
 from tools.launch.matrix.fuzz import Drawn
 from tools.launch.matrix.outcome import STATUSES, CellRecord, CellStatus
+from tools.launch.matrix.stored import STORED, read_curves, read_drawn, read_stored
 from tools.launch.matrix.table import (
-    BF16,
     MEANINGS,
     SIGNS,
     FamilyTable,
@@ -26,13 +25,13 @@ from tools.launch.matrix.table import (
     bf16_costs,
     tables,
 )
-from tools.records.io import write_record, write_whole
+from tools.records.io import write_whole
 from tools.text.html import environment
-from tools.text.table import markdown_text
+from tools.text.table import Column, Table, markdown_rows, markdown_table, markdown_text
 from tools.text.units import DASH
 from tools.verify.findings import Finding, Judged, findings
 
-MARKDOWN, HTML, STORED = "parity-matrix.md", "parity-cells.html", "parity"
+MARKDOWN, HTML = "parity-matrix.md", "parity-cells.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 
 _NAMED_KITS = 3
@@ -136,69 +135,16 @@ def overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
     kinds = [kind for kind in kinds if any(one.counts[kind] for one in versions)]
     rows = (
         [
-            *(one.name, one.records[0].megatron, one.when),
-            *(", ".join(table.family.name for table in one.tables), str(len(one.records))),
+            one.name,
+            one.records[0].megatron,
+            one.when,
+            ", ".join(table.family.name for table in one.tables),
+            str(len(one.records)),
             *(str(one.counts[kind]) for kind in kinds),
         ]
         for one in versions
     )
     return [["version", "Megatron", "verified", "families", "cells", *kinds], *rows]
-
-
-def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
-    """Keep the cells of a version, in place of those with the same id; not those of smaller models."""
-    path = folder / STORED / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = (one for one in records if not one.more)
-    kept = {one.id: one for one in read_stored(path)} | {one.id: one for one in whole}
-    lines = (msgspec.json.encode(_as_stored(kept[key])) + b"\n" for key in sorted(kept))
-    write_whole(path, b"".join(lines))
-
-
-def _as_stored(record: CellRecord) -> dict[str, object]:
-    """What is not as it is by default; numbers with as many digits as are read."""
-    blank, bf16 = CellRecord("", "", "", (), "", CellStatus.HELD), BF16 in record.levels
-    fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
-    needed = ("id", "family", "layout", "levels", "command", "status")
-    return {
-        name: float(f"{value:.4g}") if isinstance(value, float) else value
-        for name, value in fields.items()
-        if name in needed or (value != getattr(blank, name) and (name != "stages" or bf16))
-    }
-
-
-def read_stored(path: Path) -> list[CellRecord]:
-    """Cells of a file; none where it is not there."""
-    if not path.is_file():
-        return []
-    decoder = msgspec.json.Decoder(CellRecord)
-    return [decoder.decode(line) for line in path.read_bytes().splitlines()]
-
-
-def store_curves(folder: Path, name: str, curves: Sequence[Curve]) -> None:
-    """Keep the losses' differences of a version."""
-    path = folder / STORED / f"{name}.bf16.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_record(path, curves)
-
-
-def read_curves(cells: Path) -> tuple[Curve, ...]:
-    """Those beside a file of cells."""
-    path = cells.with_name(f"{cells.stem}.bf16.json")
-    return msgspec.json.decode(path.read_bytes(), type=tuple[Curve, ...]) if path.is_file() else ()
-
-
-def store_drawn(folder: Path, name: str, drawn: Drawn) -> None:
-    """Keep what a seed's draws came to, in place of what they did before."""
-    path = folder / STORED / f"{name}.fuzz-{drawn.seed}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_record(path, drawn)
-
-
-def read_drawn(cells: Path) -> tuple[Drawn, ...]:
-    """Those beside a file of cells."""
-    found = sorted(cells.parent.glob(f"{cells.stem}.fuzz-*.json"))
-    return tuple(msgspec.json.decode(path.read_bytes(), type=Drawn) for path in found)
 
 
 def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
@@ -246,15 +192,21 @@ def css_of(status: CellStatus | None) -> str:
 
 def markdown_page(versions: Sequence[MatrixOfVersion]) -> str:
     """The whole page."""
-    lines = [_HEAD, "| sign | |", "|---|---|"]
-    lines += [f"| {sign} | {meaning} |" for _, sign, meaning in _legend()]
-    lines += ["| ✓ᵖ | held with the patch of a known finding, which it would else show |"]
-    lines += ["| ✗? | one of the cell's levels differs, and it is not known yet which |"]
-    lines += ["| ✗ with … | differs only together with that level |", "| – | in no cell |", ""]
-    lines += [*_overview_lines(versions), ""]
+    signs = [(sign, meaning) for _, sign, meaning in _legend()] + _OF_PAIRS
+    head, *rows = overview(versions)
+    lines = [_HEAD, markdown_rows(("sign", ""), signs), ""]
+    lines += ["Pairs of a level and a layout:", "", markdown_rows(head, rows), ""]
     for version in versions:
         lines += _version(version)
     return "\n".join((*lines, *_judged_lines())) + "\n"
+
+
+_OF_PAIRS = [
+    ("✓ᵖ", "held with the patch of a known finding, which it would else show"),
+    ("✗?", "one of the cell's levels differs, and it is not known yet which"),
+    ("✗ with …", "differs only together with that level"),
+    (DASH, "in no cell"),
+]
 
 
 _HEAD = f"""# Parity matrix
@@ -271,30 +223,18 @@ Made by `make verify-matrix PAGE=docs` (`MEGATRON_LM=` for another version); the
 """
 
 
-def _overview_lines(versions: Sequence[MatrixOfVersion]) -> list[str]:
-    head, *rows = (f"| {' | '.join(row)} |" for row in overview(versions))
-    return [
-        "Pairs of a level and a layout:",
-        "",
-        head,
-        "|---" * len(overview(versions)[0]) + "|",
-        *rows,
-    ]
-
-
 def _version(version: MatrixOfVersion) -> list[str]:
     lines = [f"## {version.name}", "", f"{version.head}.", ""]
     for table in version.tables:
         lines += [f"### {version.name}, {table.family.name} ({table.family.model})", ""]
-        lines += [f"| feature | level | {' | '.join(table.layouts)} |"]
-        lines += [f"|---|---|{'---|' * len(table.layouts)}"]
+        rows = []
         before = ""
         for row in table.rows:
             shown = row.level.factor if row.level.factor != before else ""
             before = row.level.factor
-            cells = (_markdown_cell(version.name, pair) for pair in row.pairs)
-            lines.append(f"| {shown} | {row.level.name} | {' | '.join(cells)} |")
-        lines.append("")
+            cells = [_markdown_cell(version.name, pair) for pair in row.pairs]
+            rows.append([shown, row.level.name, *cells])
+        lines += [markdown_rows(["feature", "level", *table.layouts], rows, str), ""]
     measured = (*_bf16(version), *_curves(version))
     return [*lines, *_wrong(version), *_not_compared(version), *_drawn(version), *measured]
 
@@ -408,11 +348,12 @@ def _bf16(version: MatrixOfVersion) -> list[str]:
         "",
         "The largest relative error of a tensor in a cell that held, over bf16's rounding (2⁻⁸).",
         "",
-        f"| stage | {' | '.join(layouts)} |",
-        f"|---|{'---|' * len(layouts)}",
-        *(
-            f"| {stage} | {' | '.join(DASH if x is None else f'{x:.2g}' for x in row)} |"
-            for stage, row in costs.items()
+        markdown_rows(
+            ["stage", *layouts],
+            [
+                [stage, *(DASH if cost is None else f"{cost:.2g}" for cost in row)]
+                for stage, row in costs.items()
+            ],
         ),
         "",
     ]
@@ -427,19 +368,22 @@ def _curves(version: MatrixOfVersion) -> list[str]:
         "Largest and mean difference of the loss, dense model as it is (`make verify-bf16`); then the "
         "last iteration's losses in fp32 and in bf16.",
         "",
-        "| layout | fp32, from one rank | bf16, from one rank | bf16, from fp32 | last losses |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {one.layout} | {_two(one.fp32)} | {_two(one.bf16)} | {_two(one.cost)} | "
-            f"{_two((one.last_fp32, one.last_bf16), 5)} |"
-            for one in version.curves
-        ),
+        markdown_table(Table(_CURVES, version.curves)),
         "",
     ]
 
 
 def _two(values: tuple[float, float], digits: int = 2) -> str:
     return ", ".join(f"{value:.{digits}g}" for value in values)
+
+
+_CURVES: tuple[Column[Curve], ...] = (
+    Column("layout", lambda one: one.layout),
+    Column("fp32, from one rank", lambda one: one.fp32, _two),
+    Column("bf16, from one rank", lambda one: one.bf16, _two),
+    Column("bf16, from fp32", lambda one: one.cost, _two),
+    Column("last losses", lambda one: _two((one.last_fp32, one.last_bf16), 5)),
+)
 
 
 def _judged() -> list[tuple[Finding, str]]:
@@ -454,10 +398,14 @@ def _present(versions: Mapping[str, object]) -> str:
 
 
 def _judged_lines() -> list[str]:
-    lines = ["## Findings, judged", ""]
-    lines += ["| finding | thread | verdict | versions that have it |", "|---|---|---|---|"]
-    for one, present in _judged():
-        title = f"{markdown_text(one.title)} (`{one.id}`)"
-        thread = markdown_text(one.thread) or "none known"
-        lines.append(f"| {title} | {thread} | {one.verdict} | {present} |")
-    return lines
+    rows = [
+        [
+            f"{markdown_text(one.title)} (`{one.id}`)",
+            markdown_text(one.thread) or "none known",
+            one.verdict,
+            present,
+        ]
+        for one, present in _judged()
+    ]
+    head = ("finding", "thread", "verdict", "versions that have it")
+    return ["## Findings, judged", "", markdown_rows(head, rows, str)]

@@ -254,7 +254,7 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
     if then is None or now is None:
         return []
     found = compare(then, now)
-    span = f" (95%: {found.low:.3f} to {found.high:.3f})" if found.low and found.high else ""
+    span = f" ({found.span})" if found.span else ""
     text = f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}"
     kind = {TimeVerdict.SLOWER: "regression", TimeVerdict.FASTER: "unexpected improvement"}
     return [Change(name, kind.get(found.verdict, "same"), f"{text}, {found.verdict}")]

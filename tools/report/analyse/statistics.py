@@ -136,6 +136,17 @@ class TimeVerdict(StrEnum):
     NOISE = "within noise"
     UNKNOWN = "too few samples"
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether one is faster."""
+        return self in (TimeVerdict.FASTER, TimeVerdict.SLOWER)
+
+    def against(self, name: str) -> str:
+        """`slower than tp2`, `within noise of tp2`."""
+        if self is TimeVerdict.UNKNOWN:
+            return f"of unknown speed against {name} ({self})"
+        return f"{self} {'than' if self.is_clear else 'of'} {name}"
+
 
 @dataclass(frozen=True)
 class TimeComparison:
@@ -147,6 +158,17 @@ class TimeComparison:
     verdict: TimeVerdict
     smallest: float | None = None
     """Relative difference below which nothing can be seen with these runs."""
+
+    @property
+    def span(self) -> str:
+        """`95% 0.981 to 1.034`; empty where it is not known."""
+        return f"95% {self.low:.3f} to {self.high:.3f}" if self.low and self.high else ""
+
+    @property
+    def resolution(self) -> str:
+        """What these runs cannot show; empty where it is not known."""
+        known = self.smallest
+        return f"a difference below {known:.1%} cannot be seen with these runs" if known else ""
 
 
 def estimate(

@@ -12,7 +12,7 @@ from tools.report.explain.subjects import Subject, find
 from tools.report.explain.time_shares import mean
 from tools.report.read.runs import Run
 from tools.spec.strategy import Parallelism
-from tools.text.units import joined, milliseconds, number, signed
+from tools.text.units import change, joined, milliseconds, number, signed
 
 _FORWARD, _BACKWARD = "forward without communication", "backward without communication"
 _SMALLEST_SHARE = 0.05
@@ -87,7 +87,8 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     if found is None or found.verdict is TimeVerdict.UNKNOWN:
         return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
     if found.verdict is TimeVerdict.NOISE:
-        return f"{text}, which is within noise{_seen(found.smallest)}, so no cost can be named."
+        unseen = f" ({found.resolution})" if found.resolution else ""
+        return f"{text}, which is within noise{unseen}, so no cost can be named."
     costs = costs_above(reference, times, share)
     named = _named_causes(costs, whole - fair, (found.smallest or 0.0) * fair)
     return f"{text}: {named}{_arithmetic(subject, baseline, costs, share)}"
@@ -99,12 +100,6 @@ def _difference(subject: Subject, whole: float, fair: float) -> str:
     return (
         f"an iteration takes {number(1000 * whole)} ms, baseline's work divided over {ranks} rank(s) "
         f"would take {milliseconds(fair)}; {milliseconds(abs(whole - fair))} {direction} that"
-    )
-
-
-def _seen(smallest: float | None) -> str:
-    return (
-        f" (a difference below {smallest:.1%} cannot be seen with these runs)" if smallest else ""
     )
 
 
@@ -238,7 +233,7 @@ def _more(subject: Subject, stages: StageTimes) -> str:
         each = stages.iteration_seconds(more) / more
         asked.append(
             f"{more} make {form} {ideal_bubble(configuration, more):.1%} and "
-            f"{milliseconds(each)} a micro batch ({signed(f'{each / now - 1:.1%}')})"
+            f"{milliseconds(each)} a micro batch ({change(each / now, 1)})"
         )
     floor = max(stages.seconds)
     return (

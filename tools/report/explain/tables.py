@@ -11,12 +11,16 @@ from tools.report.explain.closed_form import ComponentResidual
 from tools.report.explain.subjects import Subject
 from tools.report.explain.time_shares import TimeShares
 from tools.text.table import TextTable
-from tools.text.units import DASH, amount, count, ms, percent, signed, size
+from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent, size
 
 _PHASES = (
-    *((Phase.FORWARD, "forward"), (Phase.BACKWARD, "backward")),
-    *((Phase.GRADIENT_SYNC, "gradient sync"), (Phase.OPTIMIZER, "optimizer")),
-    *((Phase.PIPELINE, "pipeline wait"), (Phase.DATA, "data"), (Phase.OTHER, "other")),
+    (Phase.FORWARD, "forward"),
+    (Phase.BACKWARD, "backward"),
+    (Phase.GRADIENT_SYNC, "gradient sync"),
+    (Phase.OPTIMIZER, "optimizer"),
+    (Phase.PIPELINE, "pipeline wait"),
+    (Phase.DATA, "data"),
+    (Phase.OTHER, "other"),
 )
 _EXACT = ("parameters", "weights", "gradients")
 Line = list[str]
@@ -185,9 +189,7 @@ def _memory_line(found: ComponentResidual) -> Line:
     residual = (
         _whole(found.residual) if abs(found.residual) < 1e5 else signed(amount(found.residual))
     )
-    share = (
-        f"{found.residual / found.predicted:+.1%}".replace("-", "−") if found.predicted else DASH
-    )
+    share = signed_percent(found.residual / found.predicted if found.predicted else None)
     share = "exact" if found.exact else share
     measured, predicted = show(int(found.measured)), show(int(found.predicted))
     return [found.component, measured, predicted, residual, share, found.note]
@@ -196,7 +198,7 @@ def _memory_line(found: ComponentResidual) -> Line:
 def _bubble_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
     for found in subject.findings.bubble:
         cells = [percent(found.measured), percent(found.predicted)]
-        yield found.rank, [*cells, f"{found.residual:+.1%}".replace("-", "−"), found.note]
+        yield found.rank, [*cells, signed_percent(found.residual), found.note]
 
 
 def _whole(value: float) -> str:

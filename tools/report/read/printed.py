@@ -118,10 +118,23 @@ def _is_possible(spec: RunSpec) -> bool:
     """Whether every size is one that a model can have."""
     shape, split, batch = spec.shape, spec.parallelism, spec.batch
     positive: Iterable[int] = (
-        *(shape.layers, shape.hidden, shape.heads, shape.query_groups, shape.head_width),
-        *(shape.ffn_hidden, shape.seq_length, shape.vocabulary, shape.vocabulary_multiple),
-        *(split.data, split.tensor, split.pipeline, split.context, split.expert),
-        *(split.virtual_stages, batch.micro_batch_size, batch.global_batch_size),
+        shape.layers,
+        shape.hidden,
+        shape.heads,
+        shape.query_groups,
+        shape.head_width,
+        shape.ffn_hidden,
+        shape.seq_length,
+        shape.vocabulary,
+        shape.vocabulary_multiple,
+        split.data,
+        split.tensor,
+        split.pipeline,
+        split.context,
+        split.expert,
+        split.virtual_stages,
+        batch.micro_batch_size,
+        batch.global_batch_size,
     )
     others = (shape.positions, shape.experts, shape.experts_per_token, split.expert_tensor)
     return (

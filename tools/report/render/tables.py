@@ -26,7 +26,7 @@ from tools.report.analyse.report import ArgumentDifference, Change, Report
 from tools.report.analyse.statistics import TimeComparison
 from tools.spec.published import Correction
 from tools.text.table import Column, Table
-from tools.text.units import DASH, count, interval, loss, number, percent, size
+from tools.text.units import DASH, count, interval, loss, number, percent, signed_percent, size
 
 MatchOf = tuple[Entry, Match]
 _MAX_VALUES = 12
@@ -118,8 +118,18 @@ _NOTES = Column[Entry]("Notes", notes_of, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
 
 _OF_PAGE = (
-    *(_LABEL, _MODEL, _DEVICE, _STATUS, _TIME, _INTERVAL, _SPEED, _RATE, _LOSS, _PARITY),
-    *(_PARAMETERS, _MEMORY),
+    _LABEL,
+    _MODEL,
+    _DEVICE,
+    _STATUS,
+    _TIME,
+    _INTERVAL,
+    _SPEED,
+    _RATE,
+    _LOSS,
+    _PARITY,
+    _PARAMETERS,
+    _MEMORY,
     Column[Entry]("Device memory", lambda e: device_memory(e.run), size),
     _SENT,
     Column[Entry]("Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number),
@@ -130,9 +140,18 @@ _OF_PAGE = (
     _PUBLISHED,
 )
 _OF_MARKDOWN = (
-    *(_LABEL, _MODEL, _DEVICE, _STATUS),
+    _LABEL,
+    _MODEL,
+    _DEVICE,
+    _STATUS,
     Column[Entry]("ms/iteration [95%]", _time_and_interval),
-    *(_SPEED, _RATE, _MFU, replace(_LOSS, name="Loss"), _PARITY_OR_BLANK, _PARAMETERS, _MEMORY),
+    _SPEED,
+    _RATE,
+    _MFU,
+    replace(_LOSS, name="Loss"),
+    _PARITY_OR_BLANK,
+    _PARAMETERS,
+    _MEMORY,
     _NOTES,
 )
 _OF_TERMINAL = (
@@ -272,7 +291,9 @@ _VERDICT = replace(_of_match("Verdict", 1, "verdict"), style=lambda found: "")
 def page_matches(report: Report) -> Table[MatchOf]:
     """Published quantities beside the measured ones, with where they come from."""
     columns = (
-        *(_of_match("Strategy", 0, "label"), _of_match("Quantity", 1, "quantity"), _MEASURED),
+        _of_match("Strategy", 0, "label"),
+        _of_match("Quantity", 1, "quantity"),
+        _MEASURED,
         Column[MatchOf]("Published", _readings),
         Column[MatchOf]("Time a sample, of baseline: here | published", _against_baseline),
         Column[MatchOf]("Of", _origin, right=False),
@@ -286,7 +307,9 @@ def page_matches(report: Report) -> Table[MatchOf]:
 def markdown_matches(report: Report) -> Table[MatchOf]:
     """The same in fewer columns."""
     columns = (
-        *(_of_match("Strategy", 0, "label"), _of_match("Quantity", 1, "quantity"), _MEASURED),
+        _of_match("Strategy", 0, "label"),
+        _of_match("Quantity", 1, "quantity"),
+        _MEASURED,
         Column[MatchOf]("Published", _readings_and_source),
         _VERDICT,
         Column[MatchOf]("What differs", lambda pair: ", ".join(pair[1].differs), right=False),
@@ -304,7 +327,7 @@ def planned(report: Report) -> Table[PlannedEntry]:
         Column[PlannedEntry]("Strategy", lambda p: p.entry.label, right=False),
         Column[PlannedEntry]("ms/iteration", lambda p: p.entry.time_ms, number),
         Column[PlannedEntry]("Predicted", lambda p: _MS * p.known.seconds, number),
-        Column[PlannedEntry]("Error", lambda p: p.error, _signed),
+        Column[PlannedEntry]("Error", lambda p: p.error, signed_percent),
         Column[PlannedEntry]("Interval", lambda p: p.known.interval, _interval_of_seconds),
         Column[PlannedEntry]("By", lambda p: str(p.known), right=False),
     )
@@ -312,10 +335,6 @@ def planned(report: Report) -> Table[PlannedEntry]:
 
 
 _MS = 1e3
-
-
-def _signed(ratio: float | None) -> str:
-    return DASH if ratio is None else f"{ratio:+.1%}".replace("-", "−")
 
 
 def _interval_of_seconds(value: tuple[float, float] | None) -> str:

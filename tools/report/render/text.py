@@ -21,7 +21,7 @@ from tools.report.render.tables import terminal_results
 from tools.spec.run import RunSpec
 from tools.spec.strategy import BATCH_RULE, Parallelism, batch_for
 from tools.text.table import markdown_table, markdown_text, rich_table
-from tools.text.units import number
+from tools.text.units import number, signed_percent
 
 _MAX_FLAWS = 8
 _MAX_NAMED = 8
@@ -100,7 +100,7 @@ def _planned_sentences(report: Report) -> list[str]:
     mean = sum(map(abs, errors.values())) / len(errors)
     return [
         f"The planner's times are {mean:.0%} off in the mean over {len(errors)} row(s), {worst}'s most "
-        f"({errors[worst]:+.0%}, positive: predicted too slow).".replace("-", "−")
+        f"({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
     ]
 
 
@@ -190,9 +190,8 @@ def _speed_sentences(report: Report) -> list[str]:
         reference = next(entry for entry in report.entries if entry.run.name == name)
         ratios = sorted(map(_token_ratio, members))
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
-        joint = "of" if verdict is TimeVerdict.NOISE else "than"
         result.append(
-            f"{len(members)} rows: {verdict} {joint} {reference.label}, {span} the time a token"
+            f"{len(members)} rows: {verdict.against(reference.label)}, {span} the time a token"
             f" ({_some([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
@@ -212,16 +211,13 @@ def speed_sentence(entry: Entry, report: Report) -> str:
             else ""
         )
     unit = "an iteration" if comparison.per_iteration else "a token"
-    span = f", 95% {found.low:.3f} to {found.high:.3f}" if found.low and found.high else ""
-    joint = "of" if found.verdict is TimeVerdict.NOISE else "than"
-    text = (
-        f"{entry.label} is {found.verdict} {joint} {reference.label}:"
-        f" ×{found.ratio:.3f} the time {unit}{span}"
-    )
+    span = f", {found.span}" if found.span else ""
+    verdict = found.verdict.against(reference.label)
+    text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} the time {unit}{span}"
     if found.verdict is TimeVerdict.UNKNOWN:
         text = f"{entry.label} against {reference.label}: too few samples for a verdict"
-    elif found.verdict is TimeVerdict.NOISE and found.smallest:
-        text += f"; a difference below {found.smallest:.1%} cannot be seen with these runs"
+    elif found.verdict is TimeVerdict.NOISE and found.resolution:
+        text += f"; {found.resolution}"
     if comparison.caution:
         text += f"; {comparison.caution}"
     if comparison.per_iteration is None:

@@ -125,7 +125,10 @@ def cells_of(settings: Sequence[BenchSetting], runs: Path) -> tuple[ExperimentCe
     target = parse_target(TARGET)
     return tuple(
         ExperimentCell(
-            *(target.model, target.strategy, target.devices, target.device),
+            target.model,
+            target.strategy,
+            target.devices,
+            target.device,
             label=setting.name,
             settings=tuple(variables(setting, str(runs / setting.name)).items()),
             repeats=setting.repeats,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 
 from tools.report.analyse.statistics import Estimate
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, change, percent
+from tools.text.units import DASH, bracketed, percent, signed_percent
 
 TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
 """How far a time may be off, and what the choice may lose."""
@@ -103,10 +104,6 @@ def _interval(found: Estimate | None) -> str:
     return DASH if found is None else bracketed(found.median, found.low, found.high, ".0f")
 
 
-def _change(error: float | None) -> str:
-    return change(None if error is None else 1 + error)
-
-
 _GROUPS = (
     Column[AutoGroup]("model", lambda group: group.model, right=False),
     Column[AutoGroup]("ranks", lambda group: group.ranks),
@@ -131,5 +128,7 @@ _ROWS = (
     Column[tuple[AutoGroup, AutoRow]](
         "measured, ms [95%]", lambda line: line[1].measured, _interval
     ),
-    Column[tuple[AutoGroup, AutoRow]]("error", lambda line: line[1].error, _change),
+    Column[tuple[AutoGroup, AutoRow]](
+        "error", lambda line: line[1].error, partial(signed_percent, decimals=0)
+    ),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.zero import interval, ratio
-from tools.report.analyse.statistics import TimeComparison, TimeVerdict, compare
+from tools.report.analyse.statistics import TimeComparison, compare
 from tools.spec.run import Backend
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, change, megabytes, ms, rounded
@@ -65,7 +65,7 @@ class _BackendRow:
 
 def _verdict(result: TimeComparison) -> str:
     speed = f"{abs(1 - 1 / result.ratio):.1%} {'faster' if result.ratio < 1 else 'slower'}"
-    if result.verdict in (TimeVerdict.FASTER, TimeVerdict.SLOWER):
+    if result.verdict.is_clear:
         return f"{speed} on this machine."
     return f"{speed}, which is {result.verdict}."
 

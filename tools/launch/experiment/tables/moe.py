@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from statistics import mean
 
 from tools.launch.compose import Launch
-from tools.launch.experiment.measured import Measured, pooled
+from tools.launch.experiment.measured import Measured, conditions, pooled
 from tools.launch.experiment.tables.windows import commonest_share, shared_windows
 from tools.records.measurements import first_other_choice
 from tools.records.run import Status
-from tools.report.analyse.statistics import Estimate, TimeVerdict, compare
+from tools.report.analyse.statistics import Estimate, compare
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.published import Figure, load_published
@@ -63,7 +63,7 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
         _parity_sentence(parities(runs)),
         *_scores(kinds),
         *notes,
-        *_conditions(runs),
+        *conditions(runs),
     ]
     rows = tuple(
         _GroupRow(group, parity(group, _reference(group, kinds))) for group in kinds.values()
@@ -182,10 +182,9 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
         if backend != "megatron" or one is None or two is None:
             continue
         result = compare(one, two)
-        span = f", 95% {result.low:.3f} to {result.high:.3f}" if result.low and result.high else ""
-        joint = "of" if result.verdict is TimeVerdict.NOISE else "than"
+        span = f", {result.span}" if result.span else ""
         sentences.append(
-            f"{strategy} under {optimizer}: native is {result.verdict} {joint} Megatron, "
+            f"{strategy} under {optimizer}: native is {result.verdict.against('Megatron')}, "
             f"×{result.ratio:.3f} the time an iteration{span}."
         )
     return sentences
@@ -224,12 +223,6 @@ def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
         f"AdamW's, {'beyond' if apart else 'within'} what AdamW's own runs scatter by "
         f"({max(ours) - min(ours):.4f})."
     ]
-
-
-def _conditions(runs: Group) -> list[str]:
-    machines = sorted({f"{machine}, {run.dtype}" for run in runs for machine in run.machines})
-    commits = sorted({commit for run in runs for commit in run.commits})
-    return [f"Measured on {'; '.join(machines)}, kit at {', '.join(commits)}."]
 
 
 def _published() -> str:

@@ -184,7 +184,7 @@ def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], 
 
 def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
     """What the sizes, small to large, allow to say of the pair."""
-    clear = [p for p in points if p.verdict in (TimeVerdict.FASTER, TimeVerdict.SLOWER)]
+    clear = [p for p in points if p.verdict.is_clear]
     unclear = [point.text for point in points if point.verdict is TimeVerdict.NOISE]
     unknown = [point.text for point in points if point.verdict is TimeVerdict.UNKNOWN]
     tail = f"; within noise of each other at {joined(unclear)}" if unclear and clear else ""

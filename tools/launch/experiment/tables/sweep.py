@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tools.launch.experiment.cells import Skipped
-from tools.launch.experiment.measured import measure
+from tools.launch.experiment.measured import conditions, measure
 from tools.launch.experiment.runner import CellResult
 from tools.launch.experiment.tables.overtaking import Swept, compare_tokens, fastest, verdicts
 from tools.plan.tensors import parameters_total
@@ -97,21 +97,13 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
         said.append(
             f"{len(missing)} of {len(results)} cells are not complete; the same command resumes."
         )
-    return [*said, *_conditions(results)]
+    return [*said, *conditions(result.measured for result in results if result.measured)]
 
 
 def _by_processor(result: Swept) -> Swept:
     """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
     known = result.measured if result.cell.device is DeviceKind.CPU else None
     return replace(result, measured=known, by_processor=True)
-
-
-def _conditions(results: Sequence[Swept]) -> list[str]:
-    """The machine and the kit's commits, which no cell's times may be read without."""
-    found = [result.measured for result in results if result.measured]
-    machines = sorted({machine for each in found for machine in each.machines})
-    commits = sorted({commit for each in found for commit in each.commits})
-    return [f"Measured on {'; '.join(machines)}, kit at {', '.join(commits)}."] if found else []
 
 
 def _reference(result: Swept, results: Sequence[Swept]) -> Swept | None:

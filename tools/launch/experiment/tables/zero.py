@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.launch.experiment.measured import Measured
-from tools.report.analyse.statistics import TimeVerdict, compare
+from tools.report.analyse.statistics import compare
 from tools.spec.published import Figure, load_published
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, bracketed, change, joined, megabytes, ms, percent, rounded, times
@@ -87,8 +87,7 @@ def verdicts(runs: Sequence[Measured]) -> list[str]:
     if not timed:
         return said
     fastest, best = min(timed, key=lambda each: each[1].median)
-    unclear = (TimeVerdict.NOISE, TimeVerdict.UNKNOWN)
-    close = [run for run, found in timed if compare(best, found).verdict in unclear]
+    close = [run for run, found in timed if not compare(best, found).verdict.is_clear]
     others = [_name(run) for run in close if run is not fastest]
     beside = f"; within noise of it: {joined(others)}" if others else ", beyond the noise"
     said.append(f"Fastest: {_name(fastest)}{beside}.")
@@ -158,8 +157,7 @@ def _speedup(method: _Method) -> str:
         return _beside(DASH, times(published) if published else None)
     found = compare(one, two)
     text = times(1 / found.ratio)
-    unclear = found.verdict in (TimeVerdict.NOISE, TimeVerdict.UNKNOWN)
-    if unclear and method.run is not method.baseline:
+    if not found.verdict.is_clear and method.run is not method.baseline:
         text = f"{text}, {found.verdict}"
     return _beside(text, times(published) if published else None)
 
