@@ -14,6 +14,7 @@ from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a
 from tools.launch import start
 from tools.launch.checkpoint.stored import verified_weights
 from tools.launch.compose import Launch
+from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -28,7 +29,7 @@ def launch(tmp_path: Path) -> Launch:
 
 def partials(launch: Launch) -> list[Path]:
     assert launch.start_checkpoint is not None
-    return list(launch.start_checkpoint.parent.glob("*.partial*"))
+    return list(launch.start_checkpoint.parent.glob(".*.partial"))
 
 
 def ensure(launch: Launch, tmp_path: Path) -> Path | None:
@@ -117,14 +118,14 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(
 ) -> None:
     path = launch.start_checkpoint
     assert path is not None
-    here = f"{path.name}.partial-{platform.node()}-"
+    here = f".{path.name}.{platform.node()}-"
     dead, living, elsewhere, other = (
         path.with_name(name)
         for name in (
-            f"{here}{2**22 + 1}",
-            f"{here}{os.getppid()}",
-            f"{path.name}.partial-far-1",
-            f"{here}2-77",
+            f"{here}{2**22 + 1}.partial",
+            f"{here}{os.getppid()}.partial",
+            f".{path.name}.far-1.partial",
+            f"{here}2-77.partial",
         )
     )
     for folder in (dead, living, elsewhere, other):
@@ -133,6 +134,22 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(
     assert path.is_dir()
     assert len(written) == 1
     assert sorted(partials(launch)) == sorted([living, elsewhere, other])
+
+
+def test_one_that_could_not_be_written_leaves_its_log_and_nothing_else(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(_: Launch, log: Path, *__: object) -> int:
+        log.write_text("[rank0]: ValueError: no\n")
+        return 1
+
+    monkeypatch.setattr(start, "run_ranks", run_ranks)
+    path = launch.start_checkpoint
+    assert path is not None
+    kept = path.with_name(f"{path.name}.log")
+    with pytest.raises(LaunchError, match=f"ValueError: no.* The log is {kept}"):
+        ensure(launch, tmp_path)
+    assert list(path.parent.iterdir()) == [kept]
 
 
 def test_weights_of_a_router_that_refuses_a_balancing_loss_are_written_without_one(

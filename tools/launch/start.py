@@ -11,14 +11,12 @@ compared with one that started from others.
 from __future__ import annotations
 
 import os
-import platform
-import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 
 from tools.launch.checkpoint.readable import (
@@ -32,6 +30,7 @@ from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
 from tools.launch.options import Options
 from tools.launch.progress import RunProgress
+from tools.records.io import made_whole
 from tools.records.run import LOG_FILE
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
@@ -98,25 +97,27 @@ def _supervised(console: Console) -> Run:
 
 
 def _write(path: Path, launch: Launch, options: Options, run: Run) -> Path:
-    partial = _own_partial(path)
-    writer = _writing_launch(launch, options, partial)
-    log = partial / LOG_FILE
-    exit_code = run(writer, log)
-    if exit_code != 0:
-        reason = diagnose(log, exit_code, interrupted=False).reason
-        raise LaunchError(f"The starting checkpoint was not written: {reason} The log is {log}.")
-    if flaw := _flaw(partial):
-        raise LaunchError(
-            f"The starting checkpoint that was written to {partial} cannot be read back: {flaw}; see "
-            "whether the disk is sound, or name another folder with RUNS=."
-        )
     try:
-        partial.rename(path)
+        with made_whole(path) as partial:
+            log = partial / LOG_FILE
+            exit_code = run(_writing_launch(launch, options, partial), log)
+            if exit_code != 0:
+                reason = diagnose(log, exit_code, interrupted=False).reason
+                kept = path.with_name(f"{path.name}.log")
+                with suppress(FileNotFoundError):
+                    log.rename(kept)
+                raise LaunchError(
+                    f"The starting checkpoint was not written: {reason} The log is {kept}."
+                )
+            if flaw := _flaw(partial):
+                raise LaunchError(
+                    f"The starting checkpoint {path} cannot be read back after it was written: {flaw}; "
+                    "see whether the disk is sound, or name another folder with RUNS=."
+                )
     except OSError:
         # Another run wrote the same meanwhile, such as an element of the same Slurm array.
         if not path.is_dir():
             raise
-        shutil.rmtree(partial)
     return path
 
 
@@ -138,20 +139,6 @@ def _flaw(folder: Path) -> str | None:
             "written, or name another folder with RUNS=."
         ) from error
     return None
-
-
-def _own_partial(path: Path) -> Path:
-    """A temporary folder for this process; removes those left by ended processes of this machine."""
-    mine = f"{path.name}.partial-{platform.node()}-"
-    for left in path.parent.glob(f"{mine}*"):
-        # Not a number if another host's name begins as this one's.
-        number = left.name.removeprefix(mine)
-        if number.isdigit() and not psutil.pid_exists(int(number)):
-            shutil.rmtree(left, ignore_errors=True)
-    partial = path.with_name(f"{mine}{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)  # Of this process, whose first attempt failed.
-    partial.mkdir(parents=True)
-    return partial
 
 
 def check_owner(folder: Path) -> None:
