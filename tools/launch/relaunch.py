@@ -110,6 +110,7 @@ def relaunch(
             record.spec.model,
         ),
         fused=record.spec.fused,
+        shares_gpu=record.spec.shares_gpu,
         plant=plant,
         link_bits_per_second=link.bits_per_second if link else None,
         strategy=strategy or record.spec.name,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tools.records.run import Status, StatusRecord
-from tools.report.read.diagnosis import classify_exit
+from tools.report.read.diagnosis import classify_log
 from tools.report.read.iterations import Iteration
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
@@ -79,7 +79,7 @@ def _scrape(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 print(f"{path}: {Status.NO_LOG}, 0 iterations: {reason}")
         for log in logs:
-            status = classify_exit(log)
+            status = classify_log(log)
             if arguments.json:
                 results.append(log_as_json(log, status))
             else:  # Half a million iterations are a large text, which nobody asked for.

@@ -200,6 +200,11 @@ def test_a_shaped_link_stays_unless_another_is_named() -> None:
     assert relaunch(record, FROM, None, Options(network=LinkRate(5))).network == LinkRate(5)
 
 
+def test_ranks_that_shared_a_gpu_share_it_again() -> None:
+    record = changed(record_of(composed("dp2")), shares_gpu=True)
+    assert relaunch(record, FROM, None, Options()).spec.shares_gpu
+
+
 def test_a_requeued_job_resumes_from_its_folders_checkpoint(tmp_path: Path, write: Write) -> None:
     launch = composed("tp2")
     assert resume_if_saved(launch, tmp_path) is launch

@@ -273,10 +273,10 @@ def test_losses_are_compared_until_a_token_takes_another_expert(tmp_path):
     even, other, many = (800, 800), (801, 799), (850, 750)
     runs = ((run_record("a", "dp2"), changed(LOSSES, 5, 0.1)), (run_record("b"), LOSSES))
     routed = {"b": [even] * 5}
-    found = verdicts(tmp_path / "parted", *runs, routed=routed | {"a": [even] * 3 + [other] * 2})
-    assert (found["a"].verdict, found["a"].compared, found["a"].parted) == ("held", 3, 4)
+    found = verdicts(tmp_path / "diverged", *runs, routed=routed | {"a": [even] * 3 + [other] * 2})
+    assert (found["a"].verdict, found["a"].compared, found["a"].diverged) == ("held", 3, 4)
     same = verdicts(tmp_path / "same", *runs, routed=routed | {"a": [even] * 5})
-    assert (same["a"].verdict, same["a"].parted) == ("broken@5", None)
+    assert (same["a"].verdict, same["a"].diverged) == ("broken@5", None)
     wrong = verdicts(tmp_path / "wrong", *runs, routed=routed | {"a": [even] * 4 + [many]})
     assert wrong["a"].verdict == "broken@5", "more than rounding can move: their losses count"
     never = verdicts(tmp_path / "never", *runs, routed=routed | {"a": [other] * 5})

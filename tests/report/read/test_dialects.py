@@ -13,7 +13,7 @@ import zstandard
 
 from tests.report.factory import iteration_line
 from tools.records.run import Status
-from tools.report.read.diagnosis import classify_exit
+from tools.report.read.diagnosis import classify_log
 from tools.report.read.iteration_line import find_iterations
 from tools.report.read.runs import load_log
 from tools.report.read.scrape import scrape_log, scrape_runs
@@ -145,7 +145,7 @@ def test_memory_in_gigabytes_is_kept_in_mebibytes():
 @pytest.mark.parametrize("name", ["torchtitan", "nanotron"])
 def test_another_trainers_log_is_named(name):
     log = scrape_log(DIALECTS / f"{name}.log")
-    status = classify_exit(log)
+    status = classify_log(log)
     assert status.status is Status.NO_LOG
     assert f"looks like a log of {name}" in status.reason
     assert log.iterations == ()

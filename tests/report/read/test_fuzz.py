@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
 from tools.report.cli import log_as_json
-from tools.report.read.diagnosis import classify_exit
+from tools.report.read.diagnosis import classify_log
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.window import select_window
 
@@ -35,7 +35,7 @@ FRAGMENTS = (
 
 def scrape_everything(path):
     for log in scrape_runs(path):
-        status = classify_exit(log)
+        status = classify_log(log)
         select_window(log)
         log_as_json(log, status)
 

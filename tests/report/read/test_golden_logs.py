@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tools.records.run import Status
-from tools.report.read.diagnosis import classify_exit
+from tools.report.read.diagnosis import classify_log
 from tools.report.read.scrape import scrape_log
 from tools.report.read.scraped import Dialect
 from tools.report.read.window import select_window
@@ -72,7 +72,7 @@ def test_every_value_of_the_log_is_scraped(version):
 def test_dialect_and_ending_are_recognised(version, dialect):
     log, _ = golden(version)
     assert log.dialect is dialect
-    assert classify_exit(log).status is Status.OK
+    assert classify_log(log).status is Status.OK
     assert log.restarts == ()
 
 

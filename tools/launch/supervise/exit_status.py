@@ -16,7 +16,7 @@ from tools.ledger.collect import collect
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
-from tools.report.read.diagnosis import diagnose, first_error
+from tools.report.read.diagnosis import after_last, diagnose, first_error
 from tools.report.read.scrape import scrape_log
 
 RESERVE_FILE = ".reserve"
@@ -159,8 +159,7 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
 
 
 def _after(folder: Path) -> str:
-    iterations = scrape_log(folder / records.LOG_FILE).iterations
-    return f" after iteration {iterations[-1].iteration}" if iterations else ""
+    return after_last(scrape_log(folder / records.LOG_FILE))
 
 
 def _begin(reason: str) -> str:

@@ -152,8 +152,8 @@ def _parity_notes(parity: Parity, run: Run) -> list[str]:
         notes.append(f"parity is that of {parity.judged}")
     if parity.without_baseline:
         notes.append(f"baseline is not its parity's reference: {parity.without_baseline}")
-    if parity.parted:
-        notes.append(f"from iteration {parity.parted} on tokens took other experts; not compared")
+    if parity.diverged:
+        notes.append(f"from iteration {parity.diverged} on tokens took other experts; not compared")
     if parity.until and not parity.reason:
         notes.append(f"its precision is compared up to iteration {parity.until}")
     if parity.reason:

@@ -73,7 +73,7 @@ class Parity:
     """The same in units of the last printed digit."""
     repeats: int = 0
     """Pairs of repeats that the tolerance rests on; 0: rounding alone."""
-    parted: int | None = None
+    diverged: int | None = None
     """The iteration in which a token took another expert: nothing is compared from there on."""
     until: int | None = None
     """The last iteration compared, where later ones are not because of the precision."""
@@ -234,15 +234,15 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
 
 def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
     ours, theirs = loss_curve(reference), loss_curve(other)
-    parted = _parted(reference, other)
+    diverged = _diverged_at(reference, other)
     until = HALF_ITERATIONS if _dtype(other) in ("bf16", "fp16") else None
-    common = sorted(i for i in ours.keys() & theirs.keys() if i < (parted or math.inf))
+    common = sorted(i for i in ours.keys() & theirs.keys() if i < (diverged or math.inf))
     if until and common and common[-1] > until:
         common = [number for number in common if number <= until]
     else:
         until = None
     if not common:
-        where = f" before tokens took other experts in iteration {parted}" if parted else ""
+        where = f" before tokens took other experts in iteration {diverged}" if diverged else ""
         where = f" up to {until}, after which {_dtype(other)} is not compared" if until else where
         reason = f"no iteration in common{where}"
         return Parity(NOT_COMPARABLE, reason, reference.name, judged=other.name)
@@ -260,7 +260,7 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
         if broken is None and difference > allowed * _SLACK:
             broken = number
     verdict = HELD if broken is None else f"broken@{broken}"
-    figures = (len(common), worst, worst_units, pairs, parted, until)
+    figures = (len(common), worst, worst_units, pairs, diverged, until)
     return Parity(verdict, "", reference.name, *figures, judged=other.name)
 
 
@@ -268,7 +268,7 @@ def _dtype(run: Run) -> str:
     return run.spec.dtype if run.spec else ""
 
 
-def _parted(reference: Run, other: Run) -> int | None:
+def _diverged_at(reference: Run, other: Run) -> int | None:
     one, two = reference.ledgers.routing, other.ledgers.routing
     # In 16 bits rounding decides more often, between scores that agree to some 1e-2 of themselves.
     most = MOVED_BY_ROUNDING if _dtype(other) == "fp32" else 1.0

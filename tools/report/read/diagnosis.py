@@ -1,4 +1,4 @@
-"""How a run ended, from its log: `diagnose` for a file, `classify_exit` for a scraped log."""
+"""How a run ended, from its log: `diagnose` for a file, `classify_log` for a scraped log."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def diagnose(log_path: Path, exit_code: int | None, interrupted: bool) -> Status
     except OSError as error:
         reason = f"{log_path.name} cannot be read: {error.strerror or error}."
         return StatusRecord(Status.NO_LOG, exit_code, reason)
-    return classify_exit(log, exit_code, interrupted)
+    return classify_log(log, exit_code, interrupted)
 
 
-def classify_exit(
+def classify_log(
     log: ScrapedLog, exit_code: int | None = None, interrupted: bool = False
 ) -> StatusRecord:
     """Say how the run of a scraped log ended; arguments as in `diagnose`."""
@@ -82,6 +82,13 @@ def first_error(log: ScrapedLog) -> LoggedError | None:
     candidates = errors or followers
     of_root = [e for e in candidates if e.rank is not None and e.rank == log.trace.root_cause_rank]
     return next(iter(of_root or candidates), None)
+
+
+def after_last(log: ScrapedLog) -> str:
+    """Where a log ends: ` after iteration 7`."""
+    if not log.iterations:
+        return " before the first iteration"
+    return f" after iteration {log.iterations[-1].iteration}"
 
 
 def _finished(log: ScrapedLog) -> bool:
@@ -131,7 +138,7 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
         return StatusRecord(Status.OUT_OF_MEMORY, exit_code, _allocation(error, rank), rank)
     status = Status.NAN if _NAN.search(text) else Status.CRASHED
     place = f"rank {rank}: " if rank is not None else ""
-    return StatusRecord(status, exit_code, f"{place}{text}{_after(log)}", rank)
+    return StatusRecord(status, exit_code, f"{place}{text}{after_last(log)}", rank)
 
 
 def _classify_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
@@ -139,15 +146,15 @@ def _classify_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
     code = log.trace.root_cause_exit_code
     code = code if code is not None else exit_code
     if code:
-        text = _exit_text(code, rank) + _after(log)
+        text = _exit_text(code, rank) + after_last(log)
         return StatusRecord(Status.CRASHED, exit_code, text, rank)
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
     if log.iterations and log.iterations[-1].has_nan:
-        text = f"NaN from iteration {_first_nan(log)}, where the log stops{_after(log)}."
+        text = f"NaN from iteration {_first_nan(log)}, where the log stops{after_last(log)}."
         return StatusRecord(Status.NAN, exit_code, text, rank)
     return StatusRecord(
-        Status.INCOMPLETE, exit_code, f"The log stops{_after(log)} without saying why.", rank
+        Status.INCOMPLETE, exit_code, f"The log stops{after_last(log)} without saying why.", rank
     )
 
 
@@ -164,14 +171,7 @@ def _allocation(error: LoggedError, rank: int | None) -> str:
 
 
 def _interruption(log: ScrapedLog, how: str) -> str:
-    return f"Stopped {how}{_after(log)}."
-
-
-def _after(log: ScrapedLog) -> str:
-    if not log.iterations:
-        return " before the first iteration"
-    last = log.iterations[-1]
-    return f" after iteration {last.iteration}"
+    return f"Stopped {how}{after_last(log)}."
 
 
 def _exit_text(code: int, rank: int | None) -> str:

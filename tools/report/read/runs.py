@@ -12,7 +12,7 @@ import msgspec
 from tools.records import run as records
 from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from tools.records.verdict import VERIFY_FOLDER, read_verdicts
-from tools.report.read.diagnosis import classify_exit
+from tools.report.read.diagnosis import classify_log
 from tools.report.read.iterations import Iteration
 from tools.report.read.lines import printable
 from tools.report.read.printed import canonical, printed_spec
@@ -154,14 +154,14 @@ def load_folder(folder: Path) -> Run:
         log = log_from_tensorboard(folder / records.TENSORBOARD_FOLDER, log) or log
     if status is None:
         status = (
-            classify_exit(log)
+            classify_log(log)
             if path.is_file()
             else StatusRecord(Status.NO_LOG, None, "No log.txt.")
         )
     elif status.status is Status.INCOMPLETE and records.looks_alive(folder):
         status = StatusRecord(Status.RUNNING, None, _progress(log, record))
     elif status.status is not Status.OK and not status.reason:
-        status = replace(status, reason=classify_exit(log, status.exit_code).reason)
+        status = replace(status, reason=classify_log(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
     before = _parents_iterations(folder, record, notes)
     run = Run(
@@ -192,7 +192,7 @@ def load_log(path: Path) -> list[Run]:
                 name=printable(path.name) + (f"#{log.part}" if log.parts > 1 else ""),
                 path=path,
                 spec=None,
-                status=classify_exit(log),
+                status=classify_log(log),
                 log=log,
                 window=select_window(log),
                 notes=log.notes,

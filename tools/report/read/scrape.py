@@ -93,7 +93,7 @@ class _Scraper:
         breaks = first + 1 + np.flatnonzero(np.diff(numbers[first:behind]) <= 0)
         for start, stop in pairwise([first, *breaks.tolist(), behind]):
             begin = start
-            while begin < stop and not self._goes_on(int(numbers[begin])):
+            while begin < stop and not self._continues(int(numbers[begin])):
                 self._feed_singly(block, begin, begin + 1)
                 begin += 1
             if begin < stop:
@@ -102,7 +102,7 @@ class _Scraper:
     def _feed_singly(self, block: LogBlock, first: int, behind: int) -> None:
         self.feed_lines(block.text(first, behind), block.numbers[first:behind])
 
-    def _goes_on(self, iteration: int) -> bool:
+    def _continues(self, iteration: int) -> bool:
         """Whether an iteration of this number is just the next of the run."""
         return self._pending is None and self._run.is_settled_before(iteration)
 
