@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import msgspec
+
+from tools.records.run import RUN_FILE, RunRecord, read_run
+from tools.spec.files import from_root
 from tools.spec.setting import SettingError
 from tools.spec.strategy import StrategyError
 
@@ -32,3 +37,26 @@ def wrong_strategies_refused(given: str = "") -> Iterator[None]:
         yield
     except StrategyError as error:
         raise LaunchError(f"{given}: {error}" if given else str(error)) from None
+
+
+def read_named_run(folder: Path, otherwise: str = "") -> RunRecord:
+    """The record of the run that `RUN=` names.
+
+    Args:
+        folder: The run's.
+        otherwise: What may be named in its place, the end of a sentence.
+
+    Raises:
+        LaunchError: It is no run folder, or one of another version of the kit.
+    """
+    try:
+        return read_run(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise LaunchError(
+            f"RUN={from_root(folder)} is no run folder: it has no {RUN_FILE}; 'ls runs' shows "
+            f"them{otherwise}."
+        ) from None
+    except msgspec.DecodeError as error:
+        raise LaunchError(
+            f"{folder / RUN_FILE} is not of this version of the kit ({error})."
+        ) from None

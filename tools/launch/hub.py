@@ -7,12 +7,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
-from tools.launch.checkpoint.stored import Checkpoint, select_checkpoint
-from tools.launch.errors import LaunchError, wrong_settings_refused
-from tools.records import run as records
+from tools.launch.checkpoint.stored import select_checkpoint
+from tools.launch.errors import LaunchError, read_named_run, wrong_settings_refused
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
 from tools.spec.model import HUB, imported_weights, load_model
@@ -69,8 +67,8 @@ def export_hf(console: Console, environment: Mapping[str, str] = os.environ) -> 
             model.shape,
         )
     else:
-        record, chosen = _saved(folder)
-        checkpoint, words = chosen.path, record.argv
+        record = read_named_run(folder)
+        checkpoint, words = select_checkpoint(folder).checkpoint.path, record.argv
         model, shape = load_model(record.spec.model), record.spec.shape
     weights = imported_weights(model)
     export = read_export(checkpoint, words, shape, weights.parent if weights else None)
@@ -100,17 +98,3 @@ def folder_of(given: str) -> Path:
             f"There is no folder {given}, and the hub does not give a model of that name ({reason}); "
             "name a folder that holds its config.json and safetensors."
         ) from None
-
-
-def _saved(run: Path) -> tuple[records.RunRecord, Checkpoint]:
-    try:
-        record = records.read_run(run)
-    except (FileNotFoundError, NotADirectoryError):
-        raise LaunchError(
-            f"RUN={from_root(run)} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows them."
-        ) from None
-    except msgspec.DecodeError as error:
-        raise LaunchError(
-            f"{run / records.RUN_FILE} is not of this version of the kit ({error})."
-        ) from None
-    return record, select_checkpoint(run).checkpoint

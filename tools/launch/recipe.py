@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from tools.convert.recipe import bridge
@@ -24,14 +23,13 @@ from tools.convert.recipe.written import (
     written_entry,
     written_recipe,
 )
-from tools.launch.errors import LaunchError, wrong_strategies_refused
+from tools.launch.errors import LaunchError, read_named_run, wrong_strategies_refused
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.plan.constraints import violations
 from tools.records.io import write_whole
-from tools.records.run import RUN_FILE, read_run
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import RunSpec
 from tools.spec.strategy import parse_strategy, strategy_flags
@@ -154,17 +152,7 @@ def source_of_folder(run: str) -> RecipeRun:
         LaunchError: The folder holds none.
     """
     folder = Path(run)
-    try:
-        record = read_run(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        raise LaunchError(
-            f"RUN={run} is no run folder: it has no {RUN_FILE}; 'ls runs' shows them, and a target "
-            "(RUN=train-tp2-gpt2-large-2gpu) needs none."
-        ) from None
-    except msgspec.DecodeError as error:
-        raise LaunchError(
-            f"{folder / RUN_FILE} is not of this version of the kit ({error})."
-        ) from None
+    record = read_named_run(folder, ", and a target (RUN=train-tp2-gpt2-large-2gpu) needs none")
     return RecipeRun(folder.resolve().name, record.argv, record.spec, record.environment)
 
 

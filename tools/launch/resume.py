@@ -13,12 +13,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from tools.launch.checkpoint.stored import SelectedCheckpoint, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint
-from tools.launch.errors import LaunchError, wrong_strategies_refused
+from tools.launch.errors import LaunchError, read_named_run, wrong_strategies_refused
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.relaunch import relaunch
@@ -38,7 +37,7 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
             "LAUNCHER=slurm resumes a job by itself when it is put back: 'scontrol requeue <job>'; "
             "leave it out to resume here, in an allocation or with NNODES= on each host."
         )
-    record = _read(run)
+    record = read_named_run(run)
     with ExitStack() as held:
         held.enter_context(only_attempt(run, options.nodes))
         choice = select_checkpoint(run)
@@ -71,16 +70,3 @@ def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Consol
         f"{describe(launch)}",
         highlight=False,
     )
-
-
-def _read(run: Path) -> records.RunRecord:
-    try:
-        return records.read_run(run)
-    except (FileNotFoundError, NotADirectoryError):
-        raise LaunchError(
-            f"RUN={run} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows them."
-        ) from None
-    except msgspec.DecodeError as error:
-        raise LaunchError(
-            f"{run / records.RUN_FILE} is not of this version of the kit ({error})."
-        ) from None
