@@ -26,7 +26,7 @@ def _recorder() -> Recorder:
     return recorder
 
 
-class WatchedTimer:
+class _WatchedTimer:
     """A Megatron timer that also opens and closes a span."""
 
     def __init__(self, timer: Any, name: str, timeline: Timeline) -> None:
@@ -48,14 +48,18 @@ class WatchedTimer:
         return getattr(self._timer, name)
 
 
-def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
-    timeline = _recorder().timeline
+def watched_timers(original: Callable[..., Any], timeline: Timeline) -> Callable[..., Any]:
+    """Megatron's `Timers.__call__`, with timers that also open and close spans of a timeline."""
 
     @functools.wraps(original)
-    def call(timers: Any, name: str, *args: Any, **kwargs: Any) -> WatchedTimer:
-        return WatchedTimer(original(timers, name, *args, **kwargs), name, timeline)
+    def call(timers: Any, name: str, *args: Any, **kwargs: Any) -> _WatchedTimer:
+        return _WatchedTimer(original(timers, name, *args, **kwargs), name, timeline)
 
     return call
+
+
+def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
+    return watched_timers(original, _recorder().timeline)
 
 
 def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from tools.report.read.runs import Run, load_runs
 from tools.spec.flags import Flags
 from tools.spec.published import Published
 from tools.spec.run import RunSpec, Transport
+from tools.text.units import DASH, bracketed
 
 ACCURACY = "next token accuracy"
 _SHARDED_BY = {
@@ -121,6 +122,11 @@ def pooled(cells: Sequence[Measured]) -> Estimate | None:
     """The iteration time of cells together, in milliseconds; None where none has a time."""
     scatter = scatter_of(next((cell.device for cell in cells), ""))
     return estimate([samples for cell in cells for samples in cell.samples_ms], scatter=scatter)
+
+
+def time_text(found: Estimate | None, shape: str = ".1f") -> str:
+    """`157.8 [140.5, 175.2]`, by the format specification."""
+    return DASH if found is None else bracketed(found.median, found.low, found.high, shape)
 
 
 def conditions(runs: Iterable[Measured]) -> list[str]:

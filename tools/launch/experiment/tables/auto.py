@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
+from tools.launch.experiment.measured import time_text
 from tools.report.analyse.statistics import Estimate
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, percent, signed_percent
+from tools.text.units import percent, signed_percent
 
 TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
 """How far a time may be off, and what the choice may lose."""
@@ -100,10 +101,6 @@ def _name(row: AutoRow | None) -> str | None:
     return f"{row.strategy}, {row.micro_batch_size}" if row else None
 
 
-def _interval(found: Estimate | None) -> str:
-    return DASH if found is None else bracketed(found.median, found.low, found.high, ".0f")
-
-
 _GROUPS = (
     Column[AutoGroup]("model", lambda group: group.model, right=False),
     Column[AutoGroup]("ranks", lambda group: group.ranks),
@@ -126,7 +123,7 @@ _ROWS = (
         "predicted, ms", lambda line: line[1].predicted_ms, lambda value: f"{value:.0f}"
     ),
     Column[tuple[AutoGroup, AutoRow]](
-        "measured, ms [95%]", lambda line: line[1].measured, _interval
+        "measured, ms [95%]", lambda line: line[1].measured, partial(time_text, shape=".0f")
     ),
     Column[tuple[AutoGroup, AutoRow]](
         "error", lambda line: line[1].error, partial(signed_percent, decimals=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.launch.experiment.measured import Measured
-from tools.launch.experiment.tables.zero import interval, ratio
+from tools.launch.experiment.measured import Measured, time_text
+from tools.launch.experiment.tables.zero import ratio
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.spec.run import Backend
 from tools.text.table import Column, Table, markdown_table
@@ -89,7 +89,7 @@ _COLUMNS: tuple[Column[_BackendRow], ...] = (
     Column("Strategy", lambda row: row.run.strategy),
     Column("Status", lambda row: row.run.status),
     Column("Parity", lambda row: "" if row.is_bare else row.run.parity),
-    Column("ms/iteration [95%]", lambda row: interval(row.run)),
+    Column("ms/iteration [95%]", lambda row: row.run.estimate, time_text),
     Column(
         "Passes alone",
         lambda row: row.run.pass_seconds,

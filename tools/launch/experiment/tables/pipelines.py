@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.launch.experiment.measured import Measured
-from tools.launch.experiment.tables.zero import interval
+from tools.launch.experiment.measured import Measured, time_text
 from tools.plan.tensors import rank_parameters
 from tools.spec.run import RunSpec
 from tools.spec.strategy import PipelineSchedule
@@ -158,6 +157,6 @@ _COLUMNS: tuple[Column[_Trained], ...] = (
     Column("Staleness", _staleness),
     Column("Weights by stage", _weights),
     Column("Bubble (schedule's)", _bubble),
-    Column("ms/iteration [95%]", lambda row: interval(row.run)),
+    Column("ms/iteration [95%]", lambda row: row.run.estimate, time_text),
     Column("Peak memory", lambda row: row.run.peak_bytes, megabytes),
 )

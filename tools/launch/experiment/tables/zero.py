@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.launch.experiment.measured import Measured
+from tools.launch.experiment.measured import Measured, time_text
 from tools.report.analyse.statistics import compare
 from tools.spec.published import Figure, load_published
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, change, joined, megabytes, ms, percent, rounded, times
+from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
 
 SOURCE = "002"
 STANDS_IN = "gpt3-64m"
@@ -102,12 +102,6 @@ def verdicts(runs: Sequence[Measured]) -> list[str]:
     return said
 
 
-def interval(run: Measured) -> str:
-    """Median and interval of the iteration time, in milliseconds."""
-    found = run.estimate
-    return DASH if found is None else bracketed(found.median, found.low, found.high, ".1f")
-
-
 def ratio(value: float | None, reference: float | None) -> float | None:
     """None where either is missing."""
     return value / reference if value is not None and reference else None
@@ -140,7 +134,7 @@ def _peak(method: _Method) -> str:
 
 def _time(method: _Method) -> str:
     time = _first(method.figure.iteration_ms) if method.figure else None
-    return _beside(interval(method.run), f"{time:g}" if time else None)
+    return _beside(time_text(method.run.estimate), f"{time:g}" if time else None)
 
 
 def _rate(method: _Method) -> str:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_patches.catalogue import PATCHES
 from megatron_patches.context import find_context
-from megatron_patches.ledger import WatchedTimer
+from megatron_patches.ledger import watched_timers
 from megatron_patches.registry import Patch, Replacement, apply_patches
 from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
@@ -152,11 +152,7 @@ class IterationWatch:
         )
 
     def _watch_timers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(timers: Any, name: str, *args: Any, **kwargs: Any) -> WatchedTimer:
-            return WatchedTimer(original(timers, name, *args, **kwargs), name, self._timeline)
-
-        return call
+        return watched_timers(original, self._timeline)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
