@@ -2,7 +2,7 @@
 
 Both are JSON files: `[[name, ranks, [flag, …]], …]`, and by name the model's, the optimizer's and the
 DDP's configuration with all arguments; `defaults` are the parser's, by flag. No GPU is needed: what asks
-for one is told an H100's.
+for one is given the properties of an H100.
 """
 
 from __future__ import annotations

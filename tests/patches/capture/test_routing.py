@@ -28,7 +28,7 @@ class OlderRouter(torch.nn.Module):
 
 
 class Sink:
-    """Keeps what it is given, and chooses what it is told."""
+    """Keeps what it is given, and chooses what it is given."""
 
     def __init__(self, given=None):
         self.seen, self._given = {}, given

@@ -122,7 +122,7 @@ def _avoid(winner: Candidate, kinds: dict[StrategyFamily, Candidate]) -> str:
     if heavy:
         texts = [f"{kind} alone ({gib(c.memory.total, 0)} GiB a device)" for kind, c in heavy]
         return f"{joined(texts)}: does not fit."
-    others = {k: c for k, c in kinds.items() if c.strategy != winner.strategy}
+    others = {k: c for k, c in kinds.items() if c.spec.parallelism != winner.spec.parallelism}
     if not others:
         return "Nothing: one device has no alternatives."
     kind = max(others, key=lambda kind: others[kind].seconds.total)
