@@ -211,7 +211,7 @@ def _uneven(subject: Subject, stages: StageTimes) -> str:
     configuration = subject.findings.configuration
     assert configuration is not None
     left = max(
-        abs(c.measured - stages.idle_over_work(_stage(subject, c.rank)))
+        abs(c.measured - stages.idle_over_work(subject.split.pipeline_rank(c.rank)))
         for c in subject.findings.bubble
     )
     return (
@@ -240,7 +240,3 @@ def _more(subject: Subject, stages: StageTimes) -> str:
         f"{subject.label}: with {count} micro batch(es) these stages take {milliseconds(now)} a micro "
         f"batch; {joined(asked)}; however many, not below the slower stage's {milliseconds(floor)}."
     )
-
-
-def _stage(subject: Subject, rank: int) -> int:
-    return rank // (subject.split.world_size // subject.split.pipeline)

@@ -123,7 +123,7 @@ def _numbered(
 def _steps(direction: Pass, rank: int, split: Parallelism, microbatches: int) -> list[Step]:
     if split.pipeline == 1:
         return [Step(direction, number) for number in range(microbatches)]
-    worker = rank // (split.world_size // split.pipeline)
+    worker = split.pipeline_rank(rank)
     timeline = simulate(
         schedule_of(split), split.pipeline, microbatches, virtual=split.virtual_stages
     )

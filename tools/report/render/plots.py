@@ -75,7 +75,7 @@ def plots_of(report: Report) -> list[Plot]:
     entries = report.entries
     found = [
         _plot("times", "Iteration time", "ms", entries, _times, clip=True),
-        _plot("losses", "Loss", "lm loss", entries, _losses),
+        _plot("losses", "Loss", "lm loss", entries, loss_points),
         _differences(entries),
         _plot("grad-norm", "Gradient norm", "grad norm", entries, _column("grad_norm"), clip=True),
         _plot("learning-rate", "Learning rate", "", entries, _column("learning_rate")),
@@ -171,10 +171,6 @@ def _times(run: Run) -> Curve:
     table = run.log.iterations
     times = table.values("elapsed_ms")
     return _known(run, times, (times > 0) & ~table.known("first_of_start"))
-
-
-def _losses(run: Run) -> Curve:
-    return loss_points(run)
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
