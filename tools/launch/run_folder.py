@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -117,7 +116,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
     where = from_root(folder)
     return records.RunRecord(
         run=folder.name,
-        created_utc=utc_now(),
+        created_utc=records.utc_now(),
         spec=launch.spec,
         exit_interval=launch.iterations,
         argv=launch.arguments(where),
@@ -187,11 +186,6 @@ cd "$kit"
 """
 
 
-def utc_now() -> str:
-    """The present time, ISO 8601, seconds, UTC."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _still(run: Path) -> str:
     return f"{run} is still running; stop it before it is resumed."
 
@@ -247,7 +241,7 @@ def _refused_by_the_disk(folder: Path) -> Iterator[None]:
 
 def _make_folder(launch: Launch, runs: Path) -> Path:
     while True:
-        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        stamp = records.utc_stamp()
         folder = (
             runs
             / f"{stamp}-{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +38,7 @@ from tools.launch.target import Target, parse_target
 from tools.launch.train import compose_target, dry_run, flags_of_grammar
 from tools.records import run as records
 from tools.records.io import write_whole
+from tools.records.run import utc_stamp
 from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.run import Backend
@@ -119,7 +119,7 @@ def soak(what: Soak, console: Console) -> int:
     make_missing_data([what.launch], console)
     check(what.launch, options.runs)
     ensure_start_checkpoint(what.launch, options, console)
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    stamp = utc_stamp()
     folder = options.runs / f"{stamp}-soak-{what.target.name.removeprefix('train-')}"
     folder.mkdir(parents=True)
     with _Soaking(what, folder, console) as watch:

@@ -14,7 +14,6 @@ from rich.console import Console, ConsoleRenderable
 from rich.live import Live
 
 from tools.launch.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
-from tools.launch.run_folder import utc_now
 from tools.launch.supervise.interruption import Interrupted
 from tools.records import run as records
 from tools.records.io import write_record
@@ -178,7 +177,7 @@ def _settled(
 ) -> StatusRecord:
     """Its status, from Slurm where the launcher left none or was only asked to stop."""
     if _open(status) and not records.looks_alive(folder):
-        settled = replace(_how_it_ended(folder, job, state), finished_utc=utc_now())
+        settled = replace(_how_it_ended(folder, job, state), finished_utc=records.utc_now())
     elif status.status is Status.INTERRUPTED and state and state.state in STOPPED_BY_SLURM:
         settled = replace(status, reason=_reason(job, ENDINGS[state.state][1]))
     else:

@@ -21,7 +21,7 @@ from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.preflight import check_composition, data_path
-from tools.launch.run_folder import create_run_folder, utc_now
+from tools.launch.run_folder import create_run_folder
 from tools.launch.target import Target
 from tools.records import run as records
 from tools.records.io import write_record
@@ -192,7 +192,7 @@ def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str
         for element, folder in enumerate(folders):
             own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
             submitted = records.encode_run(records.read_run(folder))
-            record = records.JobRecord(own, job.slurm.nodes, utc_now(), image, submitted)
+            record = records.JobRecord(own, job.slurm.nodes, records.utc_now(), image, submitted)
             write_record(folder / records.JOB_FILE, record)
     except subprocess.TimeoutExpired:
         refused = False

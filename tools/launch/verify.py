@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +29,7 @@ from tools.launch.pairs import PREFIX, Verification, compose_verification, diffe
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import dry_run
-from tools.records.run import Status
+from tools.records.run import Status, utc_stamp
 from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import variables
 from tools.spec.files import from_root
@@ -122,7 +121,7 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
     launches = verification.launches
     if options.dry_run:
         return max(dry_run(launch, options) for launch in launches)
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    stamp = utc_stamp()
     folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
     return carried_out(verification, options, console, folder, also).verdict.exit_code
 

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from tools.launch.progress import LogFollower
 from tools.launch.target import Target
 from tools.launch.train import compose_target
 from tools.launch.verify import SharedReferences, carried_out
-from tools.records.run import LOG_FILE, Status
+from tools.records.run import LOG_FILE, Status, utc_stamp
 from tools.records.verdict import EXIT_CODES, Outcome
 from tools.spec import settings
 from tools.spec.files import from_root
@@ -76,7 +75,7 @@ def verify_hf(
     ranks = [(strategy, _devices(strategy)) for strategy in strategies]
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    stamp = utc_stamp()
     folder = options.runs / f"{stamp}-verify-hf"
     shared = SharedReferences(folder / "references")
     proofs: list[Proof] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 ALIVE_SECONDS = 15.0
 """A run's sampler writes every second; on a network file system it shows some seconds later."""
+
+
+def utc_now() -> str:
+    """The present time, ISO 8601, seconds, UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def utc_stamp() -> str:
+    """The same as folders are named by."""
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 class Status(StrEnum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ from tools.plan.parser import RequestError
 from tools.plan.readings.own import add_rows
 from tools.plan.readings.table import ReadingsError
 from tools.records.gpu_bench import read_bench
+from tools.records.run import utc_stamp
 from tools.report.analyse.planned import planned, readings_of
 from tools.report.analyse.report import (
     BaselineError,
@@ -60,7 +60,7 @@ def build(options: BuildOptions, console: Console) -> int:
         0; 1 if there was no run at all, or a strict comparison found a change; 2 for a wrong name
         or a baseline or folder that cannot be used.
     """
-    name = options.name or datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    name = options.name or utc_stamp()
     if not _NAME.match(name) or name == "latest":
         console.print(f"'{name}' cannot name a report; use letters, digits, '.', '_' and '-'.")
         return 2

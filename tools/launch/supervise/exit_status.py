@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tools.launch.background import BackgroundThread
@@ -147,7 +146,7 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     """
     status = replace(
         status,
-        finished_utc=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        finished_utc=records.utc_now(),
         wall_seconds=round(wall_seconds, 1),
     )
     (folder / RESERVE_FILE).unlink(missing_ok=True)

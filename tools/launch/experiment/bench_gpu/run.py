@@ -35,7 +35,6 @@ from tools.launch.experiment.runner import Runner
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.options import Options, options_from_environment
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
-from tools.launch.run_folder import utc_now
 from tools.launch.target import parse_target
 from tools.plan.time.flops import model_flops
 from tools.records.gpu_bench import (
@@ -47,6 +46,7 @@ from tools.records.gpu_bench import (
     read_bench,
     write_bench,
 )
+from tools.records.run import utc_now
 from tools.report.explain.tables import bench_text
 from tools.spec import variables
 from tools.spec.files import ROOT
