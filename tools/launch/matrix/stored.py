@@ -18,8 +18,7 @@ STORED = "parity"
 
 def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
     """Keep the cells of a version, in place of those with the same id; not those of smaller models."""
-    path = folder / STORED / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = _file(folder, f"{name}.jsonl")
     whole = (one for one in records if not one.more)
     kept = {one.id: one for one in read_stored(path)} | {one.id: one for one in whole}
     lines = (msgspec.json.encode(_as_stored(kept[key])) + b"\n" for key in sorted(kept))
@@ -48,9 +47,7 @@ def read_stored(path: Path) -> list[CellRecord]:
 
 def store_curves(folder: Path, name: str, curves: Sequence[Curve]) -> None:
     """Keep the losses' differences of a version."""
-    path = folder / STORED / f"{name}.bf16.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_record(path, curves)
+    write_record(_file(folder, f"{name}.bf16.json"), curves)
 
 
 def read_curves(cells: Path) -> tuple[Curve, ...]:
@@ -61,12 +58,16 @@ def read_curves(cells: Path) -> tuple[Curve, ...]:
 
 def store_drawn(folder: Path, name: str, drawn: Drawn) -> None:
     """Keep what a seed's draws came to, in place of what they did before."""
-    path = folder / STORED / f"{name}.fuzz-{drawn.seed}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_record(path, drawn)
+    write_record(_file(folder, f"{name}.fuzz-{drawn.seed}.json"), drawn)
 
 
 def read_drawn(cells: Path) -> tuple[Drawn, ...]:
     """Those beside a file of cells."""
     found = sorted(cells.parent.glob(f"{cells.stem}.fuzz-*.json"))
     return tuple(msgspec.json.decode(path.read_bytes(), type=Drawn) for path in found)
+
+
+def _file(folder: Path, name: str) -> Path:
+    stored = folder / STORED
+    stored.mkdir(parents=True, exist_ok=True)
+    return stored / name
