@@ -319,14 +319,16 @@ scores agree to some 1e-6 of themselves, in one of 4,096 choices where it was co
 
 
 def first_other_choice(
-    one: Mapping[int, Counts], two: Mapping[int, Counts], most: float = MOVED_BY_ROUNDING
+    one: Mapping[int, Counts], two: Mapping[int, Counts], dtype: str
 ) -> int | None:
     """The first iteration in which rounding gave an expert another number of tokens.
 
     Where the scores of two experts are almost equal rounding decides, and from then on two runs train
     differently: their losses can be compared only up to here. None if no choice is another, or more
-    than `most` of them are at once: that has another cause, which the losses are to show.
+    than `MOVED_BY_ROUNDING` of them in fp32 are at once: that has another cause, which the losses are to
+    show. In 16 bits rounding decides more often, between scores that agree to some 1e-2 of themselves.
     """
+    most = MOVED_BY_ROUNDING if dtype == "fp32" else 1.0
     common = sorted(one.keys() & two.keys())
     first = next((i for i in common if one[i] != two[i]), None)
     return first if first is None or _moved(one[first], two[first]) <= most else None

@@ -72,10 +72,11 @@ def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
     assert row(text, "native")[9] == "0.0e+00 to iteration 2"
 
 
-def test_many_choices_that_are_others_at_once_excuse_no_loss() -> None:
+def test_many_choices_that_are_others_at_once_excuse_a_loss_in_16_bits_alone() -> None:
     routing = {1: ((300, 500),), 2: ((400, 400),), 3: ((191, 609),)}
     wrong = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
     assert not parity([wrong], [run("megatron")]).held
+    assert parity([replace(wrong, dtype="bf16")], [run("megatron")]) == RoutedParity(0, 1, 3)
 
 
 def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:

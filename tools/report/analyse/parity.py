@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.records.measurements import MOVED_BY_ROUNDING, choices, first_other_choice
+from tools.records.measurements import choices, first_other_choice
 from tools.report.analyse.configurations import Configuration, is_planted
 from tools.report.analyse.must_agree import UNPROVEN
 from tools.report.analyse.must_agree import obstacle as _stated_obstacle
@@ -270,9 +270,7 @@ def _dtype(run: Run) -> str:
 
 def _diverged_at(reference: Run, other: Run) -> int | None:
     one, two = reference.ledgers.routing, other.ledgers.routing
-    # In 16 bits rounding decides more often, between scores that agree to some 1e-2 of themselves.
-    most = MOVED_BY_ROUNDING if _dtype(other) == "fp32" else 1.0
-    return first_other_choice(choices(one), choices(two), most) if one and two else None
+    return first_other_choice(choices(one), choices(two), _dtype(other)) if one and two else None
 
 
 def _repeats_exactly(run: Run) -> bool:

@@ -91,7 +91,7 @@ def parity(group: Group, reference: Group) -> RoutedParity:
     """A kind's runs against the reference's of the same seeds."""
     theirs = {run.seed: run for run in reference}
     pairs = [(run, theirs[run.seed]) for run in group if run.seed in theirs]
-    firsts = [first_other_choice(one.routing, two.routing) for one, two in pairs]
+    firsts = [first_other_choice(one.routing, two.routing, one.dtype) for one, two in pairs]
     differences = [0.0]
     compared = 0
     for (one, two), first in zip(pairs, firsts, strict=True):
