@@ -35,7 +35,7 @@ from tools.launch.options import Options, options_from_environment
 from tools.launch.supervise.interruption import Interrupted, interruptible
 from tools.launch.target import Target, parse_devices
 from tools.spec.model import load_model
-from tools.spec.settings import MEASURED_DEVICES
+from tools.spec.settings import MEASURED_DEVICES, RECIPE_FILE, RECIPE_OF, add_options
 from tools.text.terminal import say
 
 INTERRUPTED_EXIT = 130
@@ -345,12 +345,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_recipes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     exported = commands.add_parser("export-recipe", help="a run as a recipe of Megatron-Bridge")
-    exported.add_argument("run", help="its folder, or a target")
-    exported.add_argument("--to", required=True, help="bridge, or nemo for nemo-run's entry too")
+    exported.add_argument("run", help=RECIPE_OF.help)
+    add_options(exported, "export-recipe", required={"TO"})
     recipe = commands.add_parser("import-recipe", help="such a recipe as a model and a target")
-    recipe.add_argument("file", help="recipe.py, recipe.py:function or Bridge's YAML")
-    recipe.add_argument("--name", default="", help="of the model")
-    recipe.add_argument("--gpus", type=int, help="to train on")
+    recipe.add_argument("file", help=RECIPE_FILE.help)
+    add_options(recipe, "import-recipe", NAME="")
 
 
 def _absolute(text: str) -> Path:
