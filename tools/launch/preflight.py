@@ -245,16 +245,16 @@ def _vocabulary_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
     known = launch.model.shape.vocabulary
     # An imported model's own tokenizer may have fewer entries than it has rows.
     fits = imported_weights(launch.model) is not None and (dataset.vocabulary or 0) <= known
+    fix = "prepare it with the model's tokenizer, or name another with DATA=."
     if dataset.vocabulary not in (None, known) and not fits:
         yield (
             f"Data set {launch.data} was made with a vocabulary of {dataset.vocabulary}, but "
-            f"{launch.model.name} has {known}; prepare it with the model's tokenizer, or name "
-            "another with DATA=."
+            f"{launch.model.name} has {known}; {fix}"
         )
     elif dataset.vocabulary is None and (token := largest_token(dataset)) >= known:
         yield (
             f"Data set {launch.data} holds token {token}, beyond {launch.model.name}'s vocabulary "
-            f"of {known}; prepare it with the model's tokenizer, or name another with DATA=."
+            f"of {known}; {fix}"
         )
 
 

@@ -20,6 +20,7 @@ GOOD_CLOCK = 0.9
 """Of the highest clock, reached under load; power caps take some of it from every large GPU."""
 
 EXCHANGE_SECONDS = 150.0
+_DRIVER_FIX = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
 ON_CPU = "'make demo' and the -<N>cpu targets work without"
 
 
@@ -52,8 +53,7 @@ def check_devices() -> "list[CheckResult]":
 def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
     """Rows for what `tools.launch.devices` printed."""
     if described["problem"]:
-        fix = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
-        return [CheckResult(FAIL, "Driver", "NVML fails: " + described["problem"], fix)]
+        return [CheckResult(FAIL, "Driver", "NVML fails: " + described["problem"], _DRIVER_FIX)]
     if not described["gpus"]:
         return [_without_gpus()]
     gpus = [GpuUse(**gpu) for gpu in described["gpus"]]
@@ -109,8 +109,7 @@ def _before_setup() -> CheckResult:
         return _without_gpus()
     answer = ask(["nvidia-smi", "-L"])
     if not answer.good:
-        fix = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
-        return CheckResult(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, fix)
+        return CheckResult(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, _DRIVER_FIX)
     found = f"{len(answer.out.splitlines())} GPU(s), not examined before setup"
     return CheckResult(WARN, "Driver", found, "run 'make setup'")
 

@@ -128,7 +128,7 @@ def _saving(subject: Subject, plain: Subject | None, strategy: str) -> str:
     one, two = _ranks(plain), _ranks(subject)
     configuration, reference = subject.findings.configuration, plain.findings.configuration
     if not one or not two or configuration is None or reference is None:
-        return f"{subject.label}: a memory ledger is missing, so what it saves is not known."
+        return _without_ledger(subject)
     before, after = _kept(one[0]), _kept(two[0])
     layers = configuration.stage_layers(0) * configuration.microbatches
     predicted = layers * (layer_activation_bytes(reference) - layer_activation_bytes(configuration))
@@ -144,10 +144,14 @@ def _saving(subject: Subject, plain: Subject | None, strategy: str) -> str:
     )
 
 
+def _without_ledger(subject: Subject) -> str:
+    return f"{subject.label}: a memory ledger is missing, so what it saves is not known."
+
+
 def _sharded(subject: Subject, plain: Subject) -> str:
     one, two = _ranks(plain), _ranks(subject)
     if not one or not two:
-        return f"{subject.label}: a memory ledger is missing, so what it saves is not known."
+        return _without_ledger(subject)
     changes = [
         f"{category.value.replace('_', ' ')} {amount(one[0].categories.get(category, 0))} to "
         f"{amount(two[0].categories.get(category, 0))}"
