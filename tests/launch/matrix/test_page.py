@@ -16,7 +16,7 @@ from tools.launch.matrix.page import (
     MARKDOWN,
     write_pages,
 )
-from tools.launch.matrix.stored import read_stored, store, store_curves, store_drawn
+from tools.launch.matrix.stored import store, store_curves, store_drawn
 from tools.launch.matrix.table import bf16_costs
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
@@ -73,16 +73,6 @@ def test_what_differs_is_named_with_its_finding_and_what_is_new_as_not_judged(
     assert "(sink-missing-in-norm). Seen in dense in tp2;" in markdown
     assert "Not judged yet: dense dp2, attention/sink" in markdown
     assert new.command in markdown
-
-
-def test_cells_are_stored_by_version_and_replaced_by_id(tmp_path: Path) -> None:
-    store(tmp_path, "0.19.0", RECORDS)
-    other = record(Cell(MODEL, TP), ratio=0.75)
-    smaller = record(Cell(MODEL, TP, more=("--num-layers", "1")), more=("--num-layers", "1"))
-    store(tmp_path, "0.19.0", [other, smaller])
-    stored = {one.id: one for one in read_stored(tmp_path / "parity" / "0.19.0.jsonl")}
-    assert len(stored) == len(RECORDS)
-    assert stored[other.id] == other
 
 
 def test_the_newest_version_is_first(tmp_path: Path) -> None:
