@@ -158,7 +158,8 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
 
 
 def _after(folder: Path) -> str:
-    return after_last(scrape_log(folder / records.LOG_FILE))
+    log = scrape_log(folder / records.LOG_FILE)
+    return after_last(log) if log.iterations else ""  # They may be in another node's.
 
 
 def _begin(reason: str) -> str:
