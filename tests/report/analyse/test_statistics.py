@@ -256,3 +256,16 @@ def test_an_interval_without_scatter_still_holds_its_median() -> None:
     assert found.low is not None
     assert found.high is not None
     assert found.low <= found.median <= found.high
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        (TimeVerdict.SLOWER, "slower than tp2"),
+        (TimeVerdict.NOISE, "within noise of tp2"),
+        (TimeVerdict.UNKNOWN, "of unknown speed against tp2 (too few samples)"),
+    ],
+)
+def test_every_verdict_makes_a_sentence(verdict: TimeVerdict, said: str) -> None:
+    assert verdict.against("tp2") == said
+    assert verdict.is_clear == (verdict is TimeVerdict.SLOWER)
