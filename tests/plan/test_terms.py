@@ -18,7 +18,7 @@ from tools.records.measurements import Operation, Phase
 from tools.spec.experts import ExpertLoad
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
-from tools.spec.model import load_model
+from tools.spec.model import LatentAttention, load_model
 from tools.spec.run import Quantised, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -186,6 +186,34 @@ def test_torchs_own_softmax_costs_kernels_and_memory_traffic() -> None:
     assert launch_seconds(one, on(), 1, []) > 1.1 * launch_seconds(two, on(), 1, [])
     attention = [iteration_seconds(spec, on()).attention for spec in (one, two)]
     assert attention[0] > attention[1] / 2
+
+
+def attention(device: str, width: int, **changes: object) -> float:
+    shape = replace(SHAPE, heads=16, query_groups=16, head_width=width, **changes)  # type: ignore[arg-type]
+    spec = RunSpec(shape, Parallelism(), Batch(1, 1), dropout=0.0)
+    rate = rates(usual_cluster(device, 1), "bf16")
+    return layer_seconds(spec, rate).forward_attention
+
+
+def test_blackwells_own_attention_does_not_train_heads_of_192() -> None:
+    for device, share in (("h100", 1.0), ("b200", 0.35)):
+        assert attention(device, 192) == pytest.approx(1.5 * attention(device, 128) / share)
+    assert attention("b200", 256) == pytest.approx(2 * attention("b200", 128))
+    keys_of_192 = LatentAttention(1536, 512, 128, 64, 128)
+    values_of_192 = LatentAttention(1536, 512, 128, 64, 192)
+    taken, not_taken = (
+        attention("b200", 128, latent=latent) for latent in (keys_of_192, values_of_192)
+    )
+    assert not_taken == pytest.approx(taken * (192 + 192) / (192 + 128) / 0.35)
+
+
+def test_an_activation_of_pytorchs_own_kernels_is_nine_more_passes() -> None:
+    spec = RunSpec(SHAPE, Parallelism(tensor=2), Batch(1, 1), "bf16", dropout=0.0)
+    (forward, backward), (more_forward, more_backward) = (
+        layer_bytes(spec, rates(on(2, eager_activation=way), "bf16")) for way in (False, True)
+    )
+    a_pass = 2 * SHAPE.seq_length * SHAPE.ffn_hidden // 2
+    assert (more_forward - forward, more_backward - backward) == (2 * a_pass, 7 * a_pass)
 
 
 def test_a_fused_loss_moves_fewer_bytes() -> None:

@@ -277,6 +277,10 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
     assert (graphs.graphs, graphs.overlap_experts, graphs.fused_experts) == (True, True, True)
     with pytest.raises(RefusedError, match="cudnn-frontend issue 256"):
         express(of_line(41))
+    # Nemotron-4 of NeMo 1 (24.12) and 2 (25.04), Grok 1 of the latter.
+    assert [
+        express(of_line(line)).cluster.execution.eager_activation for line in (580, 665, 655)
+    ] == [False, True, False]
     # BigScience's table of HF's trainer: DP is all GPUs.
     assert express(of_line(933)).spec.name == "dp64-zero3"
 

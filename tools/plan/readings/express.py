@@ -334,6 +334,7 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
         and model_facts(reading.model).get("whole_graph", True),
         frozen="lora" in reading.notes.lower() or "/peft" in reading.where,
         portable_attention=eager,
+        eager_activation=bool(source["eager_activation"]),
         unfused=eager and "compile" not in reading.notes,
         scatter_gather=bool(source["scatter_gather"]),
         captured=bool(source["captured"]),

@@ -373,6 +373,10 @@ def _cast_bytes(products: Sequence[_Product], rate: DeviceRates) -> tuple[int, i
 
 
 _WIDE_HEAD = 128
+_WIDEST_HEAD = 256
+"""On Blackwell cuDNN trains heads up to 128 wide, keys of 192 with values of 128, and since 9.23 heads
+of 256; others go to FlashAttention 2 (Transformer Engine 2.3 to 2.18, `fused_attn.cpp:
+nvte_get_fused_attn_backend`; cudnn-frontend issue 242)."""
 _NARROW_HEAD = 0.4
 _SHORT_SEQUENCE = 720
 """Keys that a row of scores' start and end are worth (measured, of cuDNN and FlashAttention 2)."""
@@ -387,7 +391,8 @@ def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     """Scores and their product with V, forward and backward; only fused attention skips what is masked.
 
     Fused, its rate falls with the head's width, which the tensor cores' exponentials do not, and on
-    short sequences. Unfused, both are matrix products, one a head.
+    short sequences; where the device's own kernels do not take the head, FlashAttention 2 does. Unfused,
+    both are matrix products, one a head.
     """
     shape = spec.shape
     heads, length = shape.heads // spec.parallelism.tensor, shape.seq_length
@@ -401,7 +406,9 @@ def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
         narrow = min(1.0, padded * width / _WIDE_HEAD) ** _NARROW_HEAD if rate.narrow_heads else 1.0
         short = length / (length + _SHORT_SEQUENCE)
         drawn = _DROPOUT_ATTENTION if spec.dropout else 1.0
-        forward = flops * padded * drawn / (rate.attention_flops * narrow * short)
+        own_kernels = rate.wide_heads or value <= _WIDE_HEAD or width == value == _WIDEST_HEAD
+        reached = rate.attention_flops * (1.0 if own_kernels else rate.portable_share)
+        forward = flops * padded * drawn / (reached * narrow * short)
         return forward, _BACKWARD_ATTENTION * forward
     copies, element = heads * spec.batch.micro_batch_size, spec.element_bytes
     own = length // spec.parallelism.context

@@ -29,6 +29,9 @@ class Execution:
     """The weights are not trained (LoRA): backward computes no weight gradients, nothing is reduced."""
     portable_attention: bool = False
     """FlashAttention 2 or Triton in place of cuDNN or FlashAttention 3: written for Ampere."""
+    eager_activation: bool = False
+    """The MLP's squared ReLU is several of PyTorch's own kernels (NeMo 2's `squared_relu`; Megatron
+    compiles its own)."""
     unfused: bool = False
     """Norms, activations and residuals are kernels of their own, as in eager PyTorch."""
     scatter_gather: bool = False

@@ -31,6 +31,11 @@ class DeviceRates:
     attention_flops: float
     narrow_heads: bool
     """Whether attention is slower on heads narrower than 128."""
+    portable_share: float
+    """Of `attention_flops`, what attention written for Ampere reaches on heads that the device's own
+    kernels do not take."""
+    wide_heads: bool
+    """Whether the device's own kernels train heads wider than 128."""
     bytes_per_second: float
     fill: float
     """Inner dimension that a tile's start and end are worth (`Constants.product_fill`)."""
@@ -43,6 +48,7 @@ class DeviceRates:
     quantised: Quantised
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
+    eager_activation: bool = False
     fused_loss: bool = False
     fused_experts: bool = False
     sorted_tokens: bool = True
@@ -81,6 +87,8 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
     if peak is None:
         raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
     before_hopper = device.generation in ("volta", "ampere")
+    portable = _PORTABLE_SHARE.get(device.generation, 1.0)
+    already = cluster.execution.portable_attention
     peak *= _power_share(device) * share
     fewer = peak * constants.matmul
     if quantised:
@@ -95,8 +103,10 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
     return DeviceRates(
         flops=peak * constants.matmul,
         quantised_flops=fewer,
-        attention_flops=peak * constants.attention * _kernel_share(cluster),
-        narrow_heads=not cluster.execution.portable_attention,
+        attention_flops=peak * constants.attention * (portable if already else 1.0),
+        narrow_heads=not already,
+        portable_share=portable,
+        wide_heads=already or device.generation != "blackwell",
         bytes_per_second=device.memory_bytes_per_second * constants.memory * share,
         fill=constants.product_fill,
         processors=device.processors,
@@ -104,6 +114,7 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         compiled=not before_hopper,
         quantised=quantised,
         elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
+        eager_activation=cluster.execution.eager_activation,
         fused_loss=cluster.execution.fused_loss,
         fused_experts=cluster.execution.fused_experts,
         sorted_tokens=not cluster.execution.deduplicated,
@@ -140,11 +151,5 @@ def _power_share(device: Device) -> float:
 
 
 _PORTABLE_SHARE = {"volta": 0.8, "ampere": 0.8, "hopper": 0.54, "blackwell": 0.35}
-
-
-def _kernel_share(cluster: Cluster) -> float:
-    """Attention written for Ampere against the generation's own: FlashAttention 2 reaches 54% of what
-    cuDNN does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 than CUDA."""
-    if not cluster.execution.portable_attention:
-        return 1.0
-    return _PORTABLE_SHARE.get(cluster.device.generation, 1.0)
+"""Attention written for Ampere against the generation's own: FlashAttention 2 reaches 54% of what cuDNN
+does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 than CUDA."""

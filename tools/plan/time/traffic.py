@@ -15,7 +15,7 @@ CHUNK = 128
 
 def layer_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     """Of a layer, forward and backward, without unfused attention's scores and casts to fewer bits."""
-    forward, backward = _elementwise_bytes(spec, rate.fused_experts)
+    forward, backward = _elementwise_bytes(spec, rate.fused_experts, rate.eager_activation)
     forward, backward = int(forward * rate.elementwise), int(backward * rate.elementwise)
     for more_forward, more_backward in (
         _context_bytes(spec),
@@ -89,7 +89,15 @@ def scores_bytes(spec: RunSpec) -> tuple[int, int]:
     return forward * scores, backward * scores
 
 
-def _elementwise_bytes(spec: RunSpec, fused_experts: bool) -> tuple[int, int]:
+_EAGER_ACTIVATION = 2, 7
+"""More passes, forward and backward, of a squared ReLU in PyTorch's own kernels: the ReLU and the power
+each read and write (4 for 2); backward copies and doubles the power's input, multiplies it with the
+gradient and masks that (10 for 3; `derivatives.yaml: pow, relu`)."""
+
+
+def _elementwise_bytes(
+    spec: RunSpec, fused_experts: bool, eager_activation: bool
+) -> tuple[int, int]:
     """Memory traffic of norms, dropouts, residuals, activations and bias gradients; experts' activations
     and biases may be parts of their products."""
     shape, element = spec.shape, spec.element_bytes
@@ -104,8 +112,9 @@ def _elementwise_bytes(spec: RunSpec, fused_experts: bool) -> tuple[int, int]:
     first = ffn * (2 if shape.gated else 1)
     qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width
     biases = qkv + first if shape.bias else 0
-    forward_wide = element * spec.tokens * (first + ffn) // tensor
-    backward_wide = element * spec.tokens * (2 * first + ffn + biases) // tensor
+    more_forward, more_backward = (ffn * n if eager_activation else 0 for n in _EAGER_ACTIVATION)
+    forward_wide = element * spec.tokens * (first + ffn + more_forward) // tensor
+    backward_wide = element * spec.tokens * (2 * first + ffn + biases + more_backward) // tensor
     norm_and_residual = 10 * element + forward_masks
     backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
     laid_forward, laid_backward = _laid_out_bytes(spec)
