@@ -13,13 +13,14 @@ from tools.plan.memory import (
     layers_in_flight,
     logits_bytes,
     memory_of_rank,
+    recomputed_bytes,
 )
 from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
 from tools.plan.tensors import layer_parameters, parameters_total, rank_parameters
 from tools.records.measurements import Operation
 from tools.spec.experts import ExpertLoad
 from tools.spec.flags import Flags
-from tools.spec.model import Model, load_model
+from tools.spec.model import LatentAttention, Model, load_model
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model, state_types_of
 from tools.spec.stages import SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -86,6 +87,62 @@ def test_full_recomputation_keeps_the_input_of_a_layer_alone() -> None:
 def test_selective_recomputation_drops_the_scores() -> None:
     spec = tiny(recompute=Recompute.SELECTIVE, fused_attention=False)
     assert layer_activation_bytes(spec) == 34 * 16 * 2 * 8
+
+
+_ELEMENTS = 16 * 2 * 8
+"""Of a hidden state: 16 positions, 2 samples, 8 columns."""
+_EXPERTS = replace(
+    TINY,
+    bias=False,
+    experts=4,
+    experts_per_token=2,
+    expert_ffn_hidden=4,
+    shared_expert_ffn=6,
+    latent=LatentAttention(3, 5, 2, 1, 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "fused_norms", "dropped"),
+    [
+        ("mlp", False, 2 * (4 + 4) * _ELEMENTS),
+        # Transformer Engine's MLP begins with its norm, whose output is then made again too.
+        ("mlp", True, 2 * (1 + 4 + 4) * _ELEMENTS),
+        ("layernorm", False, 2 * 2 * _ELEMENTS),
+        ("layernorm", True, 0),
+        ("core_attn", True, 4 * 4 * 32),
+        ("layernorm mlp", False, 2 * (2 + 4 + 4) * _ELEMENTS),
+        ("moe_act", True, 0),
+    ],
+)
+def test_a_dense_layer_drops_what_its_modules_compute_again(
+    modules: str, fused_norms: bool, dropped: int
+) -> None:
+    spec = tiny(fused_norms=fused_norms)
+    recomputing = replace(spec, recompute=Recompute(modules))
+    assert layer_activation_bytes(spec) - layer_activation_bytes(recomputing) == dropped
+
+
+@pytest.mark.parametrize(
+    ("modules", "dropped"),
+    [
+        ("layernorm", 2 * 2 * _ELEMENTS),
+        ("shared_experts", 2 * 32 * (6 + 6)),
+        ("moe_act", 2 * 2 * 32 * 4),
+        # Wide tensors, four of each copied token, scores in fp32 and their softmax, the shared expert.
+        ("moe", 2 * 2 * 32 * (4 + 4 + 4 * 8) + 2 * 4 * 32 * 4 + 2 * 32 * (6 + 6)),
+        # Queries and keys of 2 + 1 columns, values of 2, of 4 heads; what norms inside put out.
+        ("mla_up_proj", 2 * 32 * 4 * (3 + 3 + 2) + 2 * 32 * (3 + 5)),
+        ("mlp", 0),
+    ],
+)
+def test_experts_and_latent_attention_drop_what_their_modules_compute_again(
+    modules: str, dropped: int
+) -> None:
+    spec = replace(tiny(), shape=_EXPERTS)
+    recomputing = replace(spec, recompute=Recompute(modules))
+    assert layer_activation_bytes(spec) - layer_activation_bytes(recomputing) == dropped
+    assert recomputed_bytes(recomputing) == dropped
 
 
 def test_unfused_attention_keeps_keys_and_values_once_a_head() -> None:

@@ -19,7 +19,7 @@ from tools.spec.experts import ExpertLoad
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
 from tools.spec.model import LatentAttention, load_model
-from tools.spec.run import Quantised, RunSpec
+from tools.spec.run import Quantised, Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 SHAPE = load_model("gpt3-13b").shape
@@ -153,12 +153,12 @@ def test_a_call_of_more_ranks_waits_for_a_slower_host_and_a_graph_waits_for_none
         )
         for ranks in (1, 2, 4, 16)
     }
-    host = {n: launch_seconds(spec, on(), 1, [call]) for n, call in calls.items()}
+    host = {n: launch_seconds(spec, on(), [call]) for n, call in calls.items()}
     a_call = on().constants.call_launch_seconds
     assert host[1] == pytest.approx(on().constants.layer_launch_seconds)
     assert host[2] - host[1] == pytest.approx(4 * a_call)
     assert host[16] - host[1] == pytest.approx(8 * a_call)
-    assert launch_seconds(spec, on(graphs=True), 1, [calls[16]]) == 0
+    assert launch_seconds(spec, on(graphs=True), [calls[16]]) == 0
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,48 @@ def test_unfused_attention_has_its_one_softmax_kernel_for_rows_in_fours(
     assert softmax_is_fused(replace(spec, fused_attention=True))
 
 
+@pytest.mark.parametrize(
+    ("modules", "products", "attention"),
+    [
+        ("none", 0, 0),
+        ("core_attn", 0, 1),
+        # 4h to and from, of 12 h^2 in all.
+        ("mlp", 8 / 12, 0),
+        ("full", 1, 1),
+        ("layernorm", 0, 0),
+    ],
+)
+def test_backward_computes_again_what_its_modules_hold(
+    modules: str, products: float, attention: float
+) -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute(modules))
+    layer = layer_seconds(spec, rates(on(), "bf16"))
+    assert layer.matmul_again == pytest.approx(products * layer.forward_matmul, rel=0.02)
+    assert layer.attention_again == attention * layer.forward_attention
+    assert (layer.memory_again == layer.forward_memory) is (modules == "full")
+
+
+def test_norms_that_stand_alone_are_read_and_written_again() -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute("layernorm"))
+    rate = rates(on(), "bf16")
+    assert layer_bytes(spec, rate).again == 0
+    alone = layer_bytes(replace(spec, fused_norms=False), rate)
+    norms = 2 * 2 * 2 * SHAPE.hidden * SHAPE.seq_length
+    assert alone.again == pytest.approx(norms * rate.elementwise)
+
+
+def test_recomputed_experts_exchange_their_tokens_again() -> None:
+    shape = load_model("mixtral-8x7b").shape
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), dropout=0.0)
+    kept, again = (
+        iteration_seconds(replace(spec, recompute=Recompute(modules)), on())
+        for modules in ("none", "moe")
+    )
+    assert again.expert_parallel == pytest.approx(1.5 * kept.expert_parallel, rel=0.05)
+    assert again.attention == kept.attention
+    assert again.matmul > 1.2 * kept.matmul
+
+
 def test_torchs_own_softmax_costs_kernels_and_memory_traffic() -> None:
     shape = replace(SHAPE, heads=40, query_groups=40)
     split = Parallelism(tensor=8)
@@ -183,7 +225,7 @@ def test_torchs_own_softmax_costs_kernels_and_memory_traffic() -> None:
         RunSpec(shape, split, Batch(samples, samples), "bf16", fused_attention=False)
         for samples in (1, 4)
     )
-    assert launch_seconds(one, on(), 1, []) > 1.1 * launch_seconds(two, on(), 1, [])
+    assert launch_seconds(one, on(), []) > 1.1 * launch_seconds(two, on(), [])
     attention = [iteration_seconds(spec, on()).attention for spec in (one, two)]
     assert attention[0] > attention[1] / 2
 
@@ -209,7 +251,7 @@ def test_blackwells_own_attention_does_not_train_heads_of_192() -> None:
 
 def test_an_activation_of_pytorchs_own_kernels_is_nine_more_passes() -> None:
     spec = RunSpec(SHAPE, Parallelism(tensor=2), Batch(1, 1), "bf16", dropout=0.0)
-    (forward, backward), (more_forward, more_backward) = (
+    (forward, backward, _), (more_forward, more_backward, _) = (
         layer_bytes(spec, rates(on(2, eager_activation=way), "bf16")) for way in (False, True)
     )
     a_pass = 2 * SHAPE.seq_length * SHAPE.ffn_hidden // 2

@@ -3,9 +3,12 @@ import pytest
 from tools.spec.flags import Flags
 from tools.spec.run import (
     DeviceKind,
+    Recompute,
     StateTypes,
     flags_of_printed,
     flags_of_spec,
+    recompute_flags,
+    recompute_of,
     spec_of_flags,
     spec_of_printed,
     state_types_of,
@@ -55,3 +58,49 @@ def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written
         state_types_of(Flags(halved))
     with pytest.raises(ValueError, match="--exp-avg-dtype int3 is not one of Megatron's"):
         state_types_of(Flags([*words, "--exp-avg-dtype", "int3"]))
+
+
+def test_modules_are_one_way_to_recompute_in_any_order() -> None:
+    assert Recompute("mlp layernorm") is Recompute("layernorm mlp")
+    assert Recompute("core_attn") is Recompute.SELECTIVE
+    assert Recompute("mlp").modules == {"mlp"}
+    assert str(Recompute("mlp layernorm")) == "layernorm mlp"
+    assert list(Recompute) == ["none", "selective", "full"]
+    with pytest.raises(ValueError, match="mpl"):
+        Recompute("mpl")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", "none"),
+        ("--recompute-modules mlp", "none"),  # A log prints them where nothing is recomputed.
+        ("--recompute-activations", "selective"),
+        ("--recompute-granularity selective", "selective"),
+        ("--recompute-granularity full --recompute-modules mlp", "full"),
+        (
+            "--recompute-granularity selective --recompute-modules moe_act layernorm",
+            "layernorm moe_act",
+        ),
+        ("--recompute-granularity selective --recompute-modules [moe_act mlp]", "mlp moe_act"),
+        ("--moe-layer-recompute", "core_attn moe"),
+    ],
+)
+def test_flags_recompute_these_modules_and_back(words: str, found: str) -> None:
+    recompute = recompute_of(Flags(words.split()))
+    assert recompute == found
+    assert recompute_of(Flags(recompute_flags(recompute))) is recompute
+
+
+def test_a_log_prints_modules_as_a_list() -> None:
+    printed = {
+        "recompute_granularity": "selective",
+        "recompute_modules": "['layernorm', 'mla_up_proj']",
+    }
+    assert recompute_of(Flags(flags_of_printed(printed))) == "layernorm mla_up_proj"
+
+
+def test_a_module_that_megatron_lacks_is_named() -> None:
+    words = "--recompute-granularity selective --recompute-modules mlp norm"
+    with pytest.raises(ValueError, match="norm is not one of Megatron's; use core_attn"):
+        recompute_of(Flags(words.split()))

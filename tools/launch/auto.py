@@ -86,7 +86,9 @@ def request_here(
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:
-        template = replace(template, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
+        template = replace(
+            template, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
+        )
     link = link_by_key(device.link)
     cores = len(os.sched_getaffinity(0)) if on_cpu else None
     cluster = Cluster(device, target.devices, target.devices, link, link, calibration, cores=cores)

@@ -130,7 +130,9 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     batch = batch_for(model.batch, parallelism)
     spec = spec_of_model(model, parallelism, batch)
     if on_cpu:
-        spec = replace(spec, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
+        spec = replace(
+            spec, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
+        )
     return not violations(spec) and fullest_rank(spec)[1].total * devices <= available_bytes
 
 

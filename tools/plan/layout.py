@@ -22,7 +22,7 @@ from tools.plan.show import candidate_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
-from tools.spec.run import Recompute, recompute_of
+from tools.spec.run import RECOMPUTE_FLAGS, Recompute, recompute_of
 from tools.spec.setting import SettingError
 from tools.spec.settings import SETTINGS
 from tools.spec.stages import EVEN, stages_of
@@ -85,12 +85,14 @@ def time_layout(options: Namespace) -> TimedLayout:
     micro = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
     stages = stages_of(Flags([*request.model.flags, *request.extra, *degree]))
-    recompute = Recompute(options.recompute) if options.recompute else request.template.recompute
+    recompute = recompute_of(Flags([*request.model.flags, *request.extra]))
+    if options.recompute and not any(flags.has(name) for name in RECOMPUTE_FLAGS):
+        recompute = Recompute(options.recompute)
     spec = replace(
         request.template,
         parallelism=split,
         batch=Batch(micro, request.global_batch),
-        recompute=recompute_of(flags) if flags.has("--recompute-granularity") else recompute,
+        recompute=recompute,
         stages=request.template.stages if stages == EVEN else stages,
         cp_comm_type=flags.text("--cp-comm-type", "p2p"),
     )

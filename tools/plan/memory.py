@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil
 
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
-from tools.spec.model import MAMBA, Mamba, ModelShape
+from tools.spec.model import ATTENTION, EXPERTS, MAMBA, MLP, LatentAttention, Mamba
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, StateTypes
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism, Sharding
@@ -23,25 +23,31 @@ _FP32_BYTES = 4
 
 
 def layer_activation_bytes(spec: RunSpec) -> int:
-    """Bytes that one layer keeps of one micro batch, on one rank."""
-    if spec.recompute is Recompute.FULL:
-        return sum(times * residual_bytes(kind) for times, kind in spec.kinds)
-    return whole_layer_bytes(spec)
+    """Bytes that one layer keeps of one micro batch, on one rank.
 
-
-def whole_layer_bytes(spec: RunSpec) -> int:
-    """The same without recomputation of whole layers."""
+    Its input always; of all else what backward does not compute again.
+    """
     if len(spec.shape.blocks) > 1:
-        return sum(times * whole_layer_bytes(kind) for times, kind in spec.kinds)
+        return sum(times * layer_activation_bytes(kind) for times, kind in spec.kinds)
+    kept = _outside_tensor_parallel_bytes(spec)
+    if spec.recompute is Recompute.FULL:
+        return kept
     if spec.shape.mamba and spec.shape.blocks == MAMBA:
-        return _outside_tensor_parallel_bytes(spec) + _mamba_bytes(spec, spec.shape.mamba)
-    mlp = _expert_bytes if spec.shape.experts else _mlp_bytes
-    return (
-        _outside_tensor_parallel_bytes(spec)
-        + _attention_bytes(spec)
-        + _scores_bytes(spec)
-        + mlp(spec)
-    )
+        return kept + _mamba_bytes(spec, spec.shape.mamba)
+    mixed = _latent_bytes(spec, spec.shape.latent) if spec.shape.latent else _attention_bytes(spec)
+    if not spec.shape.experts:
+        mlp = 0 if spec.recompute.again("mlp") else _mlp_bytes(spec, spec.shape.ffn_hidden)
+    else:
+        mlp = 0 if spec.recompute.again("moe") else _expert_bytes(spec)
+    return kept + mixed + _scores_bytes(spec) + mlp
+
+
+def recomputed_bytes(spec: RunSpec) -> int:
+    """What a layer does not keep and backward makes again."""
+    if spec.recompute is Recompute.NONE:
+        return 0
+    whole = layer_activation_bytes(replace(spec, recompute=Recompute.NONE))
+    return whole - layer_activation_bytes(spec)
 
 
 def residual_bytes(spec: RunSpec) -> int:
@@ -79,17 +85,15 @@ def logits_bytes(spec: RunSpec) -> int:
 
 
 def backward_temporary_bytes(spec: RunSpec) -> int:
-    """Gradients alive while one layer's MLP is differentiated: those of its two wide tensors."""
+    """Alive while one layer is differentiated: gradients of its MLP's two wide tensors, and what is
+    computed again."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     ffn = shape.ffn_hidden
     if shape.experts:
         ffn = shape.experts_per_token * shape.expert_ffn_hidden
         ffn = round(ffn * spec.received_by_experts)
     width = ffn * (3 if shape.gated else 2) // tensor
-    recomputed = 0
-    if spec.recompute is Recompute.FULL:
-        recomputed = whole_layer_bytes(spec)
-    return spec.element_bytes * spec.tokens * width + recomputed
+    return spec.element_bytes * spec.tokens * width + recomputed_bytes(spec)
 
 
 def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
@@ -153,17 +157,37 @@ def _operand_bytes(spec: RunSpec, elements: int) -> int:
     return int(QUANTISED_BYTES[spec.quantised] * elements)
 
 
+def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
+    """For each norm of a layer of one kind the modules that it is computed again with.
+
+    Transformer Engine's dense linear layers have it in them: `layernorm` finds none there
+    (`gpt_layer_specs.py`: `IdentityOp`), and `mlp` takes it along. Before experts and latent attention
+    it stands alone.
+    """
+    shape = spec.shape
+    alone = ("layernorm",)
+    before_attention = alone if shape.latent or not spec.fused_norms else ()
+    dense: tuple[str, ...] = ("mlp",) if spec.fused_norms else alone
+    before_mlp = alone if shape.experts else dense
+    by_block = {ATTENTION: before_attention, MLP: before_mlp, EXPERTS: before_mlp}
+    if not shape.blocks:
+        return before_attention, before_mlp
+    return (by_block.get(shape.blocks, ()),) * shape.norms
+
+
 def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
-    """Inputs and outputs of two norms, masks of two dropouts: what SP splits and TP does not.
+    """Inputs and outputs of norms, masks of dropouts: what SP splits and TP does not.
 
     Outputs are inputs of linear layers; a router's, before experts, is not quantised.
     """
     elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
-    count = spec.shape.norms
-    masks = count if spec.dropout else 0
-    routed = 1 if spec.shape.experts else 0
-    norms = spec.element_bytes * (count + routed) + masks
-    return norms * elements + _operand_bytes(spec, (count - routed) * elements)
+    if spec.recompute is Recompute.FULL:
+        return spec.element_bytes * elements
+    outputs = [not spec.recompute.again(*modules) for modules in norm_modules(spec)]
+    inputs, masks = len(outputs), len(outputs) if spec.dropout else 0
+    routed = outputs.pop() if spec.shape.experts else 0
+    kept = spec.element_bytes * (inputs + routed) + masks
+    return kept * elements + _operand_bytes(spec, sum(outputs) * elements)
 
 
 def _mamba_bytes(spec: RunSpec, mamba: Mamba) -> int:
@@ -177,34 +201,53 @@ def _mamba_bytes(spec: RunSpec, mamba: Mamba) -> int:
 def _attention_bytes(spec: RunSpec) -> int:
     shape = spec.shape
     # Unfused products take K and V repeated for each head (`repeat_interleave`).
-    repeats = not spec.fused_attention and spec.recompute is not Recompute.SELECTIVE
+    repeats = not spec.fused_attention and not spec.recompute.again("core_attn")
     keys = shape.heads if repeats else shape.query_groups
-    heads = 2 * shape.heads + 2 * keys  # Q, K, V and the output
-    width = heads * shape.head_width // spec.parallelism.tensor
-    kept = spec.element_bytes * spec.tokens * width
-    if spec.quantised:  # Attention keeps its output, and the projection its own copy.
-        output = spec.tokens * shape.heads * shape.head_width // spec.parallelism.tensor
-        kept += _operand_bytes(spec, output)
-    return kept
+    tensor = spec.parallelism.tensor
+    width = (shape.heads + 2 * keys) * shape.head_width // tensor  # Q, K and V
+    output = spec.tokens * shape.heads * shape.head_width // tensor
+    return spec.element_bytes * spec.tokens * width + _attended_bytes(spec, output)
+
+
+def _attended_bytes(spec: RunSpec, elements: int) -> int:
+    """Attention's output, which it keeps, and the projection its own copy of in fewer bits."""
+    if not spec.quantised:
+        return spec.element_bytes * elements
+    own = 0 if spec.recompute.again("core_attn") else spec.element_bytes * elements
+    return own + _operand_bytes(spec, elements)
+
+
+def _latent_bytes(spec: RunSpec, latent: LatentAttention) -> int:
+    """Queries and what keys and values share, compressed, before and behind a norm; both and the rotary
+    part, once for each head, as they are multiplied (`multi_latent_attention.py`)."""
+    own, again = spec.tokens // spec.sequence_shards, spec.recompute.again("mla_up_proj")
+    ranks = own * (latent.query_rank + latent.key_value_rank)
+    kept = spec.element_bytes * (ranks + own * latent.rotary_width)
+    if not (again and spec.fused_norms):
+        kept += _operand_bytes(spec, ranks)
+    heads = spec.tokens * spec.shape.heads // spec.parallelism.tensor
+    width = 2 * (latent.head_width + latent.rotary_width) + latent.value_width
+    if not again:
+        kept += spec.element_bytes * heads * width
+    return kept + _attended_bytes(spec, heads * latent.value_width)
 
 
 def _scores_bytes(spec: RunSpec) -> int:
     """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
-    heads = spec.shape.heads // spec.parallelism.tensor
-    statistics = _FP32_BYTES * heads * spec.tokens
-    if spec.fused_attention:
-        return statistics
-    if spec.recompute is Recompute.SELECTIVE:
+    if spec.recompute.again("core_attn"):
         return 0
+    heads = spec.shape.heads // spec.parallelism.tensor
+    if spec.fused_attention:
+        return _FP32_BYTES * heads * spec.tokens
     element = spec.element_bytes
     bytes_a_score = 2 * element + 1 if spec.dropout else element
     return bytes_a_score * heads * spec.tokens * spec.shape.seq_length
 
 
-def _mlp_bytes(spec: RunSpec) -> int:
+def _mlp_bytes(spec: RunSpec, ffn: int) -> int:
     shape, tensor = spec.shape, spec.parallelism.tensor
-    first = shape.ffn_hidden * (2 if shape.gated else 1) // tensor
-    activated = spec.tokens * shape.ffn_hidden // tensor
+    first = ffn * (2 if shape.gated else 1) // tensor
+    activated = spec.tokens * ffn // tensor
     return spec.element_bytes * spec.tokens * first + _operand_bytes(spec, activated)
 
 
@@ -222,13 +265,10 @@ def _expert_bytes(spec: RunSpec) -> int:
     kept = spec.element_bytes * routed * (first + 4 * whole // split - hidden)
     if shape.latent_experts:
         kept += spec.element_bytes * own * shape.latent_experts
-    shared = _mlp_bytes(replace(spec, shape=_shared(shape)))
-    return kept + _operand_bytes(spec, routed * (ffn + hidden)) + router + shared
-
-
-def _shared(shape: ModelShape) -> ModelShape:
-    """The expert that every token passes, as an MLP."""
-    return replace(shape, ffn_hidden=shape.shared_expert_ffn)
+    again = spec.recompute.again
+    shared = 0 if again("shared_experts") else _mlp_bytes(spec, shape.shared_expert_ffn)
+    activated = 0 if again("moe_act") else ffn
+    return kept + _operand_bytes(spec, routed * (activated + hidden)) + router + shared
 
 
 DEVICE_BASE_BYTES = 3870 * MIB

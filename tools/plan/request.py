@@ -34,7 +34,14 @@ from tools.spec.model import (
     model_of,
     training_flags,
 )
-from tools.spec.run import RunSpec, quantised_of, spec_of_model, state_types_of, token_dispatcher_of
+from tools.spec.run import (
+    RECOMPUTE_FLAGS,
+    RunSpec,
+    quantised_of,
+    spec_of_model,
+    state_types_of,
+    token_dispatcher_of,
+)
 from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
@@ -99,10 +106,7 @@ def request_from_options(options: Namespace) -> Request:
 
 _LAID = frozenset(
     {
-        "--recompute-activations",
-        "--recompute-granularity",
-        "--recompute-method",
-        "--recompute-num-layers",
+        *RECOMPUTE_FLAGS,
         "--cp-comm-type",
         "--decoder-first-pipeline-num-layers",
         "--decoder-last-pipeline-num-layers",

@@ -61,6 +61,10 @@ class Flags:
         values = self._values.get(name)
         return values[0] if values else default
 
+    def texts(self, name: str) -> list[str]:
+        """All of the flag's values; none where it does not occur."""
+        return self._values.get(name, [])
+
     def integer(self, name: str, default: int) -> int:
         """The flag's first value as an integer.
 

@@ -6,10 +6,12 @@ and the report compute from it. Two runs train the same thing if their specs are
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flags import Flags, flag_words
@@ -62,13 +64,58 @@ class DeviceKind(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Which activations are computed again in backward instead of kept."""
+    """What of a layer is computed again in backward instead of kept.
+
+    Beside these three every set of Megatron's modules is one: `Recompute("mlp layernorm")`.
+    """
 
     NONE = "none"
     SELECTIVE = "selective"
-    """The attention scores alone; with fused attention it is what happens anyway."""
+    """`core_attn` alone: scores, softmax and their product with V."""
     FULL = "full"
     """Every layer keeps its input only (`--recompute-method uniform --recompute-num-layers 1`)."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Recompute | None:
+        modules = frozenset(str(value).split())
+        if not modules or modules - RECOMPUTED_MODULES:
+            return None
+        name = cls.SELECTIVE.value if modules == {_SCORES} else " ".join(sorted(modules))
+        found = cls._value2member_map_.get(name)
+        if not isinstance(found, cls):
+            found = str.__new__(cls, name)
+            found._name_ = found._value_ = name
+            cls._value2member_map_[name] = found
+        return found
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """As `--recompute-modules` names them; all of them where whole layers are recomputed."""
+        if self is Recompute.FULL:
+            return RECOMPUTED_MODULES
+        own = {Recompute.NONE: "", Recompute.SELECTIVE: _SCORES}
+        return frozenset(own.get(self, self.value).split())
+
+    def again(self, *modules: str) -> bool:
+        """Whether backward repeats what is in any of these modules; what is in none, with its layer."""
+        return self is Recompute.FULL or not self.modules.isdisjoint(modules)
+
+
+_SCORES = "core_attn"
+RECOMPUTED_MODULES = frozenset(
+    {
+        _SCORES,
+        "gdn_norm_out",
+        "layernorm",
+        "mla_up_proj",
+        "mlp",
+        "moe",
+        "moe_act",
+        "shared_experts",
+    }
+)
+"""Of `--recompute-modules` (core_v0.19.0, `transformer_config.py`). `layernorm`, `mla_up_proj`,
+`moe_act` and `gdn_norm_out` drop the output that its reader would keep, the others what is inside."""
 
 
 class Quantised(StrEnum):
@@ -148,6 +195,8 @@ class RunSpec:
     recompute: Recompute = Recompute.NONE
     fused_attention: bool = True
     """Flash or cuDNN attention; without it the scores of every head are kept."""
+    fused_norms: bool = True
+    """Transformer Engine's layers: a norm is part of the dense linear layer behind it."""
     cp_comm_type: str = "p2p"
     """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`."""
     stages: StageSplit = EVEN
@@ -327,6 +376,7 @@ def spec_of_flags(
         dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
+        fused_norms=not local,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
         stages=stages_of(flags),
         token_dispatcher=token_dispatcher_of(flags),
@@ -446,9 +496,11 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     """Megatron's flags for a way to recompute."""
     if recompute is Recompute.NONE:
         return ()
-    every_layer = {"--recompute-method": "uniform", "--recompute-num-layers": 1}
-    more = every_layer if recompute is Recompute.FULL else {}
-    return flag_words({"--recompute-granularity": recompute, **more})
+    if recompute is Recompute.FULL:
+        every_layer = {"--recompute-method": "uniform", "--recompute-num-layers": 1}
+        return flag_words({_GRANULARITY: recompute, **every_layer})
+    named = () if recompute is Recompute.SELECTIVE else (_MODULES, *sorted(recompute.modules))
+    return (_GRANULARITY, "selective", *named)
 
 
 def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
@@ -457,12 +509,37 @@ def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
     return ("--cp-comm-type", spec.cp_comm_type) if differs else ()
 
 
+_GRANULARITY, _MODULES = "--recompute-granularity", "--recompute-modules"
+_EXPERTS_TOO = "--moe-layer-recompute"
+RECOMPUTE_FLAGS = (
+    "--recompute-activations",
+    _GRANULARITY,
+    "--recompute-method",
+    "--recompute-num-layers",
+    _MODULES,
+    _EXPERTS_TOO,
+)
+
+
 def recompute_of(flags: Flags) -> Recompute:
-    """How the flags recompute."""
-    if flags.has("--recompute-activations"):
-        return Recompute.SELECTIVE
-    granularity = flags.text("--recompute-granularity")
-    return Recompute(granularity) if granularity in set(Recompute) else Recompute.NONE
+    """How the flags recompute.
+
+    Raises:
+        ValueError: A module that Megatron does not have.
+    """
+    granularity = flags.text(_GRANULARITY)
+    if granularity == Recompute.FULL:
+        return Recompute.FULL
+    experts = flags.has(_EXPERTS_TOO)
+    if not (granularity == "selective" or flags.has("--recompute-activations") or experts):
+        return Recompute.NONE
+    # A log prints a list of Python's, a recipe one of YAML's.
+    named = " ".join(flags.texts(_MODULES)) if flags.has(_MODULES) else _SCORES
+    words = re.sub(r"[][',\"]", " ", named).split() + ["moe"] * experts
+    if unknown := sorted(set(words) - RECOMPUTED_MODULES):
+        known = ", ".join(sorted(RECOMPUTED_MODULES))
+        raise ValueError(f"{_MODULES} {unknown[0]} is not one of Megatron's; use {known}.")
+    return Recompute(" ".join(words)) if words else Recompute.NONE
 
 
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")

@@ -410,9 +410,9 @@ ZERO1 = Setting(
 )
 RECOMPUTE = Setting(
     "RECOMPUTE",
-    one_of(*Recompute),
-    "none, selective or full",
-    "none, selective or full",
+    Recompute,
+    "none, selective, full or modules",
+    'none, selective, full or modules, "layernorm mlp"',
     ("dryrun", "plan"),
     "--recompute",
 )

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from tools.records.measurements import Operation, Phase, wire_bytes
 from tools.spec.groups import Group, group_ranks
-from tools.spec.run import Recompute, RunSpec, Transport
+from tools.spec.run import RunSpec, Transport
 
 
 class Megatron(StrEnum):
@@ -83,10 +83,11 @@ def collective(
     )
 
 
-def layer_passes(spec: RunSpec) -> tuple[int, int]:
-    """Passes through a layer on one rank in an iteration: forward (recomputed ones too), backward."""
+def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
+    """Passes on one rank in an iteration through what these modules of a layer hold: forward (recomputed
+    ones too), backward."""
     passes = spec.layers_a_stage * spec.microbatches
-    return passes * (2 if spec.recompute is Recompute.FULL else 1), passes
+    return passes * (2 if spec.recompute.again(*modules) else 1), passes
 
 
 def by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:

@@ -25,7 +25,7 @@ def _ring(spec: RunSpec) -> Iterator[CollectiveCall]:
     """K and V go around in c−1 steps; backward sends them again, and their gradients with them."""
     steps = spec.parallelism.context - 1
     payload = _heads_bytes(spec, 2 * spec.shape.query_groups)
-    forwards, backwards = layer_passes(spec)
+    forwards, backwards = layer_passes(spec, "core_attn")
     for phase, what, passes in (
         (Phase.FORWARD, "K and V around the ring", forwards),
         (Phase.BACKWARD, "K and V again", backwards),
@@ -41,7 +41,7 @@ def _gathered(spec: RunSpec) -> Iterator[CollectiveCall]:
     """K and V are gathered, gathered again in backward, and their gradients scattered."""
     payload = spec.parallelism.context * _heads_bytes(spec, spec.shape.query_groups)
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
-    forwards, backwards = layer_passes(spec)
+    forwards, backwards = layer_passes(spec, "core_attn")
     for operation, phase, what, passes in (
         (gather, Phase.FORWARD, "K, V", forwards),
         (gather, Phase.BACKWARD, "K, V again", backwards),
@@ -54,7 +54,7 @@ def _exchanged(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Q, K, V and the output change from a split sequence to split heads and back."""
     queries = _heads_bytes(spec, spec.shape.heads)
     keys = _heads_bytes(spec, spec.shape.query_groups)
-    forwards, backwards = layer_passes(spec)
+    forwards, backwards = layer_passes(spec, "core_attn")
     for phase, what, passes, payload in (
         (Phase.FORWARD, "Q and output", forwards, queries),
         (Phase.FORWARD, "K and V", forwards, keys),

@@ -68,7 +68,7 @@ def _layer_calls(
     """Each row so many times a pass through a layer, in its direction; nothing over a single rank."""
     if group_ranks(spec.parallelism, group) == 1:
         return
-    forwards, backwards = layer_passes(spec)
+    forwards, backwards = layer_passes(spec, "moe")
     for operation, phase, what, payload in rows:
         calls = times * (forwards if phase is Phase.FORWARD else backwards)
         yield collective(spec, group, operation, phase, what, calls, payload, source)

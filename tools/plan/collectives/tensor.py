@@ -10,7 +10,7 @@ from tools.plan.memory import precision_of
 from tools.plan.tensors import partial_gradient_elements
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.model import EXPERTS
+from tools.spec.model import EXPERTS, MLP, ModelShape
 from tools.spec.run import RunSpec
 
 _INT64, _FP32, _BOOL = 8, 4, 1
@@ -51,10 +51,6 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         for times, kind in spec.kinds:
             yield from (replace(call, calls=times * call.calls) for call in layer_collectives(kind))
         return
-    # A column- and a row-parallel matrix each: attention, and the MLP unless it is experts.
-    blocks = 1 if spec.shape.experts or spec.shape.blocks else 2
-    if spec.shape.blocks == EXPERTS and not spec.shape.shared_expert_ffn:
-        return
     rows = [
         (_REDUCE, _FORWARD, "partial sums of row-parallel outputs", _REDUCING),
         (_REDUCE, _BACKWARD, "input gradients of column-parallel matrices", _LINEAR + ".backward"),
@@ -67,11 +63,25 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
             (_SCATTER, _BACKWARD, "their gradients", _LINEAR + ".backward"),
             (_GATHER, _BACKWARD, "gradients of row-parallel outputs", f"{_MAPPINGS}: _Gather"),
         ]
-    forwards, backwards = layer_passes(spec)
+    pairs = [layer_passes(spec, *modules) for modules in _matrix_pairs(spec.shape)]
+    if not pairs:
+        return
+    forwards, backwards = (sum(passes) for passes in zip(*pairs, strict=True))
     for operation, phase, what, source in rows:
-        calls = blocks * (forwards if phase is _FORWARD else backwards)
+        calls = forwards if phase is _FORWARD else backwards
         beside = phase is _BACKWARD and source.startswith(_LINEAR)
         yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), source, beside)
+
+
+def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
+    """For each column-parallel matrix with a row-parallel one behind it (attention, a mixer, an MLP, the
+    expert that every token passes) the modules that it is recomputed with."""
+    if shape.blocks not in (MLP, EXPERTS):
+        yield ()
+    if shape.shared_expert_ffn and shape.blocks in ("", EXPERTS):
+        yield "moe", "shared_experts"
+    elif not shape.experts and shape.blocks in ("", MLP):
+        yield ("mlp",)
 
 
 def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:

@@ -82,7 +82,7 @@ def as_dry_run(spec: RunSpec) -> RunSpec:
     which sends the ring's bytes in other calls, and keeps no scores.
     """
     gathered = spec.parallelism.context > 1
-    return replace(spec, fused_attention=gathered, cp_comm_type="all_gather")
+    return replace(spec, fused_attention=gathered, fused_norms=False, cp_comm_type="all_gather")
 
 
 def check(spec: RunSpec) -> None:

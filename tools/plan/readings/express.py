@@ -26,7 +26,15 @@ from tools.spec.model import (
     ModelShape,
     formula_shape,
 )
-from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, StateTypes, spec_of_flags
+from tools.spec.run import (
+    RECOMPUTED_MODULES,
+    DeviceKind,
+    Quantised,
+    Recompute,
+    RunSpec,
+    StateTypes,
+    spec_of_flags,
+)
 from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -35,8 +43,10 @@ _CASE = re.compile(r"test_cases/(.+?)/golden_values")
 _WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
 _GATED_COLUMNS = 64
 _DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp4")
-_RECOMPUTED = ("none", "full", "selective", "norm", "layernorm", "per-op")
-"""What a recomputation begins with; that of a few modules is not predicted."""
+_RECOMPUTED = ("none", "full", "selective", "per-op")
+"""What a recomputation begins with that is no list of modules."""
+_SHORT_MODULES = {"norm": "layernorm", "act": "moe_act"}
+"""As one source's tables call them; its launch scripts have Megatron's names."""
 _UNLAID = "{} has layers of several kinds, and PP or CP"
 
 
@@ -167,7 +177,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         half_blocks=model_facts(reading.model).get("half_blocks", {}).get(quantised.value, ""),
         dropout=source["dropout"],
         state_types=StateTypes(gradients="bf16" if source["half_gradients"] else ""),
-        recompute=_recompute(reading, fused),
+        recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
         stages=EVEN if shape.layers % (parallelism.pipeline * virtual) == 0 else SPREAD,
         model=reading.model,
@@ -296,12 +306,15 @@ def _dtype(reading: Reading) -> str:
     return "fp16" if words.startswith("fp16") else "fp32" if words == "fp32" else "bf16"
 
 
-def _recompute(reading: Reading, fused: bool) -> Recompute:
-    words = reading.recompute.lower()
+def _recompute(stated: str, fused: bool) -> Recompute:
+    """Lists of modules are Megatron's; operators that another trainer selects are not predicted."""
+    words = stated.lower()
+    modules = [_SHORT_MODULES.get(word, word) for word in words.replace(",", " ").split()]
+    if modules and RECOMPUTED_MODULES.issuperset(modules):
+        return Recompute(" ".join(modules))
     if words and not words.startswith(_RECOMPUTED):
-        raise RefusedError(
-            f"its recompute '{reading.recompute}' is none of {', '.join(_RECOMPUTED)}"
-        )
+        known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
+        raise RefusedError(f"its recompute '{stated}' is none of {known}")
     if words.startswith("full"):
         return Recompute.FULL
     return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE

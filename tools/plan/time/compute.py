@@ -7,7 +7,7 @@ ones. Figures that say "measured" are of an H200 (tools/plan/README.md, "What an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ from tools.plan.tensors import rank_tensors
 from tools.plan.time.rates import DeviceRates, NoPeakError
 from tools.plan.time.traffic import CHUNK, layer_bytes, scores_bytes
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
-from tools.spec.run import Quantised, Recompute, RunSpec
+from tools.spec.run import Quantised, RunSpec
 
 _BY_ROW = 1.4
 """Times that a pass takes which combines a row with a figure of its own (measured: 2.5 TB/s, where an
@@ -41,33 +41,45 @@ _NORM_AND_CLIP_BYTES = 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """One layer, one micro batch."""
+    """One layer, one micro batch; `again` is what of forward backward repeats."""
 
     forward_matmul: float
+    matmul_again: float
     input_gradients: float
     weight_gradients: float
     forward_attention: float
+    attention_again: float
     forward_memory: float
+    memory_again: float
     backward_attention: float
     backward_memory: float
 
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
     """Times of a layer of one kind; a frozen one computes no gradients of weights."""
-    forward, backward = layer_bytes(spec, rate)
+    moved = layer_bytes(spec, rate)
     scores_forward, scores_backward = scores_bytes(spec)
     products = tuple(_products(spec))
+    repeated = tuple(p for p in products if spec.recompute.again(*p.modules))
     cast_forward, cast_backward = _cast_bytes(products, rate)
+    cast_again, _ = _cast_bytes(repeated, rate)
     attention, attention_backward = _attention_seconds(spec, rate)
+    attention += scores_forward / rate.bytes_per_second
+    drawing = _drawing_seconds(spec, rate)
     added = 0.0 if frozen else sum(p.copies * p.inner * p.columns for p in products)
     added *= rate.measured.gradient_seconds / rate.share
-    forward, backward = forward + cast_forward, backward + cast_backward
     element = spec.element_bytes
-    return LayerSeconds(
-        forward_matmul=sum(
+
+    def forward(computed: Iterable[_Product]) -> float:
+        return sum(
             product_seconds(p.rows, p.inner, p.columns, element, rate, p.copies, p.quantised)
-            for p in products
-        ),
+            for p in computed
+        )
+
+    matmul = forward(products)
+    return LayerSeconds(
+        forward_matmul=matmul,
+        matmul_again=matmul if len(repeated) == len(products) else forward(repeated),
         input_gradients=sum(
             product_seconds(p.rows, p.columns, p.inner, element, rate, p.copies, p.quantised)
             for p in products
@@ -78,10 +90,13 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
             product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantised, True)
             for p in products
         ),
-        forward_attention=attention + scores_forward / rate.bytes_per_second,
-        forward_memory=forward / rate.bytes_per_second + _drawing_seconds(spec, rate),
+        forward_attention=attention,
+        attention_again=attention if spec.recompute.again("core_attn") else 0.0,
+        forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
+        memory_again=(moved.again + cast_again) / rate.bytes_per_second
+        + (drawing if spec.recompute.again() else 0.0),
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
-        backward_memory=backward / rate.bytes_per_second + added,
+        backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + added,
     )
 
 
@@ -95,14 +110,6 @@ def _drawing_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Random numbers of both hidden dropouts of a layer; backward reads the masks."""
     numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.norms
     return numbers * _DRAWING_SECONDS / rate.processors if spec.dropout and rate.compiled else 0.0
-
-
-def forward_passes(spec: RunSpec) -> tuple[int, int, int]:
-    """Times that matrix products, attention and elementwise kernels run forward for a backward."""
-    if spec.recompute is Recompute.FULL:
-        return 2, 2, 2
-    selective = spec.recompute is Recompute.SELECTIVE
-    return 1, 2 if selective and not spec.fused_attention else 1, 1
 
 
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
@@ -199,6 +206,8 @@ class _Product:
     """Whether the norm before it can write its input quantised (`LayerNormLinear`)."""
     between: tuple[bool, bool] = (False, False)
     """Whether its input, and its output's gradient, stay between the two products of an expert."""
+    modules: tuple[str, ...] = ()
+    """With which it is computed again; in none, with its layer alone."""
 
 
 _SPLITS = (1, 2, 4)
@@ -292,23 +301,27 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     gate = 2 if shape.gated else 1
     dense = shape.shared_expert_ffn if shape.experts else shape.ffn_hidden
     if dense:
-        yield _Product(tokens, hidden, dense // tensor * gate, normed=not shape.experts)
-        yield _Product(tokens, dense // tensor, hidden)
+        inside = ("moe", "shared_experts") if shape.experts else ("mlp",)
+        normed = not shape.experts
+        yield _Product(tokens, hidden, dense // tensor * gate, normed=normed, modules=inside)
+        yield _Product(tokens, dense // tensor, hidden, modules=inside)
     if not shape.experts:
         return
+    inside = ("moe",)
     own = spec.tokens // spec.sequence_shards
-    yield _Product(own, hidden, shape.experts, quantised=False)
+    yield _Product(own, hidden, shape.experts, quantised=False, modules=inside)
     copies = shape.experts // spec.parallelism.expert
     split = spec.parallelism.tensor_of_experts
     ffn = shape.expert_ffn_hidden // split
     routed = tokens * split // tensor * shape.experts_per_token // copies
     routed = max(1, round(routed * spec.received_by_experts))
     if shape.latent_experts:
-        yield _Product(own, hidden, shape.latent_experts)
-        yield _Product(own, shape.latent_experts, hidden)
+        yield _Product(own, hidden, shape.latent_experts, modules=inside)
+        yield _Product(own, shape.latent_experts, hidden, modules=inside)
         hidden = shape.latent_experts
-    yield _Product(routed, hidden, ffn * gate, copies, between=(False, True))
-    yield _Product(routed, ffn, hidden, copies, between=(True, False))
+    first, second = (False, True), (True, False)
+    yield _Product(routed, hidden, ffn * gate, copies, between=first, modules=inside)
+    yield _Product(routed, ffn, hidden, copies, between=second, modules=inside)
 
 
 def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
@@ -330,17 +343,18 @@ def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Produc
     """Down-projections of a rank's own tokens, up-projections of its heads."""
     hidden, tokens = spec.shape.hidden, spec.tokens
     heads, own = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
-    queries = heads * (latent.head_width + latent.rotary_width)
+    queries, up = heads * (latent.head_width + latent.rotary_width), ("mla_up_proj",)
     if latent.query_rank:
         yield _Product(own, hidden, latent.query_rank)
-    yield _Product(tokens, latent.query_rank or hidden, queries)
+    yield _Product(tokens, latent.query_rank or hidden, queries, modules=up)
     yield _Product(own, hidden, latent.key_value_rank + latent.rotary_width)
     values = heads * latent.value_width
-    yield _Product(tokens, latent.key_value_rank, heads * latent.head_width + values)
+    keys_and_values = heads * latent.head_width + values
+    yield _Product(tokens, latent.key_value_rank, keys_and_values, modules=up)
     yield _Product(tokens, values, hidden)
 
 
-def _cast_bytes(products: Sequence[_Product], rate: DeviceRates) -> tuple[int, int]:
+def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, int]:
     """Memory traffic of quantising a layer's operands, forward and backward.
 
     An operand is read in two bytes and written twice, as it is and transposed for the weights'

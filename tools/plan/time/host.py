@@ -39,9 +39,7 @@ _SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, AHEAD: 0.5, EXPERTS: 2 
 but experts are all that a layer with them has beyond a dense one (`_EXPERT_KERNELS`)."""
 
 
-def launch_seconds(
-    spec: RunSpec, cluster: Cluster, passes: int, calls: Iterable[CollectiveCall]
-) -> float:
+def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
     """The host's time for one layer and micro batch; CUDA graphs take it away.
 
     Forward is about a third of the kernels, and recomputing launches them again. A call starts when
@@ -54,5 +52,17 @@ def launch_seconds(
     waits = sum(call.calls * sqrt(log2(call.ranks)) for call in calls if call.ranks > 1)
     constants = cluster.constants
     kernels *= _SHARE_OF_LAYER.get(spec.shape.blocks, 1.0)
-    launches = constants.layer_launch_seconds * kernels * (2 + passes) / 3
+    launches = constants.layer_launch_seconds * kernels * (3 + _launched_again(spec)) / 3
     return launches + waits * constants.call_launch_seconds
+
+
+def _launched_again(spec: RunSpec) -> float:
+    """Of a layer's forward kernels, those that are launched once more in backward: an MLP's or experts',
+    in the shares above. Other modules have one to six, which are not counted."""
+    shape, again = spec.shape, spec.recompute.again
+    if again():
+        return 1.0
+    inside, share = ("moe", 2 / 3) if shape.experts else ("mlp", 0.5)
+    if shape.blocks:
+        share = 1.0 if shape.blocks in (MLP, EXPERTS) else 0.0
+    return share if again(inside) else 0.0

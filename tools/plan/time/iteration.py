@@ -30,7 +30,6 @@ from tools.plan.time.cluster import Calibration, Cluster, Route, route
 from tools.plan.time.compute import (
     LayerSeconds,
     embedding_seconds,
-    forward_passes,
     head_seconds,
     layer_seconds,
     optimizer_seconds,
@@ -253,21 +252,20 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
 def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSeconds:
     """One layer, never faster than the host launches its kernels; where it does not run ahead of
     the device, its time adds."""
-    matmuls, attentions, passes = forward_passes(spec)
     tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
-    products = matmuls * layer.forward_matmul + layer.input_gradients
+    products = layer.forward_matmul + layer.matmul_again + layer.input_gradients
     hides = layer.weight_gradients
     if cluster.execution.overlap_tensor:
         hides += products
         tensor_calls = [replace(call, hideable=True) for call in tensor_calls]
     found = MicroBatchSeconds(
         matmul=products + layer.weight_gradients,
-        attention=layer.forward_attention * attentions + layer.backward_attention,
-        memory_bound=layer.forward_memory * passes + layer.backward_memory,
+        attention=layer.forward_attention + layer.attention_again + layer.backward_attention,
+        memory_bound=layer.forward_memory + layer.memory_again + layer.backward_memory,
         tensor_parallel=_tensor_seconds(spec, cluster, tensor_calls, hides),
         context_parallel=_context_seconds(spec, cluster, layer),
     )
-    launches = launch_seconds(spec, cluster, passes, (*tensor_calls, *expert_calls)) / cluster.share
+    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
     if spec.shape.experts:
         # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
         waiting = launches * _kernels_of_experts(spec, cluster)

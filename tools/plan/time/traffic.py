@@ -5,6 +5,10 @@ Kernels are Megatron's fused ones; what each reads and writes of its operands is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tools.plan.memory import norm_modules
 from tools.plan.time.rates import DeviceRates
 from tools.spec.model import MAMBA
 from tools.spec.run import RunSpec, TokenDispatcher
@@ -13,17 +17,39 @@ CHUNK = 128
 """Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""
 
 
-def layer_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
-    """Of a layer, forward and backward, without unfused attention's scores and casts to fewer bits."""
-    forward, backward = _elementwise_bytes(spec, rate.fused_experts, rate.eager_activation)
-    forward, backward = int(forward * rate.elementwise), int(backward * rate.elementwise)
-    for more_forward, more_backward in (
-        _context_bytes(spec),
-        _routed_bytes(spec, rate),
-        _scan_bytes(spec),
-    ):
-        forward, backward = forward + more_forward, backward + more_backward
-    return forward, backward
+class LayerBytes(NamedTuple):
+    """Of a layer and micro batch; `again` is what of forward's backward repeats."""
+
+    forward: int
+    backward: int
+    again: int
+
+
+class _Part(NamedTuple):
+    """Bytes of some of a layer's kernels, and the modules with which they are computed again."""
+
+    forward: float
+    backward: float
+    modules: tuple[str, ...] = ()
+
+
+def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
+    """Without unfused attention's scores and casts to fewer bits."""
+    portable = [
+        _Part(part.forward * rate.elementwise, part.backward * rate.elementwise, part.modules)
+        for part in _elementwise_parts(spec, rate)
+    ]
+    parts = [
+        *portable,
+        _Part(*_context_bytes(spec), ("core_attn",)),
+        _Part(*_routed_bytes(spec, rate), ("moe",)),
+        _Part(*_scan_bytes(spec)),
+    ]
+    return LayerBytes(
+        int(sum(part.forward for part in parts)),
+        int(sum(part.backward for part in parts)),
+        int(sum(part.forward for part in parts if spec.recompute.again(*part.modules))),
+    )
 
 
 _PERMUTED = 4
@@ -95,31 +121,38 @@ each read and write (4 for 2); backward copies and doubles the power's input, mu
 gradient and masks that (10 for 3; `derivatives.yaml: pow, relu`)."""
 
 
-def _elementwise_bytes(
-    spec: RunSpec, fused_experts: bool, eager_activation: bool
-) -> tuple[int, int]:
+def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     """Memory traffic of norms, dropouts, residuals, activations and bias gradients; experts' activations
     and biases may be parts of their products."""
     shape, element = spec.shape, spec.element_bytes
     hidden = spec.tokens * shape.hidden // spec.sequence_shards
     forward_masks, backward_masks = (2, 10) if spec.dropout else (0, 0)
-    share = shape.norms / 2
-    tensor = spec.parallelism.tensor
-    ffn = shape.ffn_hidden
-    if shape.experts:
-        routed = 0 if fused_experts else shape.experts_per_token * shape.expert_ffn_hidden
-        ffn = round(routed * spec.received_by_experts) + shape.shared_expert_ffn
-    first = ffn * (2 if shape.gated else 1)
-    qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width
-    biases = qkv + first if shape.bias else 0
-    more_forward, more_backward = (ffn * n if eager_activation else 0 for n in _EAGER_ACTIVATION)
-    forward_wide = element * spec.tokens * (first + ffn + more_forward) // tensor
-    backward_wide = element * spec.tokens * (2 * first + ffn + biases + more_backward) // tensor
-    norm_and_residual = 10 * element + forward_masks
+    norm = 2 * element
+    for modules in norm_modules(spec):
+        yield _Part(norm * hidden, 0, modules)
+    residual = 3 * element + forward_masks / 2
     backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
-    laid_forward, laid_backward = _laid_out_bytes(spec)
-    forward = int(share * norm_and_residual * hidden) + forward_wide + laid_forward
-    return forward, int(share * backward_hidden * hidden) + backward_wide + laid_backward
+    yield _Part(shape.norms * residual * hidden, shape.norms * backward_hidden / 2 * hidden)
+    wide = element * spec.tokens / spec.parallelism.tensor
+    gate = 2 if shape.gated else 1
+    forward, backward = gate + 1, 2 * gate + 1 + (gate if shape.bias else 0)
+    if rate.eager_activation:
+        forward, backward = forward + _EAGER_ACTIVATION[0], backward + _EAGER_ACTIVATION[1]
+    for ffn, modules in _activated(spec, rate.fused_experts):
+        yield _Part(wide * ffn * forward, wide * ffn * backward, modules)
+    if shape.bias:
+        yield _Part(0, wide * (shape.heads + 2 * shape.query_groups) * shape.head_width)
+    yield _Part(*_laid_out_bytes(spec), ("mla_up_proj",) if shape.latent else ())
+
+
+def _activated(spec: RunSpec, fused_experts: bool) -> list[tuple[int, tuple[str, ...]]]:
+    """Columns of activations for each token, and the modules that they are computed again with."""
+    shape = spec.shape
+    if not shape.experts:
+        return [(shape.ffn_hidden, ("mlp",))]
+    routed = 0 if fused_experts else shape.experts_per_token * shape.expert_ffn_hidden
+    routed = round(routed * spec.received_by_experts)
+    return [(routed, ("moe", "moe_act")), (shape.shared_expert_ffn, ("moe", "shared_experts"))]
 
 
 def _laid_out_bytes(spec: RunSpec) -> tuple[int, int]:

@@ -92,12 +92,15 @@ def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
 
 
 def _recomputed(run: Run, spec: RunSpec) -> float:
-    """FLOPs that recomputation adds: forward passes of layers, or of their attention scores."""
+    """FLOPs that recomputation adds: forward passes of layers, or of their scores, MLPs and experts."""
     forward = token_flops(spec.shape, spec.shape.seq_length)
-    if spec.recompute is Recompute.NONE:
-        return 0.0
-    if spec.recompute is Recompute.SELECTIVE:
-        return forward.attention_scores * spec.tokens_per_iteration
+    if spec.recompute is not Recompute.FULL:
+        inside = (
+            ("moe", forward.mlp + forward.router) if spec.shape.experts else ("mlp", forward.mlp)
+        )
+        parts = ("core_attn", forward.attention_scores), inside
+        again = sum(flops for module, flops in parts if spec.recompute.again(module))
+        return float(again * spec.tokens_per_iteration)
     flags = Flags(run.record.argv if run.record else flags_of_printed(run.arguments))
     layers = 1.0
     if flags.text("--recompute-method") == "block":

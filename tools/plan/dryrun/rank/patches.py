@@ -133,6 +133,24 @@ def _split_into_copies(_: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
     return split
 
 
+def _shared_already(_: Any) -> Callable[..., Callable[..., None]]:
+    """Storage without contents need not be shared: what was recomputed is counted, what waits for it has
+    no bytes."""
+
+    def share(waiting: torch.Tensor, recomputed: torch.Tensor) -> None:
+        del waiting, recomputed
+
+    return lambda: share
+
+
+def _unquantised(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(checkpoint: Any, fp8: bool | None = None) -> None:
+        original(checkpoint, fp8 or None)
+
+    return init
+
+
 def even_loads(routed: int, experts: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Tokens for each expert, shape [experts], summing to `routed`."""
     loads = np.full(experts, routed // experts, dtype=np.int64)
@@ -223,6 +241,25 @@ FAKE_PATCHES = (
         needed=lambda context: True,
         replacements=(
             Replacement("megatron.core.transformer.attention:SplitAlongDim", _split_into_copies),
+        ),
+    ),
+    Patch(
+        name="outputs_computed_again",
+        reason="a C++ extension, compiled at its first use, would point dropped storage at new contents",
+        needed=lambda context: True,
+        replacements=(
+            Replacement("megatron.core.tensor_parallel.random:_get_share_storage", _shared_already),
+        ),
+    ),
+    Patch(
+        name="recomputed_in_full_precision",
+        reason="its default of False counts as fp8 (`is not None`), which asks Transformer Engine",
+        needed=lambda context: True,
+        replacements=(
+            Replacement(
+                "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+                _unquantised,
+            ),
         ),
     ),
     Patch(
