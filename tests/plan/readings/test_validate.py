@@ -12,6 +12,7 @@ from tools.plan.readings.fit import fitted_readings
 from tools.plan.readings.residual import residuals
 from tools.plan.readings.summary import choices
 from tools.plan.readings.table import COLUMNS, READINGS, Reading, ReadingsError, read_readings
+from tools.spec.experts import BALANCED, ExpertLoad
 from tools.spec.run import Quantised
 
 ROW = {
@@ -255,12 +256,16 @@ def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_som
         for way in ("vanilla TP", "async TP")
     )
     assert (vanilla, hidden) == (False, True)
-    card = {"source": "NVIDIA-NeMo/Megatron-Bridge verification cards", "gpu": "H100"}
+    card = {"source": "NVIDIA-NeMo/Megatron-Bridge verification cards", "model": "llama3-8b"}
     graphs = [
-        express(one(tmp_path, **card, url_or_path=path)).cluster.execution.graphs
-        for path in ("card.yaml sft/H100", "card.yaml pretrain_performance/H100")
+        express(one(tmp_path, **card, gpu=gpu, url_or_path=path)).cluster.execution.graphs
+        for gpu, path in (
+            ("B200", "card.yaml sft/B200"),
+            ("B200", "card.yaml pretrain_performance/B200"),
+            ("H100", "card.yaml pretrain_performance/H100"),
+        )
     ]
-    assert graphs == [False, True]
+    assert graphs == [False, True, False]
 
 
 def of_line(line: int) -> Reading:
@@ -273,7 +278,7 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
         express(of_line(line)).cluster.execution for line in (365, 238, 80)
     )
     assert (exchanged.deduplicated, exchanged.overlap_experts) == (False, False)
-    assert (beside.overlap_experts, beside.graphs) == (True, False)
+    assert (beside.overlap_experts, beside.graphs, beside.deduplicated) == (True, False, True)
     assert (graphs.graphs, graphs.overlap_experts, graphs.fused_experts) == (True, True, True)
     with pytest.raises(RefusedError, match="cudnn-frontend issue 256"):
         express(of_line(41))
@@ -283,6 +288,25 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
     ] == [False, True, False]
     # BigScience's table of HF's trainer: DP is all GPUs.
     assert express(of_line(933)).spec.name == "dp64-zero3"
+
+
+def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -> None:
+    # Qwen3 on B200: 235B in 25.09, 30B in 25.11.
+    dropped, kept = (express(of_line(line)) for line in (438, 414))
+    assert dropped.spec.expert_load == ExpertLoad(capacity=1.0, padded=True)
+    assert not dropped.cluster.execution.deduplicated
+    assert not dropped.cluster.execution.overlap_experts
+    assert kept.spec.expert_load == BALANCED
+
+
+def test_deepseek_v3_predicts_a_token_ahead_unless_its_row_says_not() -> None:
+    assert [express(of_line(line)).spec.shape.layers for line in (3, 390)] == [62, 61]
+
+
+def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
+    # Qwen3 30B on 16 H100 in 26.02.01: printed as PP 2 and EP 8.
+    run = express(of_line(3171)).spec.parallelism
+    assert (run.pipeline, run.virtual_stages, run.expert, run.data) == (1, 1, 16, 16)
 
 
 def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:

@@ -16,6 +16,7 @@ from tools.plan.readings.facts import model_facts, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import SWITCHES, Execution
+from tools.spec.experts import BALANCED, ExpertLoad
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import (
@@ -180,6 +181,9 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
         stages=EVEN if shape.layers % (parallelism.pipeline * virtual) == 0 else SPREAD,
+        expert_load=ExpertLoad(capacity=source["capacity"], padded=True)
+        if source["capacity"]
+        else BALANCED,
         model=reading.model,
     )
 
@@ -211,7 +215,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
     latent = facts.get("latent")
     width = facts.get("head_width") or hidden // heads
     return ModelShape(
-        layers=layers,
+        layers=layers + source["layers_ahead"],
         hidden=hidden,
         heads=heads,
         query_groups=facts.get("query_groups") or heads,
@@ -239,7 +243,8 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     gpus = reading.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    tensor, pipeline, context = source.get("tensor", reading.tp), reading.pp, reading.cp or 1
+    tensor, pipeline = source.get("tensor", reading.tp), source.get("pipeline", reading.pp)
+    context = reading.cp or 1
     pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
     sharding = _sharding(reading, source)
     if sharding is Sharding.ZERO3:
@@ -252,10 +257,10 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
         raise RefusedError(
             f"TP {tensor} x PP {pipeline} x CP {context} does not divide {gpus} GPUs: wrong as published"
         )
-    data, expert = gpus // ranks, reading.ep or 1
+    data, expert = gpus // ranks, source.get("expert", reading.ep) or 1
     if (
         reading.dp is not None
-        and "tensor" not in source
+        and not {"tensor", "pipeline"} & source.keys()
         and reading.dp * ranks != gpus
         and reading.dp * ranks * expert != gpus
     ):
