@@ -280,6 +280,11 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
     assert (exchanged.deduplicated, exchanged.overlap_experts) == (False, False)
     assert (beside.overlap_experts, beside.graphs, beside.deduplicated) == (True, False, True)
     assert (graphs.graphs, graphs.overlap_experts, graphs.fused_experts) == (True, True, True)
+    # Qwen3 235B on B300, 26.02.01 and 26.04.01.
+    assert [express(of_line(line)).cluster.execution.deduplicated for line in (322, 176)] == [
+        False,
+        True,
+    ]
     with pytest.raises(RefusedError, match="cudnn-frontend issue 256"):
         express(of_line(41))
     # Nemotron-4 of NeMo 1 (24.12) and 2 (25.04), Grok 1 of the latter.
