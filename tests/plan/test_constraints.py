@@ -5,7 +5,7 @@ import pytest
 
 from tools.plan.constraints import violations
 from tools.spec.model import ModelShape, load_model
-from tools.spec.run import Backend, RunSpec, spec_of_model
+from tools.spec.run import Backend, Recompute, RunSpec, spec_of_model
 from tools.spec.stages import StageSplit
 from tools.spec.strategy import (
     NAMED,
@@ -158,6 +158,24 @@ def test_experts_need_sequence_parallelism_under_tp_and_divide_by_ep() -> None:
 def test_experts_with_biases_are_refused() -> None:
     (found,) = refusals(replace(MOE, bias=True), Parallelism(), Batch(1, 1))
     assert "--disable-bias-linear" in found
+
+
+@pytest.mark.parametrize(
+    ("modules", "bias", "fits"),
+    [
+        ("mlp", True, False),
+        ("layernorm mlp", True, False),
+        ("mlp", False, True),
+        ("layernorm", True, True),
+        ("full", True, True),
+    ],
+)
+def test_an_mlp_with_biases_is_not_recomputed_by_itself(
+    modules: str, bias: bool, fits: bool
+) -> None:
+    shape = replace(LARGE.shape, bias=bias)
+    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute(modules))
+    assert [("--disable-bias-linear" in reason) for reason in found] == ([] if fits else [True])
 
 
 def test_fp16_is_refused_where_upstream_refuses_it() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from tools.spec.model import BLOCKS, round_up
-from tools.spec.run import Backend, RunSpec
+from tools.spec.run import Backend, Recompute, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
 from tools.spec.strategy import PipelineSchedule, Sharding, strategy_name
 
@@ -47,6 +47,7 @@ def violations(spec: RunSpec, release: tuple[int, int] | None = None) -> tuple[s
         *_expert_rules(spec),
         *_half_precision_expert_rules(spec, release),
         *_sharding_rules(spec),
+        *_recompute_rules(spec),
     )
 
 
@@ -280,6 +281,17 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
         yield f"torch FSDP2 refuses EP {parallelism.expert}; use zero1 with experts, or EP 1."
     if spec.dtype == "fp16":
         yield "torch FSDP2 refuses fp16; use --bf16."
+
+
+def _recompute_rules(spec: RunSpec) -> Iterator[str]:
+    # The checkpoint of an MLP returns its bias as well, so autograd makes the parameter a result of that
+    # checkpoint, whose backward pass then asks for its own (`transformer_layer.py: recompute_mlp`).
+    again = spec.recompute is not Recompute.FULL and spec.recompute.again("mlp")
+    if again and spec.shape.bias and not spec.shape.experts:
+        yield (
+            "--recompute-modules mlp on layers with biases never ends in Megatron's backward pass; add "
+            "--disable-bias-linear, or leave mlp out."
+        )
 
 
 def _degrees(number: int) -> list[int]:

@@ -83,6 +83,7 @@ class Recompute(StrEnum):
         name = cls.SELECTIVE.value if modules == {_SCORES} else " ".join(sorted(modules))
         found = cls._value2member_map_.get(name)
         if not isinstance(found, cls):
+            # A member made when it is first asked for, as `enum.Flag` makes its combinations.
             found = str.__new__(cls, name)
             found._name_ = found._value_ = name
             cls._value2member_map_[name] = found
