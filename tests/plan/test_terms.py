@@ -15,7 +15,7 @@ from tools.plan.time.iteration import IterationSeconds, iteration_seconds
 from tools.plan.time.rates import rates
 from tools.plan.time.traffic import layer_bytes, softmax_is_fused
 from tools.records.measurements import Operation, Phase
-from tools.spec.experts import ExpertLoad
+from tools.spec.experts import BALANCED, ExpertLoad
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
 from tools.spec.model import LatentAttention, load_model
@@ -278,10 +278,9 @@ def test_calls_of_more_ranks_have_more_steps_and_trees_bound_them() -> None:
     assert far.tree_seconds < far.ring_seconds
 
 
-def of_experts(**execution: bool) -> IterationSeconds:
-    spec = RunSpec(
-        load_model("mixtral-8x7b").shape, Parallelism(data=8, expert=8), Batch(1, 64), dropout=0.0
-    )
+def of_experts(load: ExpertLoad = BALANCED, **execution: bool) -> IterationSeconds:
+    shape, split = load_model("mixtral-8x7b").shape, Parallelism(data=8, expert=8)
+    spec = RunSpec(shape, split, Batch(1, 64), dropout=0.0, expert_load=load)
     return iteration_seconds(spec, on(**execution))
 
 
@@ -297,6 +296,13 @@ def test_graphs_of_attention_and_router_leave_the_host_the_experts() -> None:
     none, part, whole = (found.memory_bound for found in kinds)
     # One expert a rank: 1.5 layers' kernels and its own 0.06, of which the graphs launch one layer's.
     assert (part - whole) / (none - whole) == pytest.approx(0.56 / 1.56)
+
+
+def test_the_host_runs_ahead_of_experts_whose_load_is_padded_and_so_known_to_it() -> None:
+    padded = ExpertLoad(capacity=1.0, padded=True)
+    # Of a layer that keeps the device busier than the host, launched beside it, a graph saves nothing.
+    assert of_experts(load=padded) == of_experts(load=padded, graphs=True)
+    assert of_experts().memory_bound > 1.5 * of_experts(graphs=True).memory_bound
 
 
 def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None:

@@ -266,13 +266,14 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
         context_parallel=_context_seconds(spec, cluster, layer),
     )
     launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
+    told = False
     if spec.shape.experts:
-        # Routing tells the host how many tokens each expert gets: it cannot run ahead of the device.
-        waiting = launches * _kernels_of_experts(spec, cluster)
-    elif cluster.calibration.launch_beside_work:
-        waiting = max(0.0, launches - found.total)
-    else:
-        waiting = launches
+        launches *= _kernels_of_experts(spec, cluster)
+        # Routing tells the host how many tokens each expert gets, so that it cannot run ahead of the
+        # device; padded to a capacity it is known (`token_dispatcher.py: cuda_sync_point`).
+        told = not spec.expert_load.padded
+    ahead = cluster.calibration.launch_beside_work and not told
+    waiting = max(0.0, launches - found.total) if ahead else launches
     found = replace(found, memory_bound=found.memory_bound + waiting)
     exchanged = _expert_seconds(spec, cluster, expert_calls)
     if cluster.execution.overlap_experts:
