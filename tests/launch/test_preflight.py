@@ -10,13 +10,16 @@ import pytest
 from tools.launch.checks import host
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options
+from tools.launch.options import Options, read_plant
 from tools.launch.preflight import check, empty_splits, quantised_problems
 from tools.launch.runtime import Runtime
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 
 Composer = Callable[..., Launch]
+
+RECOMPUTED_MLP = ("--recompute-granularity", "selective", "--recompute-modules", "mlp")
+CURE = read_plant("docs/upstream/mlp_recomputed_with_its_bias.py")
 
 
 @pytest.fixture
@@ -57,6 +60,11 @@ def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Pa
             {},
             "needs about .* GiB on 1 CPU rank.*lower MICRO_BATCH",
         ),
+        (
+            "train-tp2-gpt2-tiny-2cpu",
+            {"extra": RECOMPUTED_MLP},
+            "^--recompute-modules mlp .* never ends .*; add --disable-bias-linear, or leave mlp out.$",
+        ),
         ("train-dp64-gpt2-tiny-64gpu", {}, "64 GPU\\(s\\) are wanted and .* found.*-2cpu|64cpu"),
         (
             "train-dp2-gpt2-tiny-2cpu",
@@ -72,6 +80,14 @@ def test_what_cannot_run_is_one_sentence_with_the_fix(
 
     assert re.search(message, refusal(composed(target, **changes), tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("changes", [{"extra": ("--disable-bias-linear",)}, {"plant": CURE}])
+def test_an_mlp_is_recomputed_without_biases_or_where_a_plant_changes_megatron(
+    composed: Composer, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    extra = (*RECOMPUTED_MLP, *changes.pop("extra", ()))  # type: ignore[misc]
+    check(composed("train-baseline-gpt2-tiny-1cpu", extra=extra, **changes), tmp_path / "runs")
 
 
 def copied(prefix: Path, folder: Path) -> Path:

@@ -45,7 +45,8 @@ def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> 
     listed = (FOLDER / "README.md").read_text()
     assert all(f"({one.report.name})" in listed for one in REPRODUCED if one.report)
     # Of one that was mended meanwhile the patch may be there: the matrix applies it in earlier versions.
-    of_findings = {path for one in findings() for path in (one.patch, one.report) if path}
+    files = ((one.patch, one.report, one.witness and FOLDER / one.witness) for one in findings())
+    of_findings = {path for some in files for path in some if path}
     of_findings = {path for path in of_findings if path.is_file()}
     assert {*FOLDER.glob("*.py"), *FOLDER.glob("*.md")} - {FOLDER / "README.md"} == of_findings
 
@@ -54,6 +55,12 @@ def test_the_command_of_a_finding_behind_another_applies_the_patch_of_that_one()
     one = next(one for one in REPRODUCED if one.behind)
     patch = f"docs/upstream/{one.behind.replace('-', '_')}.py"
     assert one.command(one.shown_with).endswith(f'PLANT="{patch}"')
+
+
+def test_what_never_ends_is_shown_with_the_plant_that_ends_it() -> None:
+    (one,) = (one for one in REPRODUCED if one.witness)
+    assert one.fails in (FOLDER / one.witness).read_text()
+    assert one.command(one.shown_with).endswith(f'PLANT="docs/upstream/{one.witness}"')
 
 
 @pytest.mark.slow

@@ -170,7 +170,8 @@ def _composition_problems(
     launch: Launch, data_is_to_come: bool, may_drop: bool = False
 ) -> Iterator[str]:
     yield from version_problems(launch)
-    yield from violations(launch.spec, release(launch.entry.megatron_version))
+    planted = variables.PLANT in launch.environment
+    yield from violations(launch.spec, release(launch.entry.megatron_version), planted)
     yield from expert_problems(launch, may_drop)
     yield from quantised_problems(launch)
     yield from backend_problems(launch)

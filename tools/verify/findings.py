@@ -79,6 +79,8 @@ class Finding:
     """Whether it takes `MEGATRON_LM=`: the kit's own entry refuses it."""
     behind: str = ""
     """Another finding that hides it; its patch is applied where this one is shown."""
+    witness: str = ""
+    """A file beside the patch that ends with an error what never ends by itself; applied likewise."""
     effect: Effect | None = None
 
     @property
@@ -94,7 +96,9 @@ class Finding:
 
     @property
     def shown_with(self) -> Path | None:
-        """The patch of what hides it."""
+        """What it is shown with: its witness, or the patch of what hides it."""
+        if self.witness:
+            return FOLDER / self.witness
         return FOLDER / f"{self.behind.replace('-', '_')}.py" if self.behind else None
 
     def command(self, patch: Path | None = None) -> str:
