@@ -161,6 +161,17 @@ def test_experts_with_biases_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("recompute", "refused"), [("full", False), ("full uniform 2", True), ("full block 1", True)]
+)
+def test_of_blocks_all_are_recomputed_one_by_one_or_none(recompute: str, refused: bool) -> None:
+    shape = replace(LARGE.shape, layers=1, blocks="*-*-")
+    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute(recompute))
+    assert [("uniform --recompute-num-layers 1" in sentence) for sentence in found] == [
+        True
+    ] * refused
+
+
+@pytest.mark.parametrize(
     ("modules", "bias", "fits"),
     [
         ("mlp", True, False),

@@ -8,6 +8,8 @@ from tests.plan.conftest import TINY
 from tools.plan.collectives.data import gradient_collectives
 from tools.plan.constraints import violations
 from tools.plan.memory import (
+    activation_bytes,
+    chunk_activation_bytes,
     fullest_rank,
     layer_activation_bytes,
     layers_in_flight,
@@ -82,6 +84,38 @@ def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_wei
 
 def test_full_recomputation_keeps_the_input_of_a_layer_alone() -> None:
     assert layer_activation_bytes(tiny(recompute=Recompute.FULL)) == 2 * 16 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("recompute", "inputs", "whole", "together"),
+    [
+        # Of five layers: inputs kept, layers kept, and what is made again at once.
+        ("none", 0, 5, (0, 0)),
+        ("full", 5, 0, (1, 1)),
+        ("full uniform 2", 3, 0, (2, 2)),  # The last one alone has been freed, input and all.
+        ("full uniform 4", 2, 0, (4, 2)),
+        ("full uniform 5", 1, 0, (5, 1)),
+        ("full block 2", 2, 3, (0, 0)),  # Three layers make room for one.
+        ("full block 5", 5, 0, (1, 1)),
+    ],
+)
+def test_a_stage_keeps_its_checkpoints_inputs_and_the_layers_in_none(
+    recompute: str, inputs: int, whole: int, together: tuple[int, int]
+) -> None:
+    spec = replace(tiny(), recompute=Recompute(recompute))
+    layer, input_ = layer_activation_bytes(tiny()), 2 * _ELEMENTS
+    assert chunk_activation_bytes(spec, 5) == inputs * input_ + whole * layer
+    assert recomputed_bytes(spec, 5) == together[0] * layer - together[1] * input_
+
+
+def test_virtual_stages_have_checkpoints_of_their_own() -> None:
+    split = Parallelism(pipeline=2, virtual_stages=2)
+    spec = replace(tiny(split), shape=replace(TINY, layers=12), recompute=Recompute("full block 1"))
+    layer = layer_activation_bytes(tiny())
+    # Five virtual stages of three layers in flight on the first rank, three on the last.
+    masks = 2 * _ELEMENTS  # Of the embedding's dropout, of two micro batches.
+    assert activation_bytes(spec, 0) == 5 * (2 * _ELEMENTS + 2 * layer) + masks
+    assert activation_bytes(spec, 1) == 3 * (2 * _ELEMENTS + 2 * layer) + 2 * 2 * _ELEMENTS
 
 
 def test_selective_recomputation_drops_the_scores() -> None:

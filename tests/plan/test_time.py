@@ -11,14 +11,19 @@ from tools.plan.residuals import (
     residual_tables,
 )
 from tools.plan.time.cluster import Calibration, Cluster, route
-from tools.plan.time.iteration import IterationSeconds, after_hiding, iteration_seconds
+from tools.plan.time.iteration import (
+    IterationSeconds,
+    after_hiding,
+    iteration_seconds,
+    pipeline_seconds,
+)
 from tools.plan.time.rates import NoPeakError
 from tools.spec.files import ROOT
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.published import load_paper
-from tools.spec.run import RunSpec
+from tools.spec.run import Recompute, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGE = load_model("gpt2-large")
@@ -40,6 +45,23 @@ def test_every_published_h200_time_is_predicted_within_5_percent(
     residual: PublishedResidual,
 ) -> None:
     assert abs(residual.error) < 0.05
+
+
+def test_only_layers_of_checkpoints_are_computed_twice() -> None:
+    split = Parallelism(pipeline=2, virtual_stages=3, tensor=2)
+    plain = RunSpec(LARGE.shape, split, Batch(4, 16))
+    ranks = cluster("h100", 4)
+
+    def compute(recompute: str) -> tuple[float, float]:
+        slowest, _ = pipeline_seconds(replace(plain, recompute=Recompute(recompute)), ranks)
+        return slowest.matmul, slowest.tensor_parallel
+
+    nothing, everything = compute("none"), compute("full")
+    # Two of the six layers of each of three virtual stages.
+    for none, some, full in zip(nothing, compute("full block 2"), everything, strict=True):
+        assert some == pytest.approx(none + (full - none) * 6 / 18)
+    assert compute("full block 6") == pytest.approx(everything)
+    assert compute("full uniform 4") == everything
 
 
 def test_the_published_order_is_predicted_and_tp_and_sp_are_alike() -> None:

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from tools.spec.flags import Flags
+from tools.spec.model import load_model
 from tools.spec.run import (
     DeviceKind,
     Recompute,
+    RunSpec,
     StateTypes,
     flags_of_printed,
     flags_of_spec,
@@ -13,6 +17,8 @@ from tools.spec.run import (
     spec_of_printed,
     state_types_of,
 )
+from tools.spec.stages import StageSplit
+from tools.spec.strategy import Batch, Parallelism
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 LOCAL = [*SHAPE.split(), "--transformer-impl", "local"]
@@ -84,6 +90,18 @@ def test_modules_are_one_way_to_recompute_in_any_order() -> None:
         ),
         ("--recompute-granularity selective --recompute-modules [moe_act mlp]", "mlp moe_act"),
         ("--moe-layer-recompute", "core_attn moe"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "full",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            "full uniform 3",
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "full block 1",
+        ),
     ],
 )
 def test_flags_recompute_these_modules_and_back(words: str, found: str) -> None:
@@ -98,6 +116,48 @@ def test_a_log_prints_modules_as_a_list() -> None:
         "recompute_modules": "['layernorm', 'mla_up_proj']",
     }
     assert recompute_of(Flags(flags_of_printed(printed))) == "layernorm mla_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "checkpoints"),
+    [
+        ("none", ()),
+        ("mlp", ()),
+        ("full", (1, 1, 1, 1, 1)),
+        ("full uniform 1", (1, 1, 1, 1, 1)),
+        ("full uniform 2", (2, 2, 1)),
+        ("full uniform 9", (5,)),
+        ("full block 2", (1, 1)),
+        ("full block 9", (1, 1, 1, 1, 1)),
+    ],
+)
+def test_checkpoints_are_laid_from_the_first_layer_on(
+    recompute: str, checkpoints: tuple[int, ...]
+) -> None:
+    assert Recompute(recompute).checkpoints(5) == checkpoints
+    assert Recompute(recompute).checkpoints(0) == ()
+
+
+def test_whole_layers_are_computed_again_by_methods_of_megatrons_alone() -> None:
+    assert Recompute("full uniform 1") is Recompute.FULL
+    assert Recompute("full uniform 2") is Recompute("full uniform 2")
+    for wrong in ("full block", "full block 0", "full even 2", "block 2"):
+        with pytest.raises(ValueError, match=wrong):
+            Recompute(wrong)
+    words = "--recompute-granularity full --recompute-method even --recompute-num-layers 2"
+    with pytest.raises(ValueError, match=r"--recompute-method even .* is not one of Megatron's"):
+        recompute_of(Flags(words.split()))
+
+
+def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
+    split = Parallelism(pipeline=2, virtual_stages=2)
+    shape = replace(load_model("gpt2-tiny").shape, layers=14)
+    stages = StageSplit(embedding=True, loss=True)
+    spec = RunSpec(shape, split, Batch(1, 4), stages=stages)
+    assert spec.chunk_layers(0) == (3, 4)
+    again = [replace(spec, recompute=Recompute(f"full block {n}")).layers_again(0) for n in (1, 4)]
+    assert again == [2, 7]
+    assert replace(spec, recompute=Recompute("full uniform 4")).layers_again(0) == 7
 
 
 def test_a_module_that_megatron_lacks_is_named() -> None:

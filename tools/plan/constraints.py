@@ -289,11 +289,17 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
 def _recompute_rules(spec: RunSpec) -> Iterator[str]:
     # The checkpoint of an MLP returns its bias as well, so autograd makes the parameter a result of that
     # checkpoint, whose backward pass then asks for its own (`transformer_layer.py: recompute_mlp`).
-    again = spec.recompute is not Recompute.FULL and spec.recompute.again("mlp")
+    again = not spec.recompute.whole_layers and spec.recompute.again("mlp")
     if again and spec.shape.bias and not spec.shape.experts:
         yield (
             "--recompute-modules mlp on layers with biases never ends in Megatron's backward pass; add "
             "--disable-bias-linear, or leave mlp out."
+        )
+    partly = spec.recompute.whole_layers and spec.recompute is not Recompute.FULL
+    if spec.shape.blocks and partly:
+        yield (
+            f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
+            "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
 
 

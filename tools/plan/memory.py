@@ -25,12 +25,13 @@ _FP32_BYTES = 4
 def layer_activation_bytes(spec: RunSpec) -> int:
     """Bytes that one layer keeps of one micro batch, on one rank.
 
-    Its input always; of all else what backward does not compute again.
+    Its input always; of all else what backward does not compute again. Of whole layers that are
+    computed again a checkpoint's input.
     """
     if len(spec.shape.blocks) > 1:
         return sum(times * layer_activation_bytes(kind) for times, kind in spec.kinds)
     kept = _outside_tensor_parallel_bytes(spec)
-    if spec.recompute is Recompute.FULL:
+    if spec.recompute.whole_layers:
         return kept
     if spec.shape.mamba and spec.shape.blocks == MAMBA:
         return kept + _mamba_bytes(spec, spec.shape.mamba)
@@ -42,12 +43,36 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     return kept + mixed + _scores_bytes(spec) + mlp
 
 
-def recomputed_bytes(spec: RunSpec) -> int:
-    """What a layer does not keep and backward makes again."""
+def chunk_activation_bytes(spec: RunSpec, layers: int) -> int:
+    """Bytes that a virtual stage of so many layers keeps of one micro batch, on one rank."""
+    checkpoints = spec.recompute.checkpoints(layers)
+    kept = layers - sum(checkpoints)
+    found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
+    return found + kept * layer_activation_bytes(_without_checkpoints(spec)) if kept else found
+
+
+def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
+    """What a virtual stage of so many layers does not keep and backward makes again, at most at once.
+
+    Backward ends with its first layer: what it has freed until then makes room for the layers of a
+    checkpoint, which it computes all together.
+    """
     if spec.recompute is Recompute.NONE:
         return 0
     whole = layer_activation_bytes(replace(spec, recompute=Recompute.NONE))
-    return whole - layer_activation_bytes(spec)
+    kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
+    if not checkpoints:
+        return 0 if spec.recompute.whole_layers else whole - kept
+    freed, most = (layers - sum(checkpoints)) * whole, 0
+    for together in reversed(checkpoints):
+        most = max(most, together * whole - kept - freed)
+        freed += kept
+    return most
+
+
+def _without_checkpoints(spec: RunSpec) -> RunSpec:
+    """The run with its layers kept that are in no checkpoint."""
+    return replace(spec, recompute=Recompute.NONE) if spec.recompute.whole_layers else spec
 
 
 def residual_bytes(spec: RunSpec) -> int:
@@ -84,8 +109,8 @@ def logits_bytes(spec: RunSpec) -> int:
     return (copies + _FP32_BYTES) * logit_elements(spec)
 
 
-def backward_temporary_bytes(spec: RunSpec) -> int:
-    """Alive while one layer is differentiated: gradients of its MLP's two wide tensors, and what is
+def backward_temporary_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
+    """Alive while a layer is differentiated: gradients of its MLP's two wide tensors, and what is
     computed again."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     ffn = shape.ffn_hidden
@@ -93,7 +118,8 @@ def backward_temporary_bytes(spec: RunSpec) -> int:
         ffn = shape.experts_per_token * shape.expert_ffn_hidden
         ffn = round(ffn * spec.received_by_experts)
     width = ffn * (3 if shape.gated else 2) // tensor
-    return spec.element_bytes * spec.tokens * width + recomputed_bytes(spec)
+    again = max(recomputed_bytes(spec, layers) for layers in set(spec.chunk_layers(pipeline_rank)))
+    return spec.element_bytes * spec.tokens * width + again
 
 
 def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
@@ -103,25 +129,29 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
     rank 0.
     """
-    layers = spec.chunk_layers(pipeline_rank)
+    return _in_flight(spec, pipeline_rank, spec.chunk_layers(pipeline_rank))
+
+
+def _in_flight(spec: RunSpec, pipeline_rank: int, each: tuple[int, ...]) -> int:
+    """The same of anything that a micro batch leaves on each virtual stage until its backward."""
     chunks = chunks_in_flight(spec, pipeline_rank)
-    if len(set(layers)) == 1:
-        return chunks * layers[0]
+    if len(set(each)) == 1:
+        return chunks * each[0]
     # What is begun and ended repeats after a group of micro batches.
-    steps = min(spec.microbatches * len(layers), chunks + spec.parallelism.pipeline * len(layers))
-    return _most_layers(layers, spec.parallelism.pipeline, chunks, steps)
+    steps = min(spec.microbatches * len(each), chunks + spec.parallelism.pipeline * len(each))
+    return _most_held(each, spec.parallelism.pipeline, chunks, steps)
 
 
 @lru_cache(maxsize=4096)
-def _most_layers(layers: tuple[int, ...], pipeline: int, chunks: int, steps: int) -> int:
+def _most_held(each: tuple[int, ...], pipeline: int, chunks: int, steps: int) -> int:
     """The same where virtual stages are unequal: forward and backward take turns after warm-up.
 
     Megatron runs PP micro batches through a virtual stage, then through the next; backward begins with
     the last (`get_schedule_table`).
     """
-    forwards = [layers[step // pipeline % len(layers)] for step in range(steps)]
+    forwards = [each[step // pipeline % len(each)] for step in range(steps)]
     held = most = sum(forwards[:chunks])
-    backwards = (layers[-1 - step // pipeline % len(layers)] for step in range(steps))
+    backwards = (each[-1 - step // pipeline % len(each)] for step in range(steps))
     for begun, ended in zip(forwards[chunks:], backwards, strict=False):
         held += begun - ended
         most = max(most, held)
@@ -181,7 +211,7 @@ def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
     Outputs are inputs of linear layers; a router's, before experts, is not quantised.
     """
     elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
-    if spec.recompute is Recompute.FULL:
+    if spec.recompute.whole_layers:
         return spec.element_bytes * elements
     outputs = [not spec.recompute.again(*modules) for modules in norm_modules(spec)]
     inputs, masks = len(outputs), len(outputs) if spec.dropout else 0
@@ -423,7 +453,7 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
         * _updated_here(parameters, spec),
         optimizer_state=precision.adam * _updated_here(parameters, spec),
         activations=activation_bytes(spec, pipeline_rank),
-        temporaries=_temporary_bytes(spec, last),
+        temporaries=_temporary_bytes(spec, pipeline_rank),
         communication=_communication_bytes(spec),
         allocator=_allocator_bytes(spec, parameters, last),
     )
@@ -440,9 +470,10 @@ def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters) -> int:
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Kept for backward at the fullest moment of a pipeline rank."""
-    layers = layers_in_flight(spec, pipeline_rank)
-    kept = layers * layer_activation_bytes(spec)
-    flights = max(1, layers // max(1, spec.stage_layers(pipeline_rank)))
+    chunks = spec.chunk_layers(pipeline_rank)
+    each = {layers: chunk_activation_bytes(spec, layers) for layers in set(chunks)}
+    kept = _in_flight(spec, pipeline_rank, tuple(each[layers] for layers in chunks))
+    flights = max(1, layers_in_flight(spec, pipeline_rank) // max(1, sum(chunks)))
     if pipeline_rank == 0:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
@@ -515,9 +546,10 @@ def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
     return -(-parameters.shared // ranks) + -(-parameters.experts // copies)
 
 
-def _temporary_bytes(spec: RunSpec, last: bool) -> int:
-    loss = logits_bytes(spec) if last else 0
-    return max(loss, backward_temporary_bytes(spec)) + whole_output_layer_bytes(spec)
+def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
+    loss = logits_bytes(spec) if pipeline_rank == spec.parallelism.pipeline - 1 else 0
+    backward = backward_temporary_bytes(spec, pipeline_rank)
+    return max(loss, backward) + whole_output_layer_bytes(spec)
 
 
 def _communication_bytes(spec: RunSpec) -> int:

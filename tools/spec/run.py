@@ -66,7 +66,9 @@ class DeviceKind(StrEnum):
 class Recompute(StrEnum):
     """What of a layer is computed again in backward instead of kept.
 
-    Beside these three every set of Megatron's modules is one: `Recompute("mlp layernorm")`.
+    Beside these three every set of Megatron's modules is one, `Recompute("mlp layernorm")`, and so are
+    whole layers otherwise than one by one: `full uniform 2` keeps the input of each two, `full block 1`
+    computes the first layer of each virtual stage again and keeps the others.
     """
 
     NONE = "none"
@@ -77,10 +79,14 @@ class Recompute(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Recompute | None:
-        modules = frozenset(str(value).split())
-        if not modules or modules - RECOMPUTED_MODULES:
+        words = str(value).split()
+        modules = frozenset(words)
+        if _WHOLE_LAYERS.fullmatch(" ".join(words)):
+            name = cls.FULL.value if words == _EVERY_LAYER.split() else " ".join(words)
+        elif not modules or modules - RECOMPUTED_MODULES:
             return None
-        name = cls.SELECTIVE.value if modules == {_SCORES} else " ".join(sorted(modules))
+        else:
+            name = cls.SELECTIVE.value if modules == {_SCORES} else " ".join(sorted(modules))
         found = cls._value2member_map_.get(name)
         if not isinstance(found, cls):
             # A member made when it is first asked for, as `enum.Flag` makes its combinations.
@@ -92,16 +98,42 @@ class Recompute(StrEnum):
     @cached_property
     def modules(self) -> frozenset[str]:
         """As `--recompute-modules` names them; all of them where whole layers are recomputed."""
-        if self is Recompute.FULL:
+        if self.whole_layers:
             return RECOMPUTED_MODULES
         own = {Recompute.NONE: "", Recompute.SELECTIVE: _SCORES}
         return frozenset(own.get(self, self.value).split())
 
     def again(self, *modules: str) -> bool:
         """Whether backward repeats what is in any of these modules; what is in none, with its layer."""
-        return self is Recompute.FULL or not self.modules.isdisjoint(modules)
+        return self.whole_layers or not self.modules.isdisjoint(modules)
+
+    @cached_property
+    def whole_layers(self) -> bool:
+        """Whether layers are computed again whole: all, or the first of each virtual stage."""
+        return self.value.startswith(Recompute.FULL)
+
+    @cached_property
+    def some_layers(self) -> bool:
+        """Whether these are the first of each virtual stage."""
+        return " block " in self.value
+
+    def checkpoints(self, layers: int) -> tuple[int, ...]:
+        """Layers of each checkpoint in a virtual stage of so many, in order; those behind are kept.
+
+        As `checkpointed_forward` lays them (`megatron/core/recompute.py`; before 0.19
+        `transformer_block.py`).
+        """
+        if not self.whole_layers:
+            return ()
+        size = int(self.value.split()[-1]) if self is not Recompute.FULL else 1
+        if self.some_layers:
+            return (1,) * min(size, layers)
+        whole, left = divmod(layers, size)
+        return (size,) * whole + (left,) * (left > 0)
 
 
+_EVERY_LAYER = "full uniform 1"
+_WHOLE_LAYERS = re.compile("full (uniform|block) [1-9][0-9]*")
 _SCORES = "core_attn"
 RECOMPUTED_MODULES = frozenset(
     {
@@ -322,12 +354,26 @@ class RunSpec:
         """Layers on one pipeline rank, over its virtual stages."""
         return sum(self.chunk_layers(pipeline_rank))
 
+    def layers_again(self, pipeline_rank: int) -> int:
+        """Layers of one pipeline rank that are computed again whole."""
+        chunks = self.chunk_layers(pipeline_rank)
+        return sum(sum(self.recompute.checkpoints(layers)) for layers in chunks)
+
     def with_stages_like(self, pipeline_rank: int) -> RunSpec:
-        """An even run whose every stage has as many layers as this one's: for calls inside layers."""
-        if self.stages == EVEN:
+        """An even run whose every stage has as many layers as this one's and computes as many again, in
+        one virtual stage: for calls inside layers."""
+        if self.stages == EVEN and not self.recompute.some_layers:
             return self
         layers = self.stage_layers(pipeline_rank) * self.parallelism.pipeline
-        return replace(self, stages=EVEN, shape=replace(self.shape, layers=layers))
+        found = replace(self, stages=EVEN, shape=replace(self.shape, layers=layers))
+        if not self.recompute.some_layers:
+            return found
+        again = self.layers_again(pipeline_rank)
+        return replace(
+            found,
+            parallelism=replace(self.parallelism, virtual_stages=1),
+            recompute=Recompute(f"full block {again}") if again else Recompute.NONE,
+        )
 
 
 def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
@@ -497,9 +543,10 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     """Megatron's flags for a way to recompute."""
     if recompute is Recompute.NONE:
         return ()
-    if recompute is Recompute.FULL:
-        every_layer = {"--recompute-method": "uniform", "--recompute-num-layers": 1}
-        return flag_words({_GRANULARITY: recompute, **every_layer})
+    if recompute.whole_layers:
+        whole = _EVERY_LAYER if recompute is Recompute.FULL else recompute.value
+        names = (_GRANULARITY, _METHOD, _LAYERS)
+        return flag_words(dict(zip(names, whole.split(), strict=True)))
     named = () if recompute is Recompute.SELECTIVE else (_MODULES, *sorted(recompute.modules))
     return (_GRANULARITY, "selective", *named)
 
@@ -511,12 +558,13 @@ def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
 
 
 _GRANULARITY, _MODULES = "--recompute-granularity", "--recompute-modules"
+_METHOD, _LAYERS = "--recompute-method", "--recompute-num-layers"
 _EXPERTS_TOO = "--moe-layer-recompute"
 RECOMPUTE_FLAGS = (
     "--recompute-activations",
     _GRANULARITY,
-    "--recompute-method",
-    "--recompute-num-layers",
+    _METHOD,
+    _LAYERS,
     _MODULES,
     _EXPERTS_TOO,
 )
@@ -526,11 +574,18 @@ def recompute_of(flags: Flags) -> Recompute:
     """How the flags recompute.
 
     Raises:
-        ValueError: A module that Megatron does not have.
+        ValueError: A module or a method that Megatron does not have.
     """
     granularity = flags.text(_GRANULARITY)
     if granularity == Recompute.FULL:
-        return Recompute.FULL
+        method, layers = flags.text(_METHOD, "uniform"), flags.integer(_LAYERS, 1)
+        whole = f"{granularity} {method} {layers}"
+        if not _WHOLE_LAYERS.fullmatch(whole):
+            raise ValueError(
+                f"{_METHOD} {method} {_LAYERS} {layers} is not one of Megatron's; use uniform or block, "
+                "and 1 layer or more."
+            )
+        return Recompute(whole)
     experts = flags.has(_EXPERTS_TOO)
     if not (granularity == "selective" or flags.has("--recompute-activations") or experts):
         return Recompute.NONE

@@ -95,7 +95,7 @@
 ##   VPP              virtual stages per rank [also schedules]
 ##   SP               1 adds sequence parallelism
 ##   ZERO1            1 shards optimizer states
-##   RECOMPUTE        none, selective, full or modules, "layernorm mlp" [also plan]
+##   RECOMPUTE        none, selective, full, "full block 2" or modules, "layernorm mlp" [also plan]
 ##   RANKS            first,middle,last or numbers
 ##   MICROBATCHES     microbatches in an iteration [schedules]
 ##   SVG              write a picture to this file [plan schedules]

@@ -411,8 +411,8 @@ ZERO1 = Setting(
 RECOMPUTE = Setting(
     "RECOMPUTE",
     Recompute,
-    "none, selective, full or modules",
-    'none, selective, full or modules, "layernorm mlp"',
+    "none, selective, full, full block 2 or modules",
+    'none, selective, full, "full block 2" or modules, "layernorm mlp"',
     ("dryrun", "plan"),
     "--recompute",
 )

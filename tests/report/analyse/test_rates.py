@@ -58,6 +58,14 @@ def test_recomputation_counts_in_hfu_only(tmp_path):
     assert found.hfu == pytest.approx(found.mfu * (1 + share))
 
 
+def test_of_some_layers_their_forward_passes_count(tmp_path):
+    method = ("--recompute-granularity", "full", "--recompute-method", "block")
+    words = (*LARGE.flags, *method, "--recompute-num-layers", "9")
+    some = rates(tmp_path, published_dp2(run="some", argv=words))
+    every = rates(tmp_path, published_dp2(run="all", argv=(*LARGE.flags, *method[:2])))
+    assert some.hfu / some.mfu - 1 == pytest.approx((every.hfu / every.mfu - 1) * 9 / 36)
+
+
 def test_unknown_device_has_no_mfu_and_says_why(tmp_path):
     found = rates(tmp_path, published_dp2(host=replace(H200, devices=("Tesla T4",) * 2)))
     assert (found.mfu, found.hfu, found.peak_tflops) == (None, None, None)

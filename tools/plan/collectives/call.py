@@ -86,8 +86,11 @@ def collective(
 def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
     """Passes on one rank in an iteration through what these modules of a layer hold: forward (recomputed
     ones too), backward."""
-    passes = spec.layers_a_stage * spec.microbatches
-    return passes * (2 if spec.recompute.again(*modules) else 1), passes
+    layers = spec.layers_a_stage
+    again = layers if spec.recompute.again(*modules) else 0
+    if spec.recompute.some_layers:
+        again = sum(spec.recompute.checkpoints(layers))
+    return (layers + again) * spec.microbatches, layers * spec.microbatches
 
 
 def by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:

@@ -321,7 +321,7 @@ def _recompute(stated: str, fused: bool) -> Recompute:
         known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
         raise RefusedError(f"its recompute '{stated}' is none of {known}")
     if words.startswith("full"):
-        return Recompute.FULL
+        return Recompute(words)
     return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
 
 

@@ -38,7 +38,7 @@ from tools.plan.time.host import iteration_host_seconds, launch_seconds
 from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.run import DeviceKind, Quantised, RunSpec
+from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
@@ -167,15 +167,14 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     Where ranks share cores, those of a stage that waits are the others': m micro batches then take no
     less than the work of all stages on all cores, nor than the slowest stage and the way through alone.
     """
-    pieces, pipeline = _pieces(_one_layer(spec), cluster), spec.parallelism.pipeline
-    first = pieces.layer * spec.stage_layers(0) + pieces.embedding
+    pipeline = spec.parallelism.pipeline
+    stages = [_stage(spec, cluster, 0)]
     if pipeline == 1:
-        only = first + pieces.head
-        return only, only.total
-    last = pieces.layer * spec.stage_layers(pipeline - 1) + pieces.head
-    stages = [first, last]
+        return stages[0], stages[0].total
+    first, last = stages[0], _stage(spec, cluster, pipeline - 1)
+    stages.append(last)
     if pipeline > 2:
-        stages.append(pieces.layer * spec.stage_layers(1))
+        stages.append(_stage(spec, cluster, 1))
     through = first.total + last.total + (pipeline - 2) * stages[-1].total
     slowest, share = max(stages, key=lambda stage: stage.total), cluster.share
     if share == 1 or not slowest.total:
@@ -188,14 +187,25 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
 
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
     """One micro batch on a pipeline rank, and what follows its last: gradients, weights, update."""
-    pieces = _pieces(_one_layer(spec), cluster)
-    found = pieces.layer * spec.stage_layers(pipeline_rank)
+    once = replace(spec, batch=Batch(1, spec.parallelism.data))
+    found = _stage(spec, cluster, pipeline_rank)
+    return found.total, sum(_after_backward(once, cluster, pipeline_rank))
+
+
+def _stage(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> MicroBatchSeconds:
+    """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
+    pieces, layers = _pieces(_one_layer(spec), cluster), spec.stage_layers(pipeline_rank)
+    if spec.recompute.some_layers:
+        kept = _pieces(_one_layer(replace(spec, recompute=Recompute.NONE)), cluster).layer
+        again = spec.layers_again(pipeline_rank)
+        found = pieces.layer * again + kept * (layers - again)
+    else:
+        found = pieces.layer * layers
     if pipeline_rank == 0:
         found += pieces.embedding
     if pipeline_rank == spec.parallelism.pipeline - 1:
         found += pieces.head
-    once = replace(spec, batch=Batch(1, spec.parallelism.data))
-    return found.total, sum(_after_backward(once, cluster, pipeline_rank))
+    return found
 
 
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
@@ -214,7 +224,8 @@ class _Pieces:
 
 
 def _one_layer(spec: RunSpec) -> RunSpec:
-    """The same micro batch with one layer a stage, and no more data parallelism than EP needs."""
+    """The same micro batch with one layer a stage, recomputed if any is, and no more data parallelism
+    than EP needs."""
     own = spec.parallelism
     data = max(1, own.expert // own.context)
     parallelism = replace(
@@ -222,7 +233,8 @@ def _one_layer(spec: RunSpec) -> RunSpec:
     )
     samples = spec.batch.micro_batch_size
     batch = Batch(samples, samples * data)
-    return replace(spec, parallelism=parallelism, batch=batch, stages=EVEN)
+    recompute = Recompute.FULL if spec.recompute.whole_layers else spec.recompute
+    return replace(spec, parallelism=parallelism, batch=batch, stages=EVEN, recompute=recompute)
 
 
 @lru_cache(maxsize=65536)

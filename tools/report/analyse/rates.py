@@ -8,9 +8,8 @@ import numpy as np
 
 from tools.plan.time.flops import model_flops, token_flops
 from tools.report.read.runs import Run
-from tools.spec.flags import Flags
 from tools.spec.hardware import find_device
-from tools.spec.run import Recompute, RunSpec, flags_of_printed
+from tools.spec.run import RunSpec
 
 DISAGREEMENT = 0.01
 _MIN_THROUGHPUT = 20.0
@@ -49,7 +48,7 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     per_second = spec.tokens_per_iteration / seconds
     formulas = [f"tokens/s = global batch {samples} × sequence {length} ÷ {seconds:.6g} s"]
     flops = model_flops(spec.shape, samples, length)
-    done = flops + _recomputed(run, spec)
+    done = flops + _recomputed(spec)
     per_device = flops / seconds / devices / 1e12
     formulas.append(
         f"model TFLOP/s/device = {flops:.5g} FLOPs ÷ {seconds:.6g} s ÷ {devices}"
@@ -91,22 +90,18 @@ def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
     return peak / 1e12, known.source, doubt
 
 
-def _recomputed(run: Run, spec: RunSpec) -> float:
+def _recomputed(spec: RunSpec) -> float:
     """FLOPs that recomputation adds: forward passes of layers, or of their scores, MLPs and experts."""
     forward = token_flops(spec.shape, spec.shape.seq_length)
-    if spec.recompute is not Recompute.FULL:
+    if not spec.recompute.whole_layers:
         inside = (
             ("moe", forward.mlp + forward.router) if spec.shape.experts else ("mlp", forward.mlp)
         )
         parts = ("core_attn", forward.attention_scores), inside
         again = sum(flops for module, flops in parts if spec.recompute.again(module))
         return float(again * spec.tokens_per_iteration)
-    flags = Flags(run.record.argv if run.record else flags_of_printed(run.arguments))
-    layers = 1.0
-    if flags.text("--recompute-method") == "block":
-        of_a_stage = flags.integer("--recompute-num-layers", 1)
-        layers = min(1.0, of_a_stage * spec.parallelism.pipeline / spec.shape.layers)
-    return layers * (forward.total - forward.logits) * spec.tokens_per_iteration
+    again = sum(map(spec.layers_again, range(spec.parallelism.pipeline)))
+    return again / spec.shape.layers * (forward.total - forward.logits) * spec.tokens_per_iteration
 
 
 def _printed_tflops(run: Run) -> float | None:

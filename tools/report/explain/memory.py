@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tools.plan.memory import activation_bytes, head_bytes, layer_activation_bytes, layers_in_flight
+from tools.plan.memory import activation_bytes, chunk_activation_bytes, head_bytes, layers_in_flight
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Phase, RankMemory
 from tools.report.explain.subjects import Subject, find
@@ -130,9 +130,12 @@ def _saving(subject: Subject, plain: Subject | None, strategy: str) -> str:
     if not one or not two or configuration is None or reference is None:
         return _without_ledger(subject)
     before, after = _kept(one[0]), _kept(two[0])
-    layers = configuration.stage_layers(0) * configuration.microbatches
-    predicted = layers * (layer_activation_bytes(reference) - layer_activation_bytes(configuration))
-    predicted += configuration.microbatches * (head_bytes(reference) - head_bytes(configuration))
+    closed = [
+        head_bytes(spec)
+        + sum(chunk_activation_bytes(spec, layers) for layers in spec.chunk_layers(0))
+        for spec in (reference, configuration)
+    ]
+    predicted = configuration.microbatches * (closed[0] - closed[1])
     norm = _of(one[0], "final_layernorm"), _of(two[0], "final_layernorm")
     return (
         f"{subject.label}: forward keeps {amount(after)} for backward over an iteration's "
