@@ -9,7 +9,7 @@ from tools.plan.collectives.call import CollectiveCall
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.traffic import softmax_is_fused
 from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP
-from tools.spec.run import RunSpec
+from tools.spec.run import DeviceKind, RunSpec
 
 _TORCH_SOFTMAX_KERNELS = 0.15
 """More kernels of a layer, of about a hundred: two casts, scale, mask and softmax, three to make the
@@ -52,8 +52,41 @@ def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCa
     waits = sum(call.calls * sqrt(log2(call.ranks)) for call in calls if call.ranks > 1)
     constants = cluster.constants
     kernels *= _SHARE_OF_LAYER.get(spec.shape.blocks, 1.0)
+    if spec.shape.experts:
+        kernels *= _kernels_of_experts(spec, cluster)
     launches = constants.layer_launch_seconds * kernels * (3 + _launched_again(spec)) / 3
     return launches + waits * constants.call_launch_seconds
+
+
+def runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
+    """Whether the host launches a layer while the device works on what came before.
+
+    Routing tells it how many tokens each expert gets, for which it waits; padded to a capacity they
+    are known (`token_dispatcher.py: cuda_sync_point`).
+    """
+    told = bool(spec.shape.experts) and not spec.expert_load.padded
+    return cluster.calibration.launch_beside_work and not told
+
+
+_EXPERT_KERNELS = 1.5
+"""Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
+_UNCAPTURED_KERNELS = 0.5
+"""What of them a graph of attention and the router leaves: as many as a dense layer's MLP has."""
+_EACH_EXPERT_KERNELS = 0.13
+"""More for each of a rank's experts where they run one after another (Megatron's `SequentialMLP`)."""
+_OWN_KERNELS = 0.06
+"""More for each where one call computes all: two products, forward and twice backward, of about a
+hundred kernels of a layer (Transformer Engine's `GroupedLinear` starts them one by one on a few
+streams). As many again in fewer bits: a cast of each one's operand."""
+
+
+def _kernels_of_experts(spec: RunSpec, cluster: Cluster) -> float:
+    """Kernels of a layer of experts that the host launches, for one of a dense layer."""
+    own = spec.shape.experts / spec.parallelism.expert
+    if spec.device is DeviceKind.CPU:
+        return _EXPERT_KERNELS * (1 + _EACH_EXPERT_KERNELS * own)
+    shared = _UNCAPTURED_KERNELS if cluster.execution.captured else _EXPERT_KERNELS
+    return shared + own * _OWN_KERNELS * (2 if spec.quantised else 1)
 
 
 def _launched_again(spec: RunSpec) -> float:

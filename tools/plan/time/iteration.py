@@ -34,11 +34,11 @@ from tools.plan.time.compute import (
     layer_seconds,
     optimizer_seconds,
 )
-from tools.plan.time.host import iteration_host_seconds, launch_seconds
+from tools.plan.time.host import iteration_host_seconds, launch_seconds, runs_ahead
 from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec
+from tools.spec.run import Quantised, Recompute, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
@@ -278,42 +278,12 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
         context_parallel=_context_seconds(spec, cluster, layer),
     )
     launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
-    told = False
-    if spec.shape.experts:
-        launches *= _kernels_of_experts(spec, cluster)
-        # Routing tells the host how many tokens each expert gets, so that it cannot run ahead of the
-        # device; padded to a capacity it is known (`token_dispatcher.py: cuda_sync_point`).
-        told = not spec.expert_load.padded
-    ahead = cluster.calibration.launch_beside_work and not told
-    waiting = max(0.0, launches - found.total) if ahead else launches
+    waiting = max(0.0, launches - found.total) if runs_ahead(spec, cluster) else launches
     found = replace(found, memory_bound=found.memory_bound + waiting)
     exchanged = _expert_seconds(spec, cluster, expert_calls)
     if cluster.execution.overlap_experts:
         exchanged = after_hiding(exchanged, found.total, cluster.constants.contention)
     return replace(found, expert_parallel=exchanged)
-
-
-_EXPERT_KERNELS = 1.5
-"""Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
-_UNCAPTURED_KERNELS = 0.5
-"""What of them a graph of attention and the router leaves: as many as a dense layer's MLP has."""
-_EACH_EXPERT_KERNELS = 0.13
-"""More for each of a rank's experts where they run one after another (Megatron's `SequentialMLP`)."""
-
-
-_OWN_KERNELS = 0.06
-"""More for each where one call computes all: two products, forward and twice backward, of about a
-hundred kernels of a layer (Transformer Engine's `GroupedLinear` starts them one by one on a few
-streams). As many again in fewer bits: a cast of each one's operand."""
-
-
-def _kernels_of_experts(spec: RunSpec, cluster: Cluster) -> float:
-    """Kernels of a layer of experts that the host launches, for one of a dense layer."""
-    own = spec.shape.experts / spec.parallelism.expert
-    if spec.device is DeviceKind.CPU:
-        return _EXPERT_KERNELS * (1 + _EACH_EXPERT_KERNELS * own)
-    shared = _UNCAPTURED_KERNELS if cluster.execution.captured else _EXPERT_KERNELS
-    return shared + own * _OWN_KERNELS * (2 if spec.quantised else 1)
 
 
 def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
