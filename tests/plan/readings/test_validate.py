@@ -13,7 +13,7 @@ from tools.plan.readings.residual import residuals
 from tools.plan.readings.summary import choices
 from tools.plan.readings.table import COLUMNS, READINGS, Reading, ReadingsError, read_readings
 from tools.spec.experts import BALANCED, ExpertLoad
-from tools.spec.run import Quantised
+from tools.spec.run import Quantised, TokenDispatcher
 
 ROW = {
     "source": "mine",
@@ -215,7 +215,7 @@ def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time_and_what_was_add
     kept = [reading for reading in before if reading.kept_back]
     assert len(kept) / len(before) == pytest.approx(1 / 3, abs=0.03)
     assert all(replace(item, value=1.0, where="", notes="").kept_back for item in kept[:50])
-    assert len(added) == 206
+    assert len(added) == 355
     assert all(item.kept_back for item in added)
     assert not fitted_readings([*kept, *added])
     assert fitted_readings(before[::10])
@@ -318,6 +318,16 @@ def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:
     assert express(of_line(424)).spec.quantised is Quantised.TENSORWISE  # Megatron-Bridge, 25.09
     assert express(of_line(534)).spec.quantised is Quantised.DELAYED  # NeMo 24.12, FP8
     assert express(of_line(400)).spec.quantised is Quantised.TENSORWISE  # FP8-CS (FP8-MX)
+
+
+def test_a_source_may_gather_tokens_and_its_zero_stages_are_layouts_of_one_choice() -> None:
+    dispatchers = {express(of_line(line)).spec.token_dispatcher for line in (3423, 3429)}
+    assert dispatchers == {TokenDispatcher.ALL_GATHER}  # Qwen3 30B on 8 GH200
+    assert express(of_line(42)).spec.token_dispatcher is TokenDispatcher.ALL_TO_ALL
+    zero = [item for item in read_readings()[0] if "Lucie" in item.source and item.gpus == 8]
+    stages = [item for item in zero if item.gbs == 192 and item.tp == 2 and item.pp == 1]
+    (choice,) = choices(residuals(stages))
+    assert choice.readings == 2
 
 
 def test_layouts_of_different_releases_are_a_choice_only_where_asked_for() -> None:

@@ -34,6 +34,7 @@ from tools.spec.run import (
     Recompute,
     RunSpec,
     StateTypes,
+    TokenDispatcher,
     spec_of_flags,
 )
 from tools.spec.stages import EVEN, SPREAD
@@ -184,6 +185,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         expert_load=ExpertLoad(capacity=source["capacity"], padded=True)
         if source["capacity"]
         else BALANCED,
+        token_dispatcher=TokenDispatcher(source["dispatcher"]),
         model=reading.model,
     )
 
