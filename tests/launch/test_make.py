@@ -53,6 +53,7 @@ def test_tracing_trains_few_iterations_and_then_draws_them() -> None:
         ("prepare-ds", {"INPUT": "a.jsonl"}, "Say its name: make prepare-ds INPUT="),
         ("demo", {"MAKEFLAGS": "-- ITER=5"}, "There is no variable ITER; did you mean ITERS="),
         ("schedules", {"PP": "two"}, "PP=two is not a whole number"),
+        ("parity", {"VERIFY": "-1"}, "VERIFY=-1 is not 0 or 1"),
     ],
 )
 def test_what_is_missing_or_not_used_is_refused(

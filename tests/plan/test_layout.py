@@ -5,6 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from tools.plan.__main__ import main
 from tools.plan.request import ignored_flags
@@ -76,6 +77,10 @@ def test_what_if_stands_beside_it_in_text_data_and_picture(
         ("--layout xx2", "Unknown strategy 'xx2'"),
         ("--layout dp2 --what-if GPUU=b200", "did you mean GPU=?"),
         ("--layout dp2 --what-if MICRO_BATCH=0", "MICRO_BATCH=0 is not a whole number above 0"),
+        ("--layout dp2 --what-if GPU=", "WHAT_IF has GPU=, which changes nothing"),
+        ("--layout dp2 --what-if SVG=a.svg", "WHAT_IF has SVG=a.svg, which changes nothing"),
+        ("--layout dp2 --extra=garbage", "EXTRA begins with garbage, which is no flag"),
+        ("--layout dp2 --extra=--sequence-parallel", "which LAYOUT= says here"),
         ("--gpus 2 --micro-batch 2", "MICRO_BATCH= is of one layout; name it: LAYOUT="),
     ],
 )
@@ -84,6 +89,32 @@ def test_layouts_that_cannot_be_are_one_sentence(
 ) -> None:
     assert main(["--model", "gpt2-large", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("--fp16 --bf16", "leave one of them out"),
+        ("--lr 1e-4 --micro-batch-size 2", "EXTRA has --micro-batch-size, which MICRO_BATCH= says"),
+    ],
+)
+def test_flags_that_contradict_the_layout_or_one_another_are_refused(
+    capsys: pytest.CaptureFixture[str], extra: str, message: str
+) -> None:
+    assert main([*LAYOUT, f"--extra={extra}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_layouts_stand_side_by_side_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.plan.__main__.wide_console", lambda: Console(width=80))
+    words = ["--model", "gpt3-175b", "--layout", "sp8vpp16x6dp8-zero1", "--gpu", "a100"]
+    assert main([*words, "--what-if", "GPU=b200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (total,) = (line for line in lines if line.startswith(" total"))
+    assert total.count("(100%)") == 2
 
 
 def test_any_args_file_is_a_model_and_extra_flags_change_it(

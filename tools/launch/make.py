@@ -160,6 +160,9 @@ def calls_of(target: str, environment: Mapping[str, str]) -> list[ToolCall]:
     """
     with wrong_settings_refused():
         check_given(given_names(environment.get("MAKEFLAGS", "")), target)
+        for setting in settings.SETTINGS:
+            if setting.used_by(target):
+                setting.value(environment)  # Some are read only after hours of training.
         if target.startswith(TRACE):
             return _trace(target, environment)
         if target == "explain":

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from tools.plan.request import ignored_flags, refuse_imbalance, request_from_opt
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
+from tools.spec import settings
 from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
 from tools.spec.run import RECOMPUTE_FLAGS, Recompute, recompute_of
 from tools.spec.setting import SettingError
-from tools.spec.settings import SETTINGS
 from tools.spec.stages import EVEN, stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
 from tools.text.svg import svg_figure
@@ -109,16 +110,20 @@ def changed_options(options: Namespace, text: str) -> Namespace:
     Raises:
         RequestError: A word that sets no variable of `make plan`, with the near name.
     """
-    known = {s.name: s for s in SETTINGS if s.used_by("plan") and s.option.startswith("--")}
+    known = {
+        s.name: s
+        for s in settings.SETTINGS
+        if s.used_by("plan") and s.option and s not in _NOT_COMPARED
+    }
     changed = copy(options)
     if "LAYOUT=" in text or "GPUS=" in text:
         changed.gpus = None
     for word in shlex.split(text):
-        name, joined, value = word.partition("=")
-        if not joined or name not in known or name == "WHAT_IF":
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        name, _, value = word.partition("=")
+        if not value or name not in known:
+            near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'
-            raise RequestError(f"WHAT_IF has {word}, which sets no variable of make plan; {hint}")
+            raise RequestError(f"WHAT_IF has {word}, which changes nothing of a layout; {hint}")
         setting = known[name]
         try:
             read = setting.value({name: value})
@@ -126,6 +131,13 @@ def changed_options(options: Namespace, text: str) -> Namespace:
             raise RequestError(f"WHAT_IF: {error}") from None
         setattr(changed, setting.option[2:].replace("-", "_"), read)
     return changed
+
+
+_NOT_COMPARED = (
+    *(settings.WHAT_IF, settings.SVG, settings.JSON),
+    *(settings.TOKENS, settings.VERIFY, settings.ALPA, settings.READINGS),
+)
+"""Variables of `make plan` that are not of one layout of two."""
 
 
 def layout_as_data(timed: TimedLayout, other: TimedLayout | None) -> dict[str, Any]:
@@ -151,7 +163,7 @@ def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console
         ratio = timed.candidate.tokens_per_second / other.candidate.tokens_per_second
         console.print(f"The second trains {1 / ratio:.2f} times as fast.", highlight=False)
     print_ignored(timed.ignored, console)
-    console.print(rich_table(_breakdown(every)))
+    console.print(rich_table(_breakdown(every), console.width))
     command = plan_command(timed.request, timed.candidate.spec)
     say(console, command)
 
@@ -199,7 +211,8 @@ def _breakdown(every: Sequence[TimedLayout]) -> Table[str]:
 
     columns = [Column[str]("where", _called, right=False)]
     for place, each in enumerate(every):
-        columns.append(Column[str](each.label, lambda name, place=place: cell(place, name)))  # type: ignore[misc]
+        value = partial(cell, place)
+        columns.append(Column[str](each.label, value, wraps=True))
     shown = [n for n in TIME_COMPONENTS if any(getattr(e.candidate.seconds, n) for e in every)]
     return Table(tuple(columns), (*shown, "total"), "Where an iteration goes")
 

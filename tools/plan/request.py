@@ -145,8 +145,23 @@ _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     "--optimizer-cpu-offload",
     "--optimizer-offload-fraction",
 }
-_BATCH = ("--micro-batch-size", "--global-batch-size")
-"""Of a model's file; in EXTRA they would be a second way to say MICRO_BATCH= and GLOBAL_BATCH=."""
+_BATCH = {"--micro-batch-size": "MICRO_BATCH=", "--global-batch-size": "GLOBAL_BATCH="}
+_ELSEWHERE = _BATCH | dict.fromkeys(
+    (
+        "--tensor-model-parallel-size",
+        "--sequence-parallel",
+        "--pipeline-model-parallel-size",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+        "--use-distributed-optimizer",
+        "--data-parallel-sharding-strategy",
+        "--use-torch-fsdp2",
+    ),
+    "LAYOUT=",
+)
+"""Flags that a model's file may have and EXTRA not, and the variable that says the same."""
 _SPEEDLESS = (
     "--lr",
     "--min-lr",
@@ -200,12 +215,22 @@ def words_of(extra: str | None) -> list[str]:
     """The words of EXTRA.
 
     Raises:
-        RequestError: A quotation mark is not closed.
+        RequestError: They are no flags, contradict one another, or are said by another variable.
     """
     try:
-        return shlex.split(extra or "")
+        words = shlex.split(extra or "")
     except ValueError as error:
         raise RequestError(f"EXTRA cannot be split into words: {error}.") from None
+    if words and not words[0].startswith("--"):
+        raise RequestError(
+            f"EXTRA begins with {words[0]}, which is no flag; use --flags of Megatron."
+        )
+    if {"--fp16", "--bf16"} <= set(words):
+        raise RequestError("EXTRA has --fp16 and --bf16; leave one of them out.")
+    for flag, variable in _ELSEWHERE.items():
+        if flag in words:
+            raise RequestError(f"EXTRA has {flag}, which {variable} says here; leave it out.")
+    return words
 
 
 def _expert_load(shape: ModelShape, flags: Flags, imbalance: float | None) -> ExpertLoad:

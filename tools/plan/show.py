@@ -181,7 +181,7 @@ def _details(winner: Candidate) -> Table[tuple[str, ...]]:
     lists = [_sorted(memory, gib), _sorted(seconds, ms), _sorted(sent, gb)]
     cells = zip_longest(*lists, fillvalue=("", ""))
     rows = tuple(tuple(text for cell in row for text in cell) for row in cells)
-    names = ("memory", "GiB", "time", "ms", "sent, busiest rank", "GB")
+    names = ("memory", "GiB", "time", "ms", "busiest sends", "GB")
     columns = tuple(
         Column[tuple[str, ...]](name, itemgetter(index), right=index % 2 == 1)
         for index, name in enumerate(names)

@@ -83,13 +83,17 @@ _GZIP = b"\x1f\x8b"
 def csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a file's text that are not blank, each with the line that it begins on.
 
+    Cells are divided by what is most frequent in the first line: a comma, the semicolon of a European
+    Excel, or a tab.
+
     Raises:
         UnreadableError: A cell is longer than 131,072 characters.
     """
-    reader, line = csv.reader(io.StringIO(text, newline="")), 1
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
+    reader, line = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 1
     try:
         for cells in reader:
-            if cells:
+            if any(map(str.strip, cells)):
                 yield line, cells
             line = reader.line_num + 1
     except csv.Error as error:

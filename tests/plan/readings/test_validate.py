@@ -4,8 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tools.plan.__main__ import main
+from tools.plan.readings import command
 from tools.plan.readings.express import RefusedError, express
 from tools.plan.readings.facts import origin
 from tools.plan.readings.fit import fitted_readings
@@ -74,6 +76,50 @@ def test_text_in_a_number_is_named_by_row_and_column_and_the_other_rows_are_pred
         (4, "row 4, column value: 'fast'"),
         (5, "row 5, column value: 'nan'"),
     ]
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_cells_may_be_divided_by_semicolons_or_tabs(tmp_path: Path, delimiter: str) -> None:
+    path = file_of(tmp_path, {})
+    path.write_text(path.read_text().replace(",", delimiter))
+    assert read_readings(path)[0][0].gpus == 8
+
+
+def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    path = file_of(tmp_path, {}, columns=(*COLUMNS, "gpus"))
+    with pytest.raises(ReadingsError, match="row 1 names the column gpus twice"):
+        read_readings(path)
+
+
+def test_whole_numbers_may_be_written_as_pandas_does_and_rows_of_commas_are_none(
+    tmp_path: Path,
+) -> None:
+    path = file_of(tmp_path, {"gpus": "8.0", "tp": "2.0"})
+    path.write_text(path.read_text() + "," * (len(COLUMNS) - 1) + "\n")
+    (reading,), unreadable = read_readings(path)
+    assert (reading.gpus, reading.tp, unreadable) == (8, 2, ())
+
+
+def test_the_tables_are_whole_at_80_columns_and_name_the_cause_of_memory_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "wide_console", lambda: Console(width=80))
+    memory = {"metric": "peak_memory_allocated_bytes", "value": "1e9", "source": "a " * 30}
+    assert main(["validate", "--readings", str(file_of(tmp_path, {}, memory))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all("≤15%" in line for line in lines if line.startswith(" By "))
+    text = " ".join(" ".join(lines).split())
+    assert "mostly memory bound" in text
+    assert text.count("· mostly") == 2
+    assert lines[-1] == "2 of 2 readings are predicted."
+
+
+def test_a_step_s_time_without_its_global_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="does not state the global batch"):
+        express(one(tmp_path, gbs=""))
+    rate = one(tmp_path, gbs="", metric="tokens_per_s_per_gpu")
+    assert express(rate).spec.batch.global_batch_size == 4
 
 
 def test_a_file_without_one_readable_row_ends_with_2(
@@ -312,6 +358,10 @@ def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
     # Qwen3 30B on 16 H100 in 26.02.01: printed as PP 2 and EP 8.
     run = express(of_line(3171)).spec.parallelism
     assert (run.pipeline, run.virtual_stages, run.expert, run.data) == (1, 1, 16, 16)
+
+
+def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:
+    assert [express(of_line(line)).spec.parallelism.expert for line in (685, 687)] == [8, 64]
 
 
 def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections import defaultdict
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 
@@ -26,14 +25,13 @@ from tools.plan.readings.summary import (
     by_split,
     cause,
     choices,
-    error_cells,
     reasons,
     worst,
 )
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
 from tools.spec.files import ROOT, from_root
 from tools.spec.settings import add_options, program
-from tools.text.table import Column, Table, rich_table
+from tools.text.table import Column, Table, TextTable, readable_table, rich_table
 from tools.text.terminal import say, wide_console
 from tools.text.units import DASH
 
@@ -95,13 +93,19 @@ def _source(name: str, known: set[str]) -> str:
 
 
 def _print(found: Residuals, console: Console) -> None:
-    console.print(rich_table(_table("By source", by_source(found))))
-    console.print(rich_table(_table("By GPU", by_gpu(found))))
-    console.print(rich_table(_table("By kind of run", [*by_kind(found), *by_split(found)])))
-    console.print(rich_table(Table(_WORST_COLUMNS, tuple(worst(found, _WORST)), "Worst")))
+    if found.predicted:
+        console.print(_MEANING, highlight=False)
+    kinds = [*by_kind(found), *by_split(found)]
+    tables = (("By source", by_source(found)), ("By GPU", by_gpu(found)), ("By kind of run", kinds))
+    for title, groups in tables:
+        if groups:
+            console.print(rich_table(_table(title, groups), console.width))
+    if found.predicted:
+        console.print(readable_table(_worst_table(worst(found, _WORST)), console.width))
     _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
-    console.print(f"{len(found.predicted)} of {total} readings are predicted. Not predicted:")
+    rest = " Not predicted:" if found.refused else ""
+    console.print(f"{len(found.predicted)} of {total} readings are predicted.{rest}")
     for source, reason, lines in reasons(found.refused):
         named = ", ".join(map(str, lines[:_NAMED_LINES]))
         more = ", …" if len(lines) > _NAMED_LINES else ""
@@ -150,28 +154,58 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
         say(console, sentence)
 
 
-def _table(title: str, groups: list[ErrorGroup]) -> Table[list[str]]:
-    header, *rows = error_cells(groups)
-    columns = tuple(
-        Column[list[str]](title if index == 0 else name, itemgetter(index), right=index > 0)
-        for index, name in enumerate(header)
+def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
+    """Narrow enough for 80 columns, with the words of `_MEANING`."""
+    shares = [
+        Column[ErrorGroup]("median", lambda group: group.median_abs_error, _share),
+        Column[ErrorGroup]("mean", lambda group: group.mean_abs_error, _share),
+        Column[ErrorGroup]("bias", lambda group: group.median_error, _signed),
+        Column[ErrorGroup]("p90", lambda group: group.p90_abs_error, _share),
+        Column[ErrorGroup]("≤10%", lambda group: group.within(0.10), _whole),
+        Column[ErrorGroup]("≤15%", lambda group: group.within(0.15), _whole),
+    ]
+    name = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
+    return Table((name, Column[ErrorGroup]("n", _counted), *shares), tuple(groups))
+
+
+def _counted(group: ErrorGroup) -> str:
+    predicted = len(group.errors)
+    return str(predicted) if predicted == group.readings else f"{predicted}/{group.readings}"
+
+
+def _worst_table(items: list[Residual]) -> TextTable:
+    """The first cell heads a paragraph where the columns do not fit."""
+    header = ("reading", "GPUs", "layout", "metric", "published", "predicted", "error", "mostly")
+    lines = tuple(
+        (
+            f"row {item.reading.line}, {item.reading.source}: {item.reading.model}",
+            f"{item.reading.gpus} {item.reading.gpu}",
+            item.expressed.spec.name,
+            item.reading.metric,
+            f"{item.reading.value:.4g}",
+            f"{item.predicted:.4g}",
+            _signed(item.error),
+            cause(item),
+        )
+        for item in items
     )
-    return Table(columns, tuple(rows))
+    return TextTable("worst", "Worst", header, lines)
+
+
+def _share(share: float | None) -> str:
+    return DASH if share is None else f"{share:.1%}"
+
+
+def _whole(share: float | None) -> str:
+    return DASH if share is None else f"{share:.0%}"
 
 
 def _signed(share: float | None) -> str:
     return DASH if share is None else f"{share:+.1%}"
 
 
-_WORST_COLUMNS = (
-    Column[Residual]("row", lambda item: item.reading.line),
-    Column[Residual]("source", lambda item: item.reading.source, right=False, wraps=True),
-    Column[Residual]("model", lambda item: item.reading.model, right=False, wraps=True),
-    Column[Residual]("GPUs", lambda item: f"{item.reading.gpus} {item.reading.gpu}", right=False),
-    Column[Residual]("layout", lambda item: item.expressed.spec.name, right=False),
-    Column[Residual]("metric", lambda item: item.reading.metric, right=False),
-    Column[Residual]("published", lambda item: f"{item.reading.value:.4g}"),
-    Column[Residual]("predicted", lambda item: f"{item.predicted:.4g}"),
-    Column[Residual]("error", lambda item: item.error, _signed),
-    Column[Residual]("mostly", cause, right=False, wraps=True),
+_MEANING = (
+    "n is the number of readings (predicted/all). An error is predicted over published time or memory, "
+    "less 1: median, mean and p90 (nine of ten are below) of its size, bias its median with its sign; "
+    "≤10% and ≤15% are the shares missed by no more."
 )

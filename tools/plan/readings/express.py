@@ -275,6 +275,10 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     if batch is None:
         if pipeline > 1:
             raise RefusedError("the source does not state the global batch of a pipeline")
+        if reading.metric == "step_time_s":
+            raise RefusedError(
+                "the source does not state the global batch that a step's time is of"
+            )
         batch = micro * data
     if batch % (micro * data):
         if reading.mbs or batch % data:

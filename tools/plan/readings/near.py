@@ -183,7 +183,8 @@ def _measured(reading: Reading) -> str:
     layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
     where = f"{reading.gpus:,} {reading.gpu}" + (f", {layout}" if layout else "")
     unit = "s" if reading.metric == "step_time_s" else "tokens/s a GPU"
-    return f"{reading.params_b:g}B, {where}: {reading.value:,.4g} {unit}"
+    value = f"{reading.value:,.0f}" if reading.value >= 1000 else f"{reading.value:.4g}"
+    return f"{reading.params_b:g}B, {where}: {value} {unit}"
 
 
 def _range(errors: tuple[float, ...]) -> str:

@@ -180,25 +180,30 @@ def _rate(
     return tokens * flops_a_token / 1e12
 
 
+def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
+    """Of the rank that a metric is read on: Megatron logs the last one's bytes, others the fullest's."""
+    if metric.endswith("_bytes"):
+        return _bytes(spec, spec.parallelism.pipeline - 1)
+    return fullest_rank(spec)[1]
+
+
 def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
-    last = spec.parallelism.pipeline - 1
     execution = cluster.execution
     grouped = bool(spec.shape.experts) and execution.grouped_experts
     generation = cluster.device.generation
     workspaces = workspace_bytes(generation, execution.deterministic, grouped)
+    held, split = predicted_memory(spec, metric), spec.parallelism
     if metric == "memory_allocated_bytes":
-        held, split = _bytes(spec, last), spec.parallelism
         # Each virtual stage still has its last input when the iteration is logged
         # (`transformer_block.py: set_input_tensor`), and that input its gradient.
         inputs = 2 * (split.virtual_stages - 1) * residual_bytes(spec)
         messages = held.communication + inputs if split.pipeline > 1 else 0
         return held.state + messages + workspaces
     if metric == "peak_memory_allocated_bytes":
-        return _bytes(spec, last).live + workspaces
-    fullest = fullest_rank(spec)[1]
+        return held.live + workspaces
     if metric == "peak_memory_gib":
-        return (fullest.live + workspaces) / GIB
-    return fullest.total / 1e9
+        return (held.live + workspaces) / GIB
+    return held.total / 1e9
 
 
 @lru_cache(maxsize=4096)

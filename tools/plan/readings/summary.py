@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tools.plan.memory import COMPONENTS
 from tools.plan.readings.facts import release_of, source_facts
-from tools.plan.readings.residual import Refusal, Residual, Residuals
+from tools.plan.readings.residual import Refusal, Residual, Residuals, predicted_memory
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
 from tools.spec.run import RunSpec
 from tools.text.units import DASH
@@ -160,10 +161,17 @@ def worst(residuals: Residuals, count: int) -> list[Residual]:
 def cause(residual: Residual) -> str:
     """The largest parts of a predicted time, or of a predicted memory."""
     reading = residual.reading
-    if kind_of(reading.metric) == MEMORY or reading.metric == "matmul_tflops":
+    if reading.metric == "matmul_tflops":
         return ""
-    seconds = iteration_seconds(residual.expressed.spec, residual.expressed.cluster)
-    parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
+    spec, cluster = residual.expressed.spec, residual.expressed.cluster
+    if kind_of(reading.metric) == MEMORY:
+        held = predicted_memory(spec, reading.metric)
+        parts = {
+            name: getattr(held, name) / held.live for name in COMPONENTS if name != "allocator"
+        }
+    else:
+        seconds = iteration_seconds(spec, cluster)
+        parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
 

@@ -133,7 +133,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     """Columns of a file of readings, and its rows by column, each with its line in the file.
 
     Raises:
-        ReadingsError: It cannot be read, or lacks a column.
+        ReadingsError: It cannot be read, or lacks a column or names one twice.
     """
     try:
         rows = list(csv_rows(read_text(path), path))
@@ -145,6 +145,10 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         raise ReadingsError(
             f"{path}: row 1 lacks the column(s) {', '.join(missing)}; the first line names the columns, "
             "as in tools/plan/readings/README.md."
+        )
+    if twice := [name for name in COLUMNS if columns.count(name) > 1]:
+        raise ReadingsError(
+            f"{path}: row 1 names the column {twice[0]} twice; leave one of them out."
         )
     blank = dict.fromkeys(columns, "")
     return columns, [
@@ -168,6 +172,7 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
     def whole(column: str, text: str) -> int | None:
         if not text:
             return None
+        text = text.removesuffix(".0")  # As pandas writes whole numbers beside empty cells.
         if not text.isdecimal() or len(text) > _LONGEST or int(text) < 1:
             raise wrong(column, "a whole number above 0")
         return int(text)
@@ -185,7 +190,9 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
 
     value = number("value")
     if value is None:
-        raise wrong("value", "a number above 0")
+        raise _CellError(
+            f"row {line}, column value: it is empty; name the figure, or leave the row out"
+        )
     if cells["metric"] not in METRICS:
         raise wrong("metric", f"one of {', '.join(METRICS)}")
     ffn, _, of_experts = cells[_FFN].partition("/")

@@ -85,7 +85,9 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
     device, constants, share = cluster.device, cluster.constants, cluster.share
     peak = device.peak_flops(dtype)
     if peak is None:
-        raise NoPeakError(f"{device.name} has no {dtype} rate; use another --dtype.")
+        raise NoPeakError(
+            f"{device.name} has no {dtype} rate; its rates are of {', '.join(device.peak_tflops)}."
+        )
     before_hopper = device.generation in ("volta", "ampere")
     portable = _PORTABLE_SHARE.get(device.generation, 1.0)
     already = cluster.execution.portable_attention
