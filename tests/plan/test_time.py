@@ -112,7 +112,9 @@ def test_the_distributed_optimizer_divides_the_optimizers_time() -> None:
 
 def test_a_dtype_the_device_lacks_is_refused() -> None:
     spec = RunSpec(LARGE.shape, Parallelism(), Batch(1, 1), dtype="fp8")
-    with pytest.raises(NoPeakError, match=r"A100 SXM 80 GB has no fp8 rate; its rates are of [^8]*$"):
+    with pytest.raises(
+        NoPeakError, match=r"A100 SXM 80 GB has no fp8 rate; its rates are of [^8]*$"
+    ):
         iteration_seconds(spec, cluster("a100", 1))
 
 
