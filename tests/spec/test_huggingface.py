@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tools.plan.tensors import parameters_total
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.huggingface import config_of_flags, exact_flags, flags_of_config
+from tools.spec.model import formula_shape, model_of
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -98,3 +100,80 @@ def test_flags_of_another_architecture_have_no_config(
     words = exact_flags(written(tmp_path, LLAMA))
     with pytest.raises(ValueError, match=said):
         config_of_flags(merge_flags(words, more), "float32")
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def parameters(folder: Path, config: dict[str, Any]) -> int:
+    model = model_of(str(written(folder, config)))
+    return parameters_total(formula_shape(model.shape, Flags(model.flags)))
+
+
+def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints(
+    tmp_path: Path,
+) -> None:
+    # Qwen3-30B-A3B has 30,532,122,624; the norms of queries and keys (48 x 2 x 128) are not counted.
+    assert parameters(tmp_path, QWEN3_MOE) == 30_532_122_624 - 48 * 2 * 128
+    # DeepSeek V3 has 671.03 billion; its first three layers are dense, which is named and not counted.
+    alone = {**DEEPSEEK_V3, "num_nextn_predict_layers": 0}
+    dense = 3 * (3 * 7168 * 2048 * 257 + 256 * 7169 - 3 * 7168 * 18432)
+    assert parameters(tmp_path, alone) - dense == pytest.approx(671.026e9, rel=1e-4)
+    flags = Flags(flags_of_config(written(tmp_path, DEEPSEEK_V3)))
+    assert flags.text("--moe-layer-freq") == "([0]*3+[1]*58)"
+    assert flags.text("--mtp-num-layers") == "1"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "dense layers among those of experts"),
+        ({**QWEN3_MOE, "num_experts": 0}, "num_experts = 0; use a whole number of 1 or more"),
+        ({**DEEPSEEK_V3, "n_shared_experts": "one"}, 'n_shared_experts = "one"; use a whole'),
+        (
+            {k: v for k, v in DEEPSEEK_V3.items() if k != "kv_lora_rank"},
+            "lacks the field 'kv_lora_rank'",
+        ),
+    ],
+)
+def test_a_mixture_that_cannot_be_planned_is_refused_by_its_field(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        flags_of_config(written(tmp_path, config))

@@ -1,7 +1,7 @@
 """A Hugging Face `config.json` as Megatron's flags, and for GPT-2 and Llama back.
 
-The planner takes GPT-2, Llama, Mistral, Qwen2 and Mixtral. Weights are converted of GPT-2 and Llama
-alone, and only where Megatron's flags say exactly what the config says (`exact_flags`).
+The planner takes GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek V3. Weights are converted of
+GPT-2 and Llama alone, and only where Megatron's flags say exactly what the config says (`exact_flags`).
 """
 
 from __future__ import annotations
@@ -138,8 +138,18 @@ _WHOLE = (
     "sliding_window",
     "num_local_experts",
     "num_experts_per_tok",
+    "num_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
-_MAY_BE_NULL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window")
+_MAY_BE_NULL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank")
+_MAY_BE_NONE = ("n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace")
 _NUMBERS = (
     "rope_theta",
     "rms_norm_eps",
@@ -163,6 +173,9 @@ def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
             continue
         if type(value) is not int or value < 1:
             raise wrong(field, "a whole number of 1 or more")
+    for field in _MAY_BE_NONE:
+        if type(value := config.get(field) or 0) is not int or value < 0:
+            raise wrong(field, "a whole number of 0 or more")
     for field in _NUMBERS:
         if type(value := config.get(field, 0)) not in (int, float) or not isfinite(value):
             raise wrong(field, "a number")
@@ -179,6 +192,11 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     _refuse_other_kinds(config, path)
     if config.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; plan the unquantised model.")
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ConfigError(
+            f"{path} has dense layers among those of experts (decoder_sparse_step, mlp_only_layers), "
+            "which are not planned."
+        )
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True) and window < _sequence(config):
         raise ConfigError(
@@ -260,14 +278,46 @@ def _qwen2(config: Mapping[str, Any]) -> dict[str, object]:
     return {**_llama(config), "--add-qkv-bias": True}
 
 
-def _mixtral(config: Mapping[str, Any]) -> dict[str, object]:
+def _qwen3(config: Mapping[str, Any]) -> dict[str, object]:
+    return {**_llama(config), "--qk-layernorm": True}
+
+
+def _experts(config: Mapping[str, Any], experts: str, columns: str) -> dict[str, object]:
+    """Flags of a mixture; its config has the numbers of experts and of their columns in these fields."""
     return {
-        **_llama(config),
-        "--num-experts": config["num_local_experts"],
+        "--num-experts": config[experts],
         "--moe-router-topk": config["num_experts_per_tok"],
-        "--moe-ffn-hidden-size": config["intermediate_size"],
+        "--moe-ffn-hidden-size": config[columns],
         "--moe-aux-loss-coeff": config.get("router_aux_loss_coef", 0.001),
         "--moe-token-dispatcher-type": "alltoall",
+    }
+
+
+def _mixtral(config: Mapping[str, Any]) -> dict[str, object]:
+    return _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, object]:
+    return _qwen3(config) | _experts(config, "num_experts", "moe_intermediate_size")
+
+
+def _deepseek_v3(config: Mapping[str, Any]) -> dict[str, object]:
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    shared = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
+    return {
+        **_qwen3(config),
+        **_experts(config, "n_routed_experts", "moe_intermediate_size"),
+        "--multi-latent-attention": True,
+        "--q-lora-rank": config.get("q_lora_rank"),
+        "--kv-lora-rank": config["kv_lora_rank"],
+        "--qk-head-dim": config["qk_nope_head_dim"],
+        "--qk-pos-emb-head-dim": config["qk_rope_head_dim"],
+        "--v-head-dim": config["v_head_dim"],
+        "--moe-shared-expert-intermediate-size": shared or None,
+        "--moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})" if dense else None,
+        "--moe-router-score-function": "sigmoid",
+        "--moe-router-enable-expert-bias": True,
+        "--mtp-num-layers": config.get("num_nextn_predict_layers") or None,
     }
 
 
@@ -276,7 +326,10 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, object]]] = {
     "llama": _llama,
     "mistral": _llama,
     "qwen2": _qwen2,
+    "qwen3": _qwen3,
     "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
 }
 
 

@@ -36,6 +36,7 @@ _HALVES = frozenset({"--fp16", "--bf16"})
 NOT_COUNTED = frozenset(
     {
         "--attention-output-gate",
+        "--qk-layernorm",
         "--quick-geglu",
         "--moe-shared-expert-gate",
         "--moe-latent-size",
@@ -70,7 +71,6 @@ SHAPE_FLAGS = (
         "--swiglu",
         "--disable-bias-linear",
         "--add-qkv-bias",
-        "--qk-layernorm",
         "--softmax-type",
         "--fp8-format",
         "--fp8-recipe",

@@ -110,6 +110,14 @@ def test_a_right_table_says_nothing_and_its_checks_are_counted(tmp_path: Path) -
             "2000 TFLOP/s a GPU",
         ),
         ("gpus,tp,pp,mbs,gbs", "64,2,2,2,256", "64,2,2,3,256", "divisibility", "256 samples"),
+        (
+            "gpu,dtype,TFLOP/s/GPU,MFU",
+            "A100,BF16,140,45%",
+            "A100,BF16,140,52%",
+            "mfu",
+            "are 44.9% of",
+        ),
+        ("gpus,tp,pp,cp,dp,ep", "32,1,4,2,1,8", "32,1,4,2,1,4", "degrees", "= 8, not the 32 GPUs"),
     ],
 )
 def test_each_kind_of_contradiction_is_found_and_the_right_row_is_not(
@@ -146,6 +154,21 @@ def test_a_0_of_what_a_run_can_do_without_is_no_finding(tmp_path: Path) -> None:
     assert findings(tmp_path, "gpus,tp,pp,dp,vpp,ep\n8,2,1,4,0,0\n") == []
 
 
+def test_cells_that_hold_several_numbers_are_not_stated_and_nothing_is_concluded_from_them(
+    tmp_path: Path,
+) -> None:
+    for tensor in ("2 / 4", "2–4", "1 or 2", "2,4"):
+        assert findings(tmp_path, f"gpus;tp;pp;dp\n8;{tensor};2;2\n") == []
+    assert findings(tmp_path, "gpus;gbs;seq;step time (s);tokens/s\n8;64;4096;1,5;174763\n") == []
+
+
+def test_bars_and_links_inside_a_cell_are_text(tmp_path: Path) -> None:
+    header = "| a \\| b | # of GPUs | TP Size | PP | DP |\n|-|-|-|-|-|\n"
+    table = f"{header}| [70B](x_y) \\| c | 16 | 2 | 2 | 2 |"
+    (found,) = findings(tmp_path, table)
+    assert found.sentence == "TP 2 x PP 2 x DP 2 = 8, not the 16 GPUs stated."
+
+
 def test_the_wrong_tables_among_the_public_readings_are_found() -> None:
     found = audit(read_table(READINGS)).findings
     wrong = {(item.row, item.rule) for item in found}
@@ -167,6 +190,11 @@ def test_headings_are_known_in_the_spellings_of_public_tables() -> None:
         "MFU (%)": "mfu",
         "Pipeline parallel": "pp",
         "TP·PP·DP": "tp pp dp",
+        "Global batch size (samples)": "gbs",
+        "Batch (tokens)": "",
+        "Sequence length (tokens)": "seq",
+        "Throughput (k tokens/s)": "",
+        "TP degree": "tp",
         "Release notes of a vendor": "",
     }
     assert {text: quantity(text) for text in spellings} == spellings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -78,14 +78,15 @@ def _degrees(row: TableRow) -> Iterator[str]:
         name: int(row.numbers[name]) for name in ("tp", "pp", "cp", "dp") if name in row.numbers
     }
     gpus = row.numbers.get("gpus")
-    if gpus is None or not {"tp", "pp"} & known.keys():
+    if gpus is None or not {"tp", "pp"} & known.keys() or _unclear(row):
         return
     product = 1
     for degree in known.values():
         product *= degree
     words = " x ".join(f"{name.upper()} {degree}" for name, degree in known.items())
     if "dp" in known:
-        yield "" if product == gpus else f"{words} = {product:,}, not the {gpus:,.0f} GPUs stated."
+        held = gpus in (product, _over_experts(row.numbers))
+        yield "" if held else f"{words} = {product:,}, not the {gpus:,.0f} GPUs stated."
     else:
         whole = product > 0 and gpus % product == 0
         yield "" if whole else f"{words} = {product:,} does not divide the {gpus:,.0f} GPUs stated."
@@ -112,9 +113,19 @@ def _divisibility(row: TableRow) -> Iterator[str]:
         yield _divides(ranks, n["ep"], "ranks of a stage", f"EP {n['ep']:g}")
 
 
+def _over_experts(n: Mapping[str, float]) -> float | None:
+    """GPUs where DP counts replicas of the experts, not of what is beside them."""
+    return n["dp"] * n.get("pp", 1) * n["ep"] * n.get("etp", 1) if "ep" in n else None
+
+
+def _unclear(row: TableRow) -> bool:
+    """Whether a degree is more than one number."""
+    return not row.words.keys().isdisjoint(("tp", "pp", "cp", "dp"))
+
+
 def _data(row: TableRow) -> float | None:
     n = row.numbers
-    if not {"gpus", "tp", "pp"} <= n.keys():
+    if not {"gpus", "tp", "pp"} <= n.keys() or _unclear(row):
         return None
     data = n["gpus"] / (n["tp"] * n["pp"] * n.get("cp", 1))
     return data if data.is_integer() else None
@@ -202,6 +213,14 @@ def _mfu(row: TableRow) -> Iterator[str]:
     if stated is not None:
         over = stated > peak
         yield f"{stated:g} TFLOP/s are above the {peak:g} of a {row.words['gpu']}." if over else ""
+        if "mfu" in n and "16" in row.words.get("dtype", ""):
+            held = _agree(n["mfu"], 100 * stated / peak, _slack(row, "mfu", "tflops"))
+            yield (
+                ""
+                if held
+                else f"{stated:g} TFLOP/s are {stated / peak:.1%} of the {peak:g} of a "
+                f"{row.words['gpu']}, not an MFU of {n['mfu']:g}%."
+            )
     if rate and active:
         least = 6 * active * rate / _TERA
         over = least > _MOST_OF_PEAK * peak

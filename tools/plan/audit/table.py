@@ -15,20 +15,21 @@ from tools.spec.files import UnreadableError, csv_rows, read_text
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
 
+_SAMPLES = "(( in)? (samples|sequences|seqs))?"
 _HEADINGS = {
-    "gpus": r"(#|n|no|num(ber)?( of)?|total)? ?(gpus|devices|accelerators)|gpu (count|scale)|world size",
+    "gpus": r"((n|no|num(ber)?|total) )?(of )?(gpus|devices|accelerators)|gpu (count|scale)|world size",
     "gpu": r"gpu|gpu (type|model|name)|device|hardware|accelerator|system",
-    "tp": r"tp|tensor( model)?( parallel(ism)?)?( size)?",
-    "pp": r"pp|pipeline( model)?( parallel(ism)?)?( size)?",
-    "cp": r"cp|context( parallel(ism)?)?( size)?",
-    "dp": r"dp|data( parallel(ism)?)?( size)?",
-    "ep": r"ep|expert( model)?( parallel(ism)?)?( size)?",
-    "etp": r"etp|expert tensor( parallel(ism)?)?( size)?",
+    "tp": r"(tp|tensor( model)?( parallel(ism)?)?)( size| degree)?",
+    "pp": r"(pp|pipeline( model)?( parallel(ism)?)?)( size| degree)?",
+    "cp": r"(cp|context( parallel(ism)?)?)( size| degree)?",
+    "dp": r"(dp|data( parallel(ism)?)?)( size| degree)?",
+    "ep": r"(ep|expert( model)?( parallel(ism)?)?)( size| degree)?",
+    "etp": r"(etp|expert tensor( parallel(ism)?)?)( size| degree)?",
     "vpp": r"vpp?|virtual( pipeline)?( parallel(ism)?)?( stages| size)?",
-    "mbs": r"mbs|micro ?batch( size)?",
-    "gbs": r"gbs|(global )?batch( size)?|global batch",
-    "seq": r"seq|seq(uence)?[- ]?len(gth)?|sequence|context length",
-    "layers": r"(n|num|#|number of)? ?layers",
+    "mbs": rf"(mbs|micro ?batch( size)?){_SAMPLES}",
+    "gbs": rf"(gbs|(global )?batch( size)?){_SAMPLES}",
+    "seq": r"(seq|seq(uence)? ?len(gth)?|sequence|context length)( in)?( tokens)?",
+    "layers": r"((n|num|number) )?(of )?layers",
     "hidden": r"(n ?)?hidden( size| dim)?|d ?model",
     "heads": r"(n|num|#)? ?(attention )?heads",
     "ffn": r"ffn( hidden)?( size)?|intermediate size",
@@ -49,11 +50,17 @@ _NUMBER = re.compile(r"[-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _SUFFIXED = re.compile(rf"({_NUMBER.pattern})(?: ?([kmbgt])\b)?", re.IGNORECASE)
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _NODES = re.compile(r"(\d+) ?[x×*·] ?(\d+)")
+_SEVERAL = re.compile(r"\d ?(?:[/–—-]|,(?!\d{3})|\b(?:or|to)\b) ?\d")
+"""Several numbers, a range, or a decimal comma."""
+_SCALED = re.compile(r"\b([kmb]|thousands?|millions?|billions?)\b|\b[km]tok")
 _FLOPS = re.compile(r"\b(tera ?|t|peta ?|p)flops?\b")
 _TOTAL = re.compile(r"\b(total|aggregate|overall|cluster)\b")
 _OF_EACH = re.compile(r"(/|per) ?(gpu|device|chip|accelerator)")
 _SPELLED = re.compile(r"(?<![a-z])(etp|vpp|tp|pp|cp|dp|ep|sp)[ =]*(\d+)(?:x(\d+))?")
 _MARKED = re.compile(r"[*`_#]+")
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_BAR = re.compile(r"(?<!\\)\|")
+"""Between cells; one after a backslash is part of a cell's text."""
 
 
 class TableError(ValueError):
@@ -68,6 +75,7 @@ class TableRow:
     numbers: dict[str, float] = field(default_factory=dict)
     """By quantity: degrees, batch, shape, `step_s`, `tokens_s`, `tokens_s_gpu`, `tflops`, `mfu`."""
     words: dict[str, str] = field(default_factory=dict)
+    """Also what is no single number: a range, several of them."""
     slack: dict[str, float] = field(default_factory=dict)
     """Half of the last printed digit, relative."""
 
@@ -101,13 +109,14 @@ def read_table(path: Path) -> list[TableRow]:
 def quantity(heading: str) -> str:
     """The quantity that a heading names; empty for one that is not known."""
     plain = " ".join(re.sub(r"[*`_()\[\]#:.-]+", " ", heading.lower()).split())
-    plain = re.sub(r"(?<=[tpcde]p) ?x ?(?=[tpcde]p)", "/", plain)
+    plain = re.sub(r"(?<=[tpcde]p) ?[x×] ?(?=[tpcde]p)", "/", plain)
     if "util" not in plain and (match := _FLOPS.search(plain)):
         total = "total_" if _TOTAL.search(plain) and not _OF_EACH.search(plain) else ""
         hardware = "hardware_" if "hardware" in plain or "hfu" in plain else ""
         return f"{total}{hardware}{match[1][0]}flops"
     if "tok" in plain and re.search(r"/ ?s|per s|sec|throughput", plain):
-        return "tokens_s_gpu" if _OF_EACH.search(plain) else "tokens_s"
+        each = "tokens_s_gpu" if _OF_EACH.search(plain) else "tokens_s"
+        return "" if _SCALED.search(plain) else each  # Thousands are left alone.
     if re.fullmatch(r"tp\W+pp\b.*", plain) and len(re.findall(r"[a-z]+", plain)) > 1:
         return " ".join(word for word in re.findall(r"[a-z]+", plain) if word in DEGREES)
     for name, pattern in _HEADINGS.items():
@@ -141,7 +150,8 @@ def _is_rule(line: str) -> bool:
 
 
 def _cells(line: str) -> list[str]:
-    return [_MARKED.sub("", cell).strip() for cell in line.strip().strip("|").split("|")]
+    cells = _BAR.split(line.strip().removeprefix("|").removesuffix("|"))
+    return [_MARKED.sub("", _LINK.sub(r"\1", cell)).strip() for cell in cells]
 
 
 def _rows(header: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> list[TableRow]:
@@ -192,6 +202,9 @@ def _degrees_of(row: TableRow, text: str) -> None:
 
 
 def _put(row: TableRow, name: str, text: str) -> None:
+    if name != "ffn" and _SEVERAL.search(text):
+        row.words[name] = text
+        return
     match = _SUFFIXED.search(text)
     if match is None or (name == "ffn" and "/" in text):
         if name == "ffn" and "/" in text:
