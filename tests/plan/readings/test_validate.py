@@ -358,6 +358,24 @@ def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
     # Qwen3 30B on 16 H100 in 26.02.01: printed as PP 2 and EP 8.
     run = express(of_line(3171)).spec.parallelism
     assert (run.pipeline, run.virtual_stages, run.expert, run.data) == (1, 1, 16, 16)
+    # In 25.11: printed as VP 24 and micro batch 2. GPT-OSS 120B of Automodel, printed without EP.
+    spec = express(of_line(3209)).spec
+    assert (spec.parallelism.virtual_stages, spec.batch.micro_batch_size) == (12, 1)
+    assert express(of_line(687)).spec.parallelism.expert == 64
+
+
+def test_experts_are_split_over_tp_where_their_source_says_so() -> None:
+    # Grok 1 on GB200 and H100, both TP 4 and EP 8.
+    ways = [express(of_line(line)).spec.parallelism.tensor_of_experts for line in (655, 3318)]
+    assert ways == [4, 1]
+
+
+def test_attention_that_no_kernel_of_its_time_trains_is_unfused_and_computed_again() -> None:
+    # DeepSeek V3 of dgxc on GB200 and H100.
+    blackwell, hopper = (express(of_line(line)).spec for line in (3309, 3308))
+    assert (blackwell.fused_attention, hopper.fused_attention) == (False, True)
+    assert blackwell.recompute.again("core_attn")
+    assert hopper.recompute.again("mla_up_proj")
 
 
 def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:

@@ -270,7 +270,8 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
             f"TP {tensor} x PP {pipeline} x CP {context} x DP {reading.dp} is not {gpus} GPUs: "
             "wrong as published"
         )
-    micro = reading.mbs or source.get("micro_batch", {}).get(reading.model) or 1
+    micro = source.get("micro", reading.mbs)
+    micro = micro or source.get("micro_batch", {}).get(reading.model) or 1
     batch = reading.gbs
     if batch is None:
         if pipeline > 1:
@@ -286,8 +287,10 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
                 f"a global batch of {batch} is no multiple of micro batch {micro} x DP {data}"
             )
         micro = 1
-    virtual = reading.vpp or source.get("virtual_stages", {}).get(reading.model) or 1
+    virtual = source.get("virtual", reading.vpp)
+    virtual = virtual or source.get("virtual_stages", {}).get(reading.model) or 1
     sequence = bool(source["sequence_parallel"]) and tensor > 1
+    expert_tensor = source.get("expert_tensor", 1 if expert > 1 else tensor)
     return (
         Parallelism(
             data=data,
@@ -295,7 +298,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
             pipeline=pipeline,
             context=context,
             expert=expert,
-            expert_tensor=1 if expert > 1 and tensor > 1 else 0,
+            expert_tensor=0 if expert_tensor == tensor else expert_tensor,
             virtual_stages=virtual if pipeline > 1 else 1,
             sequence_parallel=sequence,
             sharding=sharding if data * context > 1 else Sharding.NONE,
