@@ -22,6 +22,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
@@ -67,18 +68,15 @@ def refuse_what_is_not_covered(args: Namespace) -> None:
                 f"--{option.replace('_', '-')} is not covered by this entry; set MEGATRON_LM to a "
                 "Megatron-LM checkout to use its own pretrain_gpt.py."
             )
-    if args.mtp_num_layers and args.pipeline_model_parallel_size > 1:
-        sys.exit(
-            "--mtp-num-layers over pipeline stages is not covered by this entry, which gives tokens to "
-            "the first alone; set MEGATRON_LM to a Megatron-LM checkout to use its own pretrain_gpt.py."
-        )
 
 
-def read_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:
+def read_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None
+) -> dict[str, Any]:
     """This rank's part of the next micro batch, tensors of [micro batch, sequence / CP].
 
     TP rank 0 reads and broadcasts, every CP rank keeps its chunks, and a pipeline stage receives only
-    what it uses (the first the tokens, the last the labels).
+    what it uses (the first the tokens, the last the labels, and the tokens if it predicts those ahead).
     """
     args = get_args()
     tensor_rank = mpu.get_tensor_model_parallel_rank()
@@ -100,7 +98,9 @@ def read_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[
         tp_rank=tensor_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=mtp_on_this_rank(
+            mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
+        ),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -137,8 +137,9 @@ def forward_step(
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     batch: dict[str, Any] = dict.fromkeys(BATCH_KEYS)
-    if is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
-        batch = read_batch(data_iterator)
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    if is_first_or_last_pipeline_stage(vp_stage):
+        batch = read_batch(data_iterator, vp_stage)
     timer.stop()
     output = model(
         batch["tokens"],

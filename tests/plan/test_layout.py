@@ -170,7 +170,7 @@ def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixtur
     ("model", "extra"),
     [
         ("gpt3-13b", "--multi-latent-attention"),
-        ("gpt3-13b", "--mtp-num-layers 1"),
+        ("llama3-8b", "--mtp-num-layers 1"),
         ("moe-4m", "--moe-shared-expert-intermediate-size 4096"),
         ("moe-4m", "--cuda-graph-impl local"),
         ("gpt3-13b", "--attention-backend unfused"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
 from tools.spec.run import DeviceKind, Recompute, RunSpec
-from tools.spec.stages import EVEN, SPREAD, stage_split, virtual_degrees
+from tools.spec.stages import EVEN, stage_split, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGEST_MICRO_BATCH = 64
@@ -49,9 +49,7 @@ def base(template: RunSpec, split: Parallelism, size: int, recompute: Recompute)
         batch=Batch(size, template.batch.global_batch_size),
         recompute=recompute,
         cp_comm_type="p2p",
-        stages=SPREAD
-        if template.stages == SPREAD
-        else stage_split(template.shape.layers, split.pipeline) or EVEN,
+        stages=stage_split(template.shape.layers, split.pipeline) or EVEN,
     )
 
 

@@ -154,6 +154,8 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
             f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "
             f"positions; use at most {shape.positions}, or raise --max-position-embeddings."
         )
+    if shape.positions and shape.ahead:
+        yield "Multi-token prediction refuses learned positions; add --position-embedding-type rope."
     if context == 1:
         return
     if shape.seq_length % (2 * context):
@@ -300,6 +302,11 @@ def _recompute_rules(spec: RunSpec) -> Iterator[str]:
         yield (
             f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
             "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
+        )
+    if spec.shape.ahead and partly:
+        yield (
+            f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
+            "at all; use --recompute-method uniform --recompute-num-layers 1."
         )
 
 

@@ -26,7 +26,7 @@ from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
 from tools.spec.run import RECOMPUTE_FLAGS, Recompute, recompute_of
 from tools.spec.setting import SettingError
-from tools.spec.stages import EVEN, stages_of
+from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
 from tools.text.svg import svg_figure
 from tools.text.table import Column, Table, rich_table
@@ -94,7 +94,7 @@ def time_layout(options: Namespace) -> TimedLayout:
         parallelism=split,
         batch=Batch(micro, request.global_batch),
         recompute=recompute,
-        stages=request.template.stages if stages == EVEN else stages,
+        stages=stages,
         cp_comm_type=flags.text("--cp-comm-type", "p2p"),
     )
     if problems := violations(spec):

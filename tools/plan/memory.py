@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil
 
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
-from tools.spec.model import ATTENTION, EXPERTS, MAMBA, MLP, LatentAttention, Mamba
+from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP, LatentAttention, Mamba
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, StateTypes
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism, Sharding
@@ -30,6 +30,8 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     """
     if len(spec.shape.blocks) > 1:
         return sum(times * layer_activation_bytes(kind) for times, kind in spec.kinds)
+    if spec.shape.blocks == AHEAD:
+        return _joining_bytes(spec)
     kept = _outside_tensor_parallel_bytes(spec)
     if spec.recompute.whole_layers:
         return kept
@@ -103,10 +105,11 @@ def logit_elements(spec: RunSpec) -> int:
 def logits_bytes(spec: RunSpec) -> int:
     """Live at the loss: the logits, and their fp32 copy that becomes softmax and then gradient.
 
-    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied.
+    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied. Losses of tokens
+    ahead come before it and keep theirs (`multi_token_prediction.py: process_mtp_loss`).
     """
     copies = 0 if spec.dtype == "fp32" else spec.element_bytes
-    return (copies + _FP32_BYTES) * logit_elements(spec)
+    return (copies + _FP32_BYTES * spec.shape.predicted) * logit_elements(spec)
 
 
 def backward_temporary_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -214,10 +217,27 @@ def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
     if spec.recompute.whole_layers:
         return spec.element_bytes * elements
     outputs = [not spec.recompute.again(*modules) for modules in norm_modules(spec)]
-    inputs, masks = len(outputs), len(outputs) if spec.dropout else 0
+    inputs, masks = len(outputs), spec.shape.residuals if spec.dropout else 0
     routed = outputs.pop() if spec.shape.experts else 0
     kept = spec.element_bytes * (inputs + routed) + masks
     return kept * elements + _operand_bytes(spec, sum(outputs) * elements)
+
+
+def _joining_bytes(spec: RunSpec) -> int:
+    """What a depth of multi-token prediction keeps beside its layer: the inputs of three norms, which
+    are the embeddings, the hidden states before and the layer's output; the projection's input, as wide
+    as the first two together; its part of what the output layer reads, all depths' in one tensor
+    (`multi_token_prediction.py`). Recomputed, it keeps the first two and the last, of which one is
+    counted with the layer.
+
+    The layer's input is a view of the projection's output, which sequence parallelism does not split.
+    """
+    elements = spec.tokens * spec.shape.hidden
+    own = elements // spec.sequence_shards
+    if spec.recompute is Recompute.FULL:
+        return 2 * spec.element_bytes * own
+    unsplit = spec.element_bytes * (elements - own)
+    return 4 * spec.element_bytes * own + _operand_bytes(spec, 2 * own) + unsplit
 
 
 def _mamba_bytes(spec: RunSpec, mamba: Mamba) -> int:
@@ -477,7 +497,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     if pipeline_rank == 0:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        kept += head_bytes(spec)
+        kept += head_bytes(spec) + spec.shape.depths * embedding_bytes(spec)
+        kept += spec.shape.ahead * layer_activation_bytes(spec.joining)
     return kept
 
 

@@ -42,7 +42,6 @@ from tools.spec.run import (
     state_types_of,
     token_dispatcher_of,
 )
-from tools.spec.stages import EVEN, SPREAD
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
 MOST_DEVICES = 262_144
@@ -81,8 +80,6 @@ def request_from_options(options: Namespace) -> Request:
         token_dispatcher=token_dispatcher_of(flags),
         expert_load=_expert_load(template.shape, flags, options.imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
-        # The layers of the depths lie on the last stage, beside those that `--num-layers` has.
-        stages=SPREAD if flags.has("--mtp-num-layers") else EVEN,
     )
     cluster = Cluster(
         device=device,
@@ -198,6 +195,7 @@ _SPEEDLESS = (
     "--no-bias-gelu-fusion",
     "--use-mcore-models",
     "--moe-token-drop-policy",
+    "--mtp-loss-scaling-factor",
     "--init-method-",
 )
 """Beginnings of flags that change neither time nor memory."""

@@ -83,8 +83,9 @@ class ChunkBuffers:
 def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
     """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
     table = shape.padded_vocabulary(tensor) * shape.hidden
-    ends = _parameters(_end_tensors(shape, table, 1, True, True))
-    return ends.total + shape.layers * _layer_parameters(shape, 1, 1, 1).total
+    ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
+    layers = shape.layers + shape.ahead
+    return ends.total + layers * _layer_parameters(shape, 1, 1, 1).total
 
 
 def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str:
@@ -111,7 +112,8 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Parameters that one token uses: of the experts only those it is routed to."""
     idle = shape.experts - shape.experts_per_token if shape.experts else 0
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
-    layers = shape.layers * sum(times for times, kind in shape.kinds if kind.experts)
+    layers = shape.layers + shape.ahead
+    layers *= sum(times for times, kind in shape.kinds if kind.experts)
     return parameters_total(shape, tensor) - layers * idle * expert.total
 
 
@@ -141,7 +143,8 @@ def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
     layer = _layer_tensors(shape, split.tensor, split.expert, split.tensor_of_experts)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
     table = spec.padded_vocabulary * shape.hidden // split.tensor
-    ends = [tensor.elements for tensor in _end_tensors(shape, table, split.pipeline, first, last)]
+    degrees = (split.tensor, split.pipeline)
+    ends = [tensor.elements for tensor in _end_tensors(shape, table, *degrees, first, last)]
     own = [tensor.elements for tensor in layer for _ in range(tensor.copies)]
     return spec.stage_layers(pipeline_rank) * own + ends
 
@@ -156,9 +159,12 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     """Elements that every TP rank holds whole and, under SP, has only its tokens' gradient of."""
     shape, split = spec.shape, spec.parallelism
     tensors = _layer_tensors(shape, split.tensor, split.expert, split.tensor_of_experts)
-    layer = sum(tensor.elements for tensor in tensors if tensor.partial)
     last = pipeline_rank == split.pipeline - 1
-    return spec.stage_layers(pipeline_rank) * layer + (sum(_norm(shape)) if last else 0)
+    ends = _end_tensors(shape, 0, split.tensor, split.pipeline, False, last)
+    layer, outside = (
+        sum(tensor.elements for tensor in found if tensor.partial) for found in (tensors, ends)
+    )
+    return spec.stage_layers(pipeline_rank) * layer + outside
 
 
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
@@ -166,14 +172,14 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     split, shape = spec.parallelism, spec.trained_shape
     shared, experts = _layer_buffers(shape, split.tensor, split.expert, split.tensor_of_experts)
     table = spec.padded_vocabulary * shape.hidden // split.tensor
-    is_tied = shape.tied_embeddings and split.pipeline > 1
+    tables = _shared_tables(spec)
     chunks = []
     for stage, layers in enumerate(spec.chunk_layers(pipeline_rank)):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
         sizes: dict[bool, list[int]] = {False: [], True: []}
-        for end in _end_tensors(shape, table, split.pipeline, first, last):
-            sizes[is_tied and end.component in _TABLES].append(end.elements)
+        for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
+            sizes[end.component in tables].append(end.elements)
         untied = shared * layers + buffer_of(sizes[False])
         chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts * layers))
     return chunks
@@ -197,19 +203,27 @@ class _Tensor:
     """Megatron marks it `sequence_parallel`: see `partial_gradient_elements`."""
 
 
-_TABLES = ("word_embedding", "output_layer")
+def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
+    """Components that two stages hold and reduce together. With multi-token prediction it is the
+    embedding of both; a tied model's copy in the output layer is then in nobody's use, and is kept."""
+    if not spec.embeds_twice:
+        return ()
+    return ("word_embedding",) if spec.shape.ahead else ("word_embedding", "output_layer")
 
 
 def _end_tensors(
-    shape: ModelShape, table: int, stages: int, first: bool, last: bool
+    shape: ModelShape, table: int, tensor: int, stages: int, first: bool, last: bool
 ) -> Iterator[_Tensor]:
-    """Embeddings before the first layer; after the last the final norm and the output layer."""
-    if first:
+    """Embeddings before the first layer; after the last the final norm, what joins depths ahead, their
+    embedding on a stage of its own, and the output layer."""
+    if first or (last and shape.ahead):
         yield _Tensor("word_embedding", table)
         if shape.positions:
             yield _Tensor("position_embedding", shape.positions * shape.hidden)
     if last:
-        yield from (_Tensor("norms", size) for size in _norm(shape))
+        yield from (_Tensor("norms", size, partial=True) for size in _norm(shape))
+        if shape.ahead:
+            yield from _layer_tensors(shape.only(AHEAD), tensor, 1, 1) * shape.ahead
         if stages > 1 or not shape.tied_embeddings:
             yield _Tensor("output_layer", table)
 
@@ -328,7 +342,7 @@ def _stage_parameters(
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
     layer = _layer_tensors(shape, tensor, expert, expert_tensor)
     stage = (replace(item, copies=layers * item.copies) for item in layer)
-    return _parameters([*stage, *_end_tensors(shape, table, pipeline, first, last)])
+    return _parameters([*stage, *_end_tensors(shape, table, tensor, pipeline, first, last)])
 
 
 @lru_cache(maxsize=256)

@@ -190,6 +190,9 @@ class ModelShape:
     mamba: Mamba | None = None
     latent_experts: int = 0
     """Width that tokens are projected to before they are routed; 0 is the hidden state's."""
+    ahead: int = 0
+    """Depths of multi-token prediction behind the layers, each an `AHEAD` block and a layer; those of a
+    hybrid are among its blocks."""
 
     @property
     def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
@@ -213,9 +216,19 @@ class ModelShape:
         return {"": 2, AHEAD: 3}.get(self.blocks, 1)
 
     @property
+    def residuals(self) -> int:
+        """Additions to the hidden states of a layer of one kind, each behind a dropout."""
+        return {"": 2, AHEAD: 0}.get(self.blocks, 1)
+
+    @property
+    def depths(self) -> int:
+        """Depths of multi-token prediction: each embeds the tokens ahead and passes the output layer."""
+        return self.ahead + self.blocks.count(AHEAD)
+
+    @property
     def predicted(self) -> int:
-        """Tokens ahead that are predicted, each with a pass through the output layer."""
-        return 1 + self.blocks.count(AHEAD)
+        """Tokens that are predicted at each position, each with a pass through the output layer."""
+        return 1 + self.depths
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
@@ -445,8 +458,7 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
 
 def formula_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     """The shape with what formulas know and a run's record leaves out: latent attention, the shared
-    expert, a hybrid's blocks, and a layer for each depth of multi-token prediction, whose second head
-    is not counted.
+    expert, a hybrid's blocks, and depths of multi-token prediction.
 
     Raises:
         ValueError: A dimension is negative.
@@ -479,7 +491,7 @@ def formula_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     shape = replace(shape, latent=latent, shared_expert_ffn=shared)
     if flags.has("--hybrid-layer-pattern"):
         return _hybrid_shape(shape, flags)
-    return replace(shape, layers=shape.layers + flags.integer("--mtp-num-layers", 0))
+    return replace(shape, ahead=flags.integer("--mtp-num-layers", 0))
 
 
 def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flags import Flags, flag_words
-from tools.spec.model import Model, ModelShape, shape_from_flags
+from tools.spec.model import AHEAD, Model, ModelShape, shape_from_flags
 from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
@@ -344,11 +344,14 @@ class RunSpec:
         return -(-self.shape.layers // self.parallelism.pipeline)
 
     def chunk_layers(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Layers of each virtual stage of a pipeline rank."""
+        """Layers of each virtual stage of a pipeline rank; depths ahead are the last one's."""
         split = self.parallelism
-        return self.stages.chunks(
+        chunks = self.stages.chunks(
             self.shape.layers, split.pipeline, split.virtual_stages, pipeline_rank
         )
+        if pipeline_rank == split.pipeline - 1:
+            return (*chunks[:-1], chunks[-1] + self.shape.ahead)
+        return chunks
 
     def stage_layers(self, pipeline_rank: int) -> int:
         """Layers on one pipeline rank, over its virtual stages."""
@@ -362,10 +365,10 @@ class RunSpec:
     def with_stages_like(self, pipeline_rank: int) -> RunSpec:
         """An even run whose every stage has as many layers as this one's and computes as many again, in
         one virtual stage: for calls inside layers."""
-        if self.stages == EVEN and not self.recompute.some_layers:
+        if self.stages == EVEN and not (self.recompute.some_layers or self.shape.ahead):
             return self
         layers = self.stage_layers(pipeline_rank) * self.parallelism.pipeline
-        found = replace(self, stages=EVEN, shape=replace(self.shape, layers=layers))
+        found = replace(self, stages=EVEN, shape=replace(self.shape, layers=layers, ahead=0))
         if not self.recompute.some_layers:
             return found
         again = self.layers_again(pipeline_rank)
@@ -374,6 +377,19 @@ class RunSpec:
             parallelism=replace(self.parallelism, virtual_stages=1),
             recompute=Recompute(f"full block {again}") if again else Recompute.NONE,
         )
+
+    @property
+    def joining(self) -> RunSpec:
+        """A run with one block a stage, that which a depth of multi-token prediction begins with."""
+        shape = replace(self.shape.only(AHEAD), layers=self.parallelism.pipeline, ahead=0)
+        return replace(self, stages=EVEN, shape=shape)
+
+    @property
+    def embeds_twice(self) -> bool:
+        """Whether the first and the last of several stages hold one embedding, whose gradients they add:
+        a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
+        shared = self.trained_shape.tied_embeddings or bool(self.shape.ahead)
+        return shared and self.parallelism.pipeline > 1
 
 
 def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:

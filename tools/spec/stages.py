@@ -31,6 +31,9 @@ class StageSplit:
 
     spread: bool = False
     """As evenly as can be, the ends with fewer (`--pipeline-model-parallel-layout`)."""
+    filled: bool = False
+    """Each with as many as any needs, the last with what is left (the same flag), which makes room there
+    for depths of multi-token prediction and the loss."""
 
     @property
     def counted(self) -> int:
@@ -39,12 +42,16 @@ class StageSplit:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's; a layout of its own (`spread`) has to be written by hand."""
+        """Megatron's; a layout of its own (`spread`, `filled`) has to be written by hand."""
         given = {_FIRST: self.first or None, _LAST: self.last or None}
         return flag_words({**given, _EMBEDDING: self.embedding, _LOSS: self.loss})
 
     def chunks(self, layers: int, pipeline: int, virtual: int, rank: int) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank (floors where a degree does not divide)."""
+        if self.filled:
+            each = -(-layers // (pipeline * virtual))
+            places = (chunk * pipeline + rank for chunk in range(virtual))
+            return tuple(min(each, max(0, layers - place * each)) for place in places)
         if self.spread:
             few, more = divmod(layers, pipeline * virtual)
             places = (chunk * pipeline + rank for chunk in range(virtual))
@@ -59,12 +66,8 @@ class StageSplit:
 
     def problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Why Megatron does not lay `layers` so; empty if it does."""
-        if self in (EVEN, SPREAD):
-            stages = pipeline * virtual
-            # A stage of its own may have the embedding, and one the loss.
-            wrong = layers + 2 < stages if self == SPREAD else layers % stages
-            outcome = "fill the stages" if self == SPREAD else "divide"
-            return f"they do not {outcome}" if wrong else ""
+        if self in (EVEN, SPREAD, FILLED):
+            return self._alike_problem(layers, pipeline * virtual)
         if self.counted and (self.first or self.last):
             return "a first or last stage of its own excludes counting embedding or loss"
         if min(self.first, self.last) < 0:
@@ -76,6 +79,16 @@ class StageSplit:
         smallest = self.chunks(layers, pipeline, virtual, 0)[0]
         last = self.chunks(layers, pipeline, virtual, pipeline - 1)[-1]
         return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
+
+    def _alike_problem(self, layers: int, stages: int) -> str:
+        if self == FILLED:
+            # The last may have depths and loss alone.
+            wrong = -(-layers // stages) * (stages - 2) >= layers
+        else:
+            # A stage of its own may have the embedding, and one the loss.
+            wrong = layers + 2 < stages if self == SPREAD else layers % stages > 0
+        outcome = "divide" if self == EVEN else "fill the stages"
+        return f"they do not {outcome}" if wrong else ""
 
     def _own_stages_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         left, stages = layers - self.first - self.last, pipeline - (self.first > 0)
@@ -100,6 +113,7 @@ class StageSplit:
 
 EVEN = StageSplit()
 SPREAD = StageSplit(spread=True)
+FILLED = StageSplit(filled=True)
 
 
 def stages_of(flags: Flags) -> StageSplit:

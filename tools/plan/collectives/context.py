@@ -21,6 +21,23 @@ def context_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         yield from algorithm[spec.cp_comm_type](spec)
 
 
+def boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Multi-token prediction shifts tokens, positions, labels and mask by one at each depth: both chunks
+    of a rank's sequence get a token from the ranks beside it. The first and the last rank send one of
+    the two (`multi_token_prediction.py: roll_tensor`, in the default group)."""
+    if spec.parallelism.context == 1:
+        return
+    calls = min(2, spec.parallelism.context - 1) * spec.shape.depths * spec.microbatches
+    samples = spec.batch.micro_batch_size
+    source = "multi_token_prediction.py: roll_tensor"
+    for what, tensors, width in (
+        ("token, position and label after a chunk", 3, 8),
+        ("mask of the label after a chunk", 1, 4),
+    ):
+        send, sent, times = Operation.SEND, width * samples, tensors * calls
+        yield collective(spec, Group.WORLD, send, Phase.FORWARD, what, times, sent, source)
+
+
 def _ring(spec: RunSpec) -> Iterator[CollectiveCall]:
     """K and V go around in c−1 steps; backward sends them again, and their gradients with them."""
     steps = spec.parallelism.context - 1

@@ -18,6 +18,7 @@ _NORM = "optimizer/clip_grads.py: get_grad_norm_fp32"
 _OVERFLOW = "optimizer/optimizer.py: _unscale_main_grads_and_check_for_nan"
 _MAXIMUM = "training: reduce_max_stat_across_model_parallel_group"
 _RERUN, _AGREED = "rerun_state_machine.py", "training: logical_and_across_model_parallel_group"
+_AHEAD = "multi_token_prediction.py: MTPLossLoggingHelper.reduce_metrics_in_tracker"
 _ROUTER = "transformer/moe: logging of auxiliary losses"
 
 
@@ -33,6 +34,9 @@ def control_collectives(
     if pipeline_rank == spec.parallelism.pipeline - 1:
         step, loss = "training/training.py: train_step", "loss and its token count"
         yield _reduced(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
+        if depths := spec.shape.depths:
+            ahead = "losses, right and all guesses of tokens ahead"
+            yield _reduced(spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3)
     if spec.shape.experts:
         yield from _router_losses(spec, megatron)
     if megatron is Megatron.F4FA7D6B:
@@ -63,7 +67,7 @@ def _router_losses(spec: RunSpec, megatron: Megatron) -> Iterator[CollectiveCall
     The load-balancing loss is logged, as 0, also where it is no part of the loss.
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
-    layers = spec.shape.layers * max(1, len(spec.shape.blocks))
+    layers = (spec.shape.layers + spec.shape.ahead) * max(1, len(spec.shape.blocks))
     own = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
     logged = [("load-balancing loss of each layer", (*own, *everywhere))]
     if spec.shape.router_z_loss:

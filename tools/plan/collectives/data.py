@@ -91,7 +91,7 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
     has in no layer, and everything under ZeRO-2, which has one bucket, is gathered once, after the
     update.
     """
-    parallelism, layers = spec.parallelism, spec.layers_a_stage
+    parallelism, layers = spec.parallelism, spec.stage_layers(pipeline_rank)
     rank, layer = rank_parameters(spec, pipeline_rank), layer_parameters(spec)
     experts = layer.experts if parallelism.expert > 1 else 0
     shared, outside = layer.total - experts, rank.total - layers * layer.total

@@ -33,7 +33,7 @@ def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
     """The first and the last stage add up their gradients of the embedding that both hold."""
-    if spec.parallelism.pipeline == 1 or not spec.trained_shape.tied_embeddings:
+    if not spec.embeds_twice:
         return
     elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor
     yield collective(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tools.plan.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
-from tools.plan.collectives.context import context_collectives
+from tools.plan.collectives.context import boundary_collectives, context_collectives
 from tools.plan.collectives.control import control_collectives
 from tools.plan.collectives.data import gradient_collectives
 from tools.plan.collectives.experts import expert_collectives
@@ -42,6 +42,8 @@ def _all_collectives(
 ) -> Iterator[CollectiveCall]:
     yield from tensor_collectives(spec, pipeline_rank, megatron)
     yield from context_collectives(spec.with_stages_like(pipeline_rank))
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        yield from boundary_collectives(spec)
     yield from expert_collectives(spec.with_stages_like(pipeline_rank))
     yield from pipeline_collectives(spec, pipeline_rank)
     yield from gradient_collectives(spec, pipeline_rank)

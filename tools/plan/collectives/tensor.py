@@ -10,7 +10,7 @@ from tools.plan.memory import precision_of
 from tools.plan.tensors import partial_gradient_elements
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.model import EXPERTS, MLP, ModelShape
+from tools.spec.model import AHEAD, EXPERTS, MLP, ModelShape
 from tools.spec.run import RunSpec
 
 _INT64, _FP32, _BOOL = 8, 4, 1
@@ -34,6 +34,7 @@ def tensor_collectives(
         yield from embedding_collectives(spec)
     yield from layer_collectives(spec.with_stages_like(pipeline_rank))
     if last:
+        yield from depth_collectives(spec)
         yield from head_collectives(spec)
     yield from partial_gradients(spec, pipeline_rank)
 
@@ -49,7 +50,10 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         return
     if len(spec.shape.blocks) > 1:
         for times, kind in spec.kinds:
-            yield from (replace(call, calls=times * call.calls) for call in layer_collectives(kind))
+            yield from _times(times, layer_collectives(kind))
+        return
+    if spec.shape.blocks == AHEAD:
+        yield from _joining(spec)
         return
     rows = [
         (_REDUCE, _FORWARD, "partial sums of row-parallel outputs", _REDUCING),
@@ -71,6 +75,46 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         calls = forwards if phase is _FORWARD else backwards
         beside = phase is _BACKWARD and source.startswith(_LINEAR)
         yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), source, beside)
+
+
+def depth_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
+    and joins them with the hidden states."""
+    yield from _times(spec.shape.depths, embedding_collectives(spec))
+    if spec.shape.ahead:
+        yield from _times(spec.shape.ahead, layer_collectives(spec.joining))
+
+
+def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Of the projection that a depth of multi-token prediction begins with: column-parallel, of a tensor
+    twice as wide; its output is gathered by columns, and under SP split by tokens, which backward
+    gathers (`multi_token_prediction.py: _concat_embeddings`)."""
+    forwards, backwards = layer_passes(spec)
+    whole = hidden_bytes(spec)
+    reduced, what = _REDUCE, "input gradients of the projection of tokens ahead"
+    if spec.parallelism.sequence_parallel:
+        reduced, source = _SCATTER, f"{_MAPPINGS}: _ScatterToSequenceParallelRegion.backward"
+        joined = "hidden states joined with tokens ahead"
+        yield _call(spec, _GATHER, _FORWARD, joined, forwards, 2 * whole, _LINEAR)
+        again = f"{joined}, again"
+        yield _call(spec, _GATHER, _BACKWARD, again, backwards, 2 * whole, _LINEAR, True)
+        split = "gradients of their projection's output"
+        yield _call(spec, _GATHER, _BACKWARD, split, backwards, whole, source)
+    gathered = "columns of the projection of tokens ahead"
+    yield _call(
+        spec,
+        _GATHER,
+        _FORWARD,
+        gathered,
+        forwards,
+        whole,
+        f"{_MAPPINGS}: _GatherFromModelParallelRegion",
+    )
+    yield _call(spec, reduced, _BACKWARD, what, backwards, 2 * whole, _LINEAR, True)
+
+
+def _times(times: int, calls: Iterator[CollectiveCall]) -> Iterator[CollectiveCall]:
+    return (replace(call, calls=times * call.calls) for call in calls)
 
 
 def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
@@ -98,7 +142,8 @@ def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """The output layer's input and its gradient, and three numbers a token for the loss."""
+    """The output layer's input and its gradient, and three numbers a token for the loss; with tokens
+    ahead once for each depth, and each rank's best guess, to count those that were right."""
     rows = [(_REDUCE, _BACKWARD, "input gradients of the output layer")]
     if spec.parallelism.sequence_parallel:
         rows = [
@@ -106,7 +151,7 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
             (_GATHER, _BACKWARD, "input of the output layer again"),
             (_SCATTER, _BACKWARD, "input gradients of the output layer"),
         ]
-    calls = spec.microbatches
+    calls, depths = spec.microbatches * spec.shape.predicted, spec.shape.depths
     for operation, phase, what in rows:
         beside = phase is _BACKWARD
         yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), _LINEAR, beside)
@@ -114,6 +159,10 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
     what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.tokens
     yield _call(spec, _REDUCE, _FORWARD, what, 3 * calls, payload, source)
+    source = "transformer/multi_token_prediction.py: _vocab_parallel_argmax"
+    each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.tokens
+    for what, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
+        yield _call(spec, _GATHER, _FORWARD, what, each, width * guesses, source)
 
 
 def batch_collectives(
@@ -121,13 +170,14 @@ def batch_collectives(
 ) -> Iterator[CollectiveCall]:
     """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
 
-    0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks.
+    0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks. Who predicts
+    tokens ahead needs the tokens themselves.
     """
     virtual = spec.parallelism.virtual_stages if megatron is Megatron.F4FA7D6B else 1
     length = spec.shape.seq_length
     tokens = length * spec.batch.micro_batch_size
     tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
-    if first:
+    if first or (last and spec.shape.ahead):
         tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
     if last:
         tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]

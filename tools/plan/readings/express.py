@@ -37,7 +37,7 @@ from tools.spec.run import (
     TokenDispatcher,
     spec_of_flags,
 )
-from tools.spec.stages import EVEN, SPREAD
+from tools.spec.stages import EVEN, FILLED, SPREAD, StageSplit
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _HERE = Path(__file__).parent
@@ -181,13 +181,21 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         state_types=StateTypes(gradients="bf16" if source["half_gradients"] else ""),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
-        stages=EVEN if shape.layers % (parallelism.pipeline * virtual) == 0 else SPREAD,
+        stages=_stages_of_recipe(shape, parallelism.pipeline * virtual),
         expert_load=ExpertLoad(capacity=source["capacity"], padded=True)
         if source["capacity"]
         else BALANCED,
         token_dispatcher=TokenDispatcher(source["dispatcher"]),
         model=reading.model,
     )
+
+
+def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
+    """How layers are laid where a source does not say: with depths of multi-token prediction as in
+    Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
+    if shape.ahead and stages > 1:
+        return FILLED
+    return SPREAD if shape.layers % stages else EVEN
 
 
 def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
@@ -217,7 +225,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
     latent = facts.get("latent")
     width = facts.get("head_width") or hidden // heads
     return ModelShape(
-        layers=layers + source["layers_ahead"],
+        layers=layers,
         hidden=hidden,
         heads=heads,
         query_groups=facts.get("query_groups") or heads,
@@ -238,6 +246,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         blocks=blocks,
         mamba=Mamba(*facts["mamba"]) if MAMBA in blocks else None,
         latent_experts=facts.get("latent_experts", 0),
+        ahead=source["layers_ahead"],
     )
 
 
@@ -413,13 +422,13 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
-    laid_by_hand = bool(spec.stages.problem(spec.shape.layers, pipeline, virtual)) or any(
-        flags.has(flag) for flag in ("--pipeline-model-parallel-layout", "--mtp-num-layers")
+    laid_by_hand = flags.has("--pipeline-model-parallel-layout") or bool(
+        spec.stages.problem(spec.shape.layers, pipeline, virtual)
     )
     return replace(
         spec,
         fused_attention=not unfused,
-        stages=SPREAD if laid_by_hand else spec.stages,
+        stages=(FILLED if spec.shape.ahead else SPREAD) if laid_by_hand else spec.stages,
     )
 
 

@@ -108,7 +108,7 @@ TorchScript kernels of the years before Hopper were not measured, and count none
 
 def _drawing_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Random numbers of both hidden dropouts of a layer; backward reads the masks."""
-    numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.norms
+    numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.residuals
     return numbers * _DRAWING_SECONDS / rate.processors if spec.dropout and rate.compiled else 0.0
 
 
@@ -120,7 +120,11 @@ def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 
 
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
-    """Output layer and loss of one micro batch: matrix products, and memory traffic."""
+    """Output layer and loss of one micro batch: matrix products, and memory traffic.
+
+    Both once more for each depth of tokens ahead, whose logits are read for the best guess as well
+    (`multi_token_prediction.py: _compute_mtp_acceptance_counts`).
+    """
     shape, tokens = spec.shape, spec.tokens
     width = shape.padded_vocabulary(spec.parallelism.tensor) // spec.parallelism.tensor
     hidden, element = shape.hidden, spec.element_bytes
@@ -134,12 +138,13 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     if rate.fused_loss:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
     logits = shape.predicted * logit_elements(spec)
-    loss = passes * logits / rate.bytes_per_second
+    guessed = shape.depths * logit_elements(spec) * spec.element_bytes
+    loss = (passes * logits + guessed) / rate.bytes_per_second
     each = rate.measured.logit_seconds
     if each is not None:
         matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted
         loss = logits * each / rate.share
-    return matmul, loss + _table_gradient_seconds(spec, rate)
+    return matmul, loss + shape.predicted * _table_gradient_seconds(spec, rate)
 
 
 def _table_gradient_seconds(spec: RunSpec, rate: DeviceRates) -> float:

@@ -8,7 +8,7 @@ divides by time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, ModelShape
 
@@ -41,7 +41,11 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Of the experts only those a token is routed to count. The vocabulary is padded as for one
     device, so that strategies are compared on equal work.
     """
-    kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in shape.kinds]
+    deeper = replace(shape, layers=shape.layers + shape.ahead)
+    joining = replace(shape.only(AHEAD), layers=shape.ahead)
+    kinds = [
+        (times, _kind_flops(kind, seq_length)) for times, kind in (*deeper.kinds, (1, joining))
+    ]
     names = ("attention_projections", "attention_scores", "mlp", "router")
     layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
     return TokenFlops(

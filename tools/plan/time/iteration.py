@@ -221,6 +221,7 @@ class _Pieces:
     layer: MicroBatchSeconds
     embedding: MicroBatchSeconds
     head: MicroBatchSeconds
+    """With what joins tokens ahead to the hidden states; their layers are the last stage's."""
 
 
 def _one_layer(spec: RunSpec) -> RunSpec:
@@ -243,21 +244,25 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     def rate_of(kind: RunSpec) -> DeviceRates:
         return rates(cluster, kind.dtype, kind.quantised)
 
-    rate, execution = rate_of(spec), cluster.execution
+    rate, execution, shape = rate_of(spec), cluster.execution, spec.shape
     head_matmul, head_memory = head_seconds(spec, rate)
     batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
-    layers = (
-        _layer(kind, cluster, layer_seconds(kind, rate_of(kind), execution.frozen)) * times
-        for times, kind in spec.kinds
+
+    def layer_of(kind: RunSpec) -> MicroBatchSeconds:
+        return _layer(kind, cluster, layer_seconds(kind, rate_of(kind), execution.frozen))
+
+    embedded = MicroBatchSeconds(
+        memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding
     )
+    own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch) + embedded * shape.depths
     return _Pieces(
-        layer=sum(layers, start=MicroBatchSeconds()),
-        embedding=MicroBatchSeconds(
-            memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding + batch
+        layer=sum(
+            (layer_of(kind) * times for times, kind in spec.kinds), start=MicroBatchSeconds()
         ),
-        head=MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch),
+        embedding=embedded + MicroBatchSeconds(tensor_parallel=batch),
+        head=own + layer_of(spec.joining) * shape.ahead if shape.ahead else own,
     )
 
 
@@ -434,7 +439,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     moving = _seconds(spec, cluster, reduced)
     moving += of_weights * _seconds(spec, cluster, gathered)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
-    alone = moving / max(1, spec.shape.layers)
+    alone = moving / max(1, spec.shape.layers + spec.shape.ahead)
     hidden = after_hiding(moving - alone, compute, cluster.constants.contention)
     return of_weights * _seconds(spec, cluster, waited) + copying + alone + hidden
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tools.plan.memory import norm_modules
 from tools.plan.time.rates import DeviceRates
-from tools.spec.model import MAMBA
+from tools.spec.model import AHEAD, MAMBA
 from tools.spec.run import RunSpec, TokenDispatcher
 
 CHUNK = 128
@@ -115,6 +115,9 @@ def scores_bytes(spec: RunSpec) -> tuple[int, int]:
     return forward * scores, backward * scores
 
 
+_JOINED = 6
+"""Passes of a depth of multi-token prediction beside its norms: hidden states and embeddings are joined
+to one tensor, twice as wide, and all depths' outputs to another (`torch.cat`), each read and written."""
 _EAGER_ACTIVATION = 2, 7
 """More passes, forward and backward, of a squared ReLU in PyTorch's own kernels: the ReLU and the power
 each read and write (4 for 2); backward copies and doubles the power's input, multiplies it with the
@@ -130,9 +133,12 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     norm = 2 * element
     for modules in norm_modules(spec):
         yield _Part(norm * hidden, 0, modules)
+    if shape.blocks == AHEAD:
+        yield _Part(_JOINED * element * hidden, (_JOINED + 3 * shape.norms) * element * hidden)
+        return
     residual = 3 * element + forward_masks / 2
     backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
-    yield _Part(shape.norms * residual * hidden, shape.norms * backward_hidden / 2 * hidden)
+    yield _Part(shape.residuals * residual * hidden, shape.residuals * backward_hidden / 2 * hidden)
     wide = element * spec.tokens / spec.parallelism.tensor
     gate = 2 if shape.gated else 1
     forward, backward = gate + 1, 2 * gate + 1 + (gate if shape.bias else 0)
