@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from tools.spec.files import ROOT
 
 if TYPE_CHECKING:
     from tests.examples.runs import SharedRuns
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Before torch is imported: threads that wait for each other take most of the time of tiny tensors."""
 
 REAL_RUNS = {"all_runs", "killed", "quick_plants", "pipelines", "fused_updates"}
 """Fixtures that wait for the shared runs."""

@@ -13,7 +13,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Lock, Semaphore, Thread
@@ -29,9 +29,9 @@ from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.verifier import ForkedRanks
 from tools.records import run as records
 from tools.report.read.scrape import scrape_log
 from tools.report.read.scraped import ScrapedLog
@@ -85,12 +85,14 @@ class Trainer:
         )
         self._starts: defaultdict[Path | None, Lock] = defaultdict(Lock)
 
-    def __call__(self, name: str, warm: WarmMegatron | None = None, **changes: object) -> Run:
-        """Train to the end; `warm` is the process that the ranks are forked from, if they are."""
-        launch = replace(self.compose(name, **changes), warm=warm)
+    def __call__(self, name: str, ranks: ForkedRanks | None = None, **changes: object) -> Run:
+        """Train to the end; `ranks` are those that it is trained on, if they are forked."""
+        launch = replace(self.compose(name, **changes), warm=ranks and ranks.warm)
         options, console = self._options(changes), Console(quiet=True)
+        # The start of the dense model is written as a user's is.
+        forked = ranks if launch.model.shape.experts else None
         with self._starts[launch.start_checkpoint]:
-            ensure_start_checkpoint(launch, options, console)
+            ensure_start_checkpoint(launch, options, console, forked and forked.exit_code)
         folder, _ = execute(launch, options.runs, console, name)
         return run_of(folder)
 
@@ -137,20 +139,21 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
-    *("forked tp2", "undisturbed", "pp2"),
+    *("forked tp2", "zero3", "refused", "undisturbed", "quick_plants", "pp2"),
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
 
 ALONE = "pp2"
 """What it waits for is looked at, so it trains last, when nothing else does."""
 
-SCENARIOS: dict[str, Callable[[Path, Path], Any]] = {
+SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {
     "killed": killed,
     "quick_plants": quick_plants,
     "pipelines": pipelines,
     "fused_updates": fused_updates,
 }
-"""What happens to runs, by the fixture that gives what was found: called with a folder and the data."""
+"""What happens to runs, by the fixture that gives what was found: called with a folder, the data and
+ranks that can be forked."""
 
 LANES = 2
 """Forked runs in turn, and beside them the others: a run leaves cores idle while it starts and ends."""
@@ -233,34 +236,30 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
             others_ended.set()
         os.killpg(0, signal.SIGTERM)  # The tests were killed: what they wait for would train on.
 
-    def make(name: str, warm: WarmMegatron | None) -> dict[str, Any]:
+    def make(name: str, ranks: ForkedRanks | None) -> dict[str, Any]:
         with permits:
             try:
                 if name in SCENARIOS:
-                    return {"made": SCENARIOS[name](Path(runs), Path(data))}
+                    return {"made": SCENARIOS[name](Path(runs), Path(data), ranks)}
                 target, changes = wanted[name]
-                return {"made": str(trainer(target, warm, **changes).folder)}
+                return {"made": str(trainer(target, ranks, **changes).folder)}
             except Exception:  # Only the tests that look at it are to fail.
                 return {"failed": traceback.format_exc()}
 
-    def make_all(names: Sequence[str], warm: WarmMegatron | None) -> dict[str, dict[str, Any]]:
-        return {name: make(name, warm) for name in names}
+    def make_all(names: Sequence[str], ranks: ForkedRanks | None) -> dict[str, dict[str, Any]]:
+        return {name: make(name, ranks) for name in names}
 
     Thread(target=permit_all, daemon=True).start()
     forked = [name for name in FORKED if name in names]
     started = [name for name in names if name not in forked]
     beside = [name for name in forked if name != ALONE]
     with ExitStack() as around, ThreadPoolExecutor(LANES) as pool:
-        warm = None
-        if forked:
-            first = trainer.compose(wanted[forked[0]][0])
-            warm = WarmMegatron(first.entry.path, first.environment)
-            around.callback(warm.close)
-        results = make_all(beside[:2], warm)  # They write the starts of both models.
-        further = pool.submit(make_all, beside[2:], warm)
+        ranks = around.enter_context(closing(ForkedRanks())) if forked else None
+        results = make_all(beside[:2], ranks)  # They write the starts of both models.
+        further = pool.submit(make_all, beside[2:], ranks)
         results |= make_all(started, None) | further.result()
         others_ended.wait()
-        results |= make_all(forked[len(beside) :], warm)
+        results |= make_all(forked[len(beside) :], ranks)
     Path(answer).write_text(json.dumps(results))
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.launch.supervise.warm import WarmMegatron
+from tools.launch.verifier import ForkedRanks
 from tools.records.measurements import read_communication
 from tools.records.run import Status
 
@@ -33,14 +33,14 @@ def test_a_forked_rank_that_is_killed_is_named_and_takes_the_others_with_it(
     name = "train-tp2-gpt2-tiny-2cpu"
     launch = train.compose(name, iterations=500)
     assert launch.can_be_forked
-    with closing(WarmMegatron(launch.entry.path, launch.environment)) as warm:
-        killer = threading.Thread(target=_kill_second_rank, args=(warm.pid,))
+    with closing(ForkedRanks()) as ranks:
+        killer = threading.Thread(target=_kill_second_rank, args=(ranks.warm.pid,))
         killer.start()
-        status = train(name, warm, iterations=500).status
+        status = train(name, ranks, iterations=500).status
         killer.join()
         assert (status.status, status.rank) == (Status.CRASHED, 1)
         assert "SIGKILL" in status.reason
-        assert _ranks(warm.pid) == {}
+        assert _ranks(ranks.warm.pid) == {}
 
 
 def _files(run: Run) -> set[str]:

@@ -23,7 +23,7 @@ class Killed:
     output: str
 
 
-def killed(runs: Path, data: Path) -> dict[str, Any]:
+def killed(runs: Path, data: Path, *_: object) -> dict[str, Any]:
     """`Killed` of two ranks under DP, killed after the first of three saves."""
     folder = runs / "killed"
     folder.mkdir()

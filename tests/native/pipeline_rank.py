@@ -1,8 +1,9 @@
-"""One of three ranks: trains a small model by every schedule, and saves losses and final weights.
+"""Three ranks that train a small model by every schedule, and save losses and final weights.
 
-python -m tests.native.pipeline_rank FOLDER RANK
+python -m tests.native.pipeline_rank FOLDER
 """
 
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -88,4 +89,11 @@ def main(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    # Forked after the imports, which take longer than the training.
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=main, args=(Path(sys.argv[1]), rank)) for rank in range(STAGES)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    sys.exit(any(each.exitcode for each in ranks))

@@ -24,7 +24,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from tests.verify.plants.check import FOLDER, Plant, plants
-from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.compose import SMALL_SAMPLE, SMALL_VOCABULARY
 from tools.launch.data import ensure_small_sample
 from tools.launch.errors import LaunchError
 from tools.launch.matrix.cell import Cell, patched
@@ -41,6 +41,8 @@ from tools.verify.findings import Finding, Judged, findings
 from tools.verify.verdict import Judgement
 
 HEALTHY = Path(__file__).with_name("healthy.yaml")
+SMALL = ("--vocab-size", str(SMALL_VOCABULARY))
+"""With `SMALL_SAMPLE`: whether something is found does not depend on the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Bench:
     verifier: Verifier
     megatron_lm: Path | None = None
     """A checkout; None is the installed one."""
+    small: bool = False
+    """Whether `data` is of the matrix's small vocabulary."""
 
     def verify(
         self,
@@ -71,7 +75,7 @@ class Bench:
         options = Options(
             data=self.data,
             megatron_lm=self.megatron_lm,
-            extra=tuple(flags),
+            extra=(*flags, *(SMALL if self.small else ())),
             seed=seed,
             iterations=iteration,
             plant=read_plant(str(plant)) if plant else None,
@@ -187,8 +191,7 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
 def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Verify each finding that has a layout: a line, and whether the Megatron is judged as it is.
 
-    With the matrix's small vocabulary: whether it is there does not depend on it. One that was mended
-    is looked for with its flags, whatever it is first seen in.
+    One that was mended is looked for with its flags, whatever it is first seen in.
     """
     name = label(find_entry(bench.megatron_lm))
     for finding in findings():
@@ -198,7 +201,7 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
         try:
             verdict = bench.verify(
                 *(finding.layouts[0], finding.model, finding.devices),
-                (*finding.flags, "--vocab-size", "1024"),
+                finding.flags,
                 finding.shown_with,
                 iteration=None,
                 difference=Difference(reference=finding.reference, flags=finding.own_flags),
@@ -349,8 +352,9 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         ranks = around.enter_context(closing(ForkedRanks(Options(megatron_lm=given.megatron_lm))))
         ensure_small_sample(Console())
-        data = SMALL_SAMPLE if given.what == "present" else given.data
-        bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm)
+        small = given.what == "present"
+        data = SMALL_SAMPLE if small else given.data
+        bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm, small)
         tables = {
             "plants": verify_plants(bench, given.only),
             "resumed": verify_resumed(bench, given.only),

@@ -78,9 +78,7 @@ def ensure_sample(console: Console) -> None:
 
 
 def ensure_small_sample(console: Console) -> None:
-    """Make the sample in a small vocabulary unless it is there: each token modulo all but the last.
-
-    The end of a document stays the last token, as Megatron's tokenizer without files has it.
+    """Make the sample in a small vocabulary unless it is there.
 
     Raises:
         LaunchError: The sample could not be made.
@@ -91,11 +89,19 @@ def ensure_small_sample(console: Console) -> None:
     if not idx_path(ROOT / SAMPLE).is_file():
         _make(SAMPLE, console)
     with _alone(small.with_suffix(".lock")):
-        whole, last = open_dataset(ROOT / SAMPLE), SMALL_VOCABULARY - 1
-        tokens = np.concatenate(list(whole.token_chunks()))
-        folded = np.where(tokens == GPT2_VOCABULARY - 1, last, tokens % last).astype(whole.dtype)
-        write_whole(bin_path(small), folded.tobytes())
-        write_whole(idx_path(small), whole.idx_path.read_bytes())
+        fold(ROOT / SAMPLE, small)
+
+
+def fold(prefix: Path, small: Path) -> None:
+    """Write a data set in a small vocabulary: each token modulo all but the last.
+
+    The end of a document stays the last token, as Megatron's tokenizer without files has it.
+    """
+    whole, last = open_dataset(prefix), SMALL_VOCABULARY - 1
+    tokens = np.concatenate(list(whole.token_chunks()))
+    folded = np.where(tokens == GPT2_VOCABULARY - 1, last, tokens % last).astype(whole.dtype)
+    write_whole(bin_path(small), folded.tobytes())
+    write_whole(idx_path(small), whole.idx_path.read_bytes())
 
 
 def call_module(*arguments: str) -> int:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from megatron_patches.fusions import NAMES
@@ -19,7 +18,7 @@ PRECISIONS = {"": ("fp32", "bf16"), ALL: ("fp32", "bf16"), SAME_ARITHMETIC: ("bf
 """Of the patches, the precisions that one process trains in."""
 
 
-def fused_updates(runs: Path, data: Path) -> dict[str, Figures]:
+def fused_updates(*_: object) -> dict[str, Figures]:
     """What each set of patches gives, in processes forked from one."""
     done = subprocess.run(
         (sys.executable, "-m", "tests.patches.fused.in_megatron", json.dumps(PRECISIONS)),
