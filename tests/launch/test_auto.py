@@ -137,7 +137,7 @@ def test_what_was_planned_is_what_is_trained() -> None:
     calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     plan = search(request_here(TINY, CPU, calibration, Options()))
     assert plan.winner is not None
-    options = as_options(plan.winner, TINY, Options(extra=("--lr", "1e-3")))
+    options = as_options(plan.winner, Options(extra=("--lr", "1e-3")))
     batch = plan.winner.spec.batch
     assert options.micro_batch_size == batch.micro_batch_size
     assert options.global_batch_size == batch.global_batch_size == 8

@@ -7,12 +7,14 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from tools.plan.__main__ import main
+from tools.plan.__main__ import command_line, main
+from tools.plan.layout import time_layout
 from tools.plan.request import ignored_flags
 from tools.plan.search import Request, evaluate
 from tools.plan.tensors import parameters_total
+from tools.plan.time.iteration import iteration_seconds
 from tools.spec.model import load_model, model_names, model_of
-from tools.spec.run import Recompute, spec_of_model
+from tools.spec.run import DeviceKind, Recompute, spec_of_flags, spec_of_model
 from tools.spec.settings import options_of
 from tools.spec.strategy import Batch, Parallelism
 
@@ -153,6 +155,20 @@ def test_an_imbalance_is_stated_beside_a_balanced_layout(
     assert limited["ignored_flags"] == []
     assert isinstance(limited["layout"], dict)
     assert limited["layout"]["iteration_seconds"] == balanced["layout"]["iteration_seconds"]
+
+
+def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "gpt2-tiny", "--layout", "cp2", "--gpu", "cpu"]
+    assert main(words) == 0
+    assert "make train-cp2-gpt2-tiny-2cpu MICRO_BATCH=4\n" in capsys.readouterr().out
+    assert time_layout(command_line().parse_args(words)).candidate.spec.cp_comm_type == "all_gather"
+    words[3:] = ["dp2", "--gpu", "cpu", "--micro-batch", "2"]
+    timed = time_layout(command_line().parse_args(words))
+    flags = [*timed.request.model.flags, "--transformer-impl", "local"]
+    flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
+    trained = spec_of_flags(flags, 2, DeviceKind.CPU)
+    seconds = iteration_seconds(trained, timed.request.cluster).total
+    assert timed.candidate.seconds.total == pytest.approx(seconds)
 
 
 def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from tools.plan.time.cluster import Calibration, Cluster
 from tools.spec.files import OWN_READINGS
 from tools.spec.hardware import Device, link_by_key
 from tools.spec.model import load_model
-from tools.spec.run import DeviceKind, cp_comm_flags, recompute_flags, spec_of_model
+from tools.spec.run import DeviceKind, cp_comm_flags, on_cpu_ranks, recompute_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 from tools.text.units import ms
 
@@ -47,7 +47,7 @@ def train_auto(name: str, options: Options, console: Console) -> int:
         raise LaunchError(f"There is no plan for '{name}'; see the sentences above.")
     strategy = replace(target, strategy=chosen.strategy)
     flags = strategy_flags(chosen.spec.parallelism)
-    return train(strategy, flags, as_options(chosen, target, options), console)
+    return train(strategy, flags, as_options(chosen, options), console)
 
 
 def plan_here(target: Target, options: Options, console: Console, own: Path | None = None) -> Plan:
@@ -86,9 +86,7 @@ def request_here(
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:
-        template = replace(
-            template, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
-        )
+        template = on_cpu_ranks(template)
     link = link_by_key(device.link)
     cores = len(os.sched_getaffinity(0)) if on_cpu else None
     cluster = Cluster(device, target.devices, target.devices, link, link, calibration, cores=cores)
@@ -111,12 +109,9 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"Constants: {source}.", highlight=False)
 
 
-def as_options(chosen: Candidate, target: Target, options: Options) -> Options:
+def as_options(chosen: Candidate, options: Options) -> Options:
     """The options that make the launcher train exactly what was planned."""
     batch, spec = chosen.spec.batch, chosen.spec
-    if target.device is DeviceKind.CPU:
-        # CPU ranks gather keys and values whatever --cp-comm-type says.
-        spec = replace(spec, cp_comm_type="p2p")
     return replace(
         options,
         micro_batch_size=options.micro_batch_size or batch.micro_batch_size,

@@ -22,7 +22,7 @@ from tools.spec.model import (
     model_names,
     with_vocabulary,
 )
-from tools.spec.run import DeviceKind, spec_of_model
+from tools.spec.run import on_cpu_ranks, spec_of_model
 from tools.spec.strategy import (
     BATCH_RULE,
     NAMED,
@@ -130,9 +130,7 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     batch = batch_for(model.batch, parallelism)
     spec = spec_of_model(model, parallelism, batch)
     if on_cpu:
-        spec = replace(
-            spec, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
-        )
+        spec = on_cpu_ranks(spec)
     return not violations(spec) and fullest_rank(spec)[1].total * devices <= available_bytes
 
 

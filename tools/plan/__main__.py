@@ -18,7 +18,7 @@ from tools.plan.parser import RequestError, RequestParser
 from tools.plan.request import request_from_options
 from tools.plan.search import Plan, Request, search
 from tools.spec.settings import add_options, program
-from tools.text.terminal import wide_console
+from tools.text.terminal import exit_with, wide_console
 
 _COMMANDS = {
     "schedules": "schedules",
@@ -171,4 +171,4 @@ def command_line() -> RequestParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

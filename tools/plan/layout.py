@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tools.plan.candidates import comm_types
 from tools.plan.constraints import violations
 from tools.plan.parser import RequestError
 from tools.plan.readings.near import Uncertainty, uncertainty
@@ -89,13 +90,14 @@ def time_layout(options: Namespace) -> TimedLayout:
     recompute = recompute_of(Flags([*request.model.flags, *request.extra]))
     if options.recompute and not any(flags.has(name) for name in RECOMPUTE_FLAGS):
         recompute = Recompute(options.recompute)
+    usual = comm_types(request.template.shape, split, request.template.device)[0]
     spec = replace(
         request.template,
         parallelism=split,
         batch=Batch(micro, request.global_batch),
         recompute=recompute,
         stages=stages,
-        cp_comm_type=flags.text("--cp-comm-type", "p2p"),
+        cp_comm_type=flags.text("--cp-comm-type", usual),
     )
     if problems := violations(spec):
         raise RequestError(" ".join(problems))

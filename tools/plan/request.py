@@ -37,6 +37,7 @@ from tools.spec.model import (
 from tools.spec.run import (
     RECOMPUTE_FLAGS,
     RunSpec,
+    on_cpu_ranks,
     quantised_of,
     spec_of_model,
     state_types_of,
@@ -60,7 +61,8 @@ def request_from_options(options: Namespace) -> Request:
     model = changed_model(model_of(options.model), extra, _USED)
     device = device_by_key(options.gpu)
     devices, per_node = _devices_and_node(options, device.domain)
-    dtype = options.dtype or model.dtype
+    on_cpu = device.key == "cpu"
+    dtype = options.dtype or ("fp32" if on_cpu else model.dtype)
     if dtype not in PRECISIONS:
         raise RequestError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
     batch = (
@@ -81,6 +83,8 @@ def request_from_options(options: Namespace) -> Request:
         expert_load=_expert_load(template.shape, flags, options.imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
     )
+    if on_cpu:
+        template = on_cpu_ranks(template)
     cluster = Cluster(
         device=device,
         devices=devices,

@@ -224,7 +224,9 @@ def plan_command(request: Request, spec: RunSpec) -> str:
 def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
     """The command that trains this configuration, with the flags that were given for it."""
     parallelism, batch = spec.parallelism, spec.batch
-    target = f"train-{strategy_name(parallelism)}-{model.name}-{parallelism.world_size}gpu"
+    target = (
+        f"train-{strategy_name(parallelism)}-{model.name}-{parallelism.world_size}{spec.device}"
+    )
     usual = batch_for(model.batch, parallelism)
     words = ["make", target]
     if batch.micro_batch_size != usual.micro_batch_size:

@@ -1,8 +1,7 @@
 """`python -m tools.report scrape|build|explain|trace|bench`."""
 
-import sys
-
 from tools.report.cli import main
+from tools.text.terminal import exit_with
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

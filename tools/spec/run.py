@@ -568,9 +568,21 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
 
 
 def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's flags for context parallelism's algorithm, where it is not its default."""
+    """Megatron's flags for context parallelism's algorithm, where it is not its default.
+
+    CPU ranks gather keys and values whatever it says.
+    """
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
-    return ("--cp-comm-type", spec.cp_comm_type) if differs else ()
+    return (
+        ("--cp-comm-type", spec.cp_comm_type) if differs and spec.device is DeviceKind.GPU else ()
+    )
+
+
+def on_cpu_ranks(spec: RunSpec) -> RunSpec:
+    """The run as this kit trains it on CPU ranks: in fp32, by PyTorch's own kernels."""
+    return replace(
+        spec, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
+    )
 
 
 _GRANULARITY, _MODULES = "--recompute-granularity", "--recompute-modules"

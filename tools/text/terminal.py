@@ -1,9 +1,11 @@
-"""What is printed with rich: a console that a file can take, and lines that stay as they are."""
+"""What a command prints: a console that a file can take too, lines that stay as they are; its end."""
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,3 +25,17 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     read as markup.
     """
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Exit with a command's status, without a traceback where Ctrl-C or the end of a pipe stops it."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        status = 130
+    except BrokenPipeError:  # Such as of `| head`; what is left must not be flushed at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    sys.exit(status)

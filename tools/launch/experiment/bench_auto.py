@@ -101,7 +101,7 @@ def _group(
 
 def cell_of(cell: ExperimentCell, candidate: Candidate, options: Options) -> ExperimentCell:
     """What trains a planned layout."""
-    batch, own = candidate.spec.batch, as_options(candidate, cell.target, options)
+    batch, own = candidate.spec.batch, as_options(candidate, options)
     given: list[tuple[str, VariableValue]] = [
         (settings.MICRO_BATCH.name, batch.micro_batch_size),
         (settings.GLOBAL_BATCH.name, batch.global_batch_size),

@@ -75,7 +75,8 @@ class Uncertainty:
         left = ""
         if self.own:
             left = f"; corrected by the others, their errors are {_range(self.own)}"
-        return f"Corrected by {runs} on {self.device}, which say it is predicted {way}{left}."
+        say = "says" if self.own_runs == 1 else "say"
+        return f"Corrected by {runs} on {self.device}, which {say} it is predicted {way}{left}."
 
     def _public_sentence(self) -> str:
         found = self.public

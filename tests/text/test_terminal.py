@@ -1,0 +1,36 @@
+"""How a command ends."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tools.text.terminal import exit_with
+
+
+def interrupted() -> int:
+    raise KeyboardInterrupt
+
+
+def test_a_command_that_is_interrupted_ends_with_130_and_a_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        exit_with(interrupted)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: 3)
+    assert ended.value.code == 3
+
+
+def test_the_end_of_a_pipe_is_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "from tools.text.terminal import exit_with; exit_with(lambda: print('x' * 9999) or 0)"
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
