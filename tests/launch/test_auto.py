@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tools.launch import calibrate
+from tools.launch import auto, calibrate
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
 from tools.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
 from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
+from tools.launch.runtime import Runtime
 from tools.launch.target import parse_target
 from tools.plan.calibration import calibration_path, load_calibration
 from tools.plan.readings.own import add_rows, row_of
@@ -56,6 +57,21 @@ def test_what_is_planned_has_the_vocabulary_of_the_data_that_is_trained() -> Non
     assert asked.template.shape.vocabulary == 50257
     own = request_here(target, CPU, Calibration(), Options(data="owt-ds/mine_text_document"))
     assert own.template.shape.vocabulary == 128256
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_gpu_without_transformer_engine_is_planned_with_pytorchs_kernels(
+    monkeypatch: pytest.MonkeyPatch, engine: bool
+) -> None:
+    here = Runtime(transformer_engine=engine, apex=engine)
+    monkeypatch.setattr(auto, "choose_runtime", lambda *_: here)
+    target = parse_target("train-baseline-gpt2-large-1gpu")
+    options = Options(fused=("gradient_gemm",))
+    request = request_here(target, device_by_key("h200"), Calibration(), options)
+    execution = request.cluster.execution
+    assert execution.torch_kernels is execution.unfused_rotary is not engine
+    assert not execution.unfused_gradients  # The patch takes its flag away.
+    assert (request.template.fused, request.template.fused_norms) == (("gradient_gemm",), engine)
 
 
 def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:

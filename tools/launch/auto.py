@@ -16,16 +16,21 @@ from rich.console import Console
 from tools.launch.calibrate import calibrate, cpu_core, gpu_here, valid_calibration
 from tools.launch.compose import DEFAULT_DATA, model_for
 from tools.launch.errors import LaunchError
+from tools.launch.flags import bare_flags, runtime_flags
 from tools.launch.options import Options
+from tools.launch.runtime import choose_runtime
 from tools.launch.target import Target, parse_target
 from tools.launch.train import train
 from tools.plan.calibration import calibration_of
+from tools.plan.readings.express import execution_of_flags
 from tools.plan.readings.near import uncertainty
 from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.readings.table import ReadingsError
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
+from tools.plan.time.execution import Execution
 from tools.spec.files import OWN_READINGS
+from tools.spec.flags import Flags
 from tools.spec.hardware import Device, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, cp_comm_flags, on_cpu_ranks, recompute_flags, spec_of_model
@@ -87,9 +92,19 @@ def request_here(
         template = replace(template, dropout=options.dropout)
     if on_cpu:
         template = on_cpu_ranks(template)
+    execution = Execution()
+    if not on_cpu:
+        runtime = choose_runtime(options, target.device)
+        template = replace(template, fused=options.fused, fused_norms=runtime.transformer_engine)
+        words = bare_flags(runtime_flags(target.device, Parallelism(), runtime), options, model)
+        execution = execution_of_flags(Flags((*words, *options.extra)))
+        # As `make plan`: the launcher groups experts where they can be.
+        execution = replace(execution, grouped_experts=True)
     link = link_by_key(device.link)
     cores = len(os.sched_getaffinity(0)) if on_cpu else None
-    cluster = Cluster(device, target.devices, target.devices, link, link, calibration, cores=cores)
+    cluster = Cluster(
+        device, target.devices, target.devices, link, link, calibration, execution, cores
+    )
     return Request(model, cluster, samples, template)
 
 

@@ -82,6 +82,7 @@ def request_from_options(options: Namespace) -> Request:
         token_dispatcher=token_dispatcher_of(flags),
         expert_load=_expert_load(template.shape, flags, options.imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
+        fused_norms=flags.text("--transformer-impl") != "local",
     )
     if on_cpu:
         template = on_cpu_ranks(template)
@@ -133,6 +134,8 @@ _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     FORCED,
     PADDED,
     "--attention-backend",
+    "--transformer-impl",
+    "--no-persist-layer-norm",
     "--hidden-dropout",
     "--attention-dropout",
     "--use-precision-aware-optimizer",

@@ -437,4 +437,10 @@ def execution_of_flags(flags: Flags) -> Execution:
     given = {
         field for flag, field in SWITCHES.items() if flags.has(flag) and flags.text(flag) != "none"
     }
-    return Execution(**{field: field in given for field in SWITCHES.values()})
+    # Megatron's own layers take Apex's norms if they can, and PyTorch's only without persistent kernels.
+    bare = flags.text("--transformer-impl") == "local" and flags.has("--no-persist-layer-norm")
+    # Megatron-FSDP's own passes over gradients are counted with what it sends.
+    if flags.has("--use-megatron-fsdp"):
+        given.discard("unfused_gradients")
+    switched = {field: field in given for field in SWITCHES.values()}
+    return Execution(**switched, torch_kernels=bare)

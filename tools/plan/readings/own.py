@@ -42,6 +42,7 @@ _MORE_FLAGS = frozenset(
         "--moe-z-loss-coeff",
         "--optimizer",
         "--transformer-impl",
+        "--no-persist-layer-norm",
         "--attention-backend",
         "--fp8-format",
         "--fp8-recipe",

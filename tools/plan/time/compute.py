@@ -36,6 +36,9 @@ _FUSED_CROSS_ENTROPY_PASSES = 5
 which backward reads and scales (`te_parallel_cross_entropy`, flash-attn's `xentropy`)."""
 _ADAM_BYTES = 28
 """Read weight, both moments and gradient; write the first three."""
+_TORCH_ADAM_BYTES = 80
+"""PyTorch's own AdamW, a pass over all tensors for each operation (`torch/optim/adam.py:
+_multi_tensor_adam`): decay 8, moments 12, 8 and 12, root and its two corrections 8 each, update 16."""
 _NORM_AND_CLIP_BYTES = 4 + 8
 
 
@@ -67,7 +70,8 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     attention += scores_forward / rate.bytes_per_second
     drawing = _drawing_seconds(spec, rate)
     added = 0.0 if frozen else sum(p.copies * p.inner * p.columns for p in products)
-    added *= rate.measured.gradient_seconds / rate.share
+    added *= _adding_seconds(spec, rate)
+    fuses = not rate.unfused_gradients
     element = spec.element_bytes
 
     def forward(computed: Iterable[_Product]) -> float:
@@ -87,7 +91,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
         weight_gradients=0.0
         if frozen
         else sum(
-            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantised, True)
+            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantised, fuses)
             for p in products
         ),
         forward_attention=attention,
@@ -112,11 +116,19 @@ def _drawing_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     return numbers * _DRAWING_SECONDS / rate.processors if spec.dropout and rate.compiled else 0.0
 
 
+def _adding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
+    """Of an element of a weight's gradient, where no product adds it to those of other micro batches: it
+    is read, and so are they, and written."""
+    measured = rate.measured.gradient_seconds / rate.share
+    moved = spec.element_bytes + 2 * precision_of(spec).gradients
+    return measured + (moved / rate.bytes_per_second if rate.unfused_gradients else 0.0)
+
+
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
     elements = spec.tokens * spec.shape.hidden
     seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
-    return seconds + _table_gradient_seconds(spec, rate)
+    return seconds + _table_elements(spec) * rate.measured.gradient_seconds / rate.share
 
 
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
@@ -130,12 +142,13 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     hidden, element = shape.hidden, spec.element_bytes
     matmul = product_seconds(tokens, hidden, width, element, rate)
     matmul += product_seconds(tokens, width, hidden, element, rate)
-    matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=True)
+    fuses = not rate.unfused_gradients
+    matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=fuses)
     matmul *= shape.predicted
     passes: float = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
-    if rate.fused_loss:
+    if rate.fused_loss or "cross_entropy" in spec.fused:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
     logits = shape.predicted * logit_elements(spec)
     guessed = shape.depths * logit_elements(spec) * spec.element_bytes
@@ -144,14 +157,14 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     if each is not None:
         matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted
         loss = logits * each / rate.share
-    return matmul, loss + shape.predicted * _table_gradient_seconds(spec, rate)
+    added = shape.predicted * _table_elements(spec) * _adding_seconds(spec, rate)
+    return matmul, loss + added
 
 
-def _table_gradient_seconds(spec: RunSpec, rate: DeviceRates) -> float:
-    """Of the embedding's, or the output layer's: made whole, and added to those before."""
+def _table_elements(spec: RunSpec) -> int:
+    """Of the embedding's gradient, or the output layer's: made whole, and added to those before."""
     tensor = spec.parallelism.tensor
-    table = spec.shape.padded_vocabulary(tensor) * spec.shape.hidden // tensor
-    return table * rate.measured.gradient_seconds / rate.share
+    return spec.shape.padded_vocabulary(tensor) * spec.shape.hidden // tensor
 
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
@@ -166,7 +179,9 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
     # Moments in fewer bytes are read and written in fewer.
-    a_parameter = _ADAM_BYTES - 2 * (8 - precision.adam) + _NORM_AND_CLIP_BYTES + copies + weights
+    in_passes = rate.torch_kernels and "adamw" not in spec.fused
+    adam = (_TORCH_ADAM_BYTES if in_passes else _ADAM_BYTES) - 2 * (8 - precision.adam)
+    a_parameter = adam + _NORM_AND_CLIP_BYTES + copies + weights
     offloaded = offloaded_parameters(spec, held)
     everywhere = held * _NORM_AND_CLIP_BYTES + gradients * precision.gradients
     here = (held - offloaded) * (a_parameter - _NORM_AND_CLIP_BYTES) / rate.bytes_per_second

@@ -32,6 +32,14 @@ class Execution:
     eager_activation: bool = False
     """The MLP's squared ReLU is several of PyTorch's own kernels (NeMo 2's `squared_relu`; Megatron
     compiles its own)."""
+    torch_kernels: bool = False
+    """Neither Transformer Engine nor Apex is there (`--transformer-impl local --no-persist-layer-norm`):
+    norms, the bias of queries, keys and values, and the update are PyTorch's own kernels, but for those
+    that a patch of the kit fuses (`FUSED=`)."""
+    unfused_gradients: bool = False
+    """`--no-gradient-accumulation-fusion`: a product writes a weight's gradient, a kernel adds it."""
+    unfused_rotary: bool = False
+    """`--no-rope-fusion`: rotary positions are several of PyTorch's own kernels."""
     unfused: bool = False
     """Norms, activations and residuals are kernels of their own, as in eager PyTorch."""
     scatter_gather: bool = False
@@ -70,5 +78,7 @@ SWITCHES = {
     "--deterministic-mode": "deterministic",
     "--cross-entropy-loss-fusion": "fused_loss",
     "--overlap-cpu-optimizer-d2h-h2d": "overlap_offload",
+    "--no-gradient-accumulation-fusion": "unfused_gradients",
+    "--no-rope-fusion": "unfused_rotary",
 }
 """Megatron's flags that set a field of `Execution`."""

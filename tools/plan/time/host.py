@@ -25,13 +25,21 @@ one (measured: 48 ms between the last backward and the next forward of 36 layers
 one kernel for all norms, where a layer's host time was 2.75 ms)."""
 
 
+_NORMS_ONE_BY_ONE = 0.18
+"""More for each layer without Transformer Engine and Apex: the gradient's norm is read from the device
+tensor by tensor (`core/utils.py: local_multi_tensor_l2_norm`): those 18 ms."""
+
+
 def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
     """The host's time for an iteration beside its layers, while the device has no work."""
     loop, layer = cluster.calibration.iteration_host_seconds, cluster.constants.layer_launch_seconds
     if cluster.device.key == "cpu":
         return (loop or 0.0) / cluster.share
     layers = spec.stage_layers(0) * max(1.0, len(spec.shape.blocks) / 2)
-    return (_LOOP * layer if loop is None else loop) + _UPDATE * layer * layers
+    update = _UPDATE
+    if cluster.execution.torch_kernels and "multi_tensor" not in spec.fused:
+        update += _NORMS_ONE_BY_ONE
+    return (_LOOP * layer if loop is None else loop) + update * layer * layers
 
 
 _SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, AHEAD: 0.5, EXPERTS: 2 / 3}

@@ -48,6 +48,9 @@ class DeviceRates:
     quantised: Quantised
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
+    torch_kernels: bool = False
+    unfused_gradients: bool = False
+    unfused_rotary: bool = False
     eager_activation: bool = False
     fused_loss: bool = False
     fused_experts: bool = False
@@ -89,6 +92,7 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
             f"{device.name} has no {dtype} rate; its rates are of {', '.join(device.peak_tflops)}."
         )
     before_hopper = device.generation in ("volta", "ampere")
+    on_gpu = device.key != "cpu"  # A core's constants are measured with the kernels it has.
     portable = _PORTABLE_SHARE.get(device.generation, 1.0)
     already = cluster.execution.portable_attention
     peak *= _power_share(device) * share
@@ -116,6 +120,9 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         compiled=not before_hopper,
         quantised=quantised,
         elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
+        torch_kernels=on_gpu and cluster.execution.torch_kernels,
+        unfused_gradients=on_gpu and cluster.execution.unfused_gradients,
+        unfused_rotary=on_gpu and cluster.execution.unfused_rotary,
         eager_activation=cluster.execution.eager_activation,
         fused_loss=cluster.execution.fused_loss,
         fused_experts=cluster.execution.fused_experts,

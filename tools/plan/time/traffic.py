@@ -124,15 +124,28 @@ each read and write (4 for 2); backward copies and doubles the power's input, mu
 gradient and masks that (10 for 3; `derivatives.yaml: pow, relu`)."""
 
 
+_TORCH_NORM = 1.9, 3.5
+"""Times, forward and backward, that PyTorch's LayerNorm takes for a fused one's bytes (measured). Its
+backward is two kernels that read input and gradient each, for the input's gradient and the weights'
+(`aten/src/ATen/native/cuda/layer_norm_kernel.cu`, RMSNorm's too)."""
+
+
+def _is_torchs(spec: RunSpec, rate: DeviceRates, patch: str) -> bool:
+    """Whether PyTorch's own kernels do what a patch of the kit would fuse."""
+    return rate.torch_kernels and patch not in spec.fused
+
+
 def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     """Memory traffic of norms, dropouts, residuals, activations and bias gradients; experts' activations
     and biases may be parts of their products."""
     shape, element = spec.shape, spec.element_bytes
     hidden = spec.tokens * shape.hidden // spec.sequence_shards
     forward_masks, backward_masks = (2, 10) if spec.dropout else (0, 0)
-    norm = 2 * element
+    again_forward, again_backward = _TORCH_NORM if _is_torchs(spec, rate, "norm") else (1.0, 1.0)
+    more = 3 * (again_backward - 1) * element * hidden  # A fused one's three passes are below.
     for modules in norm_modules(spec):
-        yield _Part(norm * hidden, 0, modules)
+        yield _Part(2 * again_forward * element * hidden, 0, modules)
+    yield _Part(0, shape.norms * more)
     if shape.blocks == AHEAD:
         yield _Part(_JOINED * element * hidden, (_JOINED + 3 * shape.norms) * element * hidden)
         return
@@ -141,14 +154,18 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     yield _Part(shape.residuals * residual * hidden, shape.residuals * backward_hidden / 2 * hidden)
     wide = element * spec.tokens / spec.parallelism.tensor
     gate = 2 if shape.gated else 1
-    forward, backward = gate + 1, 2 * gate + 1 + (gate if shape.bias else 0)
+    summed = shape.bias and (shape.gated or "bias_gelu" not in spec.fused)
+    forward, backward = gate + 1, 2 * gate + 1 + (gate if summed else 0)
     if rate.eager_activation:
         forward, backward = forward + _EAGER_ACTIVATION[0], backward + _EAGER_ACTIVATION[1]
     for ffn, modules in _activated(spec, rate.fused_experts):
         yield _Part(wide * ffn * forward, wide * ffn * backward, modules)
     if shape.bias:
-        yield _Part(0, wide * (shape.heads + 2 * shape.query_groups) * shape.head_width)
-    yield _Part(*_laid_out_bytes(spec), ("mla_up_proj",) if shape.latent else ())
+        # Its gradient is a sum; PyTorch adds the bias itself in a pass of its own, too.
+        added = 2 if _is_torchs(spec, rate, "bias_gemm") and not shape.latent else 0
+        projected = wide * (shape.heads + 2 * shape.query_groups) * shape.head_width
+        yield _Part(added * projected, projected)
+    yield _Part(*_laid_out_bytes(spec, rate), ("mla_up_proj",) if shape.latent else ())
 
 
 def _activated(spec: RunSpec, fused_experts: bool) -> list[tuple[int, tuple[str, ...]]]:
@@ -161,14 +178,21 @@ def _activated(spec: RunSpec, fused_experts: bool) -> list[tuple[int, tuple[str,
     return [(routed, ("moe", "moe_act")), (shape.shared_expert_ffn, ("moe", "shared_experts"))]
 
 
-def _laid_out_bytes(spec: RunSpec) -> tuple[int, int]:
+_TORCH_ROTARY = 6, 7
+"""Times of a fused kernel's reading and writing, forward and backward: products with cosine and sine,
+halves negated and joined, the sum, and columns without positions joined to it, also where there are none
+(`rope_utils.py: _apply_rotary_pos_emb_bshd`: 12 passes; 14 of its gradients, two of which are added)."""
+
+
+def _laid_out_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     """Memory traffic between the projections and attention: rotary positions, and queries, keys and
     values taken out of one tensor and their gradients put into one (`attention.py:
-    get_query_key_value_tensors`; learnt positions and as many groups as heads need neither)."""
+    get_query_key_value_tensors`; learnt positions and as many groups as heads need neither with
+    Transformer Engine, whose attention takes them as one tensor)."""
     shape = spec.shape
     rotary = not shape.positions
     grouped = shape.query_groups < shape.heads
-    if shape.blocks == MAMBA or not shape.heads or not (rotary or grouped):
+    if shape.blocks == MAMBA or not shape.heads or not (rotary or grouped or rate.torch_kernels):
         return 0, 0
     moved = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
     if shape.latent:
@@ -181,7 +205,8 @@ def _laid_out_bytes(spec: RunSpec) -> tuple[int, int]:
     queries, keys = shape.heads * shape.head_width, shape.query_groups * shape.head_width
     turned = moved * (queries + keys) if rotary else 0
     taken = moved * queries if grouped else 0
-    return turned + taken, turned + moved * (queries + 2 * keys)
+    forward, backward = _TORCH_ROTARY if rate.unfused_rotary else (1, 1)
+    return forward * turned + taken, backward * turned + moved * (queries + 2 * keys)
 
 
 def _context_bytes(spec: RunSpec) -> tuple[int, int]:
