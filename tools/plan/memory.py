@@ -498,7 +498,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
         kept += head_bytes(spec) + spec.shape.depths * embedding_bytes(spec)
-        kept += spec.shape.ahead * layer_activation_bytes(spec.joining)
+        if spec.shape.ahead:
+            kept += spec.shape.ahead * layer_activation_bytes(spec.joining)
     return kept
 
 

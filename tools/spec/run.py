@@ -349,7 +349,7 @@ class RunSpec:
         chunks = self.stages.chunks(
             self.shape.layers, split.pipeline, split.virtual_stages, pipeline_rank
         )
-        if pipeline_rank == split.pipeline - 1:
+        if self.shape.ahead and pipeline_rank == split.pipeline - 1:
             return (*chunks[:-1], chunks[-1] + self.shape.ahead)
         return chunks
 

@@ -159,6 +159,8 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
     what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.tokens
     yield _call(spec, _REDUCE, _FORWARD, what, 3 * calls, payload, source)
+    if not depths:
+        return
     source = "transformer/multi_token_prediction.py: _vocab_parallel_argmax"
     each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.tokens
     for what, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
