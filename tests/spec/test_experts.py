@@ -46,3 +46,29 @@ def test_flags_say_the_limit_and_below_zero_is_none() -> None:
         expert_load_of(Flags(["--moe-expert-capacity-factor", "nan"]))
     with pytest.raises(ValueError, match="contradicts --moe-router-force-load"):
         expert_load_of(Flags(["--moe-router-force-load-balancing"]), 1.3)
+
+
+@pytest.mark.parametrize(
+    ("groups", "taken", "places", "reached"),
+    [
+        (1, 1, 4, 4 * (1 - 0.75**2)),  # 1.75
+        (8, 1, 8, 1.0),
+        (4, 2, 8, 4 * (1 - 0.75**2)),  # Two groups lie on four of eight ranks,
+        (4, 2, 4, 1.5),  # each on one of four,
+        (4, 2, 2, 2 * (1 - 0.5**1.5)),  # and 1.5 of them on some of two.
+        (4, 2, 1, 1.0),
+    ],
+)
+def test_a_token_goes_to_the_places_of_its_groups(
+    groups: int, taken: int, places: int, reached: float
+) -> None:
+    load = ExpertLoad(groups=groups, groups_taken=taken)
+    assert load.reached(SHAPE, places) == pytest.approx(reached)
+
+
+def test_groups_of_experts_are_read_from_flags_and_more_than_there_are_is_refused() -> None:
+    words = ["--moe-router-num-groups", "4", "--moe-router-group-topk"]
+    assert expert_load_of(Flags([*words, "2"])) == ExpertLoad(groups=4, groups_taken=2)
+    assert expert_load_of(Flags(words[:2])) == BALANCED
+    with pytest.raises(ValueError, match="needs a --moe-router-num-groups of as many"):
+        expert_load_of(Flags([*words, "5"]))

@@ -17,6 +17,8 @@ from tools.plan.time.execution import SWITCHES
 from tools.spec.experts import (
     CAPACITY,
     FORCED,
+    GROUPS,
+    GROUPS_TAKEN,
     PADDED,
     ExpertLoad,
     expert_load_of,
@@ -132,6 +134,8 @@ _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     "--moe-token-dispatcher-type",
     CAPACITY,
     FORCED,
+    GROUPS,
+    GROUPS_TAKEN,
     PADDED,
     "--attention-backend",
     "--transformer-impl",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from tools.spec.flags import Flags
@@ -11,6 +11,8 @@ from tools.spec.model import ModelShape
 FORCED = "--moe-router-force-load-balancing"
 CAPACITY = "--moe-expert-capacity-factor"
 PADDED = "--moe-pad-expert-input-to-capacity"
+GROUPS = "--moe-router-num-groups"
+GROUPS_TAKEN = "--moe-router-group-topk"
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class ExpertLoad:
     padded: bool = False
     """Whether every expert gets as many, with zeros where tokens lack
     (`--moe-pad-expert-input-to-capacity`): all ranks are then alike."""
+    groups: int = 1
+    """Equal groups of neighbouring experts (`--moe-router-num-groups`)..."""
+    groups_taken: int = 1
+    """... and of how many of them a token takes all its experts (`--moe-router-group-topk`)."""
 
     def sent(self, shape: ModelShape, tokens: int) -> float:
         """What a rank with `tokens` tokens sends to experts, for each copy without a limit.
@@ -46,6 +52,19 @@ class ExpertLoad:
         received = min(self.imbalance, most_imbalance(shape, ranks))
         return received if self.capacity is None else min(received, self.capacity)
 
+    def reached(self, shape: ModelShape, places: int) -> float:
+        """How many of `places` ranks or nodes, with equal shares of the experts, have one of a token's:
+        its choices fall on each place of its groups, or on each of its groups, alike."""
+        chosen, taken = shape.experts_per_token, self.groups_taken
+        if places >= self.groups:
+            return _filled(chosen, taken * places / self.groups)
+        return _filled(_filled(chosen, taken), places)
+
+
+def _filled(balls: float, boxes: float) -> float:
+    """Boxes that hold something when each ball falls into one of them at random."""
+    return float(boxes * (1 - (1 - 1 / boxes) ** balls))
+
 
 BALANCED = ExpertLoad()
 
@@ -63,13 +82,22 @@ def expert_load_of(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
     """What the flags and a stated imbalance make of it; a capacity below 0 is none.
 
     Raises:
-        ValueError: The flags balance the load and an imbalance is stated, or the capacity is none.
+        ValueError: The flags balance the load and an imbalance is stated, the capacity is none, or a
+            token takes more groups of experts than there are.
     """
     if imbalance != 1 and flags.has(FORCED):
         raise ValueError(f"IMBALANCE={imbalance:g} contradicts {FORCED}; leave one of them out.")
+    load = ExpertLoad(imbalance)
+    if (taken := flags.integer(GROUPS_TAKEN, 0)) != 0:
+        groups = flags.integer(GROUPS, 0)
+        if not 0 < taken <= groups:
+            raise ValueError(
+                f"{GROUPS_TAKEN} {taken} needs a {GROUPS} of as many or more; it is {groups}."
+            )
+        load = replace(load, groups=groups, groups_taken=taken)
     capacity = flags.number(CAPACITY, -1.0)
     if capacity < 0:
-        return ExpertLoad(imbalance)
+        return load
     if not 0 < capacity < inf:
         raise ValueError(f"{CAPACITY} {capacity:g} is no share of the mean; use a number above 0.")
-    return ExpertLoad(imbalance, capacity, flags.has(PADDED))
+    return replace(load, capacity=capacity, padded=flags.has(PADDED))

@@ -350,6 +350,13 @@ def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -
     assert kept.spec.expert_load == BALANCED
 
 
+def test_a_model_s_or_a_source_s_router_takes_neighbouring_experts() -> None:
+    # DeepSeek V3; Automodel's GPT-OSS 120B, whose router gives a token four neighbours.
+    deepseek, neighbours = (express(of_line(line)).spec.expert_load for line in (3, 687))
+    assert (deepseek.groups, deepseek.groups_taken) == (8, 4)
+    assert (neighbours.groups, neighbours.groups_taken) == (32, 1)
+
+
 def test_deepseek_v3_predicts_a_token_ahead_unless_its_row_says_not() -> None:
     assert [express(of_line(line)).spec.shape.ahead for line in (3, 390)] == [1, 0]
 

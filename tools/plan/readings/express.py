@@ -16,7 +16,7 @@ from tools.plan.readings.facts import model_facts, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import SWITCHES, Execution
-from tools.spec.experts import BALANCED, ExpertLoad
+from tools.spec.experts import ExpertLoad
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import (
@@ -182,9 +182,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
         stages=_stages_of_recipe(shape, parallelism.pipeline * virtual),
-        expert_load=ExpertLoad(capacity=source["capacity"], padded=True)
-        if source["capacity"]
-        else BALANCED,
+        expert_load=_expert_load(reading.model, source),
         token_dispatcher=TokenDispatcher(source["dispatcher"]),
         model=reading.model,
     )
@@ -196,6 +194,14 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     if shape.ahead and stages > 1:
         return FILLED
     return SPREAD if shape.layers % stages else EVEN
+
+
+def _expert_load(model: str, source: dict[str, Any]) -> ExpertLoad:
+    groups, taken = source.get("groups") or model_facts(model).get("groups", (1, 1))
+    capacity = source["capacity"] or None
+    return ExpertLoad(
+        capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
+    )
 
 
 def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:

@@ -297,11 +297,10 @@ def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]
     seconds = _seconds(spec, cluster, calls)
     if not (calls and cluster.execution.deduplicated):
         return seconds
-    ranks, chosen = spec.parallelism.expert, spec.shape.experts_per_token
+    ranks = spec.parallelism.expert
     nodes = -(-ranks // cluster.per_node)
-    places = nodes if nodes > 1 else ranks
-    reached = places * (1 - (1 - 1 / places) ** chosen)
-    return seconds * min(1.0, reached / chosen)
+    reached = spec.expert_load.reached(spec.shape, nodes if nodes > 1 else ranks)
+    return seconds * min(1.0, reached / spec.shape.experts_per_token)
 
 
 def _tensor_seconds(
