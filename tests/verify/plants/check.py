@@ -94,11 +94,11 @@ Trace(Path({folder!r}) / f"trace{{os.environ['RANK']}}.json", {step}, {last}).in
 
 
 class Checker:
-    """Trains with and without plants; what is trained without one is kept."""
+    """Trains with and without plants, each once: plants of several layouts may share a file."""
 
     def __init__(self, data: str, folder: Path, ranks: ForkedRanks) -> None:
         self._data, self._folder, self._ranks = data, folder, ranks
-        self._unplanted = cache(self._train)
+        self._trained = cache(self._train)
 
     def check(self, plant: Plant) -> tuple[str, str, str]:
         """A problem, empty if there is none, and stage and module where the layout first parts.
@@ -124,10 +124,8 @@ class Checker:
 
     def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
         flags = (*plant.flags, *plant.own_flags)
-        asked = (plant.strategy, plant.model, plant.devices, flags, plant.step)
-        if planted:
-            return self._train(*asked, plant.path)
-        return self._unplanted(*asked)
+        path = plant.path if planted else None
+        return self._trained(plant.strategy, plant.model, plant.devices, flags, plant.step, path)
 
     def _train(
         self,
@@ -136,7 +134,7 @@ class Checker:
         devices: int,
         flags: Sequence[str],
         step: int,
-        path: Path | None = None,
+        path: Path | None,
     ) -> list[dict[str, Any]]:
         launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags)
         name = "-".join((strategy, model, *(word.strip("-") for word in flags)))
