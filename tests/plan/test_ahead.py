@@ -20,7 +20,7 @@ from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import SHAPE_FLAGS, changed_model, formula_shape
 from tools.spec.run import Recompute, RunSpec, spec_of_model
-from tools.spec.stages import FILLED
+from tools.spec.stages import filled
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 TINY = replace(LEARNED, positions=0)
@@ -56,10 +56,10 @@ def test_the_last_stage_has_an_embedding_for_the_tokens_ahead_beside_its_output_
 def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -> None:
     assert [run(1, Parallelism(pipeline=2)).stage_layers(rank) for rank in (0, 1)] == [2, 3]
     deep = replace(TINY, layers=61, ahead=1)
-    laid = run(1, Parallelism(pipeline=4, virtual_stages=4), shape=deep, stages=FILLED)
+    laid = run(1, Parallelism(pipeline=4, virtual_stages=4), shape=deep, stages=filled(61, 16, 1))
     assert [laid.chunk_layers(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
-    assert FILLED.problem(61, 8, 4) == ""
-    assert FILLED.problem(61, 40, 1) == "they do not fill the stages"
+    assert filled(61, 32, 1).problem(61, 8, 4) == ""
+    assert filled(61, 40, 1).problem(61, 40, 1) == "they do not fill the stages"
 
 
 def test_a_depth_multiplies_its_layer_the_joined_projection_and_the_logits() -> None:

@@ -182,6 +182,21 @@ def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixtur
     assert overlapped["ignored_flags"] == []
 
 
+def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_leaves_them_to_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "gpt3-13b", "--layout", "tp2pp2", "--global-batch", "8"]
+    laid = "--extra=--pipeline-model-parallel-layout Et*9|(t*10|)*2t*11L"
+    found = answer(capsys, *words, laid)["layout"]
+    assert isinstance(found, dict)
+    assert found["parallelism"]["virtual_stages"] == 2
+    assert "make train-tp2pp2-gpt3-13b-4gpu " in found["command"]
+    assert main([*words[:2], "--layout", "tp2pp3", *words[4:], laid]) == 2
+    assert "does not lay on PP 3: it has 4 stages; use" in capsys.readouterr().err
+    assert main([*words, f"{laid[:-1]}mL"]) == 2
+    assert "has 1 depths (m) of multi-token prediction and gpt3-13b 0;" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("model", "extra"),
     [

@@ -24,7 +24,7 @@ from tools.spec.experts import ExpertLoad
 from tools.spec.flags import Flags
 from tools.spec.model import LatentAttention, Model, load_model
 from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model, state_types_of
-from tools.spec.stages import SPREAD
+from tools.spec.stages import spread
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import MIB
 
@@ -221,7 +221,7 @@ def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
         uneven = replace(TINY, layers=7)
         split = Parallelism(pipeline=2, virtual_stages=2)
         batch = Batch(1, micro_batches)
-        return layers_in_flight(RunSpec(uneven, split, batch, stages=SPREAD), 0)
+        return layers_in_flight(RunSpec(uneven, split, batch, stages=spread(7, 4)), 0)
 
     assert held(20) == held(10**12)
 

@@ -14,7 +14,7 @@ from tools.plan.tensors import rank_parameters
 from tools.spec.hardware import device_by_key
 from tools.spec.model import ModelShape
 from tools.spec.run import Recompute, RunSpec
-from tools.spec.stages import EVEN, SPREAD
+from tools.spec.stages import EVEN, spread
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import GIB
 
@@ -36,7 +36,7 @@ def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: i
         dtype,
         recompute=Recompute.FULL,
         fused_attention=False,
-        stages=SPREAD if layers % pipeline else EVEN,
+        stages=spread(layers, pipeline) if layers % pipeline else EVEN,
     )
 
 

@@ -38,6 +38,17 @@ def test_a_foreign_log_with_megatrons_own_layers_keeps_scores() -> None:
         assert spec.fused_attention is fused
 
 
+def test_a_layout_of_stages_is_written_in_place_of_the_number_of_virtual_ones() -> None:
+    shape = [*SHAPE.split(), "--num-layers", "6"]
+    layout = ["--pipeline-model-parallel-layout", "Ett|t|tt|tL"]
+    words = [*shape, "--pipeline-model-parallel-size", "2", *layout]
+    spec = spec_of_flags(words, 2, DeviceKind.GPU)
+    assert [spec.chunk_layers(rank) for rank in (0, 1)] == [(2, 2), (1, 1)]
+    written = flags_of_spec(spec)
+    assert "--num-virtual-stages-per-pipeline-rank" not in written
+    assert spec_of_flags([*shape, *written], 2, DeviceKind.GPU) == spec
+
+
 def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written_back() -> None:
     words = [
         "--use-precision-aware-optimizer",

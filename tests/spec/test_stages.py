@@ -1,7 +1,15 @@
 import pytest
 
 from tools.spec.flags import Flags
-from tools.spec.stages import EVEN, StageSplit, stage_split, stages_of, uneven_stages
+from tools.spec.stages import (
+    EVEN,
+    StageSplit,
+    filled,
+    spread,
+    stage_split,
+    stages_of,
+    uneven_stages,
+)
 from tools.spec.strategy import parallelism_from_flags
 
 BOTH = StageSplit(embedding=True, loss=True)
@@ -46,6 +54,13 @@ def test_layers_of_each_stage(
         (StageSplit(first=1), 9, 4, 1, "the 8 layers left do not divide over 3 other stages"),
         (StageSplit(first=4, last=3), 8, 2, 1, "1 layers are left for 0 other stages"),
         (StageSplit(last=3), 15, 4, 2, "2 virtual stages do not divide a stage's layers"),
+        (StageSplit(layout="Et|tL"), 3, 2, 1, "it has 2 layers"),
+        (StageSplit(layout="Et|t|tL"), 3, 2, 1, "it has 3 stages"),
+        (StageSplit(layout="Et|xL"), 1, 2, 1, "it is not E, layers t"),
+        (StageSplit(layout="Et|Lt"), 2, 2, 1, "it is not E, layers t"),
+        (StageSplit(layout="Et||tL"), 2, 3, 1, "they do not fill the stages"),
+        (StageSplit(layout="Et|tm|L"), 2, 3, 1, "depths are planned on the last stage alone"),
+        (StageSplit(layout="Et|tL", loss=True), 2, 2, 1, "a layout excludes other ways"),
     ],
 )
 def test_what_megatron_refuses(
@@ -67,3 +82,21 @@ def test_flags_are_read_back_and_count_for_virtual_stages() -> None:
     words += ["--num-layers-per-virtual-pipeline-stage", "2"]
     assert parallelism_from_flags(words, 8).virtual_stages == 8
     assert StageSplit(first=3).flags == ("--decoder-first-pipeline-num-layers", "3")
+
+
+def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_there_are() -> None:
+    """The layout of a functional test of Megatron's: 16 layers and one ahead on PP 2."""
+    words = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
+    words = (*words, "Et*3|(tt|)*6,tmL")
+    stages = stages_of(Flags(words))
+    assert laid(stages, 16, 2, 4) == [(3, 2, 2, 2), (2, 2, 2, 1)]
+    assert (stages.problem(16, 2, 4), stages.laid, stages.depths) == ("", 8, 1)
+    assert parallelism_from_flags(words, 2).virtual_stages == 4
+    assert stages_of(Flags((*words[:2], *stages.flags))) == stages
+
+
+def test_layouts_are_spread_with_fewer_layers_at_the_ends_or_filled_from_the_first() -> None:
+    assert spread(7, 4) == StageSplit(layout="Et|tt|tt|ttL")
+    assert spread(6, 4) == StageSplit(layout="Et|tt|tt|tL")
+    assert filled(61, 16, 1).layout.endswith("tttt|tmL")
+    assert filled(3, 3, 0) == StageSplit(layout="Et|t|tL")

@@ -140,6 +140,11 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             split = " ".join(spec.stages.flags) or "the most even split"
             problem = f"which {split} does not lay on {stages}: {problem}"
         yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
+    elif spec.stages.layout and spec.stages.depths != shape.ahead:
+        yield (
+            f"{' '.join(spec.stages.flags)} has {spec.stages.depths} depths (m) of multi-token "
+            f"prediction and {model} {shape.ahead}; write as many as --mtp-num-layers says."
+        )
 
 
 def _context_rules(spec: RunSpec) -> Iterator[str]:

@@ -116,6 +116,7 @@ _LAID = frozenset(
         "--decoder-last-pipeline-num-layers",
         "--account-for-embedding-in-pipeline-split",
         "--account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-layout",
     }
 )
 """What a search chooses by itself and one layout is given."""

@@ -500,7 +500,9 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
         f"--{spec.dtype}": spec.dtype != "fp32",
         _INSTANCES: spec.optimizer_instances if spec.optimizer_instances > 1 else None,
     }
-    layout = strategy_flags(spec.parallelism)
+    # A layout says how many virtual stages there are, and Megatron takes one of both.
+    split = replace(spec.parallelism, virtual_stages=1) if spec.stages.layout else spec.parallelism
+    layout = strategy_flags(split)
     own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
     return (*layout, *own, *flag_words(rest), *_state_flags(spec.state_types))
 

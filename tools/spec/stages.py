@@ -6,6 +6,8 @@ refusals of `TransformerConfig`, at core_v0.19.0.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +16,7 @@ from tools.spec.flags import Flags, flag_words
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _EMBEDDING = "--account-for-embedding-in-pipeline-split"
 _LOSS = "--account-for-loss-in-pipeline-split"
+_LAYOUT = "--pipeline-model-parallel-layout"
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,9 @@ class StageSplit:
     loss: bool = False
     """The output layer and the loss count as a layer of the last stage."""
 
-    spread: bool = False
-    """As evenly as can be, the ends with fewer (`--pipeline-model-parallel-layout`)."""
-    filled: bool = False
-    """Each with as many as any needs, the last with what is left (the same flag), which makes room there
-    for depths of multi-token prediction and the loss."""
+    layout: str = ""
+    """Every virtual stage in the model's order, as Megatron writes them: `Ett|(tt|)*5tmL` are embedding,
+    layers, a depth of multi-token prediction and loss on seven (`pipeline_parallel_layer_layout.py`)."""
 
     @property
     def counted(self) -> int:
@@ -42,20 +43,24 @@ class StageSplit:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's; a layout of its own (`spread`, `filled`) has to be written by hand."""
-        given = {_FIRST: self.first or None, _LAST: self.last or None}
+        """Megatron's."""
+        given = {_FIRST: self.first or None, _LAST: self.last or None, _LAYOUT: self.layout or None}
         return flag_words({**given, _EMBEDDING: self.embedding, _LOSS: self.loss})
+
+    @property
+    def laid(self) -> int:
+        """Virtual stages of a layout; 0 without one."""
+        return len(_stages_of_layout(self.layout)) if self.layout else 0
+
+    @property
+    def depths(self) -> int:
+        """Of multi-token prediction in a layout."""
+        return sum(stage.count("m") for stage in _stages_of_layout(self.layout))
 
     def chunks(self, layers: int, pipeline: int, virtual: int, rank: int) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank (floors where a degree does not divide)."""
-        if self.filled:
-            each = -(-layers // (pipeline * virtual))
-            places = (chunk * pipeline + rank for chunk in range(virtual))
-            return tuple(min(each, max(0, layers - place * each)) for place in places)
-        if self.spread:
-            few, more = divmod(layers, pipeline * virtual)
-            places = (chunk * pipeline + rank for chunk in range(virtual))
-            return tuple(few + (1 <= place <= more) for place in places)
+        if self.layout:
+            return tuple(s.count("t") for s in _stages_of_layout(self.layout)[rank::pipeline])
         whole = self._of_stage(layers, pipeline, rank)
         chunks = [whole // virtual] * virtual
         if self.embedding and rank == 0:
@@ -66,29 +71,37 @@ class StageSplit:
 
     def problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Why Megatron does not lay `layers` so; empty if it does."""
-        if self in (EVEN, SPREAD, FILLED):
-            return self._alike_problem(layers, pipeline * virtual)
+        stages, all_layers = pipeline * virtual, layers + self.counted
+        if self.layout:
+            return self._layout_problem(layers, stages)
         if self.counted and (self.first or self.last):
             return "a first or last stage of its own excludes counting embedding or loss"
         if min(self.first, self.last) < 0:
             return "a stage has at least one layer"
-        if self.counted and (layers + self.counted) % (pipeline * virtual):
-            return f"{layers + self.counted} with embedding or loss counted do not divide"
         if self.first or self.last:
             return self._own_stages_problem(layers, pipeline, virtual)
+        if all_layers % stages:
+            with_ends = f"{all_layers} with embedding or loss counted"
+            return f"{with_ends if self.counted else 'they'} do not divide"
         smallest = self.chunks(layers, pipeline, virtual, 0)[0]
         last = self.chunks(layers, pipeline, virtual, pipeline - 1)[-1]
         return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
 
-    def _alike_problem(self, layers: int, stages: int) -> str:
-        if self == FILLED:
-            # The last may have depths and loss alone.
-            wrong = -(-layers // stages) * (stages - 2) >= layers
-        else:
+    def _layout_problem(self, layers: int, wanted: int) -> str:
+        stages = _stages_of_layout(self.layout)
+        text = "".join(stages)
+        wrong = {
+            "a layout excludes other ways to lay layers": self.first or self.last or self.counted,
+            "it is not E, layers t, depths m of multi-token prediction and L": not re.fullmatch(
+                "Et*m*L", text
+            ),
+            f"it has {len(stages)} stages": len(stages) != wanted,
+            f"it has {text.count('t')} layers": text.count("t") != layers,
+            "depths are planned on the last stage alone": any("m" in s for s in stages[:-1]),
             # A stage of its own may have the embedding, and one the loss.
-            wrong = layers + 2 < stages if self == SPREAD else layers % stages > 0
-        outcome = "divide" if self == EVEN else "fill the stages"
-        return f"they do not {outcome}" if wrong else ""
+            "they do not fill the stages": not all("t" in stage for stage in stages[1:-1]),
+        }
+        return next((words for words, found in wrong.items() if found), "")
 
     def _own_stages_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         left, stages = layers - self.first - self.last, pipeline - (self.first > 0)
@@ -112,8 +125,32 @@ class StageSplit:
 
 
 EVEN = StageSplit()
-SPREAD = StageSplit(spread=True)
-FILLED = StageSplit(filled=True)
+
+
+def spread(layers: int, stages: int) -> StageSplit:
+    """A layout as even as can be, the ends with fewer."""
+    few, more = divmod(layers, stages)
+    return _layout([few + (1 <= place <= more) for place in range(stages)])
+
+
+def filled(layers: int, stages: int, depths: int) -> StageSplit:
+    """A layout whose stages have as many as any needs and whose last has what is left, which makes room
+    there for depths of multi-token prediction and the loss."""
+    each = -(-layers // stages)
+    return _layout([min(each, max(0, layers - place * each)) for place in range(stages)], depths)
+
+
+def _layout(counts: Sequence[int], depths: int = 0) -> StageSplit:
+    return StageSplit(layout=f"E{'|'.join('t' * count for count in counts)}{'m' * depths}L")
+
+
+@lru_cache(maxsize=4096)
+def _stages_of_layout(layout: str) -> tuple[str, ...]:
+    """Commas mean nothing, `*` repeats what is in parentheses, then one letter."""
+    text = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    return tuple(text.split("|"))
 
 
 def stages_of(flags: Flags) -> StageSplit:
@@ -125,6 +162,7 @@ def stages_of(flags: Flags) -> StageSplit:
         flags.integer(_LAST, 0),
         flags.has(_EMBEDDING),
         flags.has(_LOSS),
+        flags.text(_LAYOUT),
     )
 
 

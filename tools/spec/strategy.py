@@ -286,10 +286,13 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
             f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
             f"{devices} device(s); name a number of devices that is a multiple of it."
         )
+    stages = stages_of(flags)
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage", 0)
-    layers = flags.integer("--num-layers", 0) + stages_of(flags).counted
-    # Megatron prints the number it derived; a command line has one of the other two.
-    virtual = flags.integer("--virtual-pipeline-model-parallel-size", 1)
+    layers = flags.integer("--num-layers", 0) + stages.counted
+    # Megatron prints the number it derived; a command line has one of the other three.
+    virtual = flags.integer(
+        "--virtual-pipeline-model-parallel-size", max(1, stages.laid // pipeline)
+    )
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
     return Parallelism(
         data=devices // model_ranks,

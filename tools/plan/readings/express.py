@@ -37,7 +37,7 @@ from tools.spec.run import (
     TokenDispatcher,
     spec_of_flags,
 )
-from tools.spec.stages import EVEN, FILLED, SPREAD, StageSplit
+from tools.spec.stages import EVEN, StageSplit, filled, spread
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _HERE = Path(__file__).parent
@@ -192,8 +192,8 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     """How layers are laid where a source does not say: with depths of multi-token prediction as in
     Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
     if shape.ahead and stages > 1:
-        return FILLED
-    return SPREAD if shape.layers % stages else EVEN
+        return filled(shape.layers, stages, shape.ahead)
+    return spread(shape.layers, stages) if shape.layers % stages else EVEN
 
 
 def _expert_load(model: str, source: dict[str, Any]) -> ExpertLoad:
@@ -428,14 +428,10 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
-    laid_by_hand = flags.has("--pipeline-model-parallel-layout") or bool(
-        spec.stages.problem(spec.shape.layers, pipeline, virtual)
-    )
-    return replace(
-        spec,
-        fused_attention=not unfused,
-        stages=(FILLED if spec.shape.ahead else SPREAD) if laid_by_hand else spec.stages,
-    )
+    stages = spec.stages
+    if stages.problem(spec.shape.layers, pipeline, virtual):
+        stages = _stages_of_recipe(spec.shape, pipeline * virtual)
+    return replace(spec, fused_attention=not unfused, stages=stages)
 
 
 def execution_of_flags(flags: Flags) -> Execution:

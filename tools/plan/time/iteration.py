@@ -345,7 +345,10 @@ def _synchronisation_seconds(
     """
     if cluster.execution.frozen:
         return 0.0, 0.0
-    parallelism = replace(spec.parallelism, virtual_stages=1)
+    # Virtual stages change nothing here, and without them fewer layouts are looked at.
+    parallelism = spec.parallelism
+    if not spec.stages.layout:
+        parallelism = replace(parallelism, virtual_stages=1)
     overlapped = parallelism.sharding in _OVERLAPPED
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
     plain = replace(spec, parallelism=parallelism, batch=Batch(1, samples))
