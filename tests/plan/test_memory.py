@@ -5,17 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.conftest import TINY
+from tools.plan.activations import (
+    chunk_activation_bytes,
+    layer_activation_bytes,
+    recomputed_bytes,
+)
 from tools.plan.collectives.data import gradient_collectives
 from tools.plan.constraints import violations
 from tools.plan.memory import (
     activation_bytes,
-    chunk_activation_bytes,
     fullest_rank,
-    layer_activation_bytes,
     layers_in_flight,
     logits_bytes,
     memory_of_rank,
-    recomputed_bytes,
 )
 from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
 from tools.plan.tensors import layer_parameters, parameters_total, rank_parameters

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from tools.spec.model import BLOCKS, round_up
-from tools.spec.run import Backend, Recompute, RunSpec
+from tools.spec.run import Backend, DeviceKind, Recompute, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
 from tools.spec.strategy import PipelineSchedule, Sharding, strategy_name
 
@@ -51,6 +51,7 @@ def violations(
         *_half_precision_expert_rules(spec, release),
         *_sharding_rules(spec),
         *(() if planted else _recompute_rules(spec)),
+        *_activation_rules(spec),
     )
 
 
@@ -302,6 +303,9 @@ def _recompute_rules(spec: RunSpec) -> Iterator[str]:
             "--recompute-modules mlp on layers with biases never ends in Megatron's backward pass; add "
             "--disable-bias-linear, or leave mlp out."
         )
+
+
+def _activation_rules(spec: RunSpec) -> Iterator[str]:
     partly = spec.recompute.whole_layers and spec.recompute is not Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
@@ -313,6 +317,54 @@ def _recompute_rules(spec: RunSpec) -> Iterator[str]:
             f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."
         )
+    if spec.offload:
+        yield from _offload_rules(spec)
+
+
+def _offload_rules(spec: RunSpec) -> Iterator[str]:
+    offload, recompute = spec.offload, spec.recompute
+    whole, fine = "--cpu-offloading-num-layers", "--fine-grained-activation-offloading"
+    flag = whole if offload.layers else fine
+    if offload.layers and offload.modules:
+        yield f"{fine} excludes {whole}; use one of them."
+    if spec.device is DeviceKind.CPU or not spec.fused_norms:
+        yield f"{flag} needs a GPU and Transformer Engine; leave it out here."
+    if spec.shape.blocks:
+        yield (
+            f"{_called(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
+            f"planned; leave {flag} out."
+        )
+    if offload.layers:
+        if offload.layers >= spec.shape.layers:
+            yield (
+                f"{whole} {offload.layers} leaves none of {_called(spec)}'s {spec.shape.layers} layers; "
+                f"use at most {spec.shape.layers - 1}."
+            )
+        if spec.parallelism.pipeline > 1:
+            yield f"{whole} refuses PP {spec.parallelism.pipeline}; use {fine}, or PP 1."
+        if recompute is not Recompute.NONE:
+            yield f"{whole} refuses recomputation; use {fine}, or no recomputation."
+        return
+    modules = set(offload.modules)
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield "--offload-modules attn_proj needs core_attn, which keeps the same tensor; add it."
+    experts = modules & {"expert_fc1", "moe_act"}
+    if "fused_group_mlp" in modules and experts:
+        yield (
+            f"--offload-modules fused_group_mlp includes {_choices(sorted(experts))}; leave out either."
+        )
+    if recompute.whole_layers:
+        # Its first pass saves nothing, and the second gives to the host what backward reads at once.
+        yield f"{fine} with whole layers recomputed is not planned; recompute modules."
+        return
+    if recompute.again("moe") and (inside := modules & {"fused_group_mlp"} | experts):
+        yield (
+            f"--recompute-modules moe makes {_choices(sorted(inside))} again, which --offload-modules "
+            "then refuses; leave out either."
+        )
+    if recompute.again("core_attn") and "core_attn" in modules:
+        # Its checkpoint does not enter the group that the commit behind it looks for (`attention.py`).
+        yield "core_attn is recomputed or offloaded, not both; leave out either."
 
 
 def _degrees(number: int) -> list[int]:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tools.plan.candidates import comm_types
 from tools.plan.constraints import violations
+from tools.plan.memory import host_bytes
 from tools.plan.parser import RequestError
 from tools.plan.readings.near import Uncertainty, uncertainty
 from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
@@ -25,6 +26,7 @@ from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec import settings
 from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
+from tools.spec.offload import offload_of
 from tools.spec.run import RECOMPUTE_FLAGS, Recompute, recompute_of
 from tools.spec.setting import SettingError
 from tools.spec.stages import stages_of
@@ -98,6 +100,7 @@ def time_layout(options: Namespace) -> TimedLayout:
         parallelism=split,
         batch=Batch(micro, request.global_batch),
         recompute=recompute,
+        offload=offload_of(Flags([*request.model.flags, *request.extra])),
         stages=stages,
         cp_comm_type=flags.text("--cp-comm-type", usual),
     )
@@ -199,11 +202,13 @@ def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
 def _sentence(timed: TimedLayout) -> str:
     found, request = timed.candidate, timed.request
     fits = "fits" if found.fits else "does not fit"
+    on_host = host_bytes(found.spec, found.memory_rank)
+    beside = f"; {gib(on_host)} GiB on its host" if on_host else ""
     return (
         f"{request.model.name} as {timed.label}, micro batch {found.spec.batch.micro_batch_size}, "
         f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; "
-        f"{gib(found.memory.total)} GiB on its fullest rank, which {fits}."
+        f"{gib(found.memory.total)} GiB on its fullest rank, which {fits}{beside}."
     )
 
 

@@ -1,10 +1,4 @@
-"""What one rank holds at its fullest, by component, and what that figure assumes.
-
-Activations are from arXiv:2205.05198 (its equations 1 to 4), written per tensor instead of per
-coefficient so that other widths, dtypes, gated MLPs, grouped queries and dropout-free training follow;
-at h→4h, two bytes and dropout the sum is the paper's sbh(34 + 5as/h), sbh(10 + 24/t + 5as/(ht)) under
-TP and (sbh/t)(34 + 5as/h) under TP with SP.
-"""
+"""What one rank holds at its fullest, by component, and what that figure assumes."""
 
 from __future__ import annotations
 
@@ -12,75 +6,21 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
 
+from tools.plan.activations import (
+    QUANTISED_BYTES,
+    chunk_activation_bytes,
+    layer_activation_bytes,
+    offloaded_bytes,
+    recomputed_bytes,
+    residual_bytes,
+)
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
-from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP, LatentAttention, Mamba
-from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, StateTypes
+from tools.spec.run import DeviceKind, RunSpec, StateTypes
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.units import MIB
 
 _FP32_BYTES = 4
-
-
-def layer_activation_bytes(spec: RunSpec) -> int:
-    """Bytes that one layer keeps of one micro batch, on one rank.
-
-    Its input always; of all else what backward does not compute again. Of whole layers that are
-    computed again a checkpoint's input.
-    """
-    if len(spec.shape.blocks) > 1:
-        return sum(times * layer_activation_bytes(kind) for times, kind in spec.kinds)
-    if spec.shape.blocks == AHEAD:
-        return _joining_bytes(spec)
-    kept = _outside_tensor_parallel_bytes(spec)
-    if spec.recompute.whole_layers:
-        return kept
-    if spec.shape.mamba and spec.shape.blocks == MAMBA:
-        return kept + _mamba_bytes(spec, spec.shape.mamba)
-    mixed = _latent_bytes(spec, spec.shape.latent) if spec.shape.latent else _attention_bytes(spec)
-    if not spec.shape.experts:
-        mlp = 0 if spec.recompute.again("mlp") else _mlp_bytes(spec, spec.shape.ffn_hidden)
-    else:
-        mlp = 0 if spec.recompute.again("moe") else _expert_bytes(spec)
-    return kept + mixed + _scores_bytes(spec) + mlp
-
-
-def chunk_activation_bytes(spec: RunSpec, layers: int) -> int:
-    """Bytes that a virtual stage of so many layers keeps of one micro batch, on one rank."""
-    checkpoints = spec.recompute.checkpoints(layers)
-    kept = layers - sum(checkpoints)
-    found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
-    return found + kept * layer_activation_bytes(_without_checkpoints(spec)) if kept else found
-
-
-def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
-    """What a virtual stage of so many layers does not keep and backward makes again, at most at once.
-
-    Backward ends with its first layer: what it has freed until then makes room for the layers of a
-    checkpoint, which it computes all together.
-    """
-    if spec.recompute is Recompute.NONE:
-        return 0
-    whole = layer_activation_bytes(replace(spec, recompute=Recompute.NONE))
-    kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
-    if not checkpoints:
-        return 0 if spec.recompute.whole_layers else whole - kept
-    freed, most = (layers - sum(checkpoints)) * whole, 0
-    for together in reversed(checkpoints):
-        most = max(most, together * whole - kept - freed)
-        freed += kept
-    return most
-
-
-def _without_checkpoints(spec: RunSpec) -> RunSpec:
-    """The run with its layers kept that are in no checkpoint."""
-    return replace(spec, recompute=Recompute.NONE) if spec.recompute.whole_layers else spec
-
-
-def residual_bytes(spec: RunSpec) -> int:
-    """One hidden state of one micro batch on one rank: a layer's input, a pipeline message."""
-    elements = spec.tokens * spec.shape.hidden
-    return spec.element_bytes * elements // spec.sequence_shards
 
 
 def embedding_bytes(spec: RunSpec) -> int:
@@ -169,156 +109,6 @@ def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     if virtual > 1:
         warmup = 2 * warmup + (virtual - 1) * pipeline
     return min(warmup + 1, microbatches * virtual)
-
-
-QUANTISED_BYTES = {
-    Quantised.NONE: 2.0,
-    Quantised.DELAYED: 1.0,
-    Quantised.TENSORWISE: 1.0,
-    Quantised.BLOCKWISE: 1.03,
-    Quantised.MXFP8: 1.03,
-    Quantised.NVFP4: 0.56,
-}
-"""Of an operand's element, scales included."""
-
-
-def _operand_bytes(spec: RunSpec, elements: int) -> int:
-    """What linear layers keep of inputs for the gradients of their weights: quantised ones in the layout
-    that backward reads, and those alone (Transformer Engine, `pytorch/module/linear.py`)."""
-    if not spec.quantised:
-        return spec.element_bytes * elements
-    return int(QUANTISED_BYTES[spec.quantised] * elements)
-
-
-def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
-    """For each norm of a layer of one kind the modules that it is computed again with.
-
-    Transformer Engine's dense linear layers have it in them: `layernorm` finds none there
-    (`gpt_layer_specs.py`: `IdentityOp`), and `mlp` takes it along. Before experts and latent attention
-    it stands alone.
-    """
-    shape = spec.shape
-    alone = ("layernorm",)
-    before_attention = alone if shape.latent or not spec.fused_norms else ()
-    dense: tuple[str, ...] = ("mlp",) if spec.fused_norms else alone
-    before_mlp = alone if shape.experts else dense
-    by_block = {ATTENTION: before_attention, MLP: before_mlp, EXPERTS: before_mlp}
-    if not shape.blocks:
-        return before_attention, before_mlp
-    return (by_block.get(shape.blocks, ()),) * shape.norms
-
-
-def _outside_tensor_parallel_bytes(spec: RunSpec) -> int:
-    """Inputs and outputs of norms, masks of dropouts: what SP splits and TP does not.
-
-    Outputs are inputs of linear layers; a router's, before experts, is not quantised.
-    """
-    elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
-    if spec.recompute.whole_layers:
-        return spec.element_bytes * elements
-    outputs = [not spec.recompute.again(*modules) for modules in norm_modules(spec)]
-    inputs, masks = len(outputs), spec.shape.residuals if spec.dropout else 0
-    routed = outputs.pop() if spec.shape.experts else 0
-    kept = spec.element_bytes * (inputs + routed) + masks
-    return kept * elements + _operand_bytes(spec, sum(outputs) * elements)
-
-
-def _joining_bytes(spec: RunSpec) -> int:
-    """What a depth of multi-token prediction keeps beside its layer: the inputs of three norms, which
-    are the embeddings, the hidden states before and the layer's output; the projection's input, as wide
-    as the first two together; its part of what the output layer reads, all depths' in one tensor
-    (`multi_token_prediction.py`). Recomputed, it keeps the first two and the last, of which one is
-    counted with the layer.
-
-    The layer's input is a view of the projection's output, which sequence parallelism does not split.
-    """
-    elements = spec.tokens * spec.shape.hidden
-    own = elements // spec.sequence_shards
-    if spec.recompute is Recompute.FULL:
-        return 2 * spec.element_bytes * own
-    unsplit = spec.element_bytes * (elements - own)
-    return 4 * spec.element_bytes * own + _operand_bytes(spec, 2 * own) + unsplit
-
-
-def _mamba_bytes(spec: RunSpec, mamba: Mamba) -> int:
-    """The input projection's output and the scan's; backward computes convolution and states again
-    (`mamba_ssm: mamba_split_conv1d_scan_combined`). Behind them the output projection's input."""
-    tensor = spec.parallelism.tensor
-    kept = spec.element_bytes * spec.tokens * (mamba.projected + mamba.width) // tensor
-    return kept + _operand_bytes(spec, spec.tokens * mamba.width // tensor)
-
-
-def _attention_bytes(spec: RunSpec) -> int:
-    shape = spec.shape
-    # Unfused products take K and V repeated for each head (`repeat_interleave`).
-    repeats = not spec.fused_attention and not spec.recompute.again("core_attn")
-    keys = shape.heads if repeats else shape.query_groups
-    tensor = spec.parallelism.tensor
-    width = (shape.heads + 2 * keys) * shape.head_width // tensor  # Q, K and V
-    output = spec.tokens * shape.heads * shape.head_width // tensor
-    return spec.element_bytes * spec.tokens * width + _attended_bytes(spec, output)
-
-
-def _attended_bytes(spec: RunSpec, elements: int) -> int:
-    """Attention's output, which it keeps, and the projection its own copy of in fewer bits."""
-    if not spec.quantised:
-        return spec.element_bytes * elements
-    own = 0 if spec.recompute.again("core_attn") else spec.element_bytes * elements
-    return own + _operand_bytes(spec, elements)
-
-
-def _latent_bytes(spec: RunSpec, latent: LatentAttention) -> int:
-    """Queries and what keys and values share, compressed, before and behind a norm; both and the rotary
-    part, once for each head, as they are multiplied (`multi_latent_attention.py`)."""
-    own, again = spec.tokens // spec.sequence_shards, spec.recompute.again("mla_up_proj")
-    ranks = own * (latent.query_rank + latent.key_value_rank)
-    kept = spec.element_bytes * (ranks + own * latent.rotary_width)
-    if not (again and spec.fused_norms):
-        kept += _operand_bytes(spec, ranks)
-    heads = spec.tokens * spec.shape.heads // spec.parallelism.tensor
-    width = 2 * (latent.head_width + latent.rotary_width) + latent.value_width
-    if not again:
-        kept += spec.element_bytes * heads * width
-    return kept + _attended_bytes(spec, heads * latent.value_width)
-
-
-def _scores_bytes(spec: RunSpec) -> int:
-    """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
-    if spec.recompute.again("core_attn"):
-        return 0
-    heads = spec.shape.heads // spec.parallelism.tensor
-    if spec.fused_attention:
-        return _FP32_BYTES * heads * spec.tokens
-    element = spec.element_bytes
-    bytes_a_score = 2 * element + 1 if spec.dropout else element
-    return bytes_a_score * heads * spec.tokens * spec.shape.seq_length
-
-
-def _mlp_bytes(spec: RunSpec, ffn: int) -> int:
-    shape, tensor = spec.shape, spec.parallelism.tensor
-    first = ffn * (2 if shape.gated else 1) // tensor
-    activated = spec.tokens * ffn // tensor
-    return spec.element_bytes * spec.tokens * first + _operand_bytes(spec, activated)
-
-
-def _expert_bytes(spec: RunSpec) -> int:
-    """The busiest rank's routed tokens: as dispatched and as permuted, both wide tensors, the output as
-    computed and as put back in order, and the router's scores."""
-    shape, split = spec.shape, spec.parallelism.tensor_of_experts
-    own = spec.tokens // spec.sequence_shards
-    routed = round(own * split * shape.experts_per_token * spec.received_by_experts)
-    ffn = shape.expert_ffn_hidden // split
-    first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
-    whole = shape.latent_experts or shape.hidden
-    router = 2 * _FP32_BYTES * spec.tokens * shape.experts // spec.sequence_shards
-    hidden = whole // split
-    kept = spec.element_bytes * routed * (first + 4 * whole // split - hidden)
-    if shape.latent_experts:
-        kept += spec.element_bytes * own * shape.latent_experts
-    again = spec.recompute.again
-    shared = 0 if again("shared_experts") else _mlp_bytes(spec, shape.shared_expert_ffn)
-    activated = 0 if again("moe_act") else ffn
-    return kept + _operand_bytes(spec, routed * (activated + hidden)) + router + shared
 
 
 DEVICE_BASE_BYTES = 3870 * MIB
@@ -451,6 +241,7 @@ ASSUMPTIONS = (
     "ZeRO-3 and FSDP2 hold two unsharded layers at a time, or the output layer's gradient if that is "
     "more, and ZeRO-3 the output layer's weights; "
     "ZeRO-2 one layer's gradients.",
+    "What is offloaded has left the device when the next module runs, and comes back a module ahead.",
 )
 
 
@@ -493,6 +284,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     chunks = spec.chunk_layers(pipeline_rank)
     each = {layers: chunk_activation_bytes(spec, layers) for layers in set(chunks)}
     kept = _in_flight(spec, pipeline_rank, tuple(each[layers] for layers in chunks))
+    if spec.offload:
+        kept += _not_yet_gone(spec, pipeline_rank)
     flights = max(1, layers_in_flight(spec, pipeline_rank) // max(1, sum(chunks)))
     if pipeline_rank == 0:
         kept += flights * embedding_bytes(spec)
@@ -501,6 +294,35 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
         if spec.shape.ahead:
             kept += spec.shape.ahead * layer_activation_bytes(spec.joining)
     return kept
+
+
+def _not_yet_gone(spec: RunSpec, pipeline_rank: int) -> int:
+    """Of what is offloaded, what a rank still has when backward begins: the last group of each module,
+    in whose place come those that backward reads next, and what later stages keep."""
+    chunks = spec.chunk_layers(pipeline_rank)
+    last = next((layers for layers in reversed(chunks) if layers), 0)
+    begun = offloaded_bytes(spec, last).left - offloaded_bytes(spec, last, first=True).left
+    asked = pipeline_rank * spec.offload.kept_by_stage
+    if not asked:
+        return begun
+    gone = tuple(offloaded_bytes(spec, layers).left for layers in chunks)
+    return begun + min(asked, _in_flight(spec, pipeline_rank, gone) - begun)
+
+
+_HOST_STATE_BYTES = 4 + 4 + 8
+"""A parameter that the host updates: weight, gradient and both moments in fp32."""
+
+
+def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
+    """What a rank keeps on its host at its fullest: activations of the micro batches in flight, and the
+    offloaded part of the optimizer."""
+    held, _ = held_parameters(spec, pipeline_rank)
+    found = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
+    if not spec.offload:
+        return found
+    chunks = spec.chunk_layers(pipeline_rank)
+    copies = tuple(offloaded_bytes(spec, layers).copied for layers in chunks)
+    return found + _in_flight(spec, pipeline_rank, copies)
 
 
 def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:

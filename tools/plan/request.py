@@ -36,6 +36,7 @@ from tools.spec.model import (
     model_of,
     training_flags,
 )
+from tools.spec.offload import OFFLOAD_FLAGS
 from tools.spec.run import (
     RECOMPUTE_FLAGS,
     RunSpec,
@@ -111,6 +112,7 @@ def request_from_options(options: Namespace) -> Request:
 _LAID = frozenset(
     {
         *RECOMPUTE_FLAGS,
+        *OFFLOAD_FLAGS,
         "--cp-comm-type",
         "--decoder-first-pipeline-num-layers",
         "--decoder-last-pipeline-num-layers",
@@ -119,7 +121,7 @@ _LAID = frozenset(
         "--pipeline-model-parallel-layout",
     }
 )
-"""What a search chooses by itself and one layout is given."""
+"""What a search chooses by itself, or leaves out, and one layout is given."""
 _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     *SWITCHES,
     "--make-vocab-size-divisible-by",

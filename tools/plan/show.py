@@ -73,6 +73,7 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
         "mfu": candidate.mfu,
         "memory_bytes": candidate.memory.total,
         "memory_rank": candidate.memory_rank,
+        "host_memory_bytes": memory.host_bytes(spec, candidate.memory_rank),
         "memory": {name: getattr(candidate.memory, name) for name in COMPONENTS},
         "communication": _communication(spec),
         "time": {name: getattr(candidate.seconds, name) for name in TIME_COMPONENTS},

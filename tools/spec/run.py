@@ -16,6 +16,7 @@ from functools import cached_property
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flags import Flags, flag_words
 from tools.spec.model import AHEAD, Model, ModelShape, shape_from_flags
+from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
 from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
@@ -226,6 +227,8 @@ class RunSpec:
     (`--num-distributed-optimizer-instances`; hybrid sharding)."""
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
+    offload: Offload = field(default=NOTHING, hash=False)
+    """Activations that wait for backward on the host."""
     fused_attention: bool = True
     """Flash or cuDNN attention; without it the scores of every head are kept."""
     fused_norms: bool = True
@@ -438,6 +441,7 @@ def spec_of_flags(
         optimizer_instances=flags.integer(_INSTANCES, 1),
         dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
+        offload=offload_of(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
         fused_norms=not local,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
@@ -504,7 +508,8 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
     split = replace(spec.parallelism, virtual_stages=1) if spec.stages.layout else spec.parallelism
     layout = strategy_flags(split)
     own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
-    return (*layout, *own, *flag_words(rest), *_state_flags(spec.state_types))
+    offload = offload_flags(spec.offload)
+    return (*layout, *own, *flag_words(rest), *_state_flags(spec.state_types), *offload)
 
 
 _INSTANCES = "--num-distributed-optimizer-instances"

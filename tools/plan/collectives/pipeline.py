@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tools.plan.activations import residual_bytes
 from tools.plan.collectives.call import CollectiveCall, collective
-from tools.plan.memory import precision_of, residual_bytes
+from tools.plan.memory import precision_of
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
+from tools.plan.activations import residual_bytes
 from tools.plan.memory import (
     PredictedMemory,
     fullest_rank,
     memory_of_rank,
-    residual_bytes,
     workspace_bytes,
 )
 from tools.plan.readings.express import Expressed, RefusedError, express

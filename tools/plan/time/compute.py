@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tools.plan.activations import QUANTISED_BYTES
 from tools.plan.memory import (
-    QUANTISED_BYTES,
     held_parameters,
     logit_elements,
     offloaded_parameters,
     precision_of,
 )
 from tools.plan.tensors import rank_tensors
-from tools.plan.time.rates import DeviceRates, NoPeakError
+from tools.plan.time.rates import DeviceRates
 from tools.plan.time.traffic import CHUNK, layer_bytes, scores_bytes
 from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
 from tools.spec.run import Quantised, RunSpec
@@ -56,6 +56,18 @@ class LayerSeconds:
     memory_again: float
     backward_attention: float
     backward_memory: float
+
+    @property
+    def forward(self) -> float:
+        """Of the first pass."""
+        return self.forward_matmul + self.forward_attention + self.forward_memory
+
+    @property
+    def backward(self) -> float:
+        """Of the second, with what it repeats of the first."""
+        gradients = self.input_gradients + self.weight_gradients
+        again = self.matmul_again + self.attention_again + self.memory_again
+        return gradients + again + self.backward_attention + self.backward_memory
 
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
@@ -204,12 +216,9 @@ def _beside_host(here: float, offloaded: int, rate: DeviceRates) -> float:
     """
     if not offloaded:
         return here
-    if rate.host is None:
-        raise NoPeakError(
-            "The rates of this GPU's host are not known; plan without --optimizer-cpu-offload."
-        )
-    moved = offloaded * _MOVED_BYTES / rate.host.link_bytes_per_second
-    update = offloaded * _ADAM_BYTES / rate.host.memory_bytes_per_second
+    host = rate.known_host
+    moved = offloaded * _MOVED_BYTES / host.link_bytes_per_second
+    update = offloaded * _ADAM_BYTES / host.memory_bytes_per_second
     return max(here, moved, update) if rate.overlap_offload else max(here, update) + 2 * moved
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import log
 
+from tools.plan.activations import QUANTISED_BYTES
 from tools.plan.collectives.call import LATEST, CollectiveCall
 from tools.plan.collectives.context import context_collectives
 from tools.plan.collectives.control import control_collectives
@@ -24,7 +25,7 @@ from tools.plan.collectives.tensor import (
     layer_collectives,
     partial_gradients,
 )
-from tools.plan.memory import QUANTISED_BYTES, second_of_unequal
+from tools.plan.memory import second_of_unequal
 from tools.plan.tensors import rank_parameters, rank_tensors
 from tools.plan.time.cluster import Calibration, Cluster, Route, route
 from tools.plan.time.compute import (
@@ -35,9 +36,11 @@ from tools.plan.time.compute import (
     optimizer_seconds,
 )
 from tools.plan.time.host import iteration_host_seconds, launch_seconds, runs_ahead
+from tools.plan.time.offload import copies_waited_for
 from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
+from tools.spec.offload import NOTHING
 from tools.spec.run import Quantised, Recompute, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
@@ -53,12 +56,14 @@ class MicroBatchSeconds:
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
+    host_copies: float = 0.0
 
     @property
     def total(self) -> float:
         """Forward and backward."""
         arithmetic = self.matmul + self.attention + self.memory_bound
-        return arithmetic + self.tensor_parallel + self.context_parallel + self.expert_parallel
+        groups = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        return arithmetic + groups + self.host_copies
 
     def __add__(self, other: MicroBatchSeconds) -> MicroBatchSeconds:
         return MicroBatchSeconds(
@@ -68,6 +73,7 @@ class MicroBatchSeconds:
             self.tensor_parallel + other.tensor_parallel,
             self.context_parallel + other.context_parallel,
             self.expert_parallel + other.expert_parallel,
+            self.host_copies + other.host_copies,
         )
 
     def __mul__(self, times: float) -> MicroBatchSeconds:
@@ -78,6 +84,7 @@ class MicroBatchSeconds:
             self.tensor_parallel * times,
             self.context_parallel * times,
             self.expert_parallel * times,
+            self.host_copies * times,
         )
 
 
@@ -92,6 +99,8 @@ class IterationSeconds:
     tensor_parallel: float
     context_parallel: float
     expert_parallel: float
+    host_copies: float
+    """Waiting for activations on their way to the host and back."""
     pipeline_messages: float
     bubble: float
     """Waiting for other stages; with stages of unequal work also the wait for the slowest."""
@@ -105,6 +114,7 @@ class IterationSeconds:
         """Seconds of an iteration."""
         inside = self.matmul + self.attention + self.memory_bound
         layers = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        layers += self.host_copies
         between = self.pipeline_messages + self.bubble
         end = self.gradient_sync + self.optimizer + self.stragglers
         return inside + layers + between + end
@@ -117,6 +127,8 @@ ASSUMPTIONS = (
     "ZeRO-3 and FSDP2 overlap theirs.",
     "Backward's tensor-parallel calls hide behind the weights' gradients, the context ring behind "
     "attention (CUDA_DEVICE_MAX_CONNECTIONS=1).",
+    "Copies of activations to the host and back run beside the same layers' arithmetic, at its link's "
+    "rate.",
     "Data loading, logging, evaluation and checkpoints take no time.",
 )
 
@@ -153,6 +165,7 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
         tensor_parallel=count * slowest.tensor_parallel,
         context_parallel=count * slowest.context_parallel,
         expert_parallel=count * slowest.expert_parallel,
+        host_copies=count * slowest.host_copies,
         pipeline_messages=messages,
         bubble=bubble,
         gradient_sync=sync + beside,
@@ -201,6 +214,11 @@ def _stage(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> MicroBatchSec
         found = pieces.layer * again + kept * (layers - again)
     else:
         found = pieces.layer * layers
+    if spec.offload:
+        passes = found.total * pieces.forward_share, found.total * (1 - pieces.forward_share)
+        host = rates(cluster, spec.dtype, spec.quantised).known_host
+        waited = copies_waited_for(spec, pipeline_rank, passes, host)
+        found = replace(found, host_copies=waited)
     if pipeline_rank == 0:
         found += pieces.embedding
     if pipeline_rank == spec.parallelism.pipeline - 1:
@@ -222,6 +240,8 @@ class _Pieces:
     embedding: MicroBatchSeconds
     head: MicroBatchSeconds
     """With what joins tokens ahead to the hidden states; their layers are the last stage's."""
+    forward_share: float
+    """Of a layer's time, that of forward: its share of the arithmetic."""
 
 
 def _one_layer(spec: RunSpec) -> RunSpec:
@@ -235,7 +255,14 @@ def _one_layer(spec: RunSpec) -> RunSpec:
     samples = spec.batch.micro_batch_size
     batch = Batch(samples, samples * data)
     recompute = Recompute.FULL if spec.recompute.whole_layers else spec.recompute
-    return replace(spec, parallelism=parallelism, batch=batch, stages=EVEN, recompute=recompute)
+    return replace(
+        spec,
+        parallelism=parallelism,
+        batch=batch,
+        stages=EVEN,
+        recompute=recompute,
+        offload=NOTHING,
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -250,19 +277,25 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
 
-    def layer_of(kind: RunSpec) -> MicroBatchSeconds:
-        return _layer(kind, cluster, layer_seconds(kind, rate_of(kind), execution.frozen))
-
+    kinds = [
+        (times, kind, layer_seconds(kind, rate_of(kind), execution.frozen))
+        for times, kind in spec.kinds
+    ]
+    forward = sum(times * layer.forward for times, _, layer in kinds)
+    backward = sum(times * layer.backward for times, _, layer in kinds)
+    layers = (_layer(kind, cluster, layer) * times for times, kind, layer in kinds)
     embedded = MicroBatchSeconds(
         memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding
     )
     own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch) + embedded * shape.depths
+    if shape.ahead:
+        joining = layer_seconds(spec.joining, rate, execution.frozen)
+        own += _layer(spec.joining, cluster, joining) * shape.ahead
     return _Pieces(
-        layer=sum(
-            (layer_of(kind) * times for times, kind in spec.kinds), start=MicroBatchSeconds()
-        ),
+        layer=sum(layers, start=MicroBatchSeconds()),
+        forward_share=forward / (forward + backward) if forward else 0.0,
         embedding=embedded + MicroBatchSeconds(tensor_parallel=batch),
-        head=own + layer_of(spec.joining) * shape.ahead if shape.ahead else own,
+        head=own,
     )
 
 

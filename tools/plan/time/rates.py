@@ -18,7 +18,7 @@ _LATER_TILES = (*_TILES, (320, 128, 1.0), (192, 192, 1.0))
 
 
 class NoPeakError(ValueError):
-    """The device has no rate for this dtype."""
+    """The device has no rate for this dtype, or its host none that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,20 @@ class DeviceRates:
     """What was measured in place of counting bytes."""
     share: float = 1.0
     """Of the device, on which the measured times are longer by that much."""
+
+    @property
+    def known_host(self) -> Host:
+        """The host that something is offloaded to.
+
+        Raises:
+            NoPeakError: What joins the device to it is not known.
+        """
+        if self.host is None:
+            raise NoPeakError(
+                "The rates of this GPU's host are not known; plan without --optimizer-cpu-offload and "
+                "without offload of activations."
+            )
+        return self.host
 
 
 _UNFUSED_KERNELS = 2.0

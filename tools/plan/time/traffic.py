@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tools.plan.memory import norm_modules
+from tools.plan.activations import norm_modules
 from tools.plan.time.rates import DeviceRates
 from tools.spec.model import AHEAD, MAMBA
 from tools.spec.run import RunSpec, TokenDispatcher

@@ -13,6 +13,7 @@ from tools.report.analyse.configurations import (
 )
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
+from tools.spec.offload import offload_flags
 from tools.spec.run import RunSpec
 
 
@@ -146,6 +147,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,
         "recomputation": spec and spec.recompute.value,
+        "offload": spec and " ".join(offload_flags(spec.offload)),
         "Adam's state": adam_state(run),
         "Megatron": run.megatron or None,
         "code": record and record.code and str(record.code),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from tools.records.run import RunRecord
 from tools.report.analyse.statistics import ON_CPU_RANKS, ON_GPUS, Estimate, Scatter, estimate
 from tools.report.read.runs import Run, given_arguments
+from tools.spec.offload import offload_flags
 from tools.spec.run import RunSpec
 from tools.spec.strategy import EXAMPLES
 
@@ -310,6 +311,7 @@ _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
     lambda run: f"patches {fused_patches(run.spec)}",
     lambda run: f"plant {plant_name(run.spec)}",
     _of_spec(lambda spec: f"recompute {spec.recompute}"),
+    _of_spec(lambda spec: " ".join(offload_flags(spec.offload))),
     lambda run: run.status.status.value,
     lambda run: run.record.host.name if run.record else "",
 )

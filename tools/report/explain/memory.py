@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tools.plan.memory import activation_bytes, chunk_activation_bytes, head_bytes, layers_in_flight
+from tools.plan.activations import chunk_activation_bytes
+from tools.plan.memory import activation_bytes, head_bytes, layers_in_flight
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Phase, RankMemory
 from tools.report.explain.subjects import Subject, find

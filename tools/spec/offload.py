@@ -1,0 +1,108 @@
+"""Which activations wait for backward on the host: whole layers, or what some modules save."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tools.spec.flags import Flags, flag_words
+
+GROUPS = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+)
+"""Of `--offload-modules` (core_v0.19.0, `transformer_config.py`; 0.16 to 0.18 lack the last), in the
+order in which forward comes to them."""
+
+_SMALLEST = 2**20
+"""Elements: Megatron's default, and Transformer Engine's for whole layers."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What goes there; the default is nothing."""
+
+    layers: int = 0
+    """Whole layers, from the first on (`--cpu-offloading-num-layers`)."""
+    modules: tuple[str, ...] = ()
+    """In `GROUPS`' order: tensors that are saved inside these
+    (`--fine-grained-activation-offloading --offload-modules`)."""
+    smallest: int = _SMALLEST
+    """Elements of the smallest tensor that goes (`--min-offloaded-tensor-size`)."""
+    fraction: float = 1.0
+    """Of the groups, one a module and layer, the first ones (`--activation-offload-fraction`)."""
+    kept_by_stage: int = 0
+    """Bytes that each pipeline rank keeps more than the one before it
+    (`--delta-offload-bytes-across-pp-ranks`)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.layers or self.modules)
+
+
+NOTHING = Offload()
+
+_LAYERS, _FINE, _MODULES = (
+    "--cpu-offloading-num-layers",
+    "--fine-grained-activation-offloading",
+    "--offload-modules",
+)
+_LEAST, _FRACTION = "--min-offloaded-tensor-size", "--activation-offload-fraction"
+_DELTA = "--delta-offload-bytes-across-pp-ranks"
+_FUSED, _FUSER = "fused_group_mlp", "--use-transformer-engine-op-fuser"
+OFFLOAD_FLAGS = (
+    _LAYERS,
+    _FINE,
+    _MODULES,
+    _LEAST,
+    _FRACTION,
+    _DELTA,
+    # When copies are submitted, not what is copied or who waits.
+    "--delay-offload-until-cuda-graph",
+)
+
+
+def offload_of(flags: Flags) -> Offload:
+    """What the flags offload.
+
+    Raises:
+        ValueError: A module, a number or a combination that Megatron does not take.
+    """
+    layers = flags.integer(_LAYERS, 0)
+    if layers < 0:
+        raise ValueError(f"{_LAYERS} is {layers}; use 0 or more.")
+    if not flags.has(_FINE):
+        return Offload(layers=layers)
+    words = re.sub(r"[][',\"]", " ", " ".join(flags.texts(_MODULES))).split()
+    if not words:
+        raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(GROUPS)}.")
+    if unknown := sorted(set(words) - set(GROUPS)):
+        raise ValueError(
+            f"{_MODULES} {unknown[0]} is not one of Megatron's; use {', '.join(GROUPS)}."
+        )
+    if _FUSED in words and not flags.has(_FUSER):
+        raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
+    smallest, delta = flags.integer(_LEAST, _SMALLEST), flags.integer(_DELTA, 0)
+    fraction = flags.number(_FRACTION, 1.0)
+    if min(smallest, delta) < 0 or not 0 <= fraction <= 1:
+        raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
+    modules = tuple(name for name in GROUPS if name in words)
+    return Offload(layers, modules, smallest, fraction, delta)
+
+
+def offload_flags(offload: Offload) -> tuple[str, ...]:
+    """Megatron's flags for it."""
+    fine = flag_words({_FINE: bool(offload.modules)})
+    named = (_MODULES, *offload.modules) if offload.modules else ()
+    rest = {
+        _LAYERS: offload.layers or None,
+        _LEAST: offload.smallest if offload.smallest != _SMALLEST else None,
+        _FRACTION: f"{offload.fraction:g}" if offload.fraction != 1 else None,
+        _DELTA: offload.kept_by_stage or None,
+    }
+    return (*fine, *named, *flag_words(rest))
