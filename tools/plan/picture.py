@@ -93,7 +93,7 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7.5, loc="upper right", bbox_to_anchor=(1, 0.93))
+    axes.legend(frameon=False, fontsize=7.5, loc="upper right", bbox_to_anchor=(1, 0.9))
 
 
 def _family(candidate: Candidate) -> str:
