@@ -65,7 +65,7 @@ def main(descriptor: int, entry: Path) -> None:
         applied = apply_patches(PATCHES, context)
         code = compile(entry.read_bytes(), str(entry), "exec")
         exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
-        _read_help_once()
+        read_help_once()
         # What was imported is looked through by no collection of a rank, which would copy its pages.
         gc.freeze()
         rank = _serve(listener)
@@ -96,7 +96,7 @@ def _train(code: CodeType, entry: str) -> NoReturn:
     os._exit(0)
 
 
-def _read_help_once() -> None:
+def read_help_once() -> None:
     """The flags' help, which Megatron's parser finds in the source of 28 classes: not in every rank."""
     from megatron.training import arguments
 

@@ -39,9 +39,9 @@ def refused(all_runs: dict[str, Run]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def native(all_runs: dict[str, Run]) -> dict[str, Run]:
-    """Plain PyTorch on one rank and under TP 2."""
-    return {name: all_runs[f"native {name}"] for name in ("baseline", "tp2")}
+def native(all_runs: dict[str, Run]) -> Run:
+    """Plain PyTorch under TP 2."""
+    return all_runs["native tp2"]
 
 
 @pytest.fixture(scope="session")

@@ -122,10 +122,7 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
     "eight": {name: dense(name) for name in (*SIX, "vpp2", "zero1")},
     "zero3": {"zero3": dense("zero3")},
     "refused": {"refused": dense("baseline", extra=("--check-for-spiky-loss",))},
-    "native": {
-        "native baseline": dense("baseline", **NATIVE),
-        "native tp2": dense("tp2", **NATIVE),
-    },
+    "native": {"native tp2": dense("tp2", **NATIVE)},
     "experts": {"experts": of_experts("baseline", **EVALUATED)},
     "ep2": {"ep2": of_experts("ep2")},
     "native_experts": {"native experts": of_experts("baseline", **EVALUATED, **NATIVE)},

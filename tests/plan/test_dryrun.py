@@ -141,17 +141,31 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
         assert -random_states <= dropped - closed <= statistics + tables
 
 
-@pytest.mark.parametrize("recompute", ["full uniform 2", "full uniform 5", "full block 1"])
+_LAYOUTS = {
+    "whole": (Parallelism(), 0),
+    "virtual": (Parallelism(pipeline=2, virtual_stages=2), 0),
+    "last virtual": (Parallelism(pipeline=2, virtual_stages=2), 1),
+    "stage": (Parallelism(pipeline=2, tensor=2), 0),
+    "last stage": (Parallelism(pipeline=2, tensor=2), 3),
+}
+_BY_DEFAULT = {
+    *(("whole", "full uniform 5"), ("virtual", "full uniform 2"), ("last stage", "full block 1"))
+}
+"""Each way to checkpoint, and each kind of layout, once."""
+
+
 @pytest.mark.parametrize(
-    ("split", "rank"),
+    ("split", "rank", "recompute"),
     [
-        (Parallelism(), 0),
-        (Parallelism(pipeline=2, virtual_stages=2), 0),
-        pytest.param(Parallelism(pipeline=2, virtual_stages=2), 1, marks=pytest.mark.slow),
-        pytest.param(Parallelism(pipeline=2, tensor=2), 0, marks=pytest.mark.slow),
-        (Parallelism(pipeline=2, tensor=2), 3),
+        pytest.param(
+            *layout,
+            recompute,
+            id=f"{name}-{recompute}",
+            marks=[] if (name, recompute) in _BY_DEFAULT else pytest.mark.slow,
+        )
+        for name, layout in _LAYOUTS.items()
+        for recompute in ("full uniform 2", "full uniform 5", "full block 1")
     ],
-    ids=["whole", "virtual", "last virtual", "stage", "last stage"],
 )
 def test_checkpoints_of_several_and_of_some_layers_keep_and_send_what_the_closed_form_has(
     dry_runner: DryRunner, recompute: str, split: Parallelism, rank: int

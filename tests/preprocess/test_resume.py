@@ -14,13 +14,13 @@ import pytest
 from tests.preprocess.conftest import interrupt_after_moves
 from tools.bench.synthetic_text import write_synthetic
 
-KILL_FLAGS = ("--append-eod", "--commit-mib", "2", "--workers", "2")
+KILL_FLAGS = ("--append-eod", "--commit-mib", "1", "--workers", "2")
 
 
 @pytest.fixture(scope="module")
 def english(tmp_path_factory):
     path = tmp_path_factory.mktemp("english") / "in.jsonl"
-    write_synthetic(path, 12_000_000, seed=7)
+    write_synthetic(path, 6_000_000, seed=7)
     return path
 
 
@@ -132,7 +132,7 @@ def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed,
     [
         (("--json-keys", "body"), "--json-keys was ('text',), now ('body',)"),
         (("--max-document-mb", "5"), "--max-document-mb (in bytes) was None, now 5000000"),
-        (("--commit-mib", "3"), "--commit-mib (in bytes) was 2097152, now 3145728"),
+        (("--commit-mib", "3"), "--commit-mib (in bytes) was 1048576, now 3145728"),
         (("--shard", "0/2"), "--shard was 0/1, now 0/2"),
     ],
 )

@@ -7,6 +7,7 @@ its buffers, the optimizer, the schedule, finalize_model_grads, the optimizer's 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import resource
@@ -23,6 +24,7 @@ from megatron_patches.catalogue import PATCHES
 from megatron_patches.context import find_context
 from megatron_patches.ledger import watched_timers
 from megatron_patches.registry import Patch, Replacement, apply_patches
+from megatron_patches.warm import read_help_once
 from tools.ledger.communication import CommunicationLedger
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.process_groups import CallWatcher
@@ -46,6 +48,9 @@ def prepare() -> ModuleType:
     assert spec.loader is not None
     entry = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(entry)
+    read_help_once()
+    # What was imported is looked through by no collection of a fork, which would copy its pages.
+    gc.freeze()
     return entry
 
 
