@@ -115,6 +115,18 @@ def test_the_tables_are_whole_at_80_columns_and_name_the_cause_of_memory_too(
     assert lines[-1] == "2 of 2 readings are predicted."
 
 
+def test_a_public_source_may_be_left_out_of_what_predicts_one_s_own_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["validate", "--readings", str(file_of(tmp_path, {})), "--json"]
+    errors = []
+    for more in ([], ["--leave-out", "InternEvo"]):
+        assert main([*words, *more]) == 0
+        errors.append(json.loads(capsys.readouterr().out)["rows"][0]["error"])
+    assert errors[0] != errors[1]
+    assert main([*words, "--leave-out", "nobody"]) == 2
+
+
 def test_a_step_s_time_without_its_global_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not state the global batch"):
         express(one(tmp_path, gbs=""))

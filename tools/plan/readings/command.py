@@ -77,7 +77,9 @@ def command_line() -> RequestParser:
 def _residuals(path: Path, without: str | None) -> Residuals:
     readings, unreadable = read_readings(path)
     if without is not None:
-        without = _source(without, {reading.source for reading in readings})
+        # Constants were fitted without a public source, whichever file they are tried on.
+        public = () if path == READINGS else read_readings()[0]
+        without = _source(without, {reading.source for reading in (*readings, *public)})
     if path == READINGS:
         return residuals(readings, unreadable, without)
     return residuals(readings, unreadable, without, partial(calibration_of, ROOT / "runs"))
