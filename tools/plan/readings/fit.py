@@ -37,7 +37,7 @@ FITTED = ("ampere", "hopper", "blackwell")
 _METRICS = ("step_time_s", "tokens_per_s_per_gpu", "mfu_percent", "matmul_tflops")
 _NOT_FITTED = ("NVIDIA/Megatron-LM golden values", "VIA-Research/vTrain single-node")
 """Megatron's functional tests: deterministic mode, and steps of a few milliseconds that log. vTrain's
-small runs: sums of one profile each, no separate measurements (README, "vTrain's small runs")."""
+small runs: sums of one profile each, no measurements of their own (README.md, "vTrain's small runs")."""
 _OWN_WEIGHT = 4
 _STEPS, _STEPS_FROM_NEAR = 6, 2
 _HUBER = 0.15
