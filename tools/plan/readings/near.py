@@ -12,7 +12,7 @@ from math import exp, log2
 from typing import Any
 
 from tools.plan.readings.express import Expressed, RefusedError, express
-from tools.plan.readings.facts import model_facts
+from tools.plan.readings.facts import model_facts, source_facts
 from tools.plan.readings.own import OwnRuns
 from tools.plan.readings.published import kit_runs
 from tools.plan.readings.residual import Residual, left_out, residual
@@ -155,9 +155,11 @@ def _layout(reading: Reading) -> tuple[object, ...]:
 
 @cache
 def _readings() -> tuple[tuple[Reading, Expressed | None], ...]:
-    """Timed readings of the file and the published runs of the kit, which are expressed already."""
-    timed = [(reading, None) for reading in read_readings()[0] if reading.metric in _TIMED]
-    return (*timed, *((run.reading, run) for run in kit_runs()))
+    """Timed readings of the file, but of trainers that no plan is of, and the published runs of the
+    kit, which are expressed already."""
+    timed = [reading for reading in read_readings()[0] if reading.metric in _TIMED]
+    usual = ((reading, None) for reading in timed if "trainer" not in source_facts(reading))
+    return (*usual, *((run.reading, run) for run in kit_runs()))
 
 
 def _distance(reading: Reading, spec: RunSpec, cluster: Cluster) -> float | None:
