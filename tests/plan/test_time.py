@@ -68,7 +68,7 @@ def test_the_published_order_is_predicted_and_tp_and_sp_are_alike() -> None:
     seconds = {name: h200(name).total for name in (f.strategy for f in h200_figures())}
     two = [name for name in sorted(seconds, key=lambda n: seconds[n]) if name != "baseline"]
     assert two == ["dp2", "cp2", "sp2", "tp2", "pp2"]
-    assert seconds["tp2"] == pytest.approx(seconds["sp2"], rel=0.02)
+    assert seconds["tp2"] == pytest.approx(seconds["sp2"], rel=0.025)
 
 
 @pytest.mark.parametrize("residual", paper_residuals(load_paper()), ids=lambda r: r.case)
