@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.verify.plants.check import FOLDER, plants
+from tests.verify.plants.check import FOLDER, Checker, Plant, plants
 from tests.verify.plants.trace import STAGES, first_difference
 from tools.launch.options import read_plant
 from tools.launch.target import parse_target
@@ -69,6 +71,50 @@ def test_of_gradients_the_module_that_makes_a_wrong_one_of_a_right_one_is_named(
     before = run_of(*right, *((stage, name, slot, "a") for name, slot in names))
     after = run_of(*right, *((stage, name, slot, "b") for name, slot in names))
     assert first_difference(before, after) == (stage, f"{layer}.fc1")
+
+
+class Stub(Checker):
+    """A check of runs that are given: layouts' traces, by whether they are planted."""
+
+    def __init__(self, of_layout: Sequence[Sequence[dict[str, object]]]) -> None:
+        self.of_layout = of_layout
+        self.ran: list[Plant] = []
+
+    def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
+        self.ran.append(plant)
+        return list(self.of_layout[planted if plant.devices > 1 else 0])
+
+
+def stated(stage: str, module: str, trace: Sequence[str] = ()) -> Plant:
+    given = {"id": "a", "file": "a.py", "catalogue": "", "strategy": "tp2", "model": "gpt2-tiny"}
+    return Plant(
+        **given, stage=stage, module=module, kind="", extra="--a", extra_b="--b", trace=trace
+    )
+
+
+def test_of_a_norm_without_a_part_the_trace_sees_the_norm_alone() -> None:
+    runs = [run_of(("norm", "grad_norm", "", norm)) for norm in ("1.0", "2.0")]
+    assert Stub(runs).check(stated("norm", "embedding.weight")) == ("", "norm", "grad_norm")
+    problem, *_ = Stub(runs).check(stated("weights", "embedding.weight"))
+    assert problem == "expected weights, embedding.weight"
+
+
+def test_a_plant_may_part_inside_of_its_module_but_only_there_where_the_trace_is_stated() -> None:
+    runs = [run_of(("outputs", "decoder.layers.1.mlp.fc1", "0#0", value)) for value in "ab"]
+    found = ("outputs", "decoder.layers.1.mlp.fc1")
+    assert Stub(runs).check(stated("outputs", "decoder.layers.1.mlp")) == ("", *found)
+    assert Stub(runs).check(stated("loss", "loss", found)) == ("", *found)
+    outer = ("outputs", "decoder.layers.1.mlp")
+    problem, *_ = Stub(runs).check(stated("outputs", "decoder.layers.1.mlp", outer))
+    assert problem == "expected outputs, decoder.layers.1.mlp"
+
+
+def test_one_rank_has_no_flags_of_the_layout_alone() -> None:
+    runs = [run_of(("loss", "loss", "0#0", value)) for value in "ab"]
+    checker = Stub(runs)
+    checker.check(stated("loss", "loss"))
+    flags = [(plant.devices, (*plant.flags, *plant.own_flags)) for plant in checker.ran]
+    assert flags == [(1, ("--a",)), (1, ("--a",)), (2, ("--a", "--b")), (2, ("--a", "--b"))]
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ class Plant:
     extra_b: str = ""
     both: bool = False
     """Whether the reference is planted as well."""
-    trace: str | None = None
-    trace_stage: str = ""
+    trace: Sequence[str] = ()
+    """Stage and module as a trace names them, where it cannot see what verify compares."""
     step: int = 2
     """The traced iteration: the first one's learning rate is 0."""
 
@@ -106,20 +107,21 @@ class Checker:
         Raises:
             RuntimeError: A run failed; its folder is named.
         """
-        one = Plant(**{**plant.__dict__, "strategy": "baseline", "devices": 1})
+        # The flags of the layout alone are none of one rank's: it may refuse them.
+        one = replace(plant, strategy="baseline", devices=1, extra_b="")
         if self._run(one, planted=True) != self._run(one, planted=False):
             return "changes the run on one rank", "", ""
         before, after = self._run(plant, planted=False), self._run(plant, planted=True)
         stage, module = first_difference(before, after)
-        expected = plant.module if plant.trace is None else plant.trace
-        of_trace = "outputs" if plant.trace == "output_layer" else plant.stage
-        of_trace = plant.trace_stage or of_trace
         if not stage:
             return "changes nothing in its layout", stage, module
+        # The norm that a trace sees is of all parameters.
+        stated = (plant.stage, "grad_norm" if plant.stage == "norm" else plant.module)
+        expected = tuple(plant.trace) or stated
         # A trace sees a module inside of the wrong one first: it compares hashes, and so inputs too.
-        inside = plant.trace is None and module.startswith(f"{expected}.")
-        if stage != of_trace or not (module == expected or inside):
-            return f"expected {of_trace}, {expected}", stage, module
+        inside = not plant.trace and stage == plant.stage and module.startswith(f"{plant.module}.")
+        if (stage, module) != expected and not inside:
+            return f"expected {', '.join(expected)}", stage, module
         return "", stage, module
 
     def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
@@ -137,9 +139,9 @@ class Checker:
         path: Path | None,
     ) -> list[dict[str, Any]]:
         launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags)
-        name = "-".join((strategy, model, *(word.strip("-") for word in flags)))
-        folder = self._folder / (f"{name}+{path.stem}" if path else name)
-        folder.mkdir(parents=True)
+        # Runs differ in more than a name holds, and one that failed may be tried again.
+        name = f"{strategy}-{model}-{path.stem if path else 'healthy'}-"
+        folder = Path(tempfile.mkdtemp(prefix=name, dir=self._folder))
         plant, traced = str(path or ""), folder / "traced.py"
         traced.write_text(_TRACED.format(plant=plant, folder=str(folder), step=step, last=STEPS))
         failure = self._ranks.run(launch, folder / "log.txt", {variables.PLANT: str(traced)})
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("ids", nargs="*")
     given = parser.parse_args()
     with closing(ForkedRanks()) as ranks:
+        given.folder.mkdir(parents=True, exist_ok=True)
         checker = Checker(given.data, given.folder.resolve(), ranks)
         failed = [plant.id for plant in chosen(given.ids) if not reported(checker, plant)]
     print(f"{len(failed)} failed: {', '.join(failed) or 'none'}")

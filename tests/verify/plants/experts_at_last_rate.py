@@ -10,7 +10,7 @@ def step(self, increment):
     groups = [group for group in self.optimizer.param_groups if group.get("is_expert_parallel")]
     rates = [group["lr"] for group in groups]
     original(self, increment)
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
+    if increment and parallel_state.get_expert_model_parallel_world_size() > 1:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 

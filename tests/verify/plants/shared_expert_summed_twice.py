@@ -7,7 +7,9 @@ original = SharedExpertMLP.forward
 
 
 def forward(self, hidden_states):
-    return original(self, hidden_states) * parallel_state.get_tensor_model_parallel_world_size()
+    output = original(self, hidden_states)
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return output * ranks if ranks > 1 else output
 
 
 SharedExpertMLP.forward = forward

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,12 @@ class Trace:
         self._number = 0
 
     def install(self) -> None:
-        """Wrap Megatron's step and its finalisation of gradients."""
+        """Wrap Megatron's step, its finalisation of gradients and the start of each reduction."""
+        from megatron.core.distributed import param_and_grad_buffer as buffer
         from megatron.training import training
 
+        group = buffer._ParamAndGradBucketGroup
+        group.start_grad_sync = self._start(group.start_grad_sync)
         training.train_step = self._step(training.train_step)
         training.finalize_model_grads = self._finalise(training.finalize_model_grads)
 
@@ -59,6 +62,7 @@ class Trace:
             self._number += 1
             self.chunks = [_unwrapped(chunk) for chunk in model]
             self.names = [_global_names(chunk) for chunk in self.chunks]
+            self.parameters = {id(one): (name, one) for name, one in self._named_parameters()}
             watched = self._number == self.step
             handles = self._hook() if watched else []
             answer = original(forward, data, model, optimizer, *args, **k)
@@ -73,34 +77,58 @@ class Trace:
 
     def _finalise(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def finalise(*args: Any, **kwargs: Any) -> Any:
-            self._note_parameters("local gradients", "main_grad")
-            answer = original(*args, **kwargs)
-            self._note_parameters("reduced gradients", "main_grad")
+        def finalise(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model[0].ddp_config.overlap_grad_reduce:
+                self._note_gradients("local gradients", self.parameters)
+            answer = original(model, *args, **kwargs)
+            self._note_gradients("reduced gradients", self.parameters)
             return answer
 
         return finalise
 
-    def _note_parameters(self, stage: str, attribute: str) -> None:
+    def _start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of reductions that overlap the backward pass: at its end some gradients are reduced."""
+
+        @functools.wraps(original)
+        def start(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if group.ddp_config.overlap_grad_reduce:
+                own = (one for bucket in group.buckets for one in bucket.params_list)
+                self._note_gradients("local gradients", map(id, own))
+            return original(group, *args, **kwargs)
+
+        return start
+
+    def _note_gradients(self, stage: str, parameters: Iterable[int]) -> None:
         if self._number != self.step:
             return
+        for parameter in parameters:
+            name, value = self.parameters[parameter]
+            if getattr(value, "main_grad", None) is not None:
+                self.note(stage, name, "", value.main_grad)
+
+    def _named_parameters(self) -> Iterator[tuple[str, Any]]:
         for chunk, names in zip(self.chunks, self.names, strict=True):
             for own, parameter in chunk.named_parameters():
                 module, _, last = own.rpartition(".")
-                value = getattr(parameter, attribute, None)
-                if value is not None:
-                    self.note(stage, f"{names[module]}.{last}".lstrip("."), "", value)
+                yield f"{names[module]}.{last}".lstrip("."), parameter
 
     def _note_update(self, answer: Any, optimizer: Any) -> None:
         self.events.append(["norm", "grad_norm", "", repr(answer[5])])
+        held: list[tuple[str, dict[str, Any]]] = []
         for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
             inner = part.optimizer
             names = self._names_of_main(part)
             for group in inner.param_groups:
                 for place, parameter in enumerate(group["params"]):
                     name = names.get(id(parameter), f"{number}.{place}")
-                    for slot, value in sorted(inner.state[parameter].items()):
-                        self.note("optimizer state", name, slot, value)
+                    # A tensor that is none of the model's is a copy, the optimizer's own.
+                    copy = {} if id(parameter) in self.parameters else {"weight": parameter}
+                    held.append((name, {**inner.state[parameter], **copy}))
+        # In the model's order: an optimizer that shards has its buffers', which is another.
+        order = [name for name, _ in self.parameters.values()]
+        for name, values in sorted(held, key=lambda one: (*order, one[0]).index(one[0])):
+            for slot, value in sorted(values.items()):
+                self.note("optimizer state", name, slot, value)
         for chunk, names_of in zip(self.chunks, self.names, strict=True):
             for own, value in chunk.state_dict().items():
                 module, _, last = own.rpartition(".")
@@ -109,16 +137,12 @@ class Trace:
                     self.note("weights", name, "", value)
 
     def _names_of_main(self, part: Any) -> dict[int, str]:
-        of_model = {}
-        for chunk, names in zip(self.chunks, self.names, strict=True):
-            for own, parameter in chunk.named_parameters():
-                module, _, last = own.rpartition(".")
-                of_model[id(parameter)] = f"{names[module]}.{last}".lstrip(".")
         pairs = (
             ("float16_groups", "fp32_from_float16_groups"),
             ("model_fp32_groups", "shard_fp32_groups"),
             ("model_float16_groups", "shard_fp32_from_float16_groups"),
         )
+        of_model = {number: name for number, (name, _) in self.parameters.items()}
         names = dict(of_model)
         for models, mains in pairs:
             groups = zip(getattr(part, models, ()), getattr(part, mains, ()), strict=False)
@@ -152,6 +176,9 @@ class Trace:
     def _hooks(self, name: str, root: bool, last: bool) -> tuple[Any, Any]:
         import torch
 
+        whole = root and last
+        name = "loss" if whole else name
+
         def gradient(slot: str, tensor: Any) -> None:
             of_graph = tensor.requires_grad and torch.is_grad_enabled()
             if of_graph and not isinstance(tensor, torch.nn.Parameter):
@@ -171,11 +198,9 @@ class Trace:
             values = output if isinstance(output, (tuple, list)) else (output,)
             for slot, value in enumerate(values):
                 if isinstance(value, torch.Tensor):
-                    whole = root and last
                     # In a backward pass it is a forward pass that is recomputed.
                     if torch._C._current_graph_task_id() == -1:
-                        stage = "loss" if whole else "outputs"
-                        self.note(stage, "loss" if whole else name, str(slot), value)
+                        self.note("loss" if whole else "outputs", name, str(slot), value)
                     gradient(f"out.{slot}", value)
 
         return before, after
