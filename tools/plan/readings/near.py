@@ -135,7 +135,8 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
             break
         reading, known = _readings()[place]
         layout = (*_layout(reading), *((place,) if known else ()))
-        if layout in layouts:
+        # What a trainer takes that no plan is of says nothing of a plan.
+        if layout in layouts or "trainer" in source_facts(reading):
             continue
         try:
             near = residual(left_out(known or express(reading), reading.source))
@@ -155,11 +156,9 @@ def _layout(reading: Reading) -> tuple[object, ...]:
 
 @cache
 def _readings() -> tuple[tuple[Reading, Expressed | None], ...]:
-    """Timed readings of the file, but of trainers that no plan is of, and the published runs of the
-    kit, which are expressed already."""
-    timed = [reading for reading in read_readings()[0] if reading.metric in _TIMED]
-    usual = ((reading, None) for reading in timed if "trainer" not in source_facts(reading))
-    return (*usual, *((run.reading, run) for run in kit_runs()))
+    """Timed readings of the file and the published runs of the kit, which are expressed already."""
+    timed = [(reading, None) for reading in read_readings()[0] if reading.metric in _TIMED]
+    return (*timed, *((run.reading, run) for run in kit_runs()))
 
 
 def _distance(reading: Reading, spec: RunSpec, cluster: Cluster) -> float | None:
