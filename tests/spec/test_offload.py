@@ -20,6 +20,10 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
             Offload(modules=("core_attn", "attn_proj")),
         ),
         (
+            f"--use-transformer-engine-op-fuser {FINE} --offload-modules fused_group_mlp",
+            Offload(modules=("fused_group_mlp",)),
+        ),
+        (
             f"{FINE} --offload-modules [expert_fc1 moe_act]",
             Offload(modules=("expert_fc1", "moe_act")),
         ),

@@ -58,6 +58,7 @@ def test_layers_of_each_stage(
         (StageSplit(layout="Et|t|tL"), 3, 2, 1, "it has 3 stages"),
         (StageSplit(layout="Et|xL"), 1, 2, 1, "it is not E, layers t"),
         (StageSplit(layout="Et|Lt"), 2, 2, 1, "it is not E, layers t"),
+        (StageSplit(layout="Et*1000000000000|tL"), 2, 2, 1, "it is not E, layers t"),
         (StageSplit(layout="Et||tL"), 2, 3, 1, "they do not fill the stages"),
         (StageSplit(layout="Et|tm|L"), 2, 3, 1, "depths are planned on the last stage alone"),
         (StageSplit(layout="Et|tL", loss=True), 2, 2, 1, "a layout excludes other ways"),
@@ -90,7 +91,7 @@ def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_ther
     words = (*words, "Et*3|(tt|)*6,tmL")
     stages = stages_of(Flags(words))
     assert laid(stages, 16, 2, 4) == [(3, 2, 2, 2), (2, 2, 2, 1)]
-    assert (stages.problem(16, 2, 4), stages.laid, stages.depths) == ("", 8, 1)
+    assert (stages.problem(16, 2, 4), stages.virtual(2), stages.depths) == ("", 4, 1)
     assert parallelism_from_flags(words, 2).virtual_stages == 4
     assert stages_of(Flags((*words[:2], *stages.flags))) == stages
 

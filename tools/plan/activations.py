@@ -279,18 +279,14 @@ def _of_latent(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
 
 def _scores(spec: RunSpec) -> _Tensor:
     """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
-    heads, modules, savers = (
-        spec.shape.heads // spec.parallelism.tensor,
-        ("core_attn",),
-        ("core_attn",),
-    )
+    heads, own = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
     if spec.fused_attention:
         statistics = heads * spec.tokens
-        return _Tensor(_FP32_BYTES * statistics, statistics, modules, savers)
+        return _Tensor(_FP32_BYTES * statistics, statistics, own, own)
     element = spec.element_bytes
     bytes_a_score = 2 * element + 1 if spec.dropout else element
     scores = heads * spec.tokens * spec.shape.seq_length
-    return _Tensor(bytes_a_score * scores, scores, modules, savers)
+    return _Tensor(bytes_a_score * scores, scores, own, own)
 
 
 def _of_mlp(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:

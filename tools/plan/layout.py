@@ -89,8 +89,8 @@ def time_layout(options: Namespace) -> TimedLayout:
     micro = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
     stages = stages_of(Flags([*request.model.flags, *request.extra, *degree]))
-    if stages.layout and split.virtual_stages == 1:
-        split = replace(split, virtual_stages=max(1, stages.laid // split.pipeline))
+    if split.virtual_stages == 1:
+        split = replace(split, virtual_stages=stages.virtual(split.pipeline))
     recompute = recompute_of(Flags([*request.model.flags, *request.extra]))
     if options.recompute and not any(flags.has(name) for name in RECOMPUTE_FLAGS):
         recompute = Recompute(options.recompute)

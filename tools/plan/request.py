@@ -237,10 +237,11 @@ def words_of(extra: str | None) -> list[str]:
         raise RequestError(
             f"EXTRA begins with {words[0]}, which is no flag; use --flags of Megatron."
         )
-    if {"--fp16", "--bf16"} <= set(words):
+    flags = Flags(words)
+    if flags.has("--fp16") and flags.has("--bf16"):
         raise RequestError("EXTRA has --fp16 and --bf16; leave one of them out.")
     for flag, variable in _ELSEWHERE.items():
-        if flag in words:
+        if flags.has(flag):
             raise RequestError(f"EXTRA has {flag}, which {variable} says here; leave it out.")
     return words
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
@@ -225,9 +225,8 @@ def plan_command(request: Request, spec: RunSpec) -> str:
 def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
     """The command that trains this configuration, with the flags that were given for it."""
     parallelism, batch = spec.parallelism, spec.batch
-    # A layout says how many virtual stages there are, and Megatron takes one of both.
-    split = replace(parallelism, virtual_stages=1) if spec.stages.layout else parallelism
-    target = f"train-{strategy_name(split)}-{model.name}-{parallelism.world_size}{spec.device}"
+    strategy = strategy_name(spec.flagged_parallelism)
+    target = f"train-{strategy}-{model.name}-{parallelism.world_size}{spec.device}"
     usual = batch_for(model.batch, parallelism)
     words = ["make", target]
     if batch.micro_batch_size != usual.micro_batch_size:

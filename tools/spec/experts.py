@@ -29,9 +29,9 @@ class ExpertLoad:
     """Whether every expert gets as many, with zeros where tokens lack
     (`--moe-pad-expert-input-to-capacity`): all ranks are then alike."""
     groups: int = 1
-    """Equal groups of neighbouring experts (`--moe-router-num-groups`)..."""
+    """Equal ones of neighbouring experts (`--moe-router-num-groups`)."""
     groups_taken: int = 1
-    """... and of how many of them a token takes all its experts (`--moe-router-group-topk`)."""
+    """Groups that all experts of a token are in (`--moe-router-group-topk`)."""
 
     def sent(self, shape: ModelShape, tokens: int) -> float:
         """What a rank with `tokens` tokens sends to experts, for each copy without a limit.

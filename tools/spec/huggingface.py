@@ -149,7 +149,7 @@ _WHOLE = (
     "v_head_dim",
 )
 _MAY_BE_NULL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank")
-_MAY_BE_NONE = ("n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace")
+_MAY_BE_ZERO = ("n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace")
 _NUMBERS = (
     "rope_theta",
     "rms_norm_eps",
@@ -173,7 +173,7 @@ def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
             continue
         if type(value) is not int or value < 1:
             raise wrong(field, "a whole number of 1 or more")
-    for field in _MAY_BE_NONE:
+    for field in _MAY_BE_ZERO:
         if type(value := config.get(field) or 0) is not int or value < 0:
             raise wrong(field, "a whole number of 0 or more")
     for field in _NUMBERS:

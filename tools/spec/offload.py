@@ -97,7 +97,7 @@ def offload_of(flags: Flags) -> Offload:
 
 def offload_flags(offload: Offload) -> tuple[str, ...]:
     """Megatron's flags for it."""
-    fine = flag_words({_FINE: bool(offload.modules)})
+    fine = flag_words({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
     named = (_MODULES, *offload.modules) if offload.modules else ()
     rest = {
         _LAYERS: offload.layers or None,

@@ -269,6 +269,13 @@ class RunSpec:
         return Transport.GLOO if on_gloo else Transport.NCCL
 
     @property
+    def flagged_parallelism(self) -> Parallelism:
+        """Without virtual stages where a layout says how many there are: Megatron takes one of both."""
+        return (
+            replace(self.parallelism, virtual_stages=1) if self.stages.layout else self.parallelism
+        )
+
+    @property
     def trained_shape(self) -> ModelShape:
         """The shape that is trained: some strategies untie the output layer."""
         if self.parallelism.unties_embeddings:
@@ -504,9 +511,7 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
         f"--{spec.dtype}": spec.dtype != "fp32",
         _INSTANCES: spec.optimizer_instances if spec.optimizer_instances > 1 else None,
     }
-    # A layout says how many virtual stages there are, and Megatron takes one of both.
-    split = replace(spec.parallelism, virtual_stages=1) if spec.stages.layout else spec.parallelism
-    layout = strategy_flags(split)
+    layout = strategy_flags(spec.flagged_parallelism)
     own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
     offload = offload_flags(spec.offload)
     return (*layout, *own, *flag_words(rest), *_state_flags(spec.state_types), *offload)
@@ -580,9 +585,8 @@ def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
     CPU ranks gather keys and values whatever it says.
     """
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
-    return (
-        ("--cp-comm-type", spec.cp_comm_type) if differs and spec.device is DeviceKind.GPU else ()
-    )
+    on_gpu = spec.device is DeviceKind.GPU
+    return ("--cp-comm-type", spec.cp_comm_type) if differs and on_gpu else ()
 
 
 def on_cpu_ranks(spec: RunSpec) -> RunSpec:

@@ -31,7 +31,6 @@ class StageSplit:
     """The embedding counts as a layer of the first stage."""
     loss: bool = False
     """The output layer and the loss count as a layer of the last stage."""
-
     layout: str = ""
     """Every virtual stage in the model's order, as Megatron writes them: `Ett|(tt|)*5tmL` are embedding,
     layers, a depth of multi-token prediction and loss on seven (`pipeline_parallel_layer_layout.py`)."""
@@ -47,10 +46,9 @@ class StageSplit:
         given = {_FIRST: self.first or None, _LAST: self.last or None, _LAYOUT: self.layout or None}
         return flag_words({**given, _EMBEDDING: self.embedding, _LOSS: self.loss})
 
-    @property
-    def laid(self) -> int:
-        """Virtual stages of a layout; 0 without one."""
-        return len(_stages_of_layout(self.layout)) if self.layout else 0
+    def virtual(self, pipeline: int) -> int:
+        """Virtual stages of each of so many pipeline ranks in a layout; 1 without one."""
+        return max(1, len(_stages_of_layout(self.layout)) // pipeline)
 
     @property
     def depths(self) -> int:
@@ -144,12 +142,18 @@ def _layout(counts: Sequence[int], depths: int = 0) -> StageSplit:
     return StageSplit(layout=f"E{'|'.join('t' * count for count in counts)}{'m' * depths}L")
 
 
+_REPEATED = re.compile(r"(?:\(([^()*]+)\)|([A-Za-z|]))\*([0-9]{1,3})(?![0-9*])")
+"""Letters in parentheses or one alone, and how often: a model has no thousand layers."""
+
+
 @lru_cache(maxsize=4096)
 def _stages_of_layout(layout: str) -> tuple[str, ...]:
-    """Commas mean nothing, `*` repeats what is in parentheses, then one letter."""
+    """Commas mean nothing, `*` repeats one letter or what is in parentheses; a `*` that is left over is
+    part of no layout."""
     text = layout.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    while found := _REPEATED.search(text):
+        whole = (found[1] or found[2]) * int(found[3])
+        text = text[: found.start()] + whole + text[found.end() :]
     return tuple(text.split("|"))
 
 

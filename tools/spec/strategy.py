@@ -290,9 +290,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage", 0)
     layers = flags.integer("--num-layers", 0) + stages.counted
     # Megatron prints the number it derived; a command line has one of the other three.
-    virtual = flags.integer(
-        "--virtual-pipeline-model-parallel-size", max(1, stages.laid // pipeline)
-    )
+    virtual = flags.integer("--virtual-pipeline-model-parallel-size", stages.virtual(pipeline))
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
     return Parallelism(
         data=devices // model_ranks,

@@ -1,4 +1,5 @@
 import csv
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import log
@@ -6,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.express import FLAGS, RefusedError, express
 from tools.plan.readings.near import uncertainty
 from tools.plan.readings.own import OwnRuns, Row, add_rows, own_runs, row_of
 from tools.plan.readings.table import ReadingsError, read_readings
 from tools.plan.search import Request, evaluate, search
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.iteration import iteration_seconds
+from tools.spec.experts import ExpertLoad
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
-from tools.spec.run import RunSpec, flags_of_spec, spec_of_flags, spec_of_model
+from tools.spec.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
 from tools.spec.strategy import Batch, parse_strategy
 
 H200 = device_by_key("h200")
@@ -59,6 +61,16 @@ def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
     odd = replace(trained, fused_attention=False)
     with pytest.raises(RefusedError, match="r: its flags alone do not say what was trained"):
         row_of(odd, argv, H200, "r", 1.0)
+
+
+def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
+    routed = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-expert-capacity-factor 1.5"
+    model = load_model("mixtral-8x7b")
+    argv = (*model.flags, *routed.split(), "--moe-pad-expert-input-to-capacity", "--bf16")
+    trained = spec_of_flags(argv, 1, DeviceKind.GPU, model.name)
+    row = row_of(trained, argv, H200, "r", 1.0)
+    again = spec_of_flags(shlex.split(row["notes"].removeprefix(FLAGS)), 1, DeviceKind.GPU)
+    assert again.expert_load == trained.expert_load == ExpertLoad(1.0, 1.5, True, 4, 2)
 
 
 def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ SAID = "flags: --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-len
         ({"tp": "1", "dp": "1", "pp": "8", "vpp": "1000000"}, "they do not fill the stages"),
         ({"dtype": "int3"}, "'int3' is none of bf16"),
         ({"recompute": "sometimes"}, "'sometimes' is none of none, full"),
+        ({"recompute": "full block"}, "'full block' is neither full nor full uniform 2"),
         ({"value": "1e-9"}, "of the peak of A100"),
         ({"value": "1e308"}, "of the peak of A100"),
         ({"metric": "mfu_percent", "value": "400"}, "of the peak of A100"),

@@ -345,7 +345,12 @@ def _recompute(stated: str, fused: bool) -> Recompute:
         known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
         raise RefusedError(f"its recompute '{stated}' is none of {known}")
     if words.startswith("full"):
-        return Recompute(words)
+        try:
+            return Recompute(words)
+        except ValueError:
+            raise RefusedError(
+                f"its recompute '{stated}' is neither full nor full uniform 2 or full block 2"
+            ) from None
     return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
 
 

@@ -26,6 +26,7 @@ from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import SWITCHES
 from tools.plan.time.rates import NoPeakError
 from tools.records.io import lock, write_whole
+from tools.spec.experts import CAPACITY, GROUPS, GROUPS_TAKEN, PADDED
 from tools.spec.flags import merge_flags, pick_flags
 from tools.spec.hardware import Device
 from tools.spec.model import SHAPE_FLAGS
@@ -47,6 +48,7 @@ _MORE_FLAGS = frozenset(
         "--fp8-format",
         "--fp8-recipe",
         "--untie-embeddings-and-output-weights",
+        *(CAPACITY, PADDED, GROUPS, GROUPS_TAKEN),
         *SWITCHES,
     }
 )
