@@ -306,6 +306,13 @@ def test_the_host_runs_ahead_of_experts_whose_load_is_padded_and_so_known_to_it(
     assert of_experts().memory_bound > 1.5 * of_experts(graphs=True).memory_bound
 
 
+def test_a_host_that_waits_for_every_kernel_adds_its_time() -> None:
+    split = Parallelism(tensor=2)
+    plain, blocked = (seconds(split, on(2, blocking=way)) for way in (False, True))
+    launches = SHAPE.layers * 8 * launch_seconds(RunSpec(SHAPE, split, Batch(1, 8)), on(2), ())
+    assert blocked.memory_bound - plain.memory_bound > 0.99 * launches
+
+
 def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None:
     shape = replace(load_model("mixtral-8x7b").shape, layers=1)
     rate = rates(on(), "bf16")

@@ -389,6 +389,7 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
         overlap_experts=bool(source["overlap_experts"]),
         fused_experts=bool(source["fused_experts"]),
         fused_loss=bool(source["fused_loss"]),
+        blocking=bool(source["blocking"]),
     )
 
 

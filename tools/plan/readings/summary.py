@@ -107,6 +107,7 @@ _KINDS = (
     "memory allocated between iterations, Megatron's tests",
     "peak memory, Megatron's tests",
     "layers of several kinds",
+    "BigScience, 384 A100",
 )
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
@@ -114,6 +115,7 @@ _FSDP = ("mosaicml/llm-foundry", "pytorch/torchtitan", "foundation-model-stack/f
 _BY_SOURCE = {
     "VIA-Research/vTrain multi-node": _KINDS[0],
     "VIA-Research/vTrain single-node": _KINDS[1],
+    "BigScience (Jean Zay, A100)": _KINDS[12],
     **dict.fromkeys(_FSDP, _KINDS[6]),
 }
 _BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}

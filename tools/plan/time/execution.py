@@ -25,6 +25,8 @@ class Execution:
     captured: bool = False
     """Attention, the router and what it prepares are CUDA graphs, experts are not
     (`--cuda-graph-scope attn moe_router moe_preprocess`)."""
+    blocking: bool = False
+    """The host waits for each kernel before it launches the next (`CUDA_LAUNCH_BLOCKING=1`)."""
     frozen: bool = False
     """The weights are not trained (LoRA): backward computes no weight gradients, nothing is reduced."""
     portable_attention: bool = False

@@ -73,7 +73,7 @@ def runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
     are known (`token_dispatcher.py: cuda_sync_point`).
     """
     told = bool(spec.shape.experts) and not spec.expert_load.padded
-    return cluster.calibration.launch_beside_work and not told
+    return cluster.calibration.launch_beside_work and not (told or cluster.execution.blocking)
 
 
 _EXPERT_KERNELS = 1.5
