@@ -93,7 +93,7 @@ def test_the_named_strategies_come_in_the_published_order(make_request: MakeRequ
     named = single_axis_candidates(make_request("gpt2-large", 2, "h200", 64))
     assert [candidate.strategy for candidate in named] == ["dp2", "cp2", "sp2", "tp2", "pp2"]
     times = {candidate.strategy: candidate.seconds.total for candidate in named}
-    assert times["tp2"] == pytest.approx(times["sp2"], rel=0.02)
+    assert times["tp2"] == pytest.approx(times["sp2"], rel=0.025)
 
 
 def test_illegal_named_strategies_are_left_out(make_request: MakeRequest) -> None:
