@@ -84,6 +84,7 @@ def test_what_if_stands_beside_it_in_text_data_and_picture(
         ("--layout dp2 --extra=garbage", "EXTRA begins with garbage, which is no flag"),
         ("--layout dp2 --extra=--sequence-parallel", "which LAYOUT= says here"),
         ("--layout dp2 --extra=--tensor-model-parallel-size=2", "which LAYOUT= says here"),
+        ("--layout dp2 --extra=--use-megatron-fsdp", "which LAYOUT= says here"),
         ("--gpus 2 --micro-batch 2", "MICRO_BATCH= is of one layout; name it: LAYOUT="),
     ],
 )

@@ -37,8 +37,10 @@ def violations(
 ) -> tuple[str, ...]:
     """Every reason why Megatron refuses a run; empty if it would train.
 
-    `release`, Megatron's major and minor version, leaves out the rules that only others have; `planted`,
-    that a plant changes it, those of what it does wrong without refusing it.
+    Args:
+        spec: The run.
+        release: Megatron's major and minor version, whose own rules alone are asked; None asks all.
+        planted: A plant changes the run: what Megatron does wrong without refusing it is left out.
     """
     if smallest := _degree_below_one(spec):
         return (smallest,)

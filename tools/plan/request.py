@@ -168,6 +168,7 @@ _ELSEWHERE = _BATCH | dict.fromkeys(
         "--expert-model-parallel-size",
         "--use-distributed-optimizer",
         "--data-parallel-sharding-strategy",
+        "--use-megatron-fsdp",
         "--use-torch-fsdp2",
     ),
     "LAYOUT=",
