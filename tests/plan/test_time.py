@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from tools.plan.memory import fullest_rank
 from tools.plan.residuals import (
     PublishedResidual,
     h200_figures,
@@ -24,6 +25,7 @@ from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.published import load_paper
 from tools.spec.run import Recompute, RunSpec
+from tools.spec.stages import StageSplit
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 LARGE = load_model("gpt2-large")
@@ -85,6 +87,20 @@ def test_the_readme_holds_the_residuals_of_today() -> None:
 def test_one_micro_batch_makes_the_bubble_of_two_stages_a_whole_stage() -> None:
     seconds = h200("pp2")
     assert seconds.bubble == pytest.approx(0.44 * seconds.total, rel=0.05)
+
+
+def test_the_longest_stage_of_a_layout_is_slowest_wherever_it_lies() -> None:
+    machines, plain = (
+        cluster("h200", 5),
+        RunSpec(LARGE.shape, Parallelism(pipeline=5), Batch(4, 64)),
+    )
+    layouts = (f"Et*4|{between}|t*4L" for between in ("t*20|t*4|t*4", "t*4|t*4|t*20"))
+    second, fourth = (replace(plain, stages=StageSplit(layout=layout)) for layout in layouts)
+    (slow, through), (later, same) = (pipeline_seconds(s, machines) for s in (second, fourth))
+    assert slow == later
+    assert through == pytest.approx(same)
+    assert fullest_rank(second)[0] == 1
+    assert fullest_rank(fourth)[0] == 3
 
 
 def test_virtual_stages_shrink_the_bubble_by_their_number() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
@@ -328,16 +329,27 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
 def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits.
 
-    Where stages are unequal the second may hold more than the first.
+    Where stages are unequal one between may hold more.
     """
-    ranks = {0, spec.parallelism.pipeline - 1} | second_of_unequal(spec)
+    ranks = ranks_apart(spec)
     by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks}
     return max(by_rank.items(), key=lambda item: item[1].total)
 
 
-def second_of_unequal(spec: RunSpec) -> set[int]:
-    """The second pipeline rank, which stands for the middle ones; empty where stages are equal."""
-    return {1} if spec.stages != EVEN and spec.parallelism.pipeline > 2 else set()
+def ranks_apart(spec: RunSpec) -> set[int]:
+    """The ends of a pipeline and, where stages are unequal, the ranks that stand for those between."""
+    ends = {0, spec.parallelism.pipeline - 1}
+    return ends if spec.stages == EVEN else ends | middle_ranks(spec).keys()
+
+
+def middle_ranks(spec: RunSpec) -> dict[int, int]:
+    """Of the pipeline ranks between the ends the first with each number of layers, and how many have it:
+    one number, unless a layout says otherwise."""
+    between = range(1, spec.parallelism.pipeline - 1)
+    if not spec.stages.layout:
+        return {1: len(between)} if between else {}
+    layers = [spec.stage_layers(rank) for rank in between]
+    return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
 
 def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from tools.plan.collectives.tensor import (
     layer_collectives,
     partial_gradients,
 )
-from tools.plan.memory import second_of_unequal
+from tools.plan.memory import middle_ranks, ranks_apart
 from tools.plan.tensors import rank_parameters, rank_tensors
 from tools.plan.time.cluster import Calibration, Cluster, Route, route
 from tools.plan.time.compute import (
@@ -184,11 +184,11 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     stages = [_stage(spec, cluster, 0)]
     if pipeline == 1:
         return stages[0], stages[0].total
-    first, last = stages[0], _stage(spec, cluster, pipeline - 1)
-    stages.append(last)
-    if pipeline > 2:
-        stages.append(_stage(spec, cluster, 1))
-    through = first.total + last.total + (pipeline - 2) * stages[-1].total
+    stages.append(_stage(spec, cluster, pipeline - 1))
+    through = stages[0].total + stages[1].total
+    for rank, times in middle_ranks(spec).items():
+        stages.append(_stage(spec, cluster, rank))
+        through += times * stages[-1].total
     slowest, share = max(stages, key=lambda stage: stage.total), cluster.share
     if share == 1 or not slowest.total:
         return slowest, through
@@ -413,7 +413,7 @@ def _bucket_share(spec: RunSpec) -> float:
 
 @lru_cache(maxsize=65536)
 def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float, float]:
-    ends = {0, spec.parallelism.pipeline - 1} | second_of_unequal(spec)
+    ends = ranks_apart(spec)
     return max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
 
 
