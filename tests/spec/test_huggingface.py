@@ -8,6 +8,7 @@ import pytest
 
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 from tools.plan.tensors import parameters_total
+from tools.spec.experts import ExpertLoad, expert_load_of
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.huggingface import config_of_flags, exact_flags, flags_of_config
 from tools.spec.model import formula_shape, model_of
@@ -138,6 +139,8 @@ DEEPSEEK_V3 = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "num_nextn_predict_layers": 1,
+    "n_group": 8,
+    "topk_group": 4,
 }
 
 
@@ -158,6 +161,7 @@ def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints
     flags = Flags(flags_of_config(written(tmp_path, DEEPSEEK_V3)))
     assert flags.text("--moe-layer-freq") == "([0]*3+[1]*58)"
     assert flags.text("--mtp-num-layers") == "1"
+    assert expert_load_of(flags) == ExpertLoad(groups=8, groups_taken=4)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,10 @@ _WHOLE = (
     "v_head_dim",
 )
 _MAY_BE_NULL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank")
-_MAY_BE_ZERO = ("n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace")
+_MAY_BE_ZERO = (
+    *("n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace"),
+    *("n_group", "topk_group"),
+)
 _NUMBERS = (
     "rope_theta",
     "rms_norm_eps",
@@ -317,6 +320,8 @@ def _deepseek_v3(config: Mapping[str, Any]) -> dict[str, object]:
         "--moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})" if dense else None,
         "--moe-router-score-function": "sigmoid",
         "--moe-router-enable-expert-bias": True,
+        "--moe-router-num-groups": config.get("n_group") or None,
+        "--moe-router-group-topk": config.get("topk_group") or None,
         "--mtp-num-layers": config.get("num_nextn_predict_layers") or None,
     }
 
