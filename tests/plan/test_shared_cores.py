@@ -154,9 +154,11 @@ def test_gathered_weights_move_at_the_rate_of_a_gather() -> None:
     assert scattered - plain == pytest.approx(2 * plain / 3, rel=0.02)
 
 
-def test_cpu_ranks_gather_keys_and_values_alone() -> None:
+def test_cpu_ranks_and_megatrons_own_layers_gather_keys_and_values_alone() -> None:
     from tools.plan.candidates import comm_types
 
     split = Parallelism(context=2)
-    assert comm_types(SHAPE, split, DeviceKind.CPU) == ("all_gather",)
-    assert "p2p" in comm_types(SHAPE, split)
+    spec = RunSpec(SHAPE, split, Batch(1, 4))
+    for gathers in (replace(spec, device=DeviceKind.CPU), replace(spec, fused_norms=False)):
+        assert comm_types(gathers, split) == ("all_gather",)
+    assert "p2p" in comm_types(spec, split)

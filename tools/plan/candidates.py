@@ -91,15 +91,14 @@ def min_memory_variant(plain: RunSpec) -> RunSpec:
     return replace(plain, parallelism=replace(plain.parallelism, sharding=sharding))
 
 
-def comm_types(
-    shape: ModelShape, split: Parallelism, device: DeviceKind = DeviceKind.GPU
-) -> tuple[str, ...]:
-    """Context-parallel algorithms; all-to-all needs enough key/value heads. CPU ranks gather."""
+def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
+    """Context-parallel algorithms; all-to-all needs enough key/value heads. CPU ranks and Megatron's own
+    layers (`--transformer-impl local`) gather."""
     if split.context == 1:
         return ("p2p",)
-    if device is DeviceKind.CPU:
+    if template.device is DeviceKind.CPU or not template.fused_norms:
         return ("all_gather",)
-    exchange = (shape.query_groups // split.tensor) % split.context == 0
+    exchange = (template.shape.query_groups // split.tensor) % split.context == 0
     return CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
 
 

@@ -94,7 +94,7 @@ def time_layout(options: Namespace) -> TimedLayout:
     recompute = recompute_of(Flags([*request.model.flags, *request.extra]))
     if options.recompute and not any(flags.has(name) for name in RECOMPUTE_FLAGS):
         recompute = Recompute(options.recompute)
-    usual = comm_types(request.template.shape, split, request.template.device)[0]
+    usual = comm_types(request.template, split)[0]
     spec = replace(
         request.template,
         parallelism=split,

@@ -242,7 +242,7 @@ def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: lis
             plain = base(template, split, size, recompute)
             if fullest_rank(min_memory_variant(plain))[1].total > request.capacity:
                 break
-            for comm_type in comm_types(template.shape, split, template.device):
+            for comm_type in comm_types(template, split):
                 chosen = plain if comm_type == "p2p" else replace(plain, cp_comm_type=comm_type)
                 stage, through = pipeline_seconds(chosen, cluster)
                 working, ramp = chosen.microbatches * stage.total, through - stage.total
@@ -252,7 +252,7 @@ def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: lis
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     """Legal combinations of one split."""
-    kinds = len(recomputes(template)) * len(comm_types(template.shape, split, template.device))
+    kinds = len(recomputes(template)) * len(comm_types(template, split))
     kinds *= len(shardings(split))
     plain = base(template, split, sizes[0], Recompute.NONE)
     pipeline = split.pipeline
