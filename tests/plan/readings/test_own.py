@@ -54,6 +54,14 @@ def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -
     assert next((r.tp, r.pp, r.dp, r.mbs, r.gbs) for r in readings) == (2, 1, 2, 4, 64)
 
 
+def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> None:
+    path, plain = tmp_path / "mine.csv", spec("dp2")
+    patched = replace(plain, fused=("adamw", "norm"))
+    argv = (*MODEL.flags, *flags_of_spec(plain))
+    add_rows(path, [row_of(one, argv, H200, "r", 1.0) for one in (plain, patched)])
+    assert [express(reading).spec for reading in read_readings(path)[0]] == [plain, patched]
+
+
 def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
     trained = replace(spec("dp2"), dropout=0.5)
     argv = (*MODEL.flags, *flags_of_spec(trained))

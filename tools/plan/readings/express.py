@@ -94,6 +94,8 @@ def express(reading: Reading) -> Expressed:
 
 FLAGS = "flags: "
 """Starts notes that hold the Megatron flags that trained a reading; they say more than its columns."""
+FUSED = "FUSED="
+"""Starts the word before them that names the kit's patches."""
 
 
 def flags_said(reading: Reading) -> list[str] | None:
@@ -406,7 +408,9 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
         spec = spec_of_flags(words, reading.gpus, kind, reading.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    return replace(spec, shape=formula_shape(spec.shape, Flags(words)))
+    patches = "".join(word.removeprefix(FUSED) for word in words[:1] if word.startswith(FUSED))
+    fused = tuple(patches.split(",")) if patches else ()
+    return replace(spec, shape=formula_shape(spec.shape, Flags(words)), fused=fused)
 
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:

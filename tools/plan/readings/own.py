@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import exp, log, log2
 from pathlib import Path
 
-from tools.plan.readings.express import FLAGS, RefusedError, express
+from tools.plan.readings.express import FLAGS, FUSED, RefusedError, express
 from tools.plan.readings.residual import Residual, residual
 from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings, read_rows
 from tools.plan.tensors import UnevenSplitError, parameters_total
@@ -72,8 +72,9 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
     split, shape = spec.parallelism, spec.shape
     flags = merge_flags(pick_flags(argv, SHAPE_FLAGS | _MORE_FLAGS), flags_of_spec(spec))
     again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
-    if _measured(again) != _measured(spec):
+    if _measured(replace(again, fused=spec.fused)) != _measured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
+    patches = [FUSED + ",".join(spec.fused)] if spec.fused else []
     known: dict[str, object] = {
         "source": SOURCE,
         "url_or_path": f"{platform.node()}:{run}",
@@ -99,7 +100,7 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
         "recompute": spec.recompute,
         "metric": "step_time_s",
         "value": f"{seconds:.6g}",
-        "notes": FLAGS + shlex.join(flags),
+        "notes": FLAGS + shlex.join([*patches, *flags]),
     }
     return {name: str(known[name]) for name in COLUMNS}
 
@@ -214,8 +215,8 @@ def _is_here(reading: Reading, device: Device) -> bool:
 
 
 def _measured(spec: RunSpec) -> RunSpec:
-    """What a row keeps of a run: no seed, no patches."""
-    return replace(spec, seed=0, fused=(), plant=None)
+    """What a row keeps of a run: no seed, no plant."""
+    return replace(spec, seed=0, plant=None)
 
 
 def _error(item: Residual) -> float:
@@ -247,6 +248,7 @@ def _unlike(one: RunSpec, two: RunSpec) -> float:
         one.dtype != two.dtype,
         one.fused_attention != two.fused_attention,
         one.quantised != two.quantised,
+        one.fused != two.fused,
     )
     return sum(abs(log2(a / b)) for a, b in pairs) + sum(choices)
 
