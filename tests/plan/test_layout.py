@@ -197,6 +197,8 @@ def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_le
     assert "does not lay on PP 3: it has 4 stages; use" in capsys.readouterr().err
     assert main([*words, f"{laid[:-1]}mL"]) == 2
     assert "has 1 depths (m) of multi-token prediction and gpt3-13b 0;" in capsys.readouterr().err
+    assert main(["--model", "gpt3-13b", "--gpus", "8", laid]) == 2
+    assert "which is of one layout; name it: LAYOUT=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

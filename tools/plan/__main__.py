@@ -17,7 +17,9 @@ from importlib import import_module
 from tools.plan.parser import RequestError, RequestParser
 from tools.plan.request import request_from_options
 from tools.plan.search import Plan, Request, search
+from tools.spec.flags import Flags
 from tools.spec.settings import add_options, program
+from tools.spec.stages import LAYOUT_FLAG
 from tools.text.terminal import exit_with, wide_console
 
 _COMMANDS = {
@@ -83,6 +85,10 @@ def _plan(options: argparse.Namespace) -> int:
             variable = name.upper()
             raise RequestError(f"{variable}= is of one layout; name it: LAYOUT=tp8pp16dp8.")
     request = request_from_options(options)
+    if Flags(request.extra).has(LAYOUT_FLAG):
+        raise RequestError(
+            f"EXTRA has {LAYOUT_FLAG}, which is of one layout; name it: LAYOUT=pp16dp8."
+        )
     plan = search(request, slack=_PICTURE_SLACK if options.svg else 1.0)
     if plan.winner is None:
         print(_refusal(plan), file=sys.stderr)

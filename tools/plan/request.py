@@ -46,6 +46,7 @@ from tools.spec.run import (
     state_types_of,
     token_dispatcher_of,
 )
+from tools.spec.stages import LAYOUT_FLAG
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
 MOST_DEVICES = 262_144
@@ -118,7 +119,7 @@ _LAID = frozenset(
         "--decoder-last-pipeline-num-layers",
         "--account-for-embedding-in-pipeline-split",
         "--account-for-loss-in-pipeline-split",
-        "--pipeline-model-parallel-layout",
+        LAYOUT_FLAG,
     }
 )
 """What a search chooses by itself, or leaves out, and one layout is given."""

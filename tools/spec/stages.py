@@ -16,7 +16,7 @@ from tools.spec.flags import Flags, flag_words
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _EMBEDDING = "--account-for-embedding-in-pipeline-split"
 _LOSS = "--account-for-loss-in-pipeline-split"
-_LAYOUT = "--pipeline-model-parallel-layout"
+LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,11 @@ class StageSplit:
     @property
     def flags(self) -> tuple[str, ...]:
         """Megatron's."""
-        given = {_FIRST: self.first or None, _LAST: self.last or None, _LAYOUT: self.layout or None}
+        given = {
+            _FIRST: self.first or None,
+            _LAST: self.last or None,
+            LAYOUT_FLAG: self.layout or None,
+        }
         return flag_words({**given, _EMBEDDING: self.embedding, _LOSS: self.loss})
 
     def virtual(self, pipeline: int) -> int:
@@ -166,7 +170,7 @@ def stages_of(flags: Flags) -> StageSplit:
         flags.integer(_LAST, 0),
         flags.has(_EMBEDDING),
         flags.has(_LOSS),
-        flags.text(_LAYOUT),
+        flags.text(LAYOUT_FLAG),
     )
 
 
