@@ -287,8 +287,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
             f"TP {tensor} x PP {pipeline} x CP {context} x DP {reading.dp} is not {gpus} GPUs: "
             "wrong as published"
         )
-    micro = source.get("micro", reading.mbs)
-    micro = micro or source.get("micro_batch", {}).get(reading.model) or 1
+    micro = source.get("micro", reading.mbs) or 1
     batch = reading.gbs
     if batch is None:
         if pipeline > 1:
@@ -304,8 +303,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
                 f"a global batch of {batch} is no multiple of micro batch {micro} x DP {data}"
             )
         micro = 1
-    virtual = source.get("virtual", reading.vpp)
-    virtual = virtual or source.get("virtual_stages", {}).get(reading.model) or 1
+    virtual = source.get("virtual", reading.vpp) or 1
     sequence = bool(source["sequence_parallel"]) and tensor > 1
     expert_tensor = source.get("expert_tensor", 1 if expert > 1 else tensor)
     return (
@@ -408,8 +406,8 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
         spec = spec_of_flags(words, reading.gpus, kind, reading.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    patches = "".join(word.removeprefix(FUSED) for word in words[:1] if word.startswith(FUSED))
-    fused = tuple(patches.split(",")) if patches else ()
+    patched = bool(words) and words[0].startswith(FUSED)
+    fused = tuple(words[0].removeprefix(FUSED).split(",")) if patched else ()
     return replace(spec, shape=formula_shape(spec.shape, Flags(words)), fused=fused)
 
 

@@ -135,8 +135,9 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
             break
         reading, known = _readings()[place]
         layout = (*_layout(reading), *((place,) if known else ()))
-        # What a trainer takes that no plan is of says nothing of a plan.
-        if layout in layouts or "trainer" in source_facts(reading):
+        # What another trainer takes, or a host that waits for every kernel, says nothing of a plan.
+        facts = source_facts(reading)
+        if layout in layouts or "trainer" in facts or facts["blocking"]:
             continue
         try:
             near = residual(left_out(known or express(reading), reading.source))
