@@ -17,7 +17,7 @@ from tools.records.measurements import MemoryCategory, Operation, Phase
 from tools.spec.experts import expert_load_of
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
-from tools.spec.model import SHAPE_FLAGS, Model, changed_model, formula_shape, load_model
+from tools.spec.model import SHAPE_FLAGS, Model, changed_model, load_model
 from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.stages import StageSplit
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -113,7 +113,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
     flags = ("--vocab-size", "50000", *words.split())
     model = changed_model(small_model(kind), flags, SHAPE_FLAGS | set(flags))
     spec = configured(model, split, Batch(2, 4 * split.data))
-    spec = replace(spec, shape=formula_shape(spec.shape, Flags(model.flags)), dtype="bf16")
+    spec = replace(spec, dtype="bf16")
     whole, recomputing = (
         run_case(dry_runner, Case(model, replace(spec, recompute=Recompute(each)), 0))
         for each in ("none", modules)

@@ -11,7 +11,6 @@ from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.collectives.tensor import layer_collectives
 from tools.plan.constraints import violations
 from tools.plan.memory import memory_of_rank
-from tools.plan.parser import RequestError
 from tools.plan.readings.express import express
 from tools.plan.readings.table import read_readings
 from tools.plan.request import request_from_options
@@ -172,5 +171,5 @@ def test_a_pattern_over_pp_or_cp_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_block_that_no_formula_knows_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"has the block 'G', .*; use blocks of M \* - E /"):
+    with pytest.raises(ValueError, match=r"has the block 'G', .*; use blocks of M \* - E /"):
         planned(tmp_path / "own.args", "--extra", "--hybrid-layer-pattern M*G-")

@@ -9,7 +9,6 @@ from tools.spec.flags import Flags
 from tools.spec.model import (
     UnknownModelError,
     changed_model,
-    formula_shape,
     load_model,
     model_names,
     shape_from_flags,
@@ -125,9 +124,8 @@ def test_a_shape_that_no_model_has_is_refused_by_the_flag(words: str, message: s
 
 
 def test_a_negative_dimension_of_a_formula_and_an_unknown_recipe_are_refused() -> None:
-    shape = shape_from_flags("m", Flags(DIMENSIONS))
     with pytest.raises(ValueError, match="--mtp-num-layers is -2; use 0 or more"):
-        formula_shape(shape, Flags(["--mtp-num-layers", "-2"]))
+        shape_from_flags("m", Flags([*DIMENSIONS, "--mtp-num-layers", "-2"]))
     with pytest.raises(ValueError, match="--fp8-recipe foo is not one of Megatron's; use delayed"):
         quantised_of(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
 

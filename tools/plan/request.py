@@ -27,12 +27,10 @@ from tools.spec.experts import (
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import (
-    BLOCKS,
     NOT_COUNTED,
     SHAPE_FLAGS,
     ModelShape,
     changed_model,
-    formula_shape,
     model_of,
     training_flags,
 )
@@ -78,7 +76,6 @@ def request_from_options(options: Namespace) -> Request:
     flags = Flags([*training_flags(model.family), *model.flags, *extra])
     template = replace(
         template,
-        shape=_planned_shape(template.shape, flags),
         quantised=quantised_of(flags),
         state_types=state_types_of(flags),
         optimizer_instances=flags.integer("--num-distributed-optimizer-instances", 1),
@@ -128,11 +125,6 @@ _USED = (SHAPE_FLAGS - NOT_COUNTED) | {
     "--make-vocab-size-divisible-by",
     "--untie-embeddings-and-output-weights",
     "--fp4-format",
-    "--hybrid-layer-pattern",
-    "--mamba-head-dim",
-    "--mamba-num-heads",
-    "--mamba-num-groups",
-    "--mamba-state-dim",
     "--moe-aux-loss-coeff",
     "--moe-z-loss-coeff",
     "--moe-token-dispatcher-type",
@@ -275,21 +267,6 @@ def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
             f"IMBALANCE={imbalance:g} is more than a rank of EP {ranks} can receive with "
             f"{shape.experts_per_token} of {shape.experts} experts a token; use 1 to {most:g}."
         )
-
-
-def _planned_shape(shape: ModelShape, flags: Flags) -> ModelShape:
-    """The shape with all that formulas know of it.
-
-    Raises:
-        RequestError: It has a block that the formulas do not know.
-    """
-    found = formula_shape(shape, flags)
-    if strange := sorted(set(found.blocks) - set(BLOCKS)):
-        raise RequestError(
-            f"--hybrid-layer-pattern {found.blocks} has the block '{strange[0]}', which is not planned; "
-            f"use blocks of {' '.join(BLOCKS)}."
-        )
-    return found
 
 
 def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:

@@ -84,8 +84,11 @@ def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
     """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
-    layers = shape.layers + shape.ahead
-    return ends.total + layers * _layer_parameters(shape, 1, 1, 1).total
+    dense = len(shape.dense_layers) + shape.held_ahead * shape.ahead_is_dense
+    layers = _layers_of_kind(shape, shape.layers + shape.held_ahead, dense)
+    return ends.total + sum(
+        count * _layer_parameters(kind, 1, 1, 1).total for count, kind in layers
+    )
 
 
 def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str:
@@ -112,7 +115,8 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Parameters that one token uses: of the experts only those it is routed to."""
     idle = shape.experts - shape.experts_per_token if shape.experts else 0
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
-    layers = shape.layers + shape.ahead
+    layers = shape.layers - len(shape.dense_layers)
+    layers += 0 if shape.ahead_is_dense else shape.held_ahead
     layers *= sum(times for times, kind in shape.kinds if kind.experts)
     return parameters_total(shape, tensor) - layers * idle * expert.total
 
@@ -133,20 +137,22 @@ def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
     _refuse_uneven(spec)
     degrees = (split.tensor, split.expert, split.tensor_of_experts, split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    layers = spec.stage_layers(pipeline_rank)
-    return _stage_parameters(spec.trained_shape, degrees, layers, first, last)
+    layers, dense = _held_layers(spec, pipeline_rank)
+    return _stage_parameters(spec.trained_shape, degrees, sum(layers), sum(dense), first, last)
 
 
 def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
     """Elements of each tensor on each TP rank of a pipeline rank."""
     shape, split = spec.trained_shape, spec.parallelism
-    layer = _layer_tensors(shape, split.tensor, split.expert, split.tensor_of_experts)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
     table = spec.padded_vocabulary * shape.hidden // split.tensor
     degrees = (split.tensor, split.pipeline)
-    ends = [tensor.elements for tensor in _end_tensors(shape, table, *degrees, first, last)]
-    own = [tensor.elements for tensor in layer for _ in range(tensor.copies)]
-    return spec.stage_layers(pipeline_rank) * own + ends
+    found = [tensor.elements for tensor in _end_tensors(shape, table, *degrees, first, last)]
+    layers, dense = _held_layers(spec, pipeline_rank)
+    for count, kind in _layers_of_kind(shape, sum(layers), sum(dense)):
+        layer = _layer_tensors(kind, split.tensor, split.expert, split.tensor_of_experts)
+        found += count * [tensor.elements for tensor in layer for _ in range(tensor.copies)]
+    return found
 
 
 def layer_parameters(spec: RunSpec) -> Parameters:
@@ -158,30 +164,35 @@ def layer_parameters(spec: RunSpec) -> Parameters:
 def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     """Elements that every TP rank holds whole and, under SP, has only its tokens' gradient of."""
     shape, split = spec.shape, spec.parallelism
-    tensors = _layer_tensors(shape, split.tensor, split.expert, split.tensor_of_experts)
     last = pipeline_rank == split.pipeline - 1
     ends = _end_tensors(shape, 0, split.tensor, split.pipeline, False, last)
-    layer, outside = (
-        sum(tensor.elements for tensor in found if tensor.partial) for found in (tensors, ends)
-    )
-    return spec.stage_layers(pipeline_rank) * layer + outside
+    total = sum(tensor.elements for tensor in ends if tensor.partial)
+    layers, dense = _held_layers(spec, pipeline_rank)
+    for count, kind in _layers_of_kind(shape, sum(layers), sum(dense)):
+        layer = _layer_tensors(kind, split.tensor, split.expert, split.tensor_of_experts)
+        total += count * sum(tensor.elements for tensor in layer if tensor.partial)
+    return total
 
 
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     """Buffers of every virtual stage of a pipeline rank, first to last."""
     split, shape = spec.parallelism, spec.trained_shape
-    shared, experts = _layer_buffers(shape, split.tensor, split.expert, split.tensor_of_experts)
+    degrees = (split.tensor, split.expert, split.tensor_of_experts)
     table = spec.padded_vocabulary * shape.hidden // split.tensor
     tables = _shared_tables(spec)
     chunks = []
-    for stage, layers in enumerate(spec.chunk_layers(pipeline_rank)):
+    held = zip(*_held_layers(spec, pipeline_rank), strict=True)
+    for stage, (layers, dense) in enumerate(held):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
         sizes: dict[bool, list[int]] = {False: [], True: []}
         for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
             sizes[end.component in tables].append(end.elements)
-        untied = shared * layers + buffer_of(sizes[False])
-        chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts * layers))
+        untied, experts = buffer_of(sizes[False]), Buffer()
+        for count, kind in _layers_of_kind(shape, layers, dense):
+            of_all, of_experts = _layer_buffers(kind, *degrees)
+            untied, experts = untied + of_all * count, experts + of_experts * count
+        chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts))
     return chunks
 
 
@@ -223,7 +234,7 @@ def _end_tensors(
     if last:
         yield from (_Tensor("norms", size, partial=True) for size in _norm(shape))
         if shape.ahead:
-            yield from _layer_tensors(shape.only(AHEAD), tensor, 1, 1) * shape.ahead
+            yield from _layer_tensors(shape.only(AHEAD), tensor, 1, 1) * shape.held_ahead
         if stages > 1 or not shape.tied_embeddings:
             yield _Tensor("output_layer", table)
 
@@ -239,33 +250,51 @@ def _layer_tensors(
             for times, kind in shape.kinds
         )
         return tuple(found for kind in kinds for found in kind if found.elements)
-    hidden = shape.hidden
-    qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
-    width = shape.heads * shape.head_width // tensor
     found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms]
     if shape.blocks == MAMBA and shape.mamba:
         return (*found, *_mamba_tensors(shape, shape.mamba, tensor))
     if shape.blocks == AHEAD:
-        return (*found, _Tensor("attention", 2 * hidden * hidden // tensor))
-    if shape.latent:
-        found += _latent_tensors(shape, shape.latent, tensor)
-    else:
-        found += [_Tensor("attention", hidden * qkv), _Tensor("attention", width * hidden)]
-    if shape.bias or shape.qkv_bias:
-        found.append(_Tensor("attention", qkv))
-    if shape.bias:
-        found.append(_Tensor("attention", hidden, partial=True))
+        return (*found, _Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
+    found += _attention_tensors(shape, tensor)
     if not shape.experts:
         return (*found, *_mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor))
-    found.append(_Tensor("router", shape.experts * hidden, partial=True))
+    return (*found, *_expert_tensors(shape, tensor, expert, expert_tensor))
+
+
+def _attention_tensors(shape: ModelShape, tensor: int) -> Iterator[_Tensor]:
+    if shape.latent:
+        yield from _latent_tensors(shape, shape.latent, tensor)
+    else:
+        queries = shape.heads * (2 if shape.output_gate else 1)
+        qkv = (queries + 2 * shape.query_groups) * shape.head_width // tensor
+        width = shape.heads * shape.head_width // tensor
+        yield _Tensor("attention", shape.hidden * qkv)
+        yield _Tensor("attention", width * shape.hidden)
+        if shape.bias or shape.qkv_bias:
+            yield _Tensor("attention", qkv)
+        if shape.qk_norm and shape.heads:
+            yield from (_Tensor("norms", size) for size in _norm(shape, shape.head_width) * 2)
+    if shape.sink and shape.heads:
+        yield _Tensor("attention", shape.heads // tensor)
     if shape.bias:
-        found.append(_Tensor("router", shape.experts, partial=True))
+        yield _Tensor("attention", shape.hidden, partial=True)
+
+
+def _expert_tensors(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int
+) -> Iterator[_Tensor]:
+    """A router, the expert that every token passes, and a rank's own of the others."""
+    yield _Tensor("router", shape.experts * shape.hidden, partial=True)
+    if shape.bias:
+        yield _Tensor("router", shape.experts, partial=True)
     if shape.shared_expert_ffn:
-        found += _mlp_tensors(shape, "dense_mlp", shape.shared_expert_ffn, tensor)
+        yield from _mlp_tensors(shape, "dense_mlp", shape.shared_expert_ffn, tensor)
+        if shape.shared_expert_gate:
+            yield _Tensor("dense_mlp", shape.hidden, partial=True)
     if shape.latent_experts:
-        found += [_Tensor("router", hidden * shape.latent_experts, partial=True)] * 2
+        yield from [_Tensor("router", shape.hidden * shape.latent_experts, partial=True)] * 2
     own, ffn = shape.experts // expert, shape.expert_ffn_hidden
-    return (*found, *_mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, own))
+    yield from _mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, own)
 
 
 def _routed(shape: ModelShape) -> ModelShape:
@@ -290,16 +319,19 @@ def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Te
 
 
 def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
-    """Down-projections are whole on each TP rank, with a norm each; up-projections and output split."""
+    """Down-projections are whole on each TP rank, or split, with a norm each if there are any;
+    up-projections and output split; no biases but the output's."""
     heads, hidden = shape.heads // tensor, shape.hidden
     queries = heads * (latent.head_width + latent.rotary_width)
     keys_and_values = heads * (latent.head_width + latent.value_width)
+    down = tensor if latent.splits_down else 1
+    normed = (1 if shape.rms_norm else 2) if shape.qk_norm else 0
     if latent.query_rank:
-        yield _Tensor("attention", hidden * latent.query_rank)
-        yield _Tensor("norms", latent.query_rank)
+        yield _Tensor("attention", hidden * latent.query_rank // down)
+        yield from (_Tensor("norms", latent.query_rank),) * normed
     yield _Tensor("attention", (latent.query_rank or hidden) * queries)
-    yield _Tensor("attention", hidden * (latent.key_value_rank + latent.rotary_width))
-    yield _Tensor("norms", latent.key_value_rank)
+    yield _Tensor("attention", hidden * (latent.key_value_rank + latent.rotary_width) // down)
+    yield from (_Tensor("norms", latent.key_value_rank),) * normed
     yield _Tensor("attention", latent.key_value_rank * keys_and_values)
     yield _Tensor("attention", heads * latent.value_width * hidden)
 
@@ -315,9 +347,28 @@ def _mlp_tensors(
         yield _Tensor(component, shape.hidden, copies, partial=component == "dense_mlp")
 
 
-def _norm(shape: ModelShape) -> tuple[int, ...]:
-    """One normalisation: weight, and bias unless RMSNorm."""
-    return (shape.hidden,) * (1 if shape.rms_norm else 2)
+def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
+    """One normalisation, of hidden states unless of another width: weight, and bias unless RMSNorm."""
+    return (width or shape.hidden,) * (1 if shape.rms_norm else 2)
+
+
+def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers whose weights each virtual stage of a pipeline rank holds, and the dense of them."""
+    layers, shape = spec.chunk_layers(pipeline_rank), spec.shape
+    dense = spec.chunk_dense_layers(pipeline_rank)
+    if shape.ahead and pipeline_rank == spec.parallelism.pipeline - 1:
+        layers = (*layers[:-1], layers[-1] - shape.ahead + shape.held_ahead)
+        dense = (*dense[:-1], dense[-1] + shape.held_ahead * shape.ahead_is_dense)
+    return layers, dense
+
+
+def _layers_of_kind(
+    shape: ModelShape, layers: int, dense: int
+) -> tuple[tuple[int, ModelShape], ...]:
+    """So many layers as those of each kind; among experts' some are dense."""
+    if not dense:
+        return ((layers, shape),)
+    return ((layers - dense, shape), (dense, shape.without_experts))
 
 
 def _parameters(tensors: Iterable[_Tensor]) -> Parameters:
@@ -336,12 +387,20 @@ def _layer_parameters(
 
 @lru_cache(maxsize=1024)
 def _stage_parameters(
-    shape: ModelShape, degrees: tuple[int, int, int, int], layers: int, first: bool, last: bool
+    shape: ModelShape,
+    degrees: tuple[int, int, int, int],
+    layers: int,
+    dense: int,
+    first: bool,
+    last: bool,
 ) -> Parameters:
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    layer = _layer_tensors(shape, tensor, expert, expert_tensor)
-    stage = (replace(item, copies=layers * item.copies) for item in layer)
+    stage = [
+        replace(item, copies=count * item.copies)
+        for count, kind in _layers_of_kind(shape, layers, dense)
+        for item in _layer_tensors(kind, tensor, expert, expert_tensor)
+    ]
     return _parameters([*stage, *_end_tensors(shape, table, tensor, pipeline, first, last)])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tools.spec import variables
 from tools.spec.files import ROOT, read_args_file
@@ -37,9 +39,7 @@ NOT_COUNTED = frozenset(
     {
         "--attention-output-gate",
         "--qk-layernorm",
-        "--quick-geglu",
         "--moe-shared-expert-gate",
-        "--moe-latent-size",
         "--moe-layer-freq",
         "--moe-router-load-balancing-type",  # Of quantile_balancing the checkpoint has a buffer.
         "--mtp-use-repeated-layer",
@@ -51,7 +51,7 @@ NOT_COUNTED = frozenset(
         "--mup-base-hidden-size",
     }
 )
-"""Those of `SHAPE_FLAGS` that no formula has: parameters, FLOPs and memory are counted without them."""
+"""Those of `SHAPE_FLAGS` whose activations and times no formula has; their parameters are counted."""
 SHAPE_FLAGS = (
     _HALVES
     | NOT_COUNTED
@@ -69,6 +69,7 @@ SHAPE_FLAGS = (
         "--position-embedding-type",
         "--normalization",
         "--swiglu",
+        "--quick-geglu",
         "--disable-bias-linear",
         "--add-qkv-bias",
         "--softmax-type",
@@ -86,6 +87,12 @@ SHAPE_FLAGS = (
         "--moe-router-pre-softmax",  # Megatron has one expert a token with it alone.
         "--moe-ffn-hidden-size",
         "--moe-shared-expert-intermediate-size",
+        "--moe-latent-size",
+        "--hybrid-layer-pattern",
+        "--mamba-head-dim",
+        "--mamba-num-heads",
+        "--mamba-num-groups",
+        "--mamba-state-dim",
         "--moe-router-enable-expert-bias",
         "--moe-router-score-function",  # Megatron has the bias with sigmoid alone.
         "--init-method-std",
@@ -107,6 +114,8 @@ class LatentAttention:
     """Of a query and a key without the rotary part."""
     rotary_width: int
     value_width: int
+    splits_down: bool = False
+    """TP splits what projects to the ranks too: so Megatron's own layers, not Transformer Engine's."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +175,19 @@ class ModelShape:
     vocabulary_multiple: int = 128
     """Megatron pads the vocabulary to a multiple of this times TP."""
     gated: bool = False
-    """SwiGLU: the first MLP matrix is twice as wide."""
+    """SwiGLU or GeGLU: the first MLP matrix is twice as wide."""
     bias: bool = True
     """Biases in the linear layers."""
     qkv_bias: bool = False
     """Biases in the QKV projection although the others have none."""
     rms_norm: bool = False
     """RMSNorm has a weight and no bias."""
+    qk_norm: bool = False
+    """Queries and keys have a norm each: of a head's width, or of latent attention's ranks."""
+    output_gate: bool = False
+    """Attention's output is gated by columns that the QKV projection has more."""
+    sink: bool = False
+    """Softmax has a learned offset for each head."""
     tied_embeddings: bool = True
     experts: int = 0
     """Experts in each MLP; 0 is dense."""
@@ -184,6 +199,9 @@ class ModelShape:
     """So is the mean square of its logits' log-sum-exp."""
     shared_expert_ffn: int = 0
     """Columns of the expert that every token passes beside its routed ones."""
+    shared_expert_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+    """Layers, from 0, whose MLP is dense among those of experts (`--moe-layer-freq`)."""
     latent: LatentAttention | None = None
     blocks: str = ""
     """Of a hybrid's layer, each with a norm of its own; empty is attention, then an MLP or experts."""
@@ -193,6 +211,8 @@ class ModelShape:
     ahead: int = 0
     """Depths of multi-token prediction behind the layers, each an `AHEAD` block and a layer; those of a
     hybrid are among its blocks."""
+    one_ahead: bool = False
+    """All depths are one block and one layer, with one set of weights."""
 
     @property
     def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
@@ -207,8 +227,23 @@ class ModelShape:
         if block != ATTENTION:
             kept = replace(kept, heads=0, query_groups=0, latent=None)
         if block != EXPERTS:
-            kept = replace(kept, experts=0, experts_per_token=0, shared_expert_ffn=0)
+            kept = kept.without_experts
         return kept if block == MLP else replace(kept, ffn_hidden=0)
+
+    @property
+    def without_experts(self) -> ModelShape:
+        """Its layers with a dense MLP."""
+        return replace(self, experts=0, experts_per_token=0, shared_expert_ffn=0, dense_layers=())
+
+    @property
+    def ahead_is_dense(self) -> bool:
+        """Whether the layers of depths ahead are dense: they are as the last one is."""
+        return self.layers - 1 in self.dense_layers
+
+    @property
+    def held_ahead(self) -> int:
+        """Depths of multi-token prediction that have weights of their own."""
+        return min(1, self.ahead) if self.one_ahead else self.ahead
 
     @property
     def norms(self) -> int:
@@ -390,17 +425,15 @@ def changed_model(model: Model, words: Sequence[str], names: Container[str] = SH
 
 def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     """Derive the shape as Megatron's `validate_args` does; raises as `model_from_flags`, also where a
-    dimension is below 1."""
+    dimension is below its least."""
     for needed in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
+    for flag in _FROM_NOTHING:
+        if (value := flags.integer(flag, 0)) < 0:
+            raise ValueError(f"{flag} is {value}; use 0 or more.")
     hidden = flags.integer("--hidden-size", 0)
     heads = flags.integer("--num-attention-heads", 0)
-    gated = flags.has("--swiglu")
-    # Megatron shrinks a gated MLP to two thirds, rounded to 64, so that its size stays that of 4h.
-    ffn_default = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
-    ffn = flags.integer("--ffn-hidden-size", ffn_default)
-    bias = not flags.has("--disable-bias-linear")
     learned = flags.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
     shape = ModelShape(
         layers=flags.integer("--num-layers", 0),
@@ -408,27 +441,42 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         heads=heads,
         query_groups=flags.integer("--num-query-groups", heads),
         head_width=flags.integer("--kv-channels", hidden // max(1, heads)),
-        ffn_hidden=ffn,
+        ffn_hidden=_ffn(flags, hidden),
         seq_length=flags.integer("--seq-length", 0),
         positions=flags.integer("--max-position-embeddings", 0) if learned else 0,
         vocabulary=flags.integer("--vocab-size", GPT2_VOCABULARY),
         vocabulary_multiple=flags.integer("--make-vocab-size-divisible-by", 128),
-        gated=gated,
-        bias=bias,
+        gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
+        bias=not flags.has("--disable-bias-linear"),
         qkv_bias=flags.has("--add-qkv-bias"),
         rms_norm=flags.text("--normalization", "LayerNorm") == "RMSNorm",
+        qk_norm=flags.has("--qk-layernorm"),
+        output_gate=flags.has("--attention-output-gate"),
+        sink=flags.text("--softmax-type") == "learnable",
         tied_embeddings=not flags.has(UNTIED),
-        experts=flags.integer("--num-experts", 0),
-        experts_per_token=flags.integer("--moe-router-topk", 2)
-        if flags.has("--num-experts")
-        else 0,
-        expert_ffn_hidden=flags.integer("--moe-ffn-hidden-size", ffn),
-        load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
-        router_z_loss=flags.has("--moe-z-loss-coeff"),
+        latent=_latent_attention(flags),
+        ahead=flags.integer("--mtp-num-layers", 0),
+        one_ahead=flags.has("--mtp-use-repeated-layer"),
     )
+    shape = _with_experts(shape, flags)
     _refuse_empty(name, shape)
-    return shape
+    return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
 
+
+_FROM_NOTHING = (
+    "--mtp-num-layers",
+    "--moe-shared-expert-intermediate-size",
+    "--q-lora-rank",
+    "--kv-lora-rank",
+    "--qk-head-dim",
+    "--qk-pos-emb-head-dim",
+    "--v-head-dim",
+    "--mamba-num-heads",
+    "--mamba-num-groups",
+    "--mamba-state-dim",
+    "--moe-latent-size",
+)
+"""Dimensions that may be 0."""
 
 _DIMENSIONS = {
     "--num-layers": "layers",
@@ -441,6 +489,12 @@ _DIMENSIONS = {
     "--vocab-size": "vocabulary",
     "--make-vocab-size-divisible-by": "vocabulary_multiple",
 }
+
+
+def _ffn(flags: Flags, hidden: int) -> int:
+    # Megatron shrinks SwiGLU's MLP to two thirds, rounded to 64, so that its size stays that of 4h.
+    usual = int(4 * hidden * 2 / 3) // 64 * 64 if flags.has("--swiglu") else 4 * hidden
+    return flags.integer("--ffn-hidden-size", usual)
 
 
 def _refuse_empty(name: str, shape: ModelShape) -> None:
@@ -456,46 +510,90 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
         )
 
 
-def formula_shape(shape: ModelShape, flags: Flags) -> ModelShape:
-    """The shape with what formulas know and a run's record leaves out: latent attention, the shared
-    expert, a hybrid's blocks, and depths of multi-token prediction.
+def _latent_attention(flags: Flags) -> LatentAttention | None:
+    if not flags.has("--multi-latent-attention"):
+        return None
+    return LatentAttention(
+        flags.integer("--q-lora-rank", 0),
+        flags.integer("--kv-lora-rank", 512),
+        flags.integer("--qk-head-dim", 128),
+        flags.integer("--qk-pos-emb-head-dim", 64),
+        flags.integer("--v-head-dim", 128),
+    )
+
+
+def _with_experts(shape: ModelShape, flags: Flags) -> ModelShape:
+    """A shape whose MLPs are of experts; of a dense model the shape itself, but for losses' defaults."""
+    losses = replace(
+        shape,
+        expert_ffn_hidden=flags.integer("--moe-ffn-hidden-size", shape.ffn_hidden),
+        load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
+        router_z_loss=flags.has("--moe-z-loss-coeff"),
+    )
+    if not flags.has("--num-experts"):
+        return losses
+    return replace(
+        losses,
+        experts=flags.integer("--num-experts", 0),
+        experts_per_token=flags.integer("--moe-router-topk", 2),
+        shared_expert_ffn=flags.integer("--moe-shared-expert-intermediate-size", 0),
+        shared_expert_gate=flags.has("--moe-shared-expert-gate"),
+        latent_experts=flags.integer("--moe-latent-size", 0),
+        dense_layers=_dense_layers(flags.texts("--moe-layer-freq"), shape.layers),
+    )
+
+
+def _dense_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
+    """`--moe-layer-freq`: every so manieth layer has experts, from the first on, or a list of Python's
+    with a 1 for each layer that has.
 
     Raises:
-        ValueError: A dimension is negative.
+        ValueError: It is neither, or its list is of another number of layers.
     """
-    for flag in (
-        "--mtp-num-layers",
-        "--moe-shared-expert-intermediate-size",
-        "--q-lora-rank",
-        "--kv-lora-rank",
-        "--qk-head-dim",
-        "--qk-pos-emb-head-dim",
-        "--v-head-dim",
-        "--mamba-num-heads",
-        "--mamba-num-groups",
-        "--mamba-state-dim",
-        "--moe-latent-size",
-    ):
-        if (value := flags.integer(flag, 0)) < 0:
-            raise ValueError(f"{flag} is {value}; use 0 or more.")
-    latent = None
-    if flags.has("--multi-latent-attention"):
-        latent = LatentAttention(
-            flags.integer("--q-lora-rank", 0),
-            flags.integer("--kv-lora-rank", 512),
-            flags.integer("--qk-head-dim", 128),
-            flags.integer("--qk-pos-emb-head-dim", 64),
-            flags.integer("--v-head-dim", 128),
+    text = " ".join(given) or "1"
+    try:
+        pattern = _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError):
+        pattern = None
+    if isinstance(pattern, int) and pattern > 0:
+        return tuple(layer for layer in range(layers) if layer % pattern)
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        raise ValueError(
+            f"--moe-layer-freq {text[:60]} is no number above 0 and no list of {layers} layers, "
+            "such as [0]*1+[1]*3; correct it."
         )
-    shared = flags.integer("--moe-shared-expert-intermediate-size", 0)
-    shape = replace(shape, latent=latent, shared_expert_ffn=shared)
-    if flags.has("--hybrid-layer-pattern"):
-        return _hybrid_shape(shape, flags)
-    return replace(shape, ahead=flags.integer("--mtp-num-layers", 0))
+    return tuple(layer for layer, experts in enumerate(pattern) if not experts)
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """A number, a list of numbers, or sums and multiples of those; TypeError for anything else."""
+    match node:
+        case ast.Constant(value=int()):
+            return node.value
+        case ast.List():
+            return [_evaluated(element) for element in node.elts]
+        case ast.BinOp(op=ast.Add()):
+            return _evaluated(node.left) + _evaluated(node.right)
+        case ast.BinOp(op=ast.Mult()):
+            return _evaluated(node.left) * min(_evaluated(node.right), _MOST_LAYERS)
+    raise TypeError
+
+
+_MOST_LAYERS = 10_000
 
 
 def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
-    """The shape with the blocks of `--hybrid-layer-pattern`."""
+    """The shape with the blocks of `--hybrid-layer-pattern`.
+
+    Raises:
+        ValueError: It has a block that the formulas do not know.
+    """
+    blocks = flags.text("--hybrid-layer-pattern")
+    if strange := sorted(set(blocks) - set(BLOCKS)):
+        raise ValueError(
+            f"--hybrid-layer-pattern {blocks} has the block '{strange[0]}', which is not planned; "
+            f"use blocks of {' '.join(BLOCKS)}."
+        )
     width = flags.integer("--mamba-head-dim", 64)
     mamba = Mamba(
         flags.integer("--mamba-num-heads", 2 * shape.hidden // width),
@@ -503,14 +601,7 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
         flags.integer("--mamba-num-groups", 8),
         flags.integer("--mamba-state-dim", 128),
     )
-    narrow = flags.integer("--moe-latent-size", 0)
-    return replace(
-        shape,
-        layers=1,
-        blocks=flags.text("--hybrid-layer-pattern"),
-        mamba=mamba,
-        latent_experts=narrow,
-    )
+    return replace(shape, layers=1, blocks=blocks, mamba=mamba, ahead=0, dense_layers=())
 
 
 def _model_files(family: str) -> list[Path]:

@@ -277,10 +277,14 @@ class RunSpec:
 
     @property
     def trained_shape(self) -> ModelShape:
-        """The shape that is trained: some strategies untie the output layer."""
+        """The shape that is trained: some strategies untie the output layer, and Megatron's own layers
+        split latent attention otherwise than Transformer Engine's."""
+        shape = self.shape
+        if shape.latent and not self.fused_norms:
+            shape = replace(shape, latent=replace(shape.latent, splits_down=True))
         if self.parallelism.unties_embeddings:
-            return replace(self.shape, tied_embeddings=False)
-        return self.shape
+            shape = replace(shape, tied_embeddings=False)
+        return shape
 
     @property
     def kinds(self) -> tuple[tuple[int, RunSpec], ...]:
@@ -363,6 +367,25 @@ class RunSpec:
             return (*chunks[:-1], chunks[-1] + self.shape.ahead)
         return chunks
 
+    def chunk_dense_layers(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Of the layers of each virtual stage of a pipeline rank those that are dense among experts'."""
+        split, dense = self.parallelism, self.shape.dense_layers
+        if not dense:
+            return (0,) * split.virtual_stages
+        counts = [
+            self.stages.chunks(self.shape.layers, split.pipeline, split.virtual_stages, rank)
+            for rank in range(split.pipeline)
+        ]
+        found, first = [], 0
+        for stage in range(split.virtual_stages):
+            for rank, chunks in enumerate(counts):
+                if rank == pipeline_rank:
+                    found.append(
+                        sum(layer in range(first, first + chunks[stage]) for layer in dense)
+                    )
+                first += chunks[stage]
+        return tuple(found)
+
     def stage_layers(self, pipeline_rank: int) -> int:
         """Layers on one pipeline rank, over its virtual stages."""
         return sum(self.chunk_layers(pipeline_rank))
@@ -378,7 +401,8 @@ class RunSpec:
         if self.stages == EVEN and not (self.recompute.some_layers or self.shape.ahead):
             return self
         layers = self.stage_layers(pipeline_rank) * self.parallelism.pipeline
-        found = replace(self, stages=EVEN, shape=replace(self.shape, layers=layers, ahead=0))
+        shape = replace(self.shape, layers=layers, ahead=0, dense_layers=())
+        found = replace(self, stages=EVEN, shape=shape)
         if not self.recompute.some_layers:
             return found
         again = self.layers_again(pipeline_rank)

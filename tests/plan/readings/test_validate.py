@@ -169,7 +169,7 @@ SAID = "flags: --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-len
         ),
         (
             {"notes": f"{SAID} --micro-batch-size 1 --hybrid-layer-pattern MQ"},
-            "blocks MQ, of which Q are not known",
+            "has the block 'Q', which is not planned",
         ),
     ],
 )

@@ -12,8 +12,7 @@ from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
 from tools.plan.parser import RequestParser
 from tools.plan.request import with_sequence
-from tools.spec.flags import Flags
-from tools.spec.model import Model, formula_shape, model_of
+from tools.spec.model import Model, model_of
 from tools.spec.run import Recompute, RunSpec, spec_of_model
 from tools.spec.settings import add_options, program
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -61,7 +60,6 @@ def spec_from(options: argparse.Namespace, model: Model) -> RunSpec:
     # Twice as many micro batches as stages: the schedule reaches its steady state.
     whole = options.global_batch or micro * options.data * 2 * options.pipeline
     plain = spec_of_model(model, parallelism, Batch(micro, whole))
-    plain = replace(plain, shape=formula_shape(plain.shape, Flags(model.flags)))
     recompute = Recompute(options.recompute)
     return replace(with_sequence(plain, options.seq), dtype=dtype, recompute=recompute)
 

@@ -25,7 +25,6 @@ from tools.spec.model import (
     LatentAttention,
     Mamba,
     ModelShape,
-    formula_shape,
 )
 from tools.spec.run import (
     RECOMPUTED_MODULES,
@@ -251,6 +250,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         expert_ffn_hidden=reading.expert_ffn or facts.get("expert_ffn", 0),
         shared_expert_ffn=facts.get("shared_ffn", 0),
         latent=LatentAttention(*latent) if latent else None,
+        qk_norm=bool(latent),  # As every published model with latent attention.
         blocks=blocks,
         mamba=Mamba(*facts["mamba"]) if MAMBA in blocks else None,
         latent_experts=facts.get("latent_experts", 0),
@@ -408,7 +408,7 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
         raise RefusedError(str(error)) from None
     patched = bool(words) and words[0].startswith(FUSED)
     fused = tuple(words[0].removeprefix(FUSED).split(",")) if patched else ()
-    return replace(spec, shape=formula_shape(spec.shape, Flags(words)), fused=fused)
+    return replace(spec, fused=fused)
 
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:

@@ -41,10 +41,13 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Of the experts only those a token is routed to count. The vocabulary is padded as for one
     device, so that strategies are compared on equal work.
     """
-    deeper = replace(shape, layers=shape.layers + shape.ahead)
+    dense = len(shape.dense_layers) + shape.ahead * shape.ahead_is_dense
+    deeper = replace(shape, layers=shape.layers + shape.ahead - dense)
     joining = replace(shape.only(AHEAD), layers=shape.ahead)
+    among_experts = replace(shape.without_experts, layers=dense)
     kinds = [
-        (times, _kind_flops(kind, seq_length)) for times, kind in (*deeper.kinds, (1, joining))
+        (times, _kind_flops(kind, seq_length))
+        for times, kind in (*deeper.kinds, (1, joining), (1, among_experts))
     ]
     names = ("attention_projections", "attention_scores", "mlp", "router")
     layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
@@ -64,7 +67,8 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     if shape.experts:
         mlp = shape.experts_per_token * shape.expert_ffn_hidden * routed
         mlp += shape.shared_expert_ffn * hidden
-    projections, scores = hidden * (2 * queries + keys_and_values), 2 * queries * length
+    widths = (3 if shape.output_gate else 2) * queries + keys_and_values
+    projections, scores = hidden * widths, 2 * queries * length
     if shape.latent:
         projections, widths = _latent_elements(shape, shape.latent)
         scores = widths * length
