@@ -88,8 +88,9 @@ test: setup ## the default suite
 	@$(no_variables)$(VENV_PYTHON) -m pytest -q
 test-slow: setup ## the long tests
 	@$(VENV_PYTHON) -m pytest -q -m slow
-bench: bench-scrape bench-preprocess bench-ledger ## all benchmarks below
+bench: bench-scrape bench-plan bench-preprocess bench-ledger ## all benchmarks below
 bench-scrape: ## lines a second that the report reads from a log
+bench-plan: ## the search and a report of 100 runs, beside a plain loop
 bench-preprocess: ## text a second, against Hugging Face tokenizers and Megatron's script
 bench-ledger: ## what the ledger costs, switched on every other iteration
 bench-verify: setup ## planted bugs that verify must find, and healthy layouts that it must not call wrong
@@ -108,7 +109,7 @@ clean: ## remove runs, reports and caches; keeps .venv and owt-ds
 
 CALLS := export-recipe import-recipe demo parity list prepare-ds-sample prepare-ds-openwebtext-10k prepare-ds status stop resume image reproduce \
 	import-hf export-hf verify-hf compare-zero compare-backends compare-moe compare-pipelines sweep soak plan advise calibrate dryrun schedules validate audit report explain \
-	bench-scrape bench-preprocess bench-ledger bench-gpu bench-auto loss-curve \
+	bench-scrape bench-plan bench-preprocess bench-ledger bench-gpu bench-auto loss-curve \
 	verify-matrix verify-fuzz verify-bf16
 $(CALLS): setup
 	@$(VENV_PYTHON) -m tools.launch make $@

