@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tools.spec.files import ROOT
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported: threads that wait for each other take most of the time of tiny tensors."""
+
+# Hypothesis fails an example that takes 0.2 s, or a second to draw: no test asserts a time.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 REAL_RUNS = {"all_runs", "killed", "quick_plants", "pipelines", "fused_updates"}
 """Fixtures that wait for the shared runs."""

@@ -40,7 +40,7 @@ def test_the_layout_byte_by_byte(tmp_path):
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(counts=st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=20))
 def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
     folder = tmp_path_factory.mktemp("index")

@@ -16,7 +16,7 @@ import pytest
 from tools.records.capture import TENSORS_FILE
 from tools.spec.files import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 BASELINE = "verify-baseline-gpt2-tiny-1cpu"
 ALIKE = "tests/verify/plants/alike"

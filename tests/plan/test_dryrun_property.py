@@ -7,7 +7,6 @@ from tests.plan.dry_runs import Case, cases, run_case
 from tools.plan.dryrun.job import DryRunner
 
 _LIMITS = settings(
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],
@@ -30,7 +29,6 @@ def test_parameters_and_every_call_equal_the_closed_form(dry_runner: DryRunner, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @settings(_LIMITS, max_examples=60)
 @given(cases())
 def test_sixty_random_configurations_equal_the_closed_form(

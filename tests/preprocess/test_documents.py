@@ -74,7 +74,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(st.fixed_dictionaries({"text": json_values, "other": json_values}), max_size=5)
 )
@@ -91,7 +91,7 @@ def test_any_json_is_taken_or_refused_as_by_pythons_json(rows):
     assert len(found) == len(rows) or not rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=80))
 def test_any_bytes_give_documents_or_problems_but_no_crash(data):
     rows = PARSER.parse(data or b"\n")
@@ -115,7 +115,7 @@ LINE_PIECES = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     lines=st.lists(
         st.lists(st.sampled_from(LINE_PIECES), max_size=8).map(b"".join), min_size=1, max_size=4

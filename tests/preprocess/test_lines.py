@@ -46,7 +46,7 @@ def test_blocks_hold_whole_lines_and_can_be_entered_at_each_end(tmp_path, format
         assert [b.content for b in rest] == [b.content for b in blocks[index + 1 :]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.lists(st.binary(max_size=40), max_size=12).map(b"\n".join))
 def test_no_byte_is_lost_whatever_the_lines(tmp_path_factory, data):
     slice_ = write(tmp_path_factory.mktemp("x"), Format.LINES, data)

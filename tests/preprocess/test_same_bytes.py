@@ -52,14 +52,14 @@ def make(documents, *flags):
         return base.with_suffix(".bin").read_bytes(), base.with_suffix(".idx").read_bytes()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(documents=st.lists(texts, min_size=1, max_size=12), append=st.booleans())
 def test_generated_documents_give_megatrons_bytes(reference, documents, append):
     flags = ("--append-eod",) if append else ()
     assert make(documents, *flags) == reference(documents, 50256 if append else None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(documents=st.lists(texts, min_size=1, max_size=30))
 def test_gigatoken_agrees_with_hugging_face(gigatoken_gpt2, hugging_face_gpt2, documents):
     ours, theirs = gigatoken_gpt2.encode(documents), hugging_face_gpt2.encode(documents)
@@ -174,7 +174,7 @@ def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2, code_poi
 unassigned = st.sampled_from("\U0003dddb\U000323b0\u0558\ua7dd\U0003fc3f\U0001fae9\U000e0fff")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     documents=st.lists(
         st.lists(st.one_of(st.sampled_from(TRICKY), character, unassigned), max_size=30).map(
@@ -192,7 +192,7 @@ def test_texts_with_the_youngest_characters_are_encoded_as_by_megatron(
     np.testing.assert_array_equal(ours[1], theirs[1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(documents=st.lists(texts, min_size=1, max_size=10))
 def test_the_regex_encoder_agrees_with_hugging_face(regex_gpt2, hugging_face_gpt2, documents):
     ours, theirs = regex_gpt2.encode(documents), hugging_face_gpt2.encode(documents)

@@ -7,7 +7,7 @@ from tools.preprocess.lines import line_blocks
 from tools.preprocess.source import InputShard, cut, parse_shard, whole_file
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     files=st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=4),
     count=st.integers(1, 6),

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
@@ -20,7 +20,6 @@ def zigzag(whole, context, axis=0):
     return np.concatenate([chunks[context[0]], chunks[-1 - context[0]]], axis)
 
 
-@settings(deadline=None)  # The first example imports.
 @given(
     tensor=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
     context=st.sampled_from([(0, 1), (0, 2), (1, 2)]),

@@ -20,18 +20,18 @@ def test_eight_plants_of_all_kinds_are_found_at_their_stage_and_module(quick_pla
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(5400)
+@pytest.mark.timeout(36000)
 def test_every_plant_is_found_at_its_stage_and_module(sample_prefix: Path, tmp_path: Path) -> None:
     bench(sample_prefix, tmp_path, "plants")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(5400)
+@pytest.mark.timeout(36000)
 def test_every_plant_of_a_resumed_run_is_found(sample_prefix: Path, tmp_path: Path) -> None:
     bench(sample_prefix, tmp_path, "resumed")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(5400)
+@pytest.mark.timeout(36000)
 def test_no_healthy_layout_is_called_wrong(sample_prefix: Path, tmp_path: Path) -> None:
     assert "differs" not in bench(sample_prefix, tmp_path, "healthy")

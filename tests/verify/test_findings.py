@@ -64,7 +64,7 @@ def test_what_never_ends_is_shown_with_the_plant_that_ends_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(36000)
 def test_every_finding_differs_as_it_says_and_holds_with_its_patch(
     sample_prefix: Path, tmp_path: Path
 ) -> None:

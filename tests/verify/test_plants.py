@@ -118,7 +118,7 @@ def test_one_rank_has_no_flags_of_the_layout_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(5400)
+@pytest.mark.timeout(36000)
 def test_every_plant_leaves_one_rank_alone_and_acts_where_it_is_stated(
     tmp_path: Path, sample_prefix: Path
 ) -> None:

@@ -40,7 +40,7 @@ def tensors_in(one):
     return {record.site: one.values(record) for record in one.records}
 
 
-@settings(deadline=None, max_examples=40)  # The first example imports.
+@settings(max_examples=40)
 @given(
     tensors=st.sampled_from([1, 2]),
     contexts=st.sampled_from([1, 2]),

@@ -39,7 +39,7 @@ def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
     ffn=st.integers(1, 7),
     tied=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_taking_apart_and_joining_give_the_same_bits_both_ways(
     family: str, groups: int, per_group: int, width: int, hidden: int, ffn: int, tied: bool
 ) -> None:

@@ -83,7 +83,7 @@ def test_a_missing_file_is_named(copy: Path) -> None:
         verify_readable(copy)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_one_flipped_bit_or_a_shorter_file_is_noticed(saved: Path, data: st.DataObject) -> None:
     path = data_file(saved)

@@ -68,7 +68,7 @@ def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None
                 assert pair in covered, [level.path for level in pair]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 9))
 def test_cells_of_any_features_cover_levels_and_layouts(sizes: list[int], seed: int) -> None:
     factors = [

@@ -39,7 +39,7 @@ def without_nan(found):
     return {name: str(getattr(found, name)) for name in found.__struct_fields__}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(
