@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from tests.patience import OF_A_RUN
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     None,
@@ -27,7 +29,7 @@ def chromium(*arguments):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=OF_A_RUN,
         check=True,
     )
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]

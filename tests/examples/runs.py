@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event, Lock, Semaphore, Thread
+from threading import Lock, Semaphore, Thread
 from typing import Any
 
 from rich.console import Console
@@ -140,9 +140,6 @@ FORKED = (
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
 
-ALONE = "pp2"
-"""What it waits for is looked at, so it trains last, when nothing else does."""
-
 SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {
     "killed": killed,
     "quick_plants": quick_plants,
@@ -225,12 +222,11 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
     """Make runs and scenarios by name, one at a time until all cores are free; write what was made."""
     trainer = Trainer(Path(runs), Path(data))
     wanted = {name: run for each in FIXTURES.values() for name, run in each.items()}
-    permits, others_ended = Semaphore(1), Event()
+    permits = Semaphore(1)
 
     def permit_all() -> None:
         while os.read(0, 1):
             permits.release(LANES - 1)
-            others_ended.set()
         os.killpg(0, signal.SIGTERM)  # The tests were killed: what they wait for would train on.
 
     def make(name: str, ranks: ForkedRanks | None) -> dict[str, Any]:
@@ -249,14 +245,11 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
     Thread(target=permit_all, daemon=True).start()
     forked = [name for name in FORKED if name in names]
     started = [name for name in names if name not in forked]
-    beside = [name for name in forked if name != ALONE]
     with ExitStack() as around, ThreadPoolExecutor(LANES) as pool:
         ranks = around.enter_context(closing(ForkedRanks())) if forked else None
-        results = make_all(beside[:2], ranks)  # They write the starts of both models.
-        further = pool.submit(make_all, beside[2:], ranks)
+        results = make_all(forked[:2], ranks)  # They write the starts of both models.
+        further = pool.submit(make_all, forked[2:], ranks)
         results |= make_all(started, None) | further.result()
-        others_ended.wait()
-        results |= make_all(forked[len(beside) :], ranks)
     Path(answer).write_text(json.dumps(results))
 
 

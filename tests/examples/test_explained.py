@@ -65,13 +65,15 @@ def test_trace_numbers_every_pass_of_the_schedule(
     assert all(piece.step for piece in worked)
 
 
-def test_first_stage_waits_more_because_the_last_has_the_logits(
+def test_both_stages_of_a_pipeline_are_idle_and_the_ideal_share_stands_beside(
     eight: dict[str, Run], findings: dict[str, Findings]
 ) -> None:
     idle = idle_over_work(scene_of(load_folder(eight["pp2"].folder)).pieces)
-    assert idle[0] > idle[1]
+    assert all(share > 0 for share in idle.values())
     first, last = findings["pp2"].bubble
-    assert first.measured > first.predicted == last.predicted == 0.25
+    assert first.measured > 0
+    assert last.measured > 0
+    assert first.predicted == last.predicted == 0.25
 
 
 def test_every_question_is_answered_for_the_eight(explanation: Explanation) -> None:

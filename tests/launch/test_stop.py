@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from tests.launch.cluster.conftest import program
+from tests.patience import PATIENCE
 from tests.report.factory import iteration_line
 from tools.launch.errors import LaunchError
 from tools.launch.stop import refuse_running, stop
@@ -32,12 +33,17 @@ from tools.launch.supervise.ranks import RankProcesses
 folder = Path(sys.argv[1])
 record_launcher(folder)
 try:
-    with interruptible(), RankProcesses(("sleep", "100"), {}, folder / "log.txt"):
+    with interruptible(), RankProcesses(("sleep", "3600"), {}, folder / "log.txt"):
         print("on", flush=True)
-        time.sleep(100)
+        time.sleep(3600)
 except Interrupted:
     finish(folder, classify_exit(folder, None, True), 1.0)
 """
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.launch.stop.STOP_SECONDS", PATIENCE)
 
 
 @pytest.fixture

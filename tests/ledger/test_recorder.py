@@ -2,8 +2,10 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
+from tools.ledger import recorder as recorder_module
 from tools.ledger.collect import RankLedger
 from tools.ledger.communication import Call, Watched
 from tools.ledger.recorder import MEMORY_ITERATION, Recorder
@@ -67,17 +69,20 @@ def test_three_iterations_are_enough_for_exact_calls(tmp_path: Path) -> None:
 
 
 def test_processor_time_is_kept_of_each_steady_iteration_and_waiting_is_none(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spent = [0.0]  # By this thread, which no waiting adds to.
+    monkeypatch.setattr(recorder_module.time, "thread_time", lambda: spent[0])
     recorder = Recorder(tmp_path, 0)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(5):
         recorder.begin_iteration([model], optimizer)
+        spent[0] += 0.25
         time.sleep(0.05)
         recorder.end_step()
     recorder._write()
     ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankLedger)
     # Of the first there is none, the second measures memory, the last has not ended.
-    assert len(ledger.time.processor_seconds) == 2
-    assert max(ledger.time.processor_seconds) < 0.05 <= ledger.time.iteration_seconds
+    assert ledger.time.processor_seconds == (0.25, 0.25)
+    assert ledger.time.iteration_seconds >= 0.05

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import OF_A_RUN
 from tools.records.measurements import Operation, algorithm, wire_bytes
 from tools.spec.run import Transport
 
@@ -69,7 +70,8 @@ def test_gloo_sends_what_the_ledger_counts(tmp_path: Path, ranks: int) -> None:
     run = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {ranks}"
     words = f"ip link set lo up && exec {run} {program} {PAYLOAD} {result}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run(("unshare", "-n", "sh", "-c", words), check=True, env=environment, timeout=120)
+    command = ("unshare", "-n", "sh", "-c", words)
+    subprocess.run(command, check=True, env=environment, timeout=OF_A_RUN)
     for name, sent in json.loads(result.read_text()).items():
         counting = 1 if name in AT_THE_ROOT else ranks
         expected = counting * wire_bytes(Operation(name), PAYLOAD, ranks, Transport.GLOO)

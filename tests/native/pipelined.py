@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import OF_A_RUN
 from tools.spec.files import ROOT
 
 STAGES = 3
@@ -14,5 +15,5 @@ def pipelines(runs: Path, *_: object) -> str:
     folder = runs / "pipelines"
     folder.mkdir()
     command = (sys.executable, "-m", "tests.native.pipeline_rank", str(folder))
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=3 * OF_A_RUN)
     return str(folder)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_patches import shared_device
 from megatron_patches.shared_device import stage
+from tests.patience import OF_A_RUN, PATIENCE
 from tools.spec.files import ROOT
 
 Group = Any
@@ -40,14 +41,14 @@ def on_two_ranks(work: Callable[[StagedGroup, int], Any]) -> list[Any]:
     store, found = dist.HashStore(), {}
 
     def rank_work(rank: int) -> None:
-        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=PATIENCE))
         found[rank] = work(StagedGroup(group), rank)
 
     threads = [threading.Thread(target=rank_work, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(2 * PATIENCE)
     assert sorted(found) == [0, 1]
     return [found[rank] for rank in range(2)]
 
@@ -139,7 +140,7 @@ def test_torchs_own_functions_stage_whatever_way_they_are_called(tmp_path: Path)
         for rank in range(2)
     ]
     for rank in ranks:
-        output, _ = rank.communicate(timeout=120)
+        output, _ = rank.communicate(timeout=OF_A_RUN)
         assert rank.returncode == 0, output
         staged = output.splitlines()[-1].split()
         assert {"allreduce", "broadcast", "allgather"} <= set(staged)

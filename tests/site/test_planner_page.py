@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import chromium, needs_chromium
+from tests.patience import OF_A_RUN
 from tools.site import in_browser
 from tools.site.planner_page import build
 from tools.spec.files import ROOT
@@ -54,7 +55,7 @@ class _Page(SimpleHTTPRequestHandler):
         if self.path == "/answered":
             self.answered.set()
         elif self.path == "/wait":
-            self.answered.wait(100)
+            self.answered.wait(OF_A_RUN)
         if self.path in ("/answered", "/wait"):
             self.send_response(204)
             self.end_headers()

@@ -1,10 +1,10 @@
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
+from tests.patience import until
 from tests.report.factory import iteration_line
 from tools.launch.checkpoint import keeper as keepers
 from tools.launch.checkpoint.keeper import Keeper
@@ -113,7 +113,7 @@ def test_an_iteration_that_is_saved_again_is_proven_again(
 
 
 def wait_until_proven(folder: Path, iteration: int) -> None:
-    deadline = time.monotonic() + 10
-    while not all(checkpoint.is_verified for checkpoint in find_checkpoints(folder)):
-        assert time.monotonic() < deadline, f"{iteration} was not verified"
-        time.sleep(0.01)
+    until(
+        lambda: all(checkpoint.is_verified for checkpoint in find_checkpoints(folder)),
+        f"{iteration} was not verified",
+    )

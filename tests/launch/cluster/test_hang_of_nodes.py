@@ -4,9 +4,11 @@ Two launchers of this machine run their shares, each in a thread of its own, wit
 """
 
 import io
+import math
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,21 +16,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import psutil
 import pytest
 from rich.console import Console
 
+from tests.patience import PATIENCE
 from tools.launch.cluster.nodes import NodeGroup, Nodes, node_folder
+from tools.launch.cluster.rendezvous import coordinator, messages
 from tools.launch.cluster.rendezvous.coordinator import Coordinator
 from tools.launch.cluster.rendezvous.messages import NodeRecord
 from tools.launch.cluster.rendezvous.worker import Worker
 from tools.launch.compose import Launch
 from tools.launch.execute import run_ranks
 from tools.launch.progress import RunProgress
+from tools.launch.supervise import hang
 from tools.launch.supervise.hang import HangError
 from tools.spec.run import DeviceKind
 
-SILENT = ("sleep", "2.5")
-SPEAKING = ("bash", "-c", "for i in 1 2 3 4 5 6 7 8 9 10; do echo $i; sleep 0.25; done")
+LINES, TIMEOUT = 40, 20
+"""What one node says, and after how many of the other's lines a node's silence were a hang."""
+SPEAKING = (
+    *("bash", "-c"),
+    f"for i in {{1..{LINES}}}; do echo line; sleep 0.1; done; touch ${{KIT_STACKS%/*}}/said",
+)
+SILENT = ("bash", "-c", "until [ -e ${KIT_STACKS%/*}/said ]; do sleep 0.1; done")
 RANK = """
 import os, signal, sys, time
 from megatron_patches.stacks import dump_stacks_on_request
@@ -37,7 +48,7 @@ def stuck_here():
     print("ready", flush=True)
     if "stopped" in sys.argv:
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(60)
+    time.sleep(600)
 stuck_here()
 """
 
@@ -45,14 +56,19 @@ Shares = Callable[[Sequence[str], Sequence[str], float], list[object]]
 
 
 @pytest.fixture
-def shares(tmp_path: Path) -> Iterator[Shares]:
+def shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shares]:
     """Runs both nodes' commands; the exit code of each, or its error."""
+    for module, name in (
+        *((messages, "ANSWER_SECONDS"), (messages, "SILENT_SECONDS")),
+        *((coordinator, "END_SECONDS"), (coordinator, "STACK_SECONDS"), (hang, "STACK_SECONDS")),
+    ):
+        monkeypatch.setattr(module, name, PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     nodes = Nodes(2, 0, "127.0.0.1", port)
     with ExitStack() as stack:
-        first = stack.enter_context(Coordinator(nodes, NodeRecord("a", {}), timeout=60))
-        other = stack.enter_context(Worker(replace(nodes, rank=1), NodeRecord("b", {}), timeout=60))
+        first = stack.enter_context(Coordinator(nodes, NodeRecord("a", {}), PATIENCE))
+        other = stack.enter_context(Worker(replace(nodes, rank=1), NodeRecord("b", {}), PATIENCE))
 
         def run(mine: Sequence[str], theirs: Sequence[str], hang_timeout: float) -> list[object]:
             results: list[object] = [None, None]
@@ -69,7 +85,7 @@ def shares(tmp_path: Path) -> Iterator[Shares]:
             thread.start()
             first.announce(tmp_path)
             results[0] = share(mine, hang_timeout, tmp_path / "log.txt", first, tmp_path)
-            thread.join(20)
+            thread.join(PATIENCE)
             return results
 
         yield run
@@ -94,11 +110,26 @@ def share(
         return error
 
 
+def clock(now: Callable[[], float]) -> SimpleNamespace:
+    """A clock for the watch on logs, which is not this machine's: it may be slow to start ranks."""
+    return SimpleNamespace(monotonic=now, sleep=time.sleep)
+
+
 @pytest.mark.parametrize("commands", [(SPEAKING, SILENT), (SILENT, SPEAKING)])
 def test_a_node_whose_log_never_grows_is_not_ended_while_anothers_grows(
-    shares: Shares, commands: tuple[Sequence[str], Sequence[str]]
+    shares: Shares,
+    commands: tuple[Sequence[str], Sequence[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert shares(*commands, 1.5) == [0, 0]
+    speaking = (tmp_path, node_folder(tmp_path, 1))[commands.index(SPEAKING)] / "log.txt"
+
+    def said() -> float:
+        return float(speaking.read_text().count("line")) if speaking.exists() else 0.0
+
+    monkeypatch.setattr(hang, "time", clock(said))
+    assert shares(*commands, TIMEOUT) == [0, 0]
+    assert said() == LINES
 
 
 def rank(number: int, *words: str) -> Sequence[str]:
@@ -106,8 +137,16 @@ def rank(number: int, *words: str) -> Sequence[str]:
 
 
 def test_a_hang_is_ended_with_the_stacks_of_all_nodes_and_names_the_rank_that_was_stopped(
-    shares: Shares, tmp_path: Path
+    shares: Shares, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def now() -> float:
+        """Time begins once both ranks are where they stay, one of them stopped."""
+        ready = (tmp_path / "log.txt").read_text().count("ready") == 2
+        family = psutil.Process().children(recursive=True) if ready else []
+        stopped = any(hang._is_stopped(process) for process in family)
+        return time.monotonic() if stopped else -math.inf
+
+    monkeypatch.setattr(hang, "time", clock(now))
     (error, others) = shares(rank(0), rank(1, "stopped"), 3)
     assert isinstance(error, HangError)
     assert isinstance(others, HangError)

@@ -109,7 +109,7 @@ def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.launch.submit.SUBMIT_SECONDS", 0.2)
-    program(programs, "sbatch", "exec sleep 20")
+    program(programs, "sbatch", "exec sleep 600")
     folder = tmp_path / "R1"
     folder.mkdir()
     job = BatchJob(
@@ -191,7 +191,7 @@ def test_a_job_that_slurm_forgot_is_classified_by_its_log(programs: Path, tmp_pa
     assert "Job 12 is gone from Slurm; its launcher left no word." in seen.note
 
 
-@pytest.mark.parametrize("answer", ["exit 1", "kill -9 $$", "exec sleep 30"])
+@pytest.mark.parametrize("answer", ["exit 1", "kill -9 $$", "exec sleep 600"])
 def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
     programs: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import OF_A_RUN, PATIENCE
+
 PROGRAMS = (
     "slurmctld",
     "slurmd",
@@ -30,8 +32,6 @@ PROGRAMS = (
     "setpriv",
 )
 NODES = ("n1", "n2")
-START_SECONDS = 30.0
-
 CONFIGURATION = """\
 ClusterName=kit
 SlurmctldHost={host}(127.0.0.1)
@@ -59,8 +59,8 @@ MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
 MinJobAge=600
-KillWait=15
-SlurmdTimeout=60
+KillWait=120
+SlurmdTimeout=300
 RebootProgram=/bin/false
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=1 RealMemory=2000 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=1 RealMemory=2000 State=UNKNOWN
@@ -90,7 +90,12 @@ class Cluster:
     def ask(self, *command: str) -> str:
         """The output of one of Slurm's commands."""
         answer = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=30, check=False
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
         )
         assert answer.returncode == 0, f"{command}: {answer.stderr}"
         return answer.stdout.strip()
@@ -99,9 +104,9 @@ class Cluster:
         """Slurm's word for a job's state."""
         return self.ask("squeue", "--states=all", "--noheader", "--format=%T", "--jobs", job)
 
-    def wait(self, job: str, *states: str, seconds: float = 120) -> str:
+    def wait(self, job: str, *states: str) -> str:
         """Wait until a job is in one of the states; the state."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 4 * OF_A_RUN
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state}: {self.logs()}"
             time.sleep(0.2)
@@ -151,7 +156,7 @@ def _munged(folder: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not socket_path.exists():
         assert daemon.poll() is None, "munged ended"
         assert time.monotonic() < deadline, "munged does not listen"
@@ -173,7 +178,7 @@ def _start(cluster: Cluster, *command: str) -> subprocess.Popen[bytes]:
 
 
 def _wait_until_idle(cluster: Cluster) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE
     states: list[str] = []
     while states != ["idle", "idle"]:
         assert time.monotonic() < deadline, f"the nodes are {states}: {cluster.logs()}"

@@ -2,13 +2,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.patience import until
 from tests.report.factory import iteration_line
 from tools.launch.checks.host import check_room
 from tools.launch.supervise import exit_status
@@ -75,8 +75,7 @@ def test_a_disk_that_was_full_for_a_moment_is_a_cause_too(
     monkeypatch.setattr(exit_status.shutil, "disk_usage", usage)
     monkeypatch.setattr(exit_status, "LOOK_SECONDS", 0.01)
     with exit_status.DiskWatermark(folder) as room:
-        while room.least.free_bytes > 5:
-            pass
+        until(lambda: room.least.free_bytes == 5, "the full disk was not seen")
     status = exit_status.classify_exit(folder, 1, False, None, room.least)
     assert status.reason.startswith("No space was left")
     enough = exit_status.Room(10**9)
@@ -105,9 +104,7 @@ def test_inodes_that_are_used_up_are_a_cause_beside_bytes(
     with exit_status.DiskWatermark(run) as room:
         for number in range(os.statvfs(run).f_favail):
             (run / f"{number}").touch()
-        deadline = time.monotonic() + 20
-        while room.least.free_files and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: not room.least.free_files, "the end of inodes was not seen")
     assert room.least.lacking == "inode"
     assert room.least.free_bytes > 500_000
     status = exit_status.classify_exit(run, 1, False, None, room.least)

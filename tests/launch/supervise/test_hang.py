@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import PATIENCE, until
+from tools.launch.supervise import hang
 from tools.launch.supervise.hang import (
     HangWatch,
     collect_stacks,
@@ -39,7 +41,7 @@ from megatron_patches.stacks import dump_stacks_on_request
 dump_stacks_on_request()
 def stuck_here():
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 stuck_here()
 """
 
@@ -84,12 +86,12 @@ def rank(tmp_path: Path) -> Iterator[psutil.Popen]:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_ranks_say_where_they_are_also_when_they_were_stopped(
-    rank: psutil.Popen, tmp_path: Path, stopped: bool
+    rank: psutil.Popen, tmp_path: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hang, "STACK_SECONDS", PATIENCE)
     if stopped:
         rank.send_signal(signal.SIGSTOP)
-        while rank.status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
+        until(lambda: rank.status() == psutil.STATUS_STOPPED, "the rank was not stopped")
     log = tmp_path / "log.txt"
     log.touch()
     error = HangWatch(5).error(collect_stacks({3: rank}, tmp_path), tmp_path)
@@ -100,7 +102,7 @@ def test_ranks_say_where_they_are_also_when_they_were_stopped(
 
 
 def test_a_process_that_would_die_of_the_question_is_not_asked(tmp_path: Path) -> None:
-    process = psutil.Popen(("sleep", "60"))
+    process = psutil.Popen(("sleep", "600"))
     try:
         collect_stacks({0: process}, tmp_path)
         assert process.poll() is None

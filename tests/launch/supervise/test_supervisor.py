@@ -3,28 +3,29 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.patience import PATIENCE, until
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.files import ROOT
 
-TORCHRUN = "RANK=0 sleep 100 & trap '' TERM; RANK=1 sleep 100 & wait; wait"
+TORCHRUN = "RANK=0 sleep 3600 & trap '' TERM; RANK=1 sleep 3600 & wait; wait"
+"""Longer than anybody waits here: nobody ends by himself."""
 LAUNCHER = """
-import sys
+import sys, time
 from pathlib import Path
 from tools.launch.supervise.ranks import RankProcesses
 folder = Path(sys.argv[1])
 with RankProcesses(("bash", "-c", sys.argv[2]), {}, folder / "log.txt") as ranks:
     while ranks.exit_code() is None:
-        pass
+        time.sleep(0.05)
     print(ranks.exit_code(), flush=True)
 """
 
@@ -38,20 +39,13 @@ class Family:
         write_record(folder / records.STATUS_FILE, unfinished)
         command = (sys.executable, "-c", LAUNCHER, str(folder), torchrun)
         self.launcher = psutil.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-        deadline = time.monotonic() + 20
-        while len(self.launcher.children(recursive=True)) < 4 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: len(self.launcher.children(recursive=True)) == 4, "not all have started")
         self.supervisor, self.torchrun, *self.ranks = self.launcher.children(recursive=True)
         assert len(self.ranks) == 2
 
-    def wait_until_gone(self, seconds: float = 40) -> bool:
-        deadline = time.monotonic() + seconds
+    def wait_until_gone(self) -> None:
         everyone = (self.supervisor, self.torchrun, *self.ranks)
-        while time.monotonic() < deadline:
-            if not any(alive(process) for process in everyone):
-                return True
-            time.sleep(0.05)
-        return False
+        until(lambda: not any(alive(process) for process in everyone), "processes are left")
 
 
 def stop_a_rank_and_kill_the_launcher(family: Family) -> None:
@@ -85,7 +79,7 @@ def test_no_process_outlives_a_launcher_that_was_killed_and_the_status_says_so(
     families: dict[str, Family],
 ) -> None:
     family = families["launcher"]
-    assert family.wait_until_gone()
+    family.wait_until_gone()
     status = records.read_status(family.folder)
     assert status.status is Status.INTERRUPTED
     assert "The launcher was killed" in status.reason
@@ -93,27 +87,27 @@ def test_no_process_outlives_a_launcher_that_was_killed_and_the_status_says_so(
 
 
 def test_a_stopped_rank_does_not_outlive_its_launcher_either(families: dict[str, Family]) -> None:
-    assert families["launcher of a stopped rank"].wait_until_gone()
+    families["launcher of a stopped rank"].wait_until_gone()
 
 
 def test_no_process_outlives_torchrun_and_the_launcher_learns_what_ended_it(
     families: dict[str, Family],
 ) -> None:
     family = families["torchrun"]
-    assert family.wait_until_gone()
-    output, _ = family.launcher.communicate(timeout=40)
+    family.wait_until_gone()
+    output, _ = family.launcher.communicate(timeout=PATIENCE)
     assert int(output) == 128 + signal.SIGKILL
 
 
 def test_no_process_outlives_the_supervisor(families: dict[str, Family]) -> None:
     family = families["supervisor"]
-    family.launcher.wait(timeout=40)
-    assert family.wait_until_gone()
+    family.launcher.wait(timeout=PATIENCE)
+    family.wait_until_gone()
 
 
 def test_an_exit_code_goes_through_and_a_finished_run_keeps_no_lock(tmp_path: Path) -> None:
     command = (sys.executable, "-c", LAUNCHER, str(tmp_path), "exit 7")
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=30)
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=PATIENCE)
     assert answer.stdout == b"7\n"
     assert not records.is_running(tmp_path / records.LOG_FILE)
     assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]

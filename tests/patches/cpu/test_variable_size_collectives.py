@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_patches.cpu.variable_size_collectives import _as_numpy, _on_gloo
+from tests.patience import OF_A_RUN
 from tools.spec.files import ROOT
 
 PROGRAM = Path(__file__).with_name("two_ranks_of_unequal_parts.py")
@@ -17,7 +18,9 @@ PROGRAM = Path(__file__).with_name("two_ranks_of_unequal_parts.py")
 def test_two_ranks_gather_and_reduce_parts_of_one_and_two_rows(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = (sys.executable, str(PROGRAM), str(tmp_path / "store"))
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, check=True, capture_output=True, timeout=OF_A_RUN
+    )
     by_rank = ast.literal_eval(done.stdout.decode().strip())
     whole = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
     assert [gathered for gathered, *_ in by_rank] == [whole, whole]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_patches.fused import cross_entropy
 from megatron_patches.fused.cross_entropy import ChunkedCrossEntropy, _chunked
+from tests.patience import PATIENCE
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -99,7 +100,7 @@ def test_over_ranks_with_parts_of_the_vocabulary_it_is_the_whole_loss(ranks: int
     store, found = dist.HashStore(), {}
 
     def work(rank: int) -> None:
-        group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=20))
+        group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=PATIENCE))
         with torch.compiler.set_stance("force_eager"):
             part = logits[..., 4 * rank : 4 * rank + 4].contiguous()
             found[rank] = loss_and_gradient(part, target, upstream, group)
@@ -108,7 +109,7 @@ def test_over_ranks_with_parts_of_the_vocabulary_it_is_the_whole_loss(ranks: int
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(2 * PATIENCE)
     assert sorted(found) == list(range(ranks))
     for loss, _ in found.values():
         torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=2e-6)

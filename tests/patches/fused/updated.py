@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from megatron_patches.fusions import NAMES
+from tests.patience import OF_A_RUN
 from tools.spec.files import ROOT
 
 ALL = ",".join(name for name in NAMES if not name.startswith("attention_"))
@@ -27,7 +28,7 @@ def fused_updates(*_: object) -> dict[str, Figures]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=3 * OF_A_RUN,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Figures] = json.loads(done.stdout.splitlines()[-1])

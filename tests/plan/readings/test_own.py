@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tools.plan.readings.express import FLAGS, RefusedError, express
 from tools.plan.readings.near import uncertainty
 from tools.plan.readings.own import OwnRuns, Row, add_rows, own_runs, row_of
@@ -97,7 +98,8 @@ def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_pat
     )
 
 
-def test_two_reports_at_once_lose_no_row(tmp_path: Path) -> None:
+def test_two_reports_at_once_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.plan.readings.own._LOCK_SECONDS", PATIENCE)
     path = tmp_path / "mine.csv"
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: add_rows(path, [measured("dp2", 1.0, micro=n)]), (1, 2, 4, 8) * 2))

@@ -3,11 +3,10 @@
 import gzip
 import random
 import resource
-import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
@@ -46,13 +45,13 @@ def write(tmp_path_factory, content: bytes) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.binary(max_size=2000))
 def test_random_bytes(tmp_path_factory, content):
     scrape_everything(write(tmp_path_factory, content))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300))
 def test_broken_gzip(tmp_path_factory, content):
     packed = gzip.compress(b"iteration 1/2 |" * 50)
@@ -60,7 +59,7 @@ def test_broken_gzip(tmp_path_factory, content):
     scrape_everything(write(tmp_path_factory, b"\x1f\x8b" + content))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=60))
 def test_pieces_of_logs_in_any_order(tmp_path_factory, pieces):
     text = "".join(pieces).encode("utf-8", "surrogatepass")
@@ -119,12 +118,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_line_is_read_soon_and_in_little_memory(tmp_path_factory, name):
+def test_hostile_line_is_read_in_little_memory(tmp_path_factory, name):
     path = write(tmp_path_factory, HOSTILE[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()
     scrape_everything(path)
-    assert time.process_time() - start < 5
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 150
 
 

@@ -4,7 +4,9 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -285,15 +287,15 @@ def test_each_run_gets_the_time_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[float | None] = []
+    times = chain([0.0], repeat(10.0))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(times)))
 
     def train(launch: Launch, folder: Path) -> tuple[Path, StatusRecord]:
         limits.append(launch.time_limit_seconds)
         return good(launch, folder)
 
     train_all("bf16", tmp_path, train, monkeypatch, budget=500.0)
-    (limit,) = limits
-    assert limit is not None
-    assert 490 < limit < 500
+    assert limits == [490.0]
 
 
 def test_other_conditions_begin_anew_and_equal_ones_go_on(
@@ -310,7 +312,6 @@ def test_other_conditions_begin_anew_and_equal_ones_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_the_main_settings_train_and_are_measured_on_a_small_model_here(
     tmp_path: Path, sample_prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +319,7 @@ def test_the_main_settings_train_and_are_measured_on_a_small_model_here(
     call = Bench(tmp_path, (PUBLISHED, TUNED), QUIET, bench())
     once = tuple(msgspec.structs.replace(setting, repeats=1) for setting in call.settings)
     call = replace(call, settings=once)
-    assert call.train(Options(data=str(sample_prefix), shared_start=False), 180.0)
+    assert call.train(Options(data=str(sample_prefix), shared_start=False), 3600.0)
     assert [setting.name for setting in call.result.settings] == ["published", "tuned"]
     for setting in call.result.settings:
         (found,) = setting.runs
