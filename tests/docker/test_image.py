@@ -230,10 +230,9 @@ class TestBuild:
     def test_a_dry_run_prints_the_pair_and_the_small_context(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
         monkeypatch.setattr(shutil, "which", lambda name: None)
         with pytest.raises(LaunchError, match="Docker is not installed"):  # As the build would.
-            build(None, dry_run=True)
+            build(None, dry_run=True, megatron_url="https://mirror.example/mlm.git")
         shown = capsys.readouterr().out
         assert f"--build-arg=MEGATRON_COMMIT={PUBLISHED}" in shown
         assert "--build-arg=MEGATRON_URL=https://mirror.example/mlm.git" in shown

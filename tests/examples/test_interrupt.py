@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples.runs import Run
 from tests.patience import OF_A_RUN, until
-from tools.launch.__main__ import main
+from tools.cli.main import from_make
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import Status
@@ -44,7 +44,7 @@ def stopped(
         (folder / ".start").symlink_to(starting_weights)
         settings = {"ITERS": "400", "DATA": str(sample_prefix), "RUNS": str(folder)}
         launchers[number] = subprocess.Popen(
-            (sys.executable, "-m", "tools.launch", "target", "train-dp2-gpt2-tiny-2cpu"),
+            (sys.executable, "-m", "tools.cli", "train-dp2-gpt2-tiny-2cpu"),
             cwd=ROOT,
             env={**os.environ, **settings},
             stdout=subprocess.DEVNULL,
@@ -65,7 +65,7 @@ def stop(launcher: subprocess.Popen[bytes], folder: Path, number: signal.Signals
     if number is signal.SIGTERM:  # As `make stop` sends it.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tools.launch.stop.STOP_SECONDS", OF_A_RUN)
-            assert main(("stop", str(folder))) == 0
+            assert from_make("stop", [str(folder)]) == 0
     else:
         launcher.send_signal(number)
     return Stopped(folder, launcher.wait(OF_A_RUN), ranks)

@@ -112,7 +112,7 @@ class Kit:
         before = set(runs.glob("2*"))
         model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
         ranks = 1 if strategy == "baseline" else ranks
-        words = ("target", f"train-{strategy}-{model}-{ranks}cpu")
+        words = (f"train-{strategy}-{model}-{ranks}cpu",)
         launcher = self._launch(words, {"SAVE_EVERY": str(SAVE_EVERY), **variables})
 
         def made() -> list[Path]:
@@ -151,7 +151,7 @@ class Kit:
 
     def _launch(self, words: tuple[str, ...], variables: dict[str, str]) -> psutil.Popen:
         return psutil.Popen(
-            (sys.executable, "-m", "tools.launch", *words),
+            (sys.executable, "-m", "tools.cli", *words),
             cwd=ROOT,
             env={**self.environment, **variables},
             stdout=subprocess.PIPE,

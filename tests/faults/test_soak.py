@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Kit
-from tools.launch.errors import LaunchError
+from tests.given import given
 from tools.launch.options import Options
-from tools.launch.soak import READINGS_FILE, TEXT_FILE, soak_from_environment
+from tools.launch.soak import READINGS_FILE, TEXT_FILE, Soak, plan_soak
 from tools.spec.files import ROOT
+
+
+def soaked(variables: dict[str, str]) -> Soak:
+    asked = given("soak", variables)
+    return plan_soak(asked.strategy, asked.hours, asked.model, Options())
 
 
 @pytest.mark.parametrize(
@@ -29,13 +34,13 @@ from tools.spec.files import ROOT
 def test_a_soak_that_cannot_be_composed_is_refused(
     variables: dict[str, str], sentence: str
 ) -> None:
-    with pytest.raises(LaunchError, match=sentence):
-        soak_from_environment(Options(), variables)
+    with pytest.raises(ValueError, match=sentence):
+        soaked(variables)
 
 
 def test_experts_are_soaked_in_the_model_that_has_them() -> None:
-    ep2 = soak_from_environment(Options(), {"STRATEGY": "ep2", "HOURS": "1"})
-    dp4 = soak_from_environment(Options(), {"STRATEGY": "dp4", "HOURS": "1"})
+    ep2 = soaked({"STRATEGY": "ep2", "HOURS": "1"})
+    dp4 = soaked({"STRATEGY": "dp4", "HOURS": "1"})
     assert [each.target.name for each in (ep2, dp4)] == [
         "train-ep2-moe-tiny-2cpu",
         "train-dp4-gpt2-tiny-4cpu",
@@ -51,7 +56,7 @@ def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
     (runs / ".start").symlink_to(kit.runs / ".start")
     given = {"STRATEGY": "dp2", "HOURS": "0.04", "SAVE_EVERY": "4", "RUNS": str(runs)}
     ended = subprocess.run(
-        (sys.executable, "-m", "tools.launch", "soak"),
+        (sys.executable, "-m", "tools.cli", "soak"),
         cwd=ROOT,
         env={**kit.environment, **given, "ITERS": ""},
         capture_output=True,

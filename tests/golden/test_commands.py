@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.commands_of_the_kit import HERE, Commands, check_golden, normalised
 
-LAUNCH = "tools.launch"
+LAUNCH = "tools.cli"
 SIX = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 PRODUCTS = (
     "train-vpp2-gpt2-tiny-2cpu",
@@ -45,7 +45,7 @@ DP2_CPU = "train-dp2-gpt2-tiny-2cpu"
 
 def target(name: str, settings: str = "") -> str:
     """A dry run of a target, as a line that a shell would take."""
-    return f"DRY_RUN=1 {settings} {LAUNCH} target {name}".replace("  ", " ")
+    return f"DRY_RUN=1 {settings} {LAUNCH} {name}".replace("  ", " ")
 
 
 AREAS: dict[str, list[str]] = {
@@ -119,7 +119,7 @@ AREAS: dict[str, list[str]] = {
         target(DP2_CPU, "LAUNCHER=pbs"),
         f"NNODES=2 NODE_RANK=0 MASTER_ADDR=a {LAUNCH} demo",
         f"LAUNCHER=slurm NODES=2 {LAUNCH} reproduce",
-        f"{LAUNCH} resume no-such-run",
+        f"RUN=no-such-run {LAUNCH} resume",
     ],
     "slurm": [
         target(TP2_GPU, "LAUNCHER=slurm NODES=2 RUNTIME=host DATA='<data>'"),
@@ -198,7 +198,7 @@ def test_commands_print_what_they_always_did(
 _LACKED = re.compile(r"needs the package|NET= needs| free and the run needs")
 
 
-_COMMAND = re.compile(r' --tensorboard-dir |tools\.launch "\$\{words')
+_COMMAND = re.compile(r' --tensorboard-dir |tools\.cli "\$\{words')
 """The last line of a command: Megatron's, or a Slurm job's."""
 
 

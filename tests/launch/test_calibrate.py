@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.given import given
 from tools.launch import calibrate
 from tools.launch.calibrate import WORKLOADS, calibrate_here
 from tools.launch.errors import LaunchError
-from tools.launch.make import calls_of
 from tools.plan.calibration import calibration_of
 from tools.spec.hardware import calibration_file, device_by_key
 from tools.spec.run import DeviceKind
@@ -58,13 +58,11 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
 def test_a_plan_finds_the_constants_by_an_alias_of_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tools.launch.make.ROOT", tmp_path)
-    monkeypatch.setattr("tools.launch.make.OWN_READINGS", tmp_path / "mine.csv")
+    monkeypatch.setattr("tools.cli.clone.ROOT", tmp_path)
+    monkeypatch.setattr("tools.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
     kept = tmp_path / "runs" / calibration_file("h100")
     kept.parent.mkdir()
     kept.write_text("{}")
     asked = {"MODEL": "gpt2-large", "GPUS": "2"}
-    (call,) = calls_of("plan", asked | {"GPU": "H100-SXM"})
-    assert call.words[-2:] == ("--calibration", f"runs/{kept.name}")
-    (call,) = calls_of("plan", asked | {"GPU": "a100"})
-    assert "--calibration" not in call.words
+    assert given("plan", asked | {"GPU": "H100-SXM"}).calibration == Path(f"runs/{kept.name}")
+    assert given("plan", asked | {"GPU": "a100"}).calibration is None

@@ -5,8 +5,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.launch.preflight_gpu import (
     attention_problems,
     fused_problems,
@@ -54,8 +53,8 @@ def test_names_reach_the_patches_and_the_flags_that_would_undo_them_go(composed:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(LaunchError, match=r"FUSED=gelu is not a list with commas of bias_gelu, "):
-        options_from_environment({"FUSED": "gelu"})
+    with pytest.raises(ValueError, match=r"FUSED=gelu is not a list with commas of bias_gelu, "):
+        options_from_texts({"FUSED": "gelu"})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_without_apex_its_fusion_is_off_also_with_transformer_engine() -> None:
 @pytest.mark.parametrize("runtime", ["docker", "host"])
 def test_the_345m_alias_is_one_gpu_with_the_published_batch(runtime: str) -> None:
     environment = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "RUNTIME": runtime}
-    command = (sys.executable, "-m", "tools.launch", "target")
+    command = (sys.executable, "-m", "tools.cli")
     answer = subprocess.run(
         (*command, "train-gpt3-345m-1gpu-x-model-parallelism"),
         cwd=ROOT,

@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 from tests.convert.hf.folders import GPT2, LLAMA
+from tests.given import run
 from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.random_model import write_model
 from tools.convert.hf.work import Work
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.hub import export_hf, import_hf
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.target import parse_target
@@ -108,25 +108,25 @@ def test_weights_that_have_changed_are_refused_and_never_written_anew(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "Say which model"),
+        ({}, "HF= is required, for example: make import-hf HF="),
         ({"HF": "/no/such/folder"}, "no folder /no/such/folder"),
     ],
 )
 def test_import_says_what_it_needs(given: dict[str, str], said: str) -> None:
     with pytest.raises((LaunchError, ValueError), match=said):
-        import_hf(Console(quiet=True), given)
+        run("import-hf", given)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"RUN": "runs/x"}, "Say what: make export-hf"),
+        ({"RUN": "runs/x"}, "TO= is required, for example: make export-hf"),
         ({"RUN": "runs/no-such-run", "TO": "there"}, "RUN=runs/no-such-run is no run folder"),
     ],
 )
 def test_export_says_what_it_needs(given: dict[str, str], said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
-        export_hf(Console(quiet=True), given)
+    with pytest.raises(ValueError, match=said):
+        run("export-hf", given)
 
 
 def test_an_imported_model_is_of_the_device_that_its_target_names(

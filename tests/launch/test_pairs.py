@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.given import given
 from tests.verify import captures
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.pairs import Difference, Verification, compose_verification, difference_of
 from tools.launch.verify import judged
@@ -19,6 +19,7 @@ from tools.records.verdict import Outcome
 from tools.spec import variables
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
+from tools.spec.setting import SettingError
 
 Composer = Callable[..., Verification]
 
@@ -49,10 +50,13 @@ def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
 
 
 def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
-    given = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
-    assert difference_of(given) == Difference("tp2", ("--micro-batch-size", "1"), None, "1")
-    with pytest.raises(LaunchError, match="MEGATRON_LM_B=/nowhere is not a folder with"):
-        difference_of({"MEGATRON_LM_B": "/nowhere"})
+    target = "verify-tp2-gpt2-tiny-2cpu"
+    asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
+    assert difference_of(given(target, asked)) == Difference(
+        "tp2", ("--micro-batch-size", "1"), None, "1"
+    )
+    with pytest.raises(SettingError, match="MEGATRON_LM_B=/nowhere is not a folder with"):
+        given(target, {"MEGATRON_LM_B": "/nowhere"})
 
 
 def test_a_layout_is_compared_with_one_rank_and_nothing_else_differs(composed: Composer) -> None:
@@ -76,7 +80,7 @@ def test_experts_that_drop_tokens_are_compared_where_ranks_route_as_many(
     extra = "--moe-expert-capacity-factor 1.0"
     assert composed("ep2-moe-tiny-2cpu", extra=extra).layout.devices == 2
     assert composed("sp2-moe-tiny-2cpu", extra=extra, reference="cp2").layout.devices == 2
-    with pytest.raises(LaunchError, match="64 in the layout and 128 in its reference"):
+    with pytest.raises(ValueError, match="64 in the layout and 128 in its reference"):
         composed("sp2-moe-tiny-2cpu", extra=extra)
 
 
@@ -85,7 +89,7 @@ def test_experts_balanced_by_sinkhorn_are_compared_where_ranks_route_as_many(
 ) -> None:
     extra = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"
     assert composed("dp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
-    with pytest.raises(LaunchError, match=r"by sinkhorn .* 64 in the layout and 128"):
+    with pytest.raises(ValueError, match=r"by sinkhorn .* 64 in the layout and 128"):
         composed("sp2-moe-tiny-2cpu", extra=extra)
 
 
@@ -94,7 +98,7 @@ def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_
 ) -> None:
     extra = "--moe-router-load-balancing-type global_aux_loss"
     assert composed("sp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
-    with pytest.raises(LaunchError, match="2 of these ranks against 1, train something else"):
+    with pytest.raises(ValueError, match="2 of these ranks against 1, train something else"):
         composed("ep2-moe-tiny-2cpu", extra=extra)
 
 
@@ -131,9 +135,9 @@ def test_a_run_may_resume_from_another_layouts_checkpoint(composed: Composer) ->
     pair = composed("pp2-gpt2-tiny-2cpu", resumed_from="baseline", iterations=4)
     assert pair.saving is not None
     assert (pair.saving.devices, pair.layout.devices, pair.reference_name) == (1, 2, "pp2")
-    with pytest.raises(LaunchError, match="ITERS=2 or more"):
+    with pytest.raises(ValueError, match="ITERS=2 or more"):
         composed("pp2-gpt2-tiny-2cpu", resumed_from="1", iterations=1)
-    with pytest.raises(LaunchError, match="xp2"):
+    with pytest.raises(ValueError, match="xp2"):
         composed("pp2-gpt2-tiny-2cpu", resumed_from="xp2")
 
 
@@ -141,12 +145,12 @@ def test_the_native_backend_is_one_rank_and_has_no_bf16(composed: Composer) -> N
     pair = composed("tp2-gpt2-tiny-2cpu", reference="native")
     assert (pair.reference.spec.backend, pair.reference.devices) == (Backend.NATIVE, 1)
     assert pair.mode == "Megatron against plain PyTorch"
-    with pytest.raises(LaunchError, match="REFERENCE=native keeps fp32 weights"):
+    with pytest.raises(ValueError, match="REFERENCE=native keeps fp32 weights"):
         composed("tp2-gpt2-tiny-2cpu", reference="native", extra="--bf16")
 
 
 def test_weights_in_flat_buffers_are_no_reference(composed: Composer) -> None:
-    with pytest.raises(LaunchError, match="The reference zero3 keeps its weights in flat buffers"):
+    with pytest.raises(ValueError, match="The reference zero3 keeps its weights in flat buffers"):
         composed("dp2-gpt2-tiny-2cpu", reference="zero3")
     assert composed("zero3-gpt2-tiny-2cpu").reference_name == "baseline"
 
@@ -180,13 +184,13 @@ def test_another_megatron_begins_with_the_weights_of_the_reference(
 def test_runs_of_different_work_are_refused_with_the_field(
     composed: Composer, flags: str, named: str
 ) -> None:
-    with pytest.raises(LaunchError, match=named):
+    with pytest.raises(ValueError, match=named):
         composed("tp2-gpt2-tiny-2cpu", flags=tuple(flags.split()))
 
 
 def test_other_micro_batches_of_balanced_experts_are_refused(composed: Composer) -> None:
     one = ("--micro-batch-size", "1")
-    with pytest.raises(LaunchError, match="balances its experts over each micro batch"):
+    with pytest.raises(ValueError, match="balances its experts over each micro batch"):
         composed("baseline-moe-tiny-1cpu", flags=one)
     assert composed("baseline-moe-tiny-1cpu", flags=one, extra="--moe-aux-loss-coeff 0").mode
 

@@ -10,8 +10,7 @@ import pytest
 from tests.report.factory import run_record
 from tools.launch.backends import backend_problems
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.launch.relaunch import _plant
 from tools.launch.runtime import ON_HOST
 from tools.launch.start import _writing_launch
@@ -41,7 +40,7 @@ def planted(folder: Path, code: str = "CHANGED = 1\n") -> Path:
 
 
 def options_with(path: Path | str) -> Options:
-    return options_from_environment({"PLANT": str(path)})
+    return options_from_texts({"PLANT": str(path)})
 
 
 def test_a_plant_is_known_by_what_it_holds(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ def test_several_plants_are_one_of_all_that_they_hold(tmp_path: Path) -> None:
     assert plant == Plant(name, sha256)
     assert plant.path == name
     paths[1].write_text("B = (\n")
-    with pytest.raises(LaunchError, match=r"PLANT=\S+/b.py does not compile"):
+    with pytest.raises(ValueError, match=r"PLANT=\S+/b.py does not compile"):
         options_with(name)
 
 
@@ -83,7 +82,7 @@ def test_a_plant_that_is_no_python_file_is_refused_in_a_sentence(
     tmp_path: Path, code: str | None, sentence: str
 ) -> None:
     path = tmp_path / "plant.py" if code is None else planted(tmp_path, code)
-    with pytest.raises(LaunchError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         options_with(path)
 
 
@@ -124,8 +123,8 @@ def test_a_resumed_run_keeps_its_plant_and_takes_no_other(tmp_path: Path) -> Non
     options = options_with(planted(tmp_path))
     record = run_record("a", plant=options.plant)
     assert _plant(record, Options()) == options.plant
-    with pytest.raises(LaunchError, match="a was trained with no PLANT=, which cannot change"):
+    with pytest.raises(ValueError, match="a was trained with no PLANT=, which cannot change"):
         _plant(run_record("a"), options)
     planted(tmp_path, "CHANGED = 2\n")
-    with pytest.raises(LaunchError, match="was changed after a was trained with it; put it back"):
+    with pytest.raises(ValueError, match="was changed after a was trained with it; put it back"):
         _plant(record, Options())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.given import run
 from tests.launch.conftest import FakeDocker
 from tools.launch.container.docker import bind
 from tools.launch.container.image import build
@@ -19,7 +20,7 @@ DOCKER = Options(runtime=RuntimeName.DOCKER)
 
 def started(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        (sys.executable, "-m", "tools.launch", "module", *words),
+        (sys.executable, "-m", "tools.cli", "module", *words),
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
@@ -92,9 +93,9 @@ def test_a_dry_run_prints_and_starts_nothing(
 def test_a_dry_run_refuses_what_the_run_would(
     docker: FakeDocker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("tools.preprocess", "--input", str(tmp_path / "none.jsonl"))
+    asked = {"INPUT": str(tmp_path / "none.jsonl"), "NAME": "x", "RUNTIME": "host", "DRY_RUN": "1"}
     with pytest.raises(LaunchError, match=r"none.jsonl matches nothing; check the path"):
-        run_module(words, Options(runtime=RuntimeName.HOST, dry_run=True))
+        run("prepare-ds", asked)
     assert "--input" in capsys.readouterr().out, "the command comes first"
     docker.answer("info", code=1)
     with pytest.raises(LaunchError, match="docker"):

@@ -173,7 +173,7 @@ def test_no_file_process_list_or_report_of_a_real_run_holds_a_secret(
     tmp_path: Path, sample_prefix: Path
 ) -> None:
     settings = {"ITERS": "3", "WANDB": "1", "WANDB_MODE": "offline", "DATA": str(sample_prefix)}
-    command = (sys.executable, "-m", "tools.launch", "target", "train-dp2-gpt2-tiny-2cpu")
+    command = (sys.executable, "-m", "tools.cli", "train-dp2-gpt2-tiny-2cpu")
     environment = {**os.environ, **SECRETS, **settings, "RUNS": str(tmp_path / "runs")}
     with (tmp_path / "said").open("wb") as said:
         run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)

@@ -259,4 +259,4 @@ def test_an_unknown_make_target_gets_the_near_names() -> None:
         check=False,
     )
     assert answer.returncode != 0
-    assert "There is no model 'gpt2-tinny'; did you mean gpt2-tiny" in answer.stdout
+    assert "There is no model 'gpt2-tinny'; did you mean gpt2-tiny" in answer.stderr

@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.given import given
 from tools.launch.errors import LaunchError
-from tools.launch.options import options_from_environment
+from tools.launch.options import options_from_texts
 from tools.launch.target import Target, parse_target, script_of
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
-from tools.spec.settings import check_given
 
 
 def test_a_target_names_strategy_model_and_devices() -> None:
@@ -76,5 +76,5 @@ def test_a_file_in_model_is_trained_under_its_own_name(
     assert parse_target("train-tp2-mytiny-2cpu").model == "mytiny"
     with pytest.raises(LaunchError, match="is of gpt2-tiny, and MODEL= is a file of mytiny"):
         parse_target("train-tp2-gpt2-tiny-2cpu")
-    check_given(["MODEL"], "train-tp2-mytiny-2cpu")
-    assert ("MODEL", str(own)) in options_from_environment({"MODEL": str(own)}).given
+    given("train-tp2-mytiny-2cpu", {"MAKEFLAGS": "-- MODEL=x"})
+    assert ("MODEL", str(own)) in options_from_texts({"MODEL": str(own)}).given

@@ -31,7 +31,7 @@ def start(tmp_path: Path, sample_prefix: Path, starting_weights: Path) -> Iterat
     def verify(name: str, **variables: str) -> subprocess.Popen[str]:
         environment = {"RUNS": str(tmp_path), "DATA": str(sample_prefix), **variables}
         process = subprocess.Popen(
-            (sys.executable, "-m", "tools.launch", "verify", name),
+            (sys.executable, "-m", "tools.cli", name),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **environment},
             stdout=subprocess.PIPE,

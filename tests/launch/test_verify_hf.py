@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.convert.hf.folders import GPT2
+from tests.given import run
 from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.random_model import write_model
 from tools.convert.hf.work import Work
@@ -17,7 +17,6 @@ from tools.launch.options import Options
 from tools.launch.pairs import Difference, Verification, compose_verification
 from tools.launch.preflight import check
 from tools.launch.verify import SharedReferences
-from tools.launch.verify_hf import verify_hf
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 
@@ -83,7 +82,7 @@ def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> 
 
 def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="STRATEGIES= holds nonsense"):
-        verify_hf(Options(runs=tmp_path), Console(quiet=True), {"STRATEGIES": "tp2 nonsense"})
+        run("verify-hf", {"RUNS": str(tmp_path), "STRATEGIES": "tp2 nonsense"})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,7 +91,7 @@ def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path:
 )
 def test_without_transformers_it_says_how_to_install_it(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="make setup-hf"):
-        verify_hf(Options(runs=tmp_path), Console(quiet=True), {})
+        run("verify-hf", {"RUNS": str(tmp_path)})
 
 
 @pytest.mark.slow
@@ -100,13 +99,11 @@ def test_both_families_are_what_transformers_computes_and_a_planted_bug_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    given = {"STRATEGIES": "baseline tp2 pp2"}
-    options = Options(runs=tmp_path)
-    assert verify_hf(options, Console(quiet=True), given) == 0
+    here = {"RUNS": str(tmp_path)}
+    assert run("verify-hf", {**here, "STRATEGIES": "baseline tp2 pp2"}) == 0
     verdicts = list(tmp_path.glob("*-verify-hf/*/verify/*/verdict.json"))
     assert len(verdicts) == 6
     assert {json.loads(path.read_text())["verdict"] for path in verdicts} == {"held"}
     source = write_model(tmp_path / "m", GPT2)
-    exact = Options(runs=tmp_path, extra=("--no-bias-gelu-fusion",))  # erf, not tanh
-    given = {"STRATEGIES": "baseline", "HF": str(source)}
-    assert verify_hf(exact, Console(quiet=True), given) == 1
+    exact = {**here, "EXTRA": "--no-bias-gelu-fusion"}  # erf, not tanh
+    assert run("verify-hf", {**exact, "STRATEGIES": "baseline", "HF": str(source)}) == 1

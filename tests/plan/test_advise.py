@@ -4,14 +4,15 @@ import json
 
 import pytest
 
+from tests.given import asked_of_plan
 from tools.plan.__main__ import main
-from tools.plan.advise.command import Answer, answers, command_line
+from tools.plan.advise.command import Answer, answers
 from tools.plan.request import request_from_options
 from tools.plan.search import search
 
 
 def advised(*words: str) -> dict[str, str]:
-    plan = search(request_from_options(command_line().parse_args(words)))
+    plan = search(request_from_options(asked_of_plan(words)))
     found: list[Answer] = answers(plan)
     assert len(found) == 10
     return {each.question: each.text for each in found}

@@ -65,11 +65,11 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("--model gpt2-large --gpus 2 --tokens nan", "nan is not a number above 0"),
         ("--model gpt2-large --gpus 2 --verify -1", "-1 is not a whole number from 0 to 10"),
         ("--model gpt2-large --gpus 2 --svg /no/dir/x.svg", "a folder that is not there"),
-        ("--model gpt2-large --gpus 2 --svg /", "SVG=/ is a folder; name a file in it."),
+        ("--model gpt2-large --gpus 2 --svg /", "/ is a folder; name a file in it; see"),
         ("dryrun --model gpt2-large --tensor 0", "0 is not a whole number above 0"),
         ("schedules --pipeline 1000000", "use at most 100,000"),
         ("schedules --pipeline 0", "0 is not a whole number above 0"),
-        ("schedules --svg /no/dir/x.svg", "make /no/dir."),
+        ("schedules --svg /no/dir/x.svg", "make /no/dir; see"),
         (
             "--model gpt2-large --gpus 2 --imbalance 1.3",
             "=1.3 is of experts and the model is dense",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan.__main__ import command_line
+from tests.given import asked_of_plan
 from tools.plan.collectives.call import by_group
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.collectives.tensor import layer_collectives
@@ -150,7 +150,7 @@ HYBRID_ARGS = f"""--num-layers 5
 def planned(file: Path, *words: str) -> Request:
     file.write_text(HYBRID_ARGS)
     given = ["--model", str(file), "--gpus", "4", "--gpu", "h100", *words]
-    return request_from_options(command_line().parse_args(given))
+    return request_from_options(asked_of_plan(given))
 
 
 def test_a_pattern_in_a_models_file_is_what_is_planned_without_pp_and_cp(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from tools.plan.__main__ import command_line, main
+from tests.given import asked_of_plan
+from tools.plan.__main__ import main
 from tools.plan.layout import time_layout
 from tools.plan.request import ignored_flags
 from tools.plan.search import Request, evaluate
@@ -15,7 +16,6 @@ from tools.plan.tensors import parameters_total
 from tools.plan.time.iteration import iteration_seconds
 from tools.spec.model import load_model, model_names, model_of
 from tools.spec.run import DeviceKind, Recompute, spec_of_flags, spec_of_model
-from tools.spec.settings import options_of
 from tools.spec.strategy import Batch, Parallelism
 
 LAYOUT = ["--model", "gpt2-large", "--gpu", "h200", "--layout", "tp2", "--micro-batch", "2"]
@@ -112,7 +112,7 @@ def test_flags_that_contradict_the_layout_or_one_another_are_refused(
 def test_two_layouts_stand_side_by_side_at_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.plan.__main__.wide_console", lambda: Console(width=80))
+    monkeypatch.setattr("tools.plan.command.wide_console", lambda: Console(width=80))
     words = ["--model", "gpt3-175b", "--layout", "sp8vpp16x6dp8-zero1", "--gpu", "a100"]
     assert main([*words, "--what-if", "GPU=b200"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -135,7 +135,6 @@ def test_any_args_file_is_a_model_and_extra_flags_change_it(
     assert found["ignored_flags"] == ["--no-mmap-bin-files"]
     deeper = answer(capsys, *words, "--extra=--num-layers 8")
     assert deeper["ignored_flags"] == []
-    assert options_of("plan", {"EXTRA": "--num-layers 8"}) == ["--extra=--num-layers 8"]
 
 
 def test_an_imbalance_is_stated_beside_a_balanced_layout(
@@ -163,9 +162,9 @@ def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str])
     words = ["--model", "gpt2-tiny", "--layout", "cp2", "--gpu", "cpu"]
     assert main(words) == 0
     assert "make train-cp2-gpt2-tiny-2cpu MICRO_BATCH=4\n" in capsys.readouterr().out
-    assert time_layout(command_line().parse_args(words)).candidate.spec.cp_comm_type == "all_gather"
+    assert time_layout(asked_of_plan(words)).candidate.spec.cp_comm_type == "all_gather"
     words[3:] = ["dp2", "--gpu", "cpu", "--micro-batch", "2"]
-    timed = time_layout(command_line().parse_args(words))
+    timed = time_layout(asked_of_plan(words))
     flags = [*timed.request.model.flags, "--transformer-impl", "local"]
     flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
     trained = spec_of_flags(flags, 2, DeviceKind.CPU)

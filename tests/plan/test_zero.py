@@ -3,13 +3,12 @@ from typing import Any, cast
 
 import pytest
 
+from tests.given import run
 from tools.launch.errors import LaunchError
-from tools.launch.make import calls_of
+from tools.plan.options import PlanOptions
 from tools.plan.zero.command import (
     LINKS,
     Predicted,
-    command_line,
-    main,
     predict,
     scaling_table,
     share_of_two,
@@ -59,7 +58,7 @@ def test_a_share_near_a_limit_judges_nothing(share: float, said: str) -> None:
 
 
 def test_a_slow_link_favours_the_pipeline_and_a_fast_one_does_not() -> None:
-    options = command_line().parse_args(["--model", "gpt3-64m", "--gpu", "a100-80g"])
+    options = PlanOptions("gpt3-64m", "a100-80g")
     found = predict(options, nodes=(2,), links=tuple(LINKS))
     fastest = {link: verdict([each for each in found if each.link == link])[0] for link in LINKS}
     assert fastest["ethernet-1g"] == "Pipeline"
@@ -70,20 +69,16 @@ def test_a_slow_link_favours_the_pipeline_and_a_fast_one_does_not() -> None:
 
 
 def test_stages_that_do_not_divide_the_layers_are_left_out() -> None:
-    options = command_line().parse_args(["--model", "gpt3-64m", "--gpu", "a100-80g"])
+    options = PlanOptions("gpt3-64m", "a100-80g")
     found = predict(options, nodes=(4, 8), links=("ib-400g",))
     stages = [each for each in found if each.method == "Pipeline, a stage a node"]
     assert [each.seconds is None for each in stages] == [False, True]  # 12 layers
 
 
-def test_a_device_makes_compare_zero_a_prediction() -> None:
-    (call,) = calls_of("compare-zero", {"MODEL": "gpt3-355m", "GPU": "a100-80g", "DTYPE": "fp16"})
-    words = ("zero", "--model", "gpt3-355m", "--gpu", "a100-80g", "--dtype", "fp16")
-    assert (call.module, call.words) == ("tools.plan", words)
+def test_a_device_makes_compare_zero_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compare-zero", {"MODEL": "gpt3-64m", "GPU": "a100-80g", "DTYPE": "fp16"}) == 0
+    assert "predicted: gpt3-64m on nodes with one a100-80g each" in capsys.readouterr().out
     with pytest.raises(LaunchError, match="DTYPE= of compare-zero is the prediction's"):
-        calls_of("compare-zero", {"DTYPE": "fp16"})
-
-
-def test_a_device_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "gpt3-64m", "--gpu", "a1000"]) == 2
-    assert "There is no GPU 'a1000'" in capsys.readouterr().err
+        run("compare-zero", {"DTYPE": "fp16"})
+    with pytest.raises(ValueError, match="There is no GPU 'a1000'"):
+        run("compare-zero", {"MODEL": "gpt3-64m", "GPU": "a1000"})

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tools.cli.options import check_given, find_command
 from tools.plan.time.flops import model_flops
 from tools.site.hooks import pages, settings_page
 from tools.spec.files import ROOT
 from tools.spec.hardware import find_device
 from tools.spec.model import load_model
 from tools.spec.published import MAIN_SOURCE, load_published
-from tools.spec.settings import SETTINGS, check_given
+from tools.spec.settings import SETTINGS
 
 PAGES = [name for name in pages() if name.endswith(".md")]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
@@ -43,7 +44,10 @@ def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
         names = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
         target = next((word for word in words[words.index("make") + 1 :] if "=" not in word), "")
         if not any(sign in target for sign in "<…["):
-            check_given(names, target)
+            command = find_command(target)
+            assert command is not None or target in ("help", "help-all"), target
+            if command:
+                check_given(names, target, command)
 
 
 def test_the_readmes_rates_are_the_reports_formula_on_the_published_means() -> None:

@@ -30,7 +30,7 @@ from tools.preprocess.lines import line_blocks
 from tools.preprocess.pipeline import default_threads
 from tools.preprocess.source import whole_file
 from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
-from tools.spec.setting import SettingError
+from tools.spec.setting import SettingError, values
 from tools.spec.settings import MEGATRON_LM
 
 Say = Callable[[str], None]
@@ -76,7 +76,7 @@ class ToolComparison:
         )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Measure and print; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.preprocess", description=__doc__)
     add = parser.add_argument
@@ -89,7 +89,8 @@ def main(arguments: Sequence[str]) -> int:
     add("--json", action="store_true", help="print as JSON")
     flags = parser.parse_args(arguments)
     try:
-        checkout = flags.megatron_lm or MEGATRON_LM.value(os.environ)
+        given = values((MEGATRON_LM,), os.environ)["megatron_lm"]
+        checkout = flags.megatron_lm or given
         if flags.mb <= 0:
             raise DatasetError(f"--mb {flags.mb:g} is not positive.")
         with tempfile.TemporaryDirectory(prefix="bench-") as name:

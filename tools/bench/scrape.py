@@ -93,5 +93,10 @@ def synthetic_lines(iterations: int) -> Iterator[str]:
         )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print one measurement."""
     print(bench_scrape())
+
+
+if __name__ == "__main__":
+    main()

@@ -38,19 +38,19 @@ from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 from tools.text.units import ms
 
 
-def train_auto(name: str, options: Options, console: Console) -> int:
+def train_auto(target: str, options: Options, console: Console) -> int:
     """Plan, explain, train.
 
     Raises:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
-    target = parse_target(f"train-baseline-{name.removeprefix('train-auto-')}")
-    plan = plan_here(target, options, console, OWN_READINGS)
+    baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}")
+    plan = plan_here(baseline, options, console, OWN_READINGS)
     explain(plan, console)
     chosen = plan.winner
     if chosen is None:
-        raise LaunchError(f"There is no plan for '{name}'; see the sentences above.")
-    strategy = replace(target, strategy=chosen.strategy)
+        raise LaunchError(f"There is no plan for '{target}'; see the sentences above.")
+    strategy = replace(baseline, strategy=chosen.strategy)
     flags = strategy_flags(chosen.spec.parallelism)
     return train(strategy, flags, as_options(chosen, options), console)
 

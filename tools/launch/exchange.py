@@ -9,10 +9,12 @@ GPUs are sampled, with the reasons for throttling.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -20,13 +22,13 @@ import psutil
 
 from tools.launch import microbenchmark
 from tools.launch.background import BackgroundThread
-from tools.launch.cluster.nodes import Nodes, nodes_from_environment
+from tools.launch.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
 from tools.launch.devices import Gpu, clock_limit_mhz, find_links, visible_gpus
-from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Workload
 from tools.launch.sampler import GpuRanks, Reading
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
+from tools.spec.setting import values
 
 CPU_RANKS = 2
 LOOPBACK_BYTES = 256 << 20
@@ -187,8 +189,8 @@ def _interface(nodes: Nodes) -> str | None:
 
 if __name__ == "__main__":
     try:
-        measured = measure(nodes_from_environment())
-    except LaunchError as error:
+        measured = measure(nodes_of(Namespace(**values(NODES_SETTINGS, os.environ))))
+    except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)
     if measured is not None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
 from tools.launch.checkpoint.stored import select_checkpoint
-from tools.launch.errors import LaunchError, read_named_run, wrong_settings_refused
-from tools.spec import settings
+from tools.launch.errors import LaunchError, read_named_run
 from tools.spec.files import ROOT, from_root
 from tools.spec.model import HUB, imported_weights, load_model
 
-_WHICH_FOLDER = "Say which model: make import-hf HF=folder (or org/name on the hub) NAME=name"
-_WHICH_RUN = "Say what: make export-hf RUN=runs/… (or RUN=hub/NAME) TO=folder"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def import_hf(console: Console, environment: Mapping[str, str] = os.environ) -> int:
+def import_hf(hf: str, name: str | None, console: Console) -> int:
     """`HF=` becomes the model `hub/NAME`; 0.
 
     Raises:
@@ -29,13 +24,9 @@ def import_hf(console: Console, environment: Mapping[str, str] = os.environ) -> 
     from tools.convert.hf.into_megatron import import_model, read_source
     from tools.convert.hf.work import Work
 
-    with wrong_settings_refused():
-        given, name = settings.HF.value(environment), settings.IMPORTED.value(environment)
-    if given is None:
-        raise LaunchError(_WHICH_FOLDER)
-    source = read_source(folder_of(given))
-    name = name or Path(given).name.lower()
-    summary = import_model(source, name, Work(console), known_as=given)
+    source = read_source(folder_of(hf))
+    name = name or Path(hf).name.lower()
+    summary = import_model(source, name, Work(console), known_as=hf)
     console.print(f"{summary.line} → {from_root(HUB / name)}", highlight=False)
     console.print(
         f"Train it with 'make train-tp2-{name}-2gpu DATA=…' (data: make prepare-ds INPUT=… NAME=… "
@@ -45,7 +36,7 @@ def import_hf(console: Console, environment: Mapping[str, str] = os.environ) -> 
     return 0
 
 
-def export_hf(console: Console, environment: Mapping[str, str] = os.environ) -> int:
+def export_hf(run: str, to: str, console: Console) -> int:
     """The newest valid checkpoint of `RUN=`, or an imported model, becomes the folder `TO=`; 0.
 
     Raises:
@@ -54,10 +45,6 @@ def export_hf(console: Console, environment: Mapping[str, str] = os.environ) -> 
     from tools.convert.hf.from_megatron import export_model, read_export
     from tools.convert.hf.work import Work
 
-    with wrong_settings_refused():
-        run, to = settings.EXPORTED.value(environment), settings.TO.value(environment)
-    if run is None or to is None:
-        raise LaunchError(_WHICH_RUN)
     folder = ROOT / run
     if folder.parent == HUB:
         model = load_model(folder.name)

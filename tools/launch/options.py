@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.plant import SEPARATOR, plant_sha256
 from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.checks.network import wandb_login
-from tools.launch.cluster.nodes import Nodes, nodes_from_environment
-from tools.launch.cluster.slurm import Slurm, slurm_from_environment
-from tools.launch.errors import wrong_settings_refused
+from tools.launch.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
+from tools.launch.cluster.slurm import SLURM_SETTINGS, Slurm, slurm_of
 from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import Backend, OptimizerName, Plant, RuntimeName
-from tools.spec.setting import Setting, SettingError
+from tools.spec.setting import SettingError, values
+from tools.spec.settings import Setting
 
 HANG_TIMEOUT_SECONDS = 900.0
 """Longer than NCCL's own timeout of a collective (600 s), so that NCCL reports its error first."""
@@ -102,56 +104,92 @@ class Options:
     """A Python file that every rank executes before it trains."""
 
 
-def options_from_environment(environment: Mapping[str, str] = os.environ) -> Options:
-    """Read the variables of training targets (`tools/spec/settings.py`).
+def options_of(given: Namespace) -> Options:
+    """The variables that a command was given (`tools/cli/options.py`), as options.
 
     Raises:
         LaunchError: A value is not of its kind; the message names variable and value.
     """
 
-    def read[T](setting: Setting[T]) -> T | None:
-        if text := environment.get(setting.name, ""):
-            given[setting.name] = text
-        return setting.value(environment)
+    def value(setting: Setting) -> Any:
+        return getattr(given, setting.name.lower(), None)
 
-    given: dict[str, str] = {}
-    read(settings.MODEL)  # `load_model` takes it from the environment, also that of a job.
-    with wrong_settings_refused():
-        options = Options(
-            iterations=read(settings.ITERS),
-            extra=read(settings.EXTRA) or (),
-            micro_batch_size=read(settings.MICRO_BATCH),
-            global_batch_size=read(settings.GLOBAL_BATCH),
-            seed=read(settings.SEED) or Options.seed,
-            dropout=read(settings.DROPOUT),
-            data=read(settings.DATA),
-            shared_start=read(settings.SHARED_START),
-            dry_run=read(settings.DRY_RUN) or False,
-            megatron_lm=read(settings.MEGATRON_LM),
-            untried=read(settings.UNTRIED) or False,
-            runs=Path(read(settings.RUNS) or Options.runs),
-            runtime=read(settings.RUNTIME),
-            image=read(settings.IMAGE),
-            wandb=wandb_from_environment(environment) if read(settings.WANDB) else None,
-            ledger=read(settings.LEDGER) is not False,
-            backend=read(settings.BACKEND) or Backend.MEGATRON,
-            optimizer=read(settings.OPTIMIZER) or OptimizerName.ADAMW,
-            network=read(settings.NET.read_as(parse_rate)),
-            repeats=read(settings.REPEATS) or Options.repeats,
-            calibrate=read(settings.CALIBRATE) or False,
-            nodes=nodes_from_environment(environment),
-            host_network=read(settings.HOST_NETWORK) or False,
-            run_folder=read(settings.RUN_FOLDER),
-            slurm=slurm_from_environment(environment),
-            saving=_saving(
-                read(settings.SAVE_EVERY), read(settings.KEEP), read(settings.ASYNC_SAVE)
-            ),
-            hang_timeout_seconds=read(settings.HANG_TIMEOUT) or Options.hang_timeout_seconds,
-            fused=read(settings.FUSED.read_as(parse_fusions, _FUSIONS)) or (),
-            share_gpu=read(settings.SHARE_GPU) or False,
-            plant=read(settings.PLANT.read_as(read_plant)),
-        )
-    return replace(options, given=tuple(given.items()))
+    plain = {field: found for field, each in _PLAIN.items() if (found := value(each)) is not None}
+    return Options(
+        **plain,
+        nodes=nodes_of(given),
+        slurm=slurm_of(given),
+        wandb=wandb_of(given) if value(settings.WANDB) else None,
+        saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
+        network=_parsed(given, settings.NET, parse_rate),
+        fused=_parsed(given, settings.FUSED, parse_fusions, _FUSIONS) or (),
+        plant=_parsed(given, settings.PLANT, read_plant),
+        given=tuple(
+            (one.name, given.texts[one.name]) for one in _OF_A_RUN if one.name in given.texts
+        ),
+    )
+
+
+def options_from_texts(texts: Mapping[str, str]) -> Options:
+    """Variables of a training target, as they stand in an environment or a file, as options.
+
+    Raises:
+        LaunchError, SettingError: A value is not of its kind; the message names variable and value.
+    """
+    used = (*_OF_A_RUN, *NODES_SETTINGS, *SLURM_SETTINGS, *WANDB_SETTINGS)
+    known = {setting.name: text for setting in used if (text := texts.get(setting.name, ""))}
+    return options_of(Namespace(**values(used, texts), texts=known))
+
+
+_PLAIN: dict[str, Setting] = {
+    "iterations": settings.ITERS,
+    "extra": settings.EXTRA,
+    "micro_batch_size": settings.MICRO_BATCH,
+    "global_batch_size": settings.GLOBAL_BATCH,
+    "seed": settings.SEED,
+    "dropout": settings.DROPOUT,
+    "data": settings.DATA,
+    "shared_start": settings.SHARED_START,
+    "dry_run": settings.DRY_RUN,
+    "megatron_lm": settings.MEGATRON_LM,
+    "untried": settings.UNTRIED,
+    "runs": settings.RUNS,
+    "runtime": settings.RUNTIME,
+    "image": settings.IMAGE,
+    "ledger": settings.LEDGER,
+    "backend": settings.BACKEND,
+    "optimizer": settings.OPTIMIZER,
+    "repeats": settings.REPEATS,
+    "calibrate": settings.CALIBRATE,
+    "host_network": settings.HOST_NETWORK,
+    "run_folder": settings.RUN_FOLDER,
+    "hang_timeout_seconds": settings.HANG_TIMEOUT,
+    "share_gpu": settings.SHARE_GPU,
+}
+"""Fields that are one variable's value."""
+
+_OF_A_RUN = (
+    settings.MODEL,
+    *_PLAIN.values(),
+    *(settings.WANDB, settings.NET, settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE),
+    *(settings.FUSED, settings.PLANT),
+)
+"""Variables that a run on another machine takes along as they were set."""
+
+
+def _parsed[T](
+    given: Namespace, setting: Setting, parse: Callable[[str], T], kind: str = ""
+) -> T | None:
+    """A value whose kind this package knows alone."""
+    text = getattr(given, setting.name.lower(), None)
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except SettingError:  # A reader that has a sentence of its own.
+        raise
+    except ValueError:
+        raise SettingError(f"{setting.name}={text} is not {kind or setting.kind}.") from None
 
 
 def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
@@ -194,12 +232,14 @@ def _compiled(path: Path, text: str) -> bytes:
     return code
 
 
-def wandb_from_environment(environment: Mapping[str, str]) -> Wandb:
+WANDB_SETTINGS = (settings.WANDB_PROJECT, settings.WANDB_ENTITY, settings.WANDB_MODE)
+
+
+def wandb_of(given: Namespace) -> Wandb:
     """WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE; online only with a key, or after `wandb login`."""
-    known = environment.get("WANDB_API_KEY") or wandb_login(environment)
-    mode = "online" if known else "offline"
+    known = os.environ.get("WANDB_API_KEY") or wandb_login(os.environ)
     return Wandb(
-        project=settings.WANDB_PROJECT.value(environment) or WANDB_PROJECT,
-        entity=settings.WANDB_ENTITY.value(environment),
-        mode=settings.WANDB_MODE.value(environment) or mode,
+        project=given.wandb_project or WANDB_PROJECT,
+        entity=given.wandb_entity,
+        mode=given.wandb_mode or ("online" if known else "offline"),
     )

@@ -9,24 +9,23 @@ in that the reference is the plain PyTorch backend.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strategies_refused
+from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.relaunch import OF_THE_START
 from tools.launch.target import Target, parse_target
 from tools.launch.train import compose_target, flags_of_grammar
 from tools.native.settings import PADDED
-from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.setting import one_of
 from tools.spec.strategy import Sharding, devices_of, parse_strategy
 
 PREFIX = "verify-"
@@ -53,6 +52,8 @@ class Difference:
     """Checkout of the layout alone."""
     resumed_from: str = ""
     """The strategy that saved the checkpoint which the layout resumes from; empty without one."""
+    is_bf16: bool = False
+    """Whether both compute in bf16, not fp32."""
 
 
 @dataclass(frozen=True)
@@ -122,19 +123,19 @@ class Verification:
         return replace(launch, flags=flags)
 
 
-def difference_of(environment: Mapping[str, str] = os.environ) -> Difference:
-    """Read REFERENCE=, EXTRA_B=, MEGATRON_LM_B= and RESUMED=.
+def difference_of(given: Namespace) -> Difference:
+    """REFERENCE=, EXTRA_B=, MEGATRON_LM_B=, RESUMED= and DTYPE=, where a command takes them."""
 
-    Raises:
-        LaunchError: A value is not of its kind.
-    """
-    with wrong_settings_refused():
-        return Difference(
-            settings.REFERENCE.value(environment) or "",
-            settings.EXTRA_B.value(environment) or (),
-            settings.MEGATRON_LM_B.value(environment),
-            settings.RESUMED.value(environment) or "",
-        )
+    def value(name: str) -> Any:
+        return getattr(given, name, None)
+
+    return Difference(
+        value("reference") or "",
+        value("extra_b") or (),
+        value("megatron_lm_b"),
+        value("resumed") or "",
+        is_bf16=value("dtype") == "bf16",
+    )
 
 
 def compose_verification(name: str, options: Options, difference: Difference) -> Verification:
@@ -166,7 +167,7 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
         shared_start=True,
         ledger=False,
         saving=None,
-        extra=(*_dtype_flags(), *options.extra),
+        extra=(("--bf16",) if difference.is_bf16 else ()) + options.extra,
     )
     own = replace(
         options,
@@ -244,8 +245,7 @@ def _iteration(options: Options, resumed: str) -> int:
 
 def _devices(strategy: str, target: Target) -> int:
     """Ranks of a strategy beside the target's: one for baseline."""
-    with wrong_strategies_refused():
-        return 1 if strategy == "baseline" else devices_of(strategy, target.devices)
+    return 1 if strategy == "baseline" else devices_of(strategy, target.devices)
 
 
 def _composed(target: Target, options: Options) -> Launch:
@@ -356,10 +356,3 @@ def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
 def _megatron(launch: Launch) -> str:
     commit = launch.entry.megatron_commit
     return f"Megatron {launch.entry.megatron_version}{f' ({commit})' if commit else ''}"
-
-
-def _dtype_flags() -> tuple[str, ...]:
-    dtype = settings.VERIFIED_DTYPE.read_as(one_of("fp32", "bf16"), "fp32 or bf16").value(
-        os.environ
-    )
-    return ("--bf16",) if dtype == "bf16" else ()

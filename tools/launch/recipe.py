@@ -23,7 +23,7 @@ from tools.convert.recipe.written import (
     written_entry,
     written_recipe,
 )
-from tools.launch.errors import LaunchError, read_named_run, wrong_strategies_refused
+from tools.launch.errors import LaunchError, read_named_run
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
 from tools.launch.target import parse_target
@@ -94,13 +94,13 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     return 0
 
 
-def import_recipe(file: str, name: str, ranks: int | None, console: Console) -> int:
+def import_recipe(file: str, name: str | None, gpus: int | None, console: Console) -> int:
     """Write a recipe's model as an `.args` file and print the target that trains it; 0.
 
     Args:
         file: Bridge's YAML, or a Python file that makes a container.
-        name: The model's; empty is the file's.
-        ranks: GPUs to train on; None is the fewest that the layout allows.
+        name: The model's; None is the file's.
+        gpus: To train on; None is the fewest that the layout allows.
         console: Where it prints.
 
     Raises:
@@ -114,7 +114,7 @@ def import_recipe(file: str, name: str, ranks: int | None, console: Console) -> 
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
     try:
         reading = reading_of_fields(bridge.read_recipe(file))
-        read = imported(reading, name, ranks)
+        read = imported(reading, name, gpus)
     except RecipeError as error:
         raise LaunchError(str(error)) from None
     for reason in violations(read.spec):
@@ -207,8 +207,7 @@ def _started(entry: str, recipe: str, spec: RunSpec) -> str:
 def _refuse_another_strategy(spec: RunSpec) -> None:
     """Refuse a layout that no target names."""
     name = spec.name
-    with wrong_strategies_refused():
-        named = parse_strategy(name, spec.parallelism.world_size)
+    named = parse_strategy(name, spec.parallelism.world_size)
     if replace(named, expert_tensor=spec.parallelism.expert_tensor) != spec.parallelism:
         asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
         raise LaunchError(f"The recipe's layout ({asked}) has no target; {name} is {here}.")

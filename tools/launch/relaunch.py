@@ -10,7 +10,7 @@ from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch, ResumePoint, entry_of, model_for, with_mounts
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError
 from tools.launch.network import link_of
 from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
@@ -199,8 +199,7 @@ def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
 def _plant(record: RunRecord, options: Options) -> Plant | None:
     """The run's own, which is in its environment as well; the file must still hold the same."""
     plant = record.spec.plant
-    with wrong_settings_refused():
-        present = read_plant(plant.path) if plant else None
+    present = read_plant(plant.path) if plant else None
     if plant and present != plant:
         raise LaunchError(
             f"PLANT={plant.path} was changed after {record.run} was trained with it; put it back."

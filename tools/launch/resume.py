@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tools.launch.checkpoint.stored import SelectedCheckpoint, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint
-from tools.launch.errors import LaunchError, read_named_run, wrong_strategies_refused
+from tools.launch.errors import LaunchError, read_named_run
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.relaunch import relaunch
@@ -26,7 +26,7 @@ from tools.launch.train import describe, dry_run, train_once
 from tools.records import run as records
 
 
-def resume(run: Path, strategy: str | None, options: Options, console: Console) -> int:
+def resume(run: str | Path, strategy: str | None, options: Options, console: Console) -> int:
     """Resume a run; 0 if it ended well.
 
     Raises:
@@ -37,6 +37,7 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
             "LAUNCHER=slurm resumes a job by itself when it is put back: 'scontrol requeue <job>'; "
             "leave it out to resume here, in an allocation or with NNODES= on each host."
         )
+    run = Path(run).absolute()
     record = read_named_run(run)
     with ExitStack() as held:
         held.enter_context(only_attempt(run, options.nodes))
@@ -44,8 +45,7 @@ def resume(run: Path, strategy: str | None, options: Options, console: Console) 
         loaded = ResumePoint(
             run.name, run / records.CHECKPOINTS_FOLDER, choice.checkpoint.iteration
         )
-        with wrong_strategies_refused():
-            launch = relaunch(record, loaded, strategy, options)
+        launch = relaunch(record, loaded, strategy, options)
         if options.dry_run:
             return dry_run(launch, options)
         if launch.nodes is None:  # Else each node reports to the others what stops it.

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +20,6 @@ from tools.launch.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
-from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind, RuntimeName
 
@@ -124,8 +124,35 @@ def _caller() -> str:
         return docker.caller()
 
 
-def run_module(words: Sequence[str], options: Options) -> int:
+def prepare(words: Sequence[str], options: Options) -> int:
+    """A command of `tools.preprocess`, where RUNTIME says; as `run_module`."""
+    return run_module(("tools.preprocess", *words), options)
+
+
+def prepare_own(given: Namespace, options: Options) -> int:
+    """`owt-ds/NAME` from one's own text; as `run_module`."""
+    output = ("--output-prefix", f"owt-ds/{given.name}")
+    flags = ("--append-eod", "--tokenizer", given.tokenizer, *output, "--input", given.input)
+    return run_module(("tools.preprocess", *flags), options, given.input)
+
+
+def module(words: Sequence[str], options: Options) -> int:
+    """A module of the kit and its arguments; as `run_module`."""
+    return run_module(words, options)
+
+
+def module_arguments(parser: ArgumentParser) -> None:
+    """Its name and arguments."""
+    parser.add_argument("words", nargs=REMAINDER)
+
+
+def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
     """Replace this process by `python -m WORDS…`; with DRY_RUN=1 print the command and return 0.
+
+    Args:
+        words: The module and its arguments.
+        options: RUNTIME=, IMAGE= and DRY_RUN=.
+        text: A file that it reads; a dry run refuses it as the module would.
 
     Raises:
         LaunchError: The container cannot be started, or a dry run finds no input.
@@ -136,7 +163,7 @@ def run_module(words: Sequence[str], options: Options) -> int:
         command = docker_command(words, options)
     if options.dry_run:
         print(shlex.join(command))
-        _check_input(words)
+        _check_input(text)
     if in_docker:
         pair = find_pair(options.image)
         docker.check_container(pair.name, pair.ngc_tag)
@@ -148,16 +175,14 @@ def run_module(words: Sequence[str], options: Options) -> int:
         raise LaunchError(f"{command[0]} cannot be run ({error.strerror}).") from None
 
 
-def _check_input(words: Sequence[str]) -> None:
+def _check_input(text: str) -> None:
     """What `tools.preprocess` would refuse of the texts that it is to read."""
-    place = words.index(settings.INPUT.option) + 1 if settings.INPUT.option in words else len(words)
     from tools.dataset.indexed import DatasetError  # What trains needs neither.
     from tools.preprocess.hub import PREFIX
     from tools.preprocess.source import expand
 
-    named = [word for word in words[place : place + 1] if not word.startswith(PREFIX)]
     try:
-        expand(named)
+        expand([text] if text and not text.startswith(PREFIX) else [])
     except DatasetError as error:
         raise LaunchError(str(error)) from None
 

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from tools.launch.checkpoint.saving import KEEP, NOT_RESUMED, Saving
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
-from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strategies_refused
+from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
@@ -39,7 +39,6 @@ from tools.launch.train import compose_target, dry_run, flags_of_grammar
 from tools.records import run as records
 from tools.records.io import write_whole
 from tools.records.run import utc_stamp
-from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.run import Backend
 from tools.spec.strategy import devices_of, parse_strategy
@@ -93,18 +92,11 @@ class Soak:
         return min(LONGEST_SECONDS, self.undisturbed_seconds / FAULTS)
 
 
-def soak_from_environment(options: Options, environment: Mapping[str, str] = os.environ) -> Soak:
-    """The soak that STRATEGY=, HOURS= and MODEL= ask for.
-
-    Raises:
-        LaunchError: One is missing, not of its kind, or they do not fit each other.
-    """
-    with wrong_settings_refused():
-        strategy = settings.SOAKED.value(environment)
-        hours = settings.HOURS.value(environment)
-    if strategy is None or hours is None:
-        raise LaunchError("Say what, and how long: make soak STRATEGY=dp2 HOURS=0.33")
-    return plan_soak(strategy, hours, settings.MODEL.value(environment), options)
+def soak_strategy(
+    strategy: str, hours: float, model: str | None, options: Options, console: Console
+) -> int:
+    """The soak that STRATEGY=, HOURS= and MODEL= ask for; as `soak`."""
+    return soak(plan_soak(strategy, hours, model, options), console)
 
 
 def soak(what: Soak, console: Console) -> int:
@@ -140,9 +132,8 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         LaunchError: Strategy and model do not fit each other.
     """
     model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
-    with wrong_strategies_refused(f"STRATEGY={strategy}"):
-        devices = devices_of(strategy, otherwise=2)
-        sharding = parse_strategy(strategy, devices).sharding
+    devices = devices_of(strategy, otherwise=2)
+    sharding = parse_strategy(strategy, devices).sharding
     if sharding in NOT_RESUMED or options.backend != Backend.MEGATRON:
         raise LaunchError(
             f"A soak resumes after each kill, and STRATEGY={strategy} of {options.backend} cannot be "
@@ -292,7 +283,7 @@ class _Soaking:
         self._logged_before = log.stat().st_size if log.is_file() else 0
         with (self.folder / f"{run}.txt").open("ab") as output:
             launcher = psutil.Popen(
-                (sys.executable, "-m", "tools.launch", "target", self.soak.target.name),
+                (sys.executable, "-m", "tools.cli", self.soak.target.name),
                 env={**os.environ, **self._variables(run, iterations)},
                 stdout=output,
                 stderr=subprocess.STDOUT,

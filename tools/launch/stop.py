@@ -28,12 +28,13 @@ CLOCK_SECONDS = 5.0
 """Two readings of one process's start may differ so much, where the clock was set meanwhile."""
 
 
-def stop(run: Path, console: Console) -> int:
+def stop(run: str | Path, console: Console) -> int:
     """End a run as Ctrl-C in its own terminal would; 0 once it has ended.
 
     Raises:
         LaunchError: It is no run, is not running, or runs where it cannot be ended from here.
     """
+    run = Path(run).absolute()
     if not records.is_run_folder(run):
         raise LaunchError(f"RUN={run} is no run folder; 'make status' shows them.")
     job = read_job(run)

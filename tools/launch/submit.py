@@ -64,7 +64,7 @@ class PendingRun:
 
     launch: Launch
     argv: tuple[str, ...]
-    """Arguments of `python -m tools.launch`."""
+    """Arguments of `python -m tools.cli`."""
     settings: Mapping[str, str]
     """Make variables as they were given."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
 from tools.launch.data import make_missing_data
-from tools.launch.errors import wrong_strategies_refused
 from tools.launch.execute import execute
 from tools.launch.multi_node import train_first, train_other
 from tools.launch.options import Options
@@ -26,7 +26,7 @@ from tools.launch.run_folder import only_attempt
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.submit import submit
-from tools.launch.target import Target, parse_target, script_of
+from tools.launch.target import Target, parse_devices, parse_target, script_of
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
 from tools.spec import variables
@@ -36,18 +36,37 @@ from tools.spec.run import Backend
 from tools.spec.strategy import parse_strategy, scaling_sentence, strategy_flags
 
 
-def start_target(name: str, options: Options, console: Console) -> int:
+def start_target(target: str, options: Options, console: Console) -> int:
     """Run a target: through its launch script where the strategy has one, else directly.
 
     Raises:
         LaunchError: The target is not in the grammar.
     """
-    target = parse_target(name)
-    script = script_of(target)
+    parsed = parse_target(target)
+    script = script_of(parsed)
     if script is not None:
-        arguments = [script, target.model, f"{target.devices}{target.device}"]
+        arguments = [script, parsed.model, f"{parsed.devices}{parsed.device}"]
         os.execve(ROOT / script, arguments, {**os.environ, variables.PYTHON: sys.executable})
-    return train(target, flags_of_grammar(target), options, console)
+    return train(parsed, flags_of_grammar(parsed), options, console)
+
+
+def run_strategy(given: Namespace, options: Options, console: Console) -> int:
+    """Run what a launch script says: a strategy with the Megatron flags that make it up.
+
+    Raises:
+        LaunchError: The run cannot work here; nothing was written.
+    """
+    place = parse_devices(given.on)
+    target = Target(given.named, load_model(given.of).name, *place)
+    return train(target, given.flags, options, console)
+
+
+def run_strategy_arguments(parser: ArgumentParser) -> None:
+    """The words of a launch script."""
+    parser.add_argument("named", metavar="STRATEGY")
+    parser.add_argument("of", metavar="MODEL")
+    parser.add_argument("on", metavar="DEVICES", help="such as 2gpu or 2cpu")
+    parser.add_argument("flags", nargs="*", help="after --")
 
 
 def flags_of_grammar(target: Target) -> tuple[str, ...]:
@@ -56,8 +75,7 @@ def flags_of_grammar(target: Target) -> tuple[str, ...]:
     Raises:
         LaunchError: Its degrees do not multiply to its devices.
     """
-    with wrong_strategies_refused():
-        return strategy_flags(parse_strategy(target.strategy, target.devices))
+    return strategy_flags(parse_strategy(target.strategy, target.devices))
 
 
 def train(target: Target, flags: Sequence[str], options: Options, console: Console) -> int:
@@ -131,14 +149,11 @@ def compose_target(
     Raises:
         LaunchError: Its strategy, its flags and its devices do not fit each other.
     """
-    with wrong_strategies_refused():
-        parse_strategy(target.strategy, target.devices)
-        model = load_model(target.model)
-        runtime = runtime or choose_runtime(options, target.device)
-        launch = compose(
-            target.strategy, flags, model, target.devices, target.device, options, runtime
-        )
-        return for_backend(launch, options)
+    parse_strategy(target.strategy, target.devices)
+    model = load_model(target.model)
+    runtime = runtime or choose_runtime(options, target.device)
+    launch = compose(target.strategy, flags, model, target.devices, target.device, options, runtime)
+    return for_backend(launch, options)
 
 
 def command_line(launch: Launch) -> str:

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -105,11 +106,14 @@ def _key(launch: Launch) -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
-def verify(name: str, options: Options, console: Console, also: Path | None = None) -> int:
+def verify(
+    target: str, given: Namespace, options: Options, console: Console, also: Path | None = None
+) -> int:
     """Run a verification; 0 held, 1 differs, 2 not comparable.
 
     Args:
-        name: The make target.
+        target: Its name.
+        given: What make was given beside the options.
         options: The make variables.
         console: The terminal.
         also: A run folder that gets the results as well.
@@ -117,7 +121,7 @@ def verify(name: str, options: Options, console: Console, also: Path | None = No
     Raises:
         LaunchError: It cannot run here; nothing was written.
     """
-    verification = compose_verification(name, options, difference_of())
+    verification = compose_verification(target, options, difference_of(given))
     launches = verification.launches
     if options.dry_run:
         return max(dry_run(launch, options) for launch in launches)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from tools.dataset.indexed import DocumentIndex, bin_path, idx_path, token_dtype, write_index
 from tools.launch.backends import NO_TRANSFORMERS
-from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strategies_refused
+from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.hub import folder_of
 from tools.launch.options import Options
@@ -36,7 +36,7 @@ from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.model import model_of
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import devices_of, parse_strategy
+from tools.spec.strategy import StrategyError, devices_of, parse_strategy
 from tools.text.table import Column, Table, rich_table
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
@@ -61,18 +61,19 @@ class Proof:
 
 
 def verify_hf(
-    options: Options, console: Console, environment: Mapping[str, str] = os.environ
+    hf: str | None,
+    strategies: str | None,
+    extra_b: tuple[str, ...],
+    options: Options,
+    console: Console,
 ) -> int:
     """Prove it of every model; 0 held, 1 differs, 2 not comparable.
 
     Raises:
-        LaunchError, ValueError: It cannot run here, or the model cannot be converted.
+        ValueError: It cannot run here, or the model cannot be converted.
     """
-    with wrong_settings_refused():
-        given = settings.HF.value(environment)
-        strategies = (settings.PROVED.value(environment) or STRATEGIES).split()
-        difference = Difference(HF, settings.EXTRA_B.value(environment) or ())
-    ranks = [(strategy, _devices(strategy)) for strategy in strategies]
+    difference = Difference(HF, extra_b)
+    ranks = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
     stamp = utc_stamp()
@@ -80,7 +81,7 @@ def verify_hf(
     shared = SharedReferences(folder / "references")
     proofs: list[Proof] = []
     try:
-        for source, name in _sources(given, folder / "sources"):
+        for source, name in _sources(hf, folder / "sources"):
             proofs += _proofs_of(source, name, ranks, difference, folder, shared, options, console)
             shared.forget()
     finally:
@@ -92,9 +93,11 @@ def verify_hf(
 
 
 def _devices(strategy: str) -> int:
-    with wrong_strategies_refused(f"STRATEGIES= holds {strategy}"):
+    try:
         devices = devices_of(strategy)
         parse_strategy(strategy, devices)
+    except StrategyError as error:
+        raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
     return devices
 
 

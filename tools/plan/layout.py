@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from argparse import Namespace
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ from rich.console import Console
 
 from tools.plan.candidates import comm_types
 from tools.plan.constraints import violations
+from tools.plan.errors import RequestError
 from tools.plan.memory import host_bytes
-from tools.plan.parser import RequestError
+from tools.plan.options import PlanOptions
 from tools.plan.readings.near import Uncertainty, uncertainty
 from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
 from tools.plan.search import Candidate, Request, evaluate
@@ -28,7 +27,7 @@ from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
 from tools.spec.offload import offload_of
 from tools.spec.run import RECOMPUTE_FLAGS, Recompute, recompute_of
-from tools.spec.setting import SettingError
+from tools.spec.setting import SettingError, read
 from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
 from tools.text.svg import svg_figure
@@ -63,14 +62,14 @@ class TimedLayout:
         return uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
 
 
-def time_layout(options: Namespace) -> TimedLayout:
+def time_layout(options: PlanOptions) -> TimedLayout:
     """Predict the layout that the options name.
 
     Raises:
         RequestError: It does not multiply to the devices, or Megatron refuses it.
         ValueError: As `request_from_options`.
     """
-    options = copy(options)
+    assert options.layout is not None
     domain = device_by_key(options.gpu).domain
     named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
     try:
@@ -80,11 +79,10 @@ def time_layout(options: Namespace) -> TimedLayout:
                 f"The layout {options.layout} multiplies to {devices:,} devices, not {named:,}; leave "
                 "GPUS= out, or give it another DP."
             )
-        options.gpus = devices
         split = parse_strategy(options.layout, devices)
     except StrategyError as error:
         raise RequestError(str(error)) from None
-    request = request_from_options(options)
+    request = request_from_options(replace(options, gpus=devices))
     flags = Flags(request.extra)
     micro = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
@@ -111,39 +109,31 @@ def time_layout(options: Namespace) -> TimedLayout:
     return TimedLayout(request, evaluate(request, spec), ignored_flags(request, laid=True))
 
 
-def changed_options(options: Namespace, text: str) -> Namespace:
+def changed_options(options: PlanOptions, text: str) -> PlanOptions:
     """The options with the variables of `WHAT_IF="GPU=b200 MICRO_BATCH=2"` instead of their own.
 
     Raises:
         RequestError: A word that sets no variable of `make plan`, with the near name.
     """
-    known = {
-        s.name: s
-        for s in settings.SETTINGS
-        if s.used_by("plan") and s.option and s not in _NOT_COMPARED
-    }
-    changed = copy(options)
+    known = {f.name.upper() for f in fields(PlanOptions)} - _NOT_COMPARED
+    changed: dict[str, Any] = {}
     if "LAYOUT=" in text or "GPUS=" in text:
-        changed.gpus = None
+        changed["gpus"] = None
     for word in shlex.split(text):
         name, _, value = word.partition("=")
         if not value or name not in known:
-            near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'
             raise RequestError(f"WHAT_IF has {word}, which changes nothing of a layout; {hint}")
-        setting = known[name]
         try:
-            read = setting.value({name: value})
+            read_value = value if name == "EXTRA" else read(getattr(settings, name), value)
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
-        setattr(changed, setting.option[2:].replace("-", "_"), read)
-    return changed
+        changed[name.lower()] = read_value
+    return replace(options, **changed)
 
 
-_NOT_COMPARED = (
-    *(settings.WHAT_IF, settings.SVG, settings.JSON),
-    *(settings.TOKENS, settings.VERIFY, settings.ALPA, settings.READINGS),
-)
+_NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "READINGS"}
 """Variables of `make plan` that are not of one layout of two."""
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from argparse import Namespace
 from dataclasses import replace
 
 from tools.plan.calibration import load_calibration
+from tools.plan.errors import RequestError
 from tools.plan.memory import PRECISIONS
-from tools.plan.parser import RequestError
+from tools.plan.options import PlanOptions
 from tools.plan.readings.express import execution_of_flags
 from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.search import Request
@@ -50,7 +50,7 @@ from tools.spec.strategy import Batch, Parallelism, batch_for
 MOST_DEVICES = 262_144
 
 
-def request_from_options(options: Namespace) -> Request:
+def request_from_options(options: PlanOptions) -> Request:
     """Build the request.
 
     Raises:
@@ -284,7 +284,7 @@ def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:
     return replace(spec, shape=replace(shape, seq_length=seq_length, positions=positions))
 
 
-def _devices_and_node(options: Namespace, domain: int) -> tuple[int, int]:
+def _devices_and_node(options: PlanOptions, domain: int) -> tuple[int, int]:
     """Devices in all and in a node, from any two of the three options; a node is an NVLink domain."""
     for name in ("gpus", "nodes", "gpus_per_node"):
         value = getattr(options, name)

@@ -42,6 +42,11 @@ class PublishedResidual:
         return self.predicted / self.measured - 1
 
 
+def print_residuals() -> None:
+    """On the terminal."""
+    print(residual_tables(), end="")
+
+
 def residual_tables() -> str:
     """The READMEs' tables, in Markdown."""
     paper = load_paper()

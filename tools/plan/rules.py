@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 from tools.plan.advice import StrategyFamily, best_of_each_family
+from tools.plan.options import PlanOptions
 from tools.plan.request import request_from_options
 from tools.plan.search import Candidate, search
 from tools.plan.tensors import parameters_total
 from tools.spec.hardware import device_by_key
-from tools.spec.settings import SETTINGS
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import duration, gib
 
@@ -27,6 +26,11 @@ CASES = (
 """Model, devices, global batch: sizes of the survey's tree, below 1B to above 100B parameters."""
 
 
+def print_rules() -> None:
+    """On the terminal."""
+    print(rules_table(), end="")
+
+
 def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
     """A row a case: the fastest layout, the fastest of ZeRO-2 and ZeRO-3 alone, and what that loses."""
     rows = tuple(_row(*case) for case in cases)
@@ -39,9 +43,8 @@ def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
 
 
 def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
-    unset = {s.option[2:].replace("-", "_"): s.default for s in SETTINGS if s.used_by("plan")}
-    asked = {"model": model, "gpus": devices, "gpu": GPU, "global_batch": batch}
-    request = request_from_options(Namespace(**unset | asked))
+    asked = PlanOptions(model, GPU, gpus=devices, global_batch=batch)
+    request = request_from_options(asked)
     fastest = search(request, kept=1).winner
     sharded = best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
     assert fastest is not None

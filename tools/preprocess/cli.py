@@ -20,12 +20,12 @@ from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.run import preprocess
 from tools.preprocess.sample import write_sample
 from tools.preprocess.source import PreprocessOptions, parse_shard
-from tools.spec.settings import program
 
 Add = Callable[..., Any]
 """argparse's `add_argument`."""
 
 INTERRUPTED = 130
+PROGRAM = "python -m tools.preprocess"
 
 _LISTS = 'give each document as a list of its sentences, {"text": ["One.", "Two."]}'
 _ALWAYS = "leave it away"
@@ -49,7 +49,7 @@ _UPSTREAM = {
 """Flags of Megatron's script, and what takes their place here."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], program: str = PROGRAM) -> int:
     """Run a command, or without one make data sets from `--input`; the exit status."""
     words = list(arguments)
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
                     f"{flag} is a flag of Megatron's preprocess_data.py, not of this tool: "
                     f"{_UPSTREAM[flag]}."
                 )
-        flags = command_line().parse_args(words)
+        flags = command_line(program).parse_args(words)
         return int(flags.command(flags))
     except DatasetError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -71,10 +71,10 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def command_line() -> argparse.ArgumentParser:
+def command_line(program: str = PROGRAM) -> argparse.ArgumentParser:
     """The command line, for `--help` and completion."""
     parser = argparse.ArgumentParser(
-        prog=program("tools.preprocess"),
+        prog=program,
         description="Text to Megatron's data sets. Without a command: run.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -20,7 +20,6 @@ from tools.dataset.indexed import Dataset, DatasetError, InputIdentity
 from tools.dataset.split import draws, samples_of
 from tools.preprocess.lines import Block
 from tools.records.io import written_whole
-from tools.spec import settings
 
 PREFIX = "hub:"
 _CACHE = ".hub"
@@ -79,7 +78,7 @@ class Hub:
                     f"{name} cannot be written ({error.strerror}); free some room in "
                     f"{lines.parent}."
                 ) from None
-            endpoint = settings.HF_ENDPOINT.value(os.environ) or "the Hugging Face hub"
+            endpoint = os.environ.get("HF_ENDPOINT") or "the Hugging Face hub"
             raise DatasetError(
                 f"Data set {self.name} was not fetched from {endpoint} ({_reason(error)}); run the "
                 "same command again (files that arrived whole are kept), name a mirror with "

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.plan.parser import RequestError
+from tools.plan.errors import RequestError
 from tools.plan.readings.own import add_rows
 from tools.plan.readings.table import ReadingsError
 from tools.records.gpu_bench import read_bench

@@ -12,16 +12,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from tools.cli.help import variables
 from tools.spec.files import ROOT
-from tools.spec.settings import make_help
 
 SETTINGS_PAGE = "docs/settings.md"
 PLANNER = "planner/planner.html"
 SHOWN = (".md", ".svg", ".png", ".html")
 HIDDEN = ("tests/", ".github/", "tools/report/render/", "tools/verify/templates/", "tools/site/")
 
-_HEADING = re.compile(r"## Variables: (.+) \[(.+)\]$")
-_VARIABLE = re.compile(r"##   ([A-Z][A-Z0-9_ ]*[A-Z0-9]) +(.+)$")
+_HEADING = re.compile(r"Variables: (.+)$")
+_VARIABLE = re.compile(r"  ([A-Z][A-Z0-9_ ]*[A-Z0-9]) +(.+)$")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -73,10 +73,10 @@ def settings_page() -> str:
         "",
         "Variables of make, as `make TARGET NAME=value`. One that the target does not use is refused.",
     ]
-    for line in make_help().splitlines():
+    for line in variables():
         if heading := _HEADING.match(line):
-            what, targets = heading.groups()
-            lines += ["", f"## {what[0].upper()}{what[1:]}", "", f"Used by: {targets}.", ""]
+            what = heading[1]
+            lines += ["", f"## {what[0].upper()}{what[1:]}", ""]
             lines += ["| variable | what |", "|---|---|"]
         elif variable := _VARIABLE.match(line):
             names = " ".join(f"`{name}`" for name in variable[1].split())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
-from tools.plan.__main__ import main
+from tools.cli.main import from_words
 from tools.spec.hardware import load_hardware
 from tools.spec.model import load_model, model_names
 
@@ -35,7 +35,7 @@ def plan(words: Sequence[str]) -> str:
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code = main([*words, "--json"])
+            code = from_words("plan", [*words, "--json"], "make plan")
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
     return json.dumps({"code": code, "out": out.getvalue(), "err": err.getvalue()})

@@ -28,7 +28,15 @@ RUNTIME = (
     "pyodide-lock.json",
     "python_stdlib.zip",
 )
-KIT = ("tools/__init__.py", "tools/plan", "tools/spec", "tools/records", "tools/text", "tools/site")
+KIT = (
+    "tools/__init__.py",
+    "tools/cli",
+    "tools/plan",
+    "tools/spec",
+    "tools/records",
+    "tools/text",
+    "tools/site",
+)
 DATA = ("examples/gpt3", "examples/moe")
 PURE = ("yaml", "rich")
 """Packages of the environment of which the Python files alone suffice."""

@@ -1,91 +1,85 @@
-"""One variable of make: its kind, its help, the targets that use it, and readers for the usual kinds."""
+"""The values of make's variables: each read as its kind says, or refused in one sentence."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from tools.spec import settings
+from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
+from tools.spec.settings import Setting
 
 
 class SettingError(ValueError):
     """A variable that is not known, not used or not of its kind; one sentence that names it."""
 
 
-@dataclass(frozen=True)
-class Setting[T]:
-    """One variable."""
-
-    name: str
-    read: Callable[[str], T]
-    """Its value from text; raises ValueError for text that is not of its kind."""
-    wanted: str
-    """Its kind, as a refusal names it: `a whole number above 0`."""
-    help: str
-    targets: tuple[str, ...]
-    """Those that use it; `*` stands for the rest of a name."""
-    option: str = ""
-    """The option of the target's tool that takes it; empty where the tool reads the environment, or
-    `*` for positional words."""
-    default: T | None = None
-
-    def value(self, environment: Mapping[str, str]) -> T | None:
-        """Its value; the default where it is not set or empty.
-
-        Raises:
-            SettingError: The text is not of its kind.
-        """
-        text = environment.get(self.name, "")
-        if not text:
-            return self.default
-        try:
-            return self.read(text)
-        except SettingError:  # A reader that has a sentence of its own.
-            raise
-        except ValueError:
-            raise SettingError(f"{self.name}={text} is not {self.wanted}.") from None
-
-    def read_as[U](self, read: Callable[[str], U], wanted: str = "") -> Setting[U]:
-        """The same variable with a reader that this package cannot know, and no default."""
-        wanted = wanted or self.wanted
-        return Setting(self.name, read, wanted, self.help, self.targets, self.option)
-
-    def used_by(self, target: str) -> bool:
-        """Whether a target uses it."""
-        return any(fnmatchcase(target, pattern) for pattern in self.targets)
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise ValueError(text)
-    return number
-
-
-def from_one(text: str) -> float:
-    """A finite number of at least 1."""
-    number = float(text)
-    if not 1 <= number < float("inf"):
-        raise ValueError(text)
-    return number
-
-
-def picture(text: str) -> Path:
-    """A file to write, in a folder that exists.
+def read(setting: Setting, text: str) -> Any:
+    """A variable's value from text.
 
     Raises:
-        SettingError: There is no such folder, or the file's name is a folder's.
+        SettingError: The text is not of its kind.
     """
+    try:
+        return _reader(setting.kind)(text)
+    except SettingError:  # A reader that has a sentence of its own.
+        raise
+    except ValueError:
+        raise SettingError(f"{setting.name}={text} is not {setting.kind}.") from None
+
+
+def values(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]:
+    """The value of every variable, by its name in small letters: of its text, else its default.
+
+    Raises:
+        SettingError: A text is not of its kind.
+    """
+    found = {setting: texts.get(setting.name) or setting.default for setting in known}
+    return {
+        setting.name.lower(): read(setting, value) if isinstance(value, str) else value
+        for setting, value in found.items()
+    }
+
+
+def _reader(kind: str) -> Callable[[str], Any]:
+    if kind in _READERS:
+        return _READERS[kind]
+    if found := re.fullmatch(r"a whole number from (\d+) to (\d+)", kind):
+        return _whole_from(*map(int, found.groups()))
+    return _one_of(re.split(", | or ", kind))
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def _finite(above: float, below: float = float("inf")) -> Callable[[str], float]:
+    """A reader of numbers that are at least `above` and less than `below`."""
+
+    def reader(text: str) -> float:
+        if not above <= (number := float(text)) < below:
+            raise ValueError(text)
+        return number
+
+    return reader
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
+
+
+def _picture(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise SettingError(f"SVG={text} is a folder; name a file in it.")
@@ -94,56 +88,59 @@ def picture(text: str) -> Path:
     return path
 
 
-def share(text: str) -> float:
-    """A number from 0 up to, not including, 1."""
-    number = float(text)
-    if not 0 <= number < 1:
-        raise ValueError(text)
-    return number
-
-
-def switch(text: str) -> bool:
-    """0 or 1."""
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Words as a shell splits them."""
-    return tuple(shlex.split(text))
-
-
-def checkout(text: str) -> Path:
-    """A folder with `pretrain_gpt.py`."""
+def _checkout(text: str) -> Path:
     folder = Path(text).expanduser().resolve()
     if not (folder / "pretrain_gpt.py").is_file():
         raise ValueError(text)
     return folder
 
 
-def whole_below(limit: int, first: int = 0) -> Callable[[str], int]:
-    """A reader of whole numbers from `first` to `limit - 1`."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) not in range(first, limit):
+def _whole_from(first: int, last: int) -> Callable[[str], int]:
+    def reader(text: str) -> int:
+        if not text.isdecimal() or int(text) not in range(first, last + 1):
             raise ValueError(text)
         return int(text)
 
-    return read
+    return reader
 
 
-def dataset_prefix(text: str) -> str:
-    """A data set's name as the prefix of its files."""
-    return f"owt-ds/{text}"
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A reader of one of these words."""
-
-    def read(text: str) -> str:
+def _one_of(choices: list[str]) -> Callable[[str], str]:
+    def reader(text: str) -> str:
         if text not in choices:
             raise ValueError(text)
         return text
 
-    return read
+    return reader
+
+
+_LEAST = 5e-324
+"""The smallest number above 0."""
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    settings.TEXT: str,
+    settings.NUMBER: _positive,
+    "a whole number": int,
+    "a whole number of seconds above 0": _positive,
+    "a whole number of iterations above 0": _positive,
+    "a number above 0": _finite(_LEAST),
+    "a number from 1 up": _finite(1),
+    "a number from 0 up to, not including, 1": _finite(0, 1),
+    settings.SWITCH: _switch,
+    settings.WORDS: _words,
+    "words": _words,
+    settings.PATH: Path,
+    settings.FOLDER: Path,
+    settings.CHECKOUT: _checkout,
+    "a file to write": _picture,
+    settings.OPTIMIZER.kind: OptimizerName,
+    settings.BACKEND.kind: Backend,
+    settings.RUNTIME.kind: RuntimeName,
+    settings.RECOMPUTE.kind: Recompute,
+    # What only the launcher can read, and refuses itself.
+    "a prefix": str,
+    "an NGC tag": str,
+    "1 or a strategy": str,
+    "a rate such as 1gbps or 200mbps": str,
+    "devices such as 2gpu": str,
+    "a Python file, or several with commas between them": str,
+}

@@ -20,7 +20,7 @@ from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import BRIDGE, ROWS, Symbol, Value, fields_of_yaml
 from tools.convert.recipe.written import written_recipe
 from tools.launch import recipe as command
-from tools.launch.options import options_from_environment
+from tools.launch.options import options_from_texts
 from tools.launch.recipe import export_recipe, import_recipe, recipe_of
 from tools.spec.files import ROOT, read_yaml
 
@@ -180,7 +180,7 @@ def test_an_exported_target_is_checked_and_imported_again(
     (tmp_path / "examples/gpt3/models").mkdir(parents=True)
     monkeypatch.setattr(command, "RECIPES", tmp_path / "recipes")
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    options, console = options_from_environment({}), Console(width=500)
+    options, console = options_from_texts({}), Console(width=500)
     export_recipe("train-tp2-gpt2-large-2gpu", "nemo", options, console)
     printed = capsys.readouterr().out
     assert "Megatron-Bridge 0.3.1 takes it" in printed

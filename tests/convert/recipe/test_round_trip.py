@@ -17,7 +17,7 @@ from tools.convert.recipe.table import ROWS, Symbol
 from tools.convert.recipe.written import written_entry, written_recipe
 from tools.launch import recipe as command
 from tools.launch.errors import LaunchError
-from tools.launch.options import options_from_environment
+from tools.launch.options import options_from_texts
 from tools.launch.recipe import export_recipe, recipe_of, source_of_folder
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, merge_flags
@@ -179,7 +179,7 @@ def test_a_run_that_is_none_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(command, "RECIPES", tmp_path / "recipes")
     with pytest.raises(LaunchError, match=sentence):
-        export_recipe(run, to, options_from_environment({}), Console())
+        export_recipe(run, to, options_from_texts({}), Console())
     assert not (tmp_path / "recipes").exists()
 
 

@@ -7,9 +7,8 @@ from tests.launch.checkpoint.conftest import Write
 from tests.report.factory import changed
 from tools.launch.checkpoint.saving import Saving, saving_flags, saving_problems
 from tools.launch.compose import Launch, ResumePoint
-from tools.launch.errors import LaunchError
 from tools.launch.network import LinkRate
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.launch.relaunch import relaunch, resume_if_saved
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -111,13 +110,13 @@ def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary
 
 
 def test_a_reached_end_is_refused_with_the_remedy() -> None:
-    with pytest.raises(LaunchError, match="set ITERS= above 8"):
+    with pytest.raises(ValueError, match="set ITERS= above 8"):
         relaunch(record_of(composed("tp2", iterations=8)), FROM, None, Options())
     assert relaunch(record_of(composed("tp2")), FROM, None, Options(iterations=40)).iterations == 40
 
 
 def test_sharded_optimizer_states_go_back_into_sharded_ones_only() -> None:
-    with pytest.raises(LaunchError, match="different formats"):
+    with pytest.raises(ValueError, match="different formats"):
         relaunch(record_of(composed("zero1")), FROM, "tp2", Options())
     with pytest.raises(StrategyError, match="Unknown strategy"):
         relaunch(record_of(composed("tp2")), FROM, "xx2", Options())
@@ -160,12 +159,12 @@ def test_the_sharded_optimizer_is_saved_so_that_it_reshards_where_megatron_can()
 
 
 def test_variables_say_how_often_how_many_and_how() -> None:
-    read = options_from_environment({"SAVE_EVERY": "5", "KEEP": "3", "ASYNC_SAVE": "1"})
+    read = options_from_texts({"SAVE_EVERY": "5", "KEEP": "3", "ASYNC_SAVE": "1"})
     assert read.saving == Saving(5, 3, True)
-    assert options_from_environment({"KEEP": "3"}).saving is None
-    assert options_from_environment({"HANG_TIMEOUT": "30"}).hang_timeout_seconds == 30
-    with pytest.raises(LaunchError, match="SAVE_EVERY=0"):
-        options_from_environment({"SAVE_EVERY": "0"})
+    assert options_from_texts({"KEEP": "3"}).saving is None
+    assert options_from_texts({"HANG_TIMEOUT": "30"}).hang_timeout_seconds == 30
+    with pytest.raises(ValueError, match="SAVE_EVERY=0"):
+        options_from_texts({"SAVE_EVERY": "0"})
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_a_requeued_job_resumes_from_its_folders_checkpoint(tmp_path: Path, writ
     assert not flags.has("--finetune")
     assert flags.text("--load") == str(stored)
     write(stored, 12)
-    with pytest.raises(LaunchError, match="already reached iteration 12"):
+    with pytest.raises(ValueError, match="already reached iteration 12"):
         resume_if_saved(launch, tmp_path)
 
 

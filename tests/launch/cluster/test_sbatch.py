@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.given import read_of
 from tools.launch.cluster.sbatch import CPUS, ArrayTask, BatchJob, PyxisContainer, script
-from tools.launch.cluster.slurm import Slurm, argv_of_directives, slurm_from_environment
-from tools.launch.errors import LaunchError
+from tools.launch.cluster.slurm import SLURM_SETTINGS, Slurm, argv_of_directives, slurm_of
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 
@@ -110,7 +110,7 @@ def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes
     tmp_path: Path,
 ) -> None:
     words, seen = run_script(script(job(python="python")), tmp_path)
-    assert words == ["-m", "tools.launch", *CELL.argv]
+    assert words == ["-m", "tools.cli", *CELL.argv]
     told = {name: seen[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
         "NNODES": "2",
@@ -147,7 +147,7 @@ def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
 
 def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": "--comment='a \"b\" c' --mem=0"}
-    slurm = slurm_from_environment(asked)
+    slurm = slurm_of(read_of(SLURM_SETTINGS, asked))
     assert slurm is not None
     assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
 
@@ -179,7 +179,7 @@ def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
 
 
 def test_without_launcher_slurm_nothing_is_submitted() -> None:
-    assert slurm_from_environment({"NODES": "2"}) is None
+    assert slurm_of(read_of(SLURM_SETTINGS, {"NODES": "2"})) is None
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
     value: str, line: str
 ) -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": shlex.quote(f"--comment={value}")}
-    slurm = slurm_from_environment(asked)
+    slurm = slurm_of(read_of(SLURM_SETTINGS, asked))
     assert slurm is not None
     assert slurm.directives == (line,)
     assert argv_of_directives(slurm.directives) == (f"--comment={value}",)
@@ -206,8 +206,8 @@ def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
 def test_a_site_line_whose_quotes_do_not_end_is_named(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.write_text("#SBATCH --comment='a b\n")
-    with pytest.raises(LaunchError, match=r"site has a wrong #SBATCH line \(No closing quotation"):
-        slurm_from_environment({"LAUNCHER": "slurm", "SLURM_SITE": str(site)})
+    with pytest.raises(ValueError, match=r"site has a wrong #SBATCH line \(No closing quotation"):
+        slurm_of(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
 
 
 def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> None:
@@ -215,15 +215,18 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
     site.write_text(
         "#!/bin/bash\n#SBATCH --partition=slow\n\nmodule load cuda\n#SBATCH --exclusive\n"
     )
-    slurm = slurm_from_environment(
-        {
-            "LAUNCHER": "slurm",
-            "NODES": "3",
-            "SLURM_SITE": str(site),
-            "SLURM_PARTITION": "fast",
-            "SLURM_TIME": "1-00:30:00",
-            "SLURM_LINES": "--constraint='a&b' --mem=0",
-        }
+    slurm = slurm_of(
+        read_of(
+            SLURM_SETTINGS,
+            {
+                "LAUNCHER": "slurm",
+                "NODES": "3",
+                "SLURM_SITE": str(site),
+                "SLURM_PARTITION": "fast",
+                "SLURM_TIME": "1-00:30:00",
+                "SLURM_LINES": "--constraint='a&b' --mem=0",
+            },
+        )
     )
     assert slurm == Slurm(
         nodes=3,
@@ -246,18 +249,18 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
     ],
 )
 def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
-    with pytest.raises(LaunchError, match=message):
-        slurm_from_environment({"LAUNCHER": "slurm", name: value})
+    with pytest.raises(ValueError, match=message):
+        slurm_of(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", name: value}))
 
 
 def test_a_folder_that_pyxis_would_misread_is_refused() -> None:
-    with pytest.raises(LaunchError, match="/a:b cannot be mounted by Pyxis"):
+    with pytest.raises(ValueError, match="/a:b cannot be mounted by Pyxis"):
         PyxisContainer("image", (Path("/a:b"),)).flags()
 
 
 def test_a_slurm_job_is_for_training_targets_alone() -> None:
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.launch", "demo"),
+        (sys.executable, "-m", "tools.cli", "demo"),
         env={**os.environ, "LAUNCHER": "slurm"},
         capture_output=True,
         text=True,
@@ -265,4 +268,4 @@ def test_a_slurm_job_is_for_training_targets_alone() -> None:
         check=False,
     )
     assert answer.returncode == 2
-    assert "leave LAUNCHER= to train-… targets and sweep" in " ".join(answer.stdout.split())
+    assert "leave LAUNCHER= to train-… targets and sweep" in " ".join(answer.stderr.split())

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.cluster.conftest import program, run_folders
 from tests.report.factory import run_record
-from tools.launch.__main__ import main
+from tools.cli.main import from_make
 from tools.launch.cluster.sbatch import ArrayTask, BatchJob
 from tools.launch.cluster.slurm import JobState, Slurm, job_states
 from tools.launch.errors import LaunchError
@@ -48,8 +48,8 @@ def submit(runs: Path, sample: Path, **variables: str) -> Submitted:
     settings = {"LAUNCHER": "slurm", "NODES": "2", "ITERS": "5", "RUNS": str(runs)}
     printed = io.StringIO()
     variables = {**settings, "DATA": str(sample), **variables}
-    with patch.dict(os.environ, variables), redirect_stdout(printed):
-        code = main(("run", "dp2", "gpt2-tiny", "2cpu", "--"))
+    with patch.dict(os.environ, variables), redirect_stdout(printed), redirect_stderr(printed):
+        code = from_make("run", ("dp2", "gpt2-tiny", "2cpu", "--"))
     return Submitted(code, printed.getvalue())
 
 
@@ -289,7 +289,7 @@ def test_control_characters_and_markup_of_a_reason_are_shown_and_not_obeyed(
     evil = "\x1b[2J\x1b]0;title\x07[red]not markup[/red]"
     write_record(folder / "status.json", StatusRecord(Status.CRASHED, 1, evil))
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.launch", "status"),
+        (sys.executable, "-m", "tools.cli", "status"),
         cwd=ROOT,
         env={**os.environ, "RUNS": str(tmp_path), "COLUMNS": "250"},
         capture_output=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.given import swept
 from tests.launch.cluster.conftest import program, run_folders
 from tools.launch.cluster.slurm import Slurm
 from tools.launch.compose import Launch, ResumePoint
@@ -18,8 +19,7 @@ from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.definition import Experiment
 from tools.launch.experiment.in_slurm import finished_in_slurm
 from tools.launch.experiment.sweep import sweep as run_sweep
-from tools.launch.experiment.sweep import sweep_from_environment
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.launch.run_folder import create_run_folder
 from tools.launch.target import parse_target
 from tools.launch.train import compose_target, flags_of_grammar
@@ -37,7 +37,7 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 
 
 def axes(**variables: str) -> Experiment:
-    return sweep_from_environment({"MODELS": "gpt2-tiny", **variables})
+    return swept({"MODELS": "gpt2-tiny", **variables})
 
 
 def first_launch(request: Experiment, options: Options) -> Launch:
@@ -114,7 +114,7 @@ def test_elements_get_what_the_sweep_was_given(
     given = {"SAVE_EVERY": "10", "KEEP": "3", "HANG_TIMEOUT": "60", "WANDB": "1", "FUSED": "norm"}
     places = {"LAUNCHER": "slurm", "DATA": str(sample_prefix), "RUNS": str(options.runs)}
     request = axes(DEVICES="1cpu", BACKENDS="megatron")
-    asked = options_from_environment({**places, **given, "REPEATS": "2", "IMAGE": "26.02-py3"})
+    asked = options_from_texts({**places, **given, "REPEATS": "2", "IMAGE": "26.02-py3"})
     sweep(request, asked)
     folders = run_folders(options.runs)
     (line, again) = re.findall(
@@ -123,7 +123,7 @@ def test_elements_get_what_the_sweep_was_given(
     got = dict(word.split("=", 1) for word in shlex.split(line))
     assert {"RUN_FOLDER", "RUNTIME"} < set(got)
     assert not {"REPEATS", "DRY_RUN", "IMAGE", "LAUNCHER"} & set(got)
-    theirs, target = options_from_environment(got), parse_target("train-baseline-gpt2-tiny-1cpu")
+    theirs, target = options_from_texts(got), parse_target("train-baseline-gpt2-tiny-1cpu")
     launch = compose_target(target, flags_of_grammar(target), theirs)
     assert launch.arguments(str(folders[0])) == read_run(folders[0]).argv
     assert launch.saving == asked.saving
@@ -135,7 +135,7 @@ def test_elements_get_what_the_sweep_was_given(
 def test_an_element_that_was_requeued_and_went_on_is_its_cells(
     programs: Path, options: Options
 ) -> None:
-    options = options_from_environment(
+    options = options_from_texts(
         {
             **{"LAUNCHER": "slurm", "SAVE_EVERY": "10"},
             **{"DATA": str(options.data), "RUNS": str(options.runs)},

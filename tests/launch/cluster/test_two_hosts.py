@@ -41,7 +41,7 @@ def start(host: str, rank: int, runs: Path, data: Path, **variables: str) -> sub
         "RUNS": str(runs),
         "DATA": str(data),
     }
-    target = (sys.executable, "-m", "tools.launch", "target", "train-pp2-gpt2-tiny-2cpu")
+    target = (sys.executable, "-m", "tools.cli", "train-pp2-gpt2-tiny-2cpu")
     return subprocess.Popen(
         ("ip", "netns", "exec", host, *target),
         cwd=ROOT,

@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def submit(cluster: Cluster, runs: Path, data: Path, strategy: str, **variables: str) -> Path:
     """A job's run folder."""
     settings = RECIPE | {"LAUNCHER": "slurm", "NODES": "2", "RUNS": str(runs)}
-    command = (sys.executable, "-m", "tools.launch", "target", f"train-{strategy}-gpt2-tiny-2cpu")
+    command = (sys.executable, "-m", "tools.cli", f"train-{strategy}-gpt2-tiny-2cpu")
     before = set(runs.glob("2*"))
     answer = subprocess.run(
         command,
@@ -65,7 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path) -> list
     """Losses of the baseline on this machine without Slurm."""
     runs = tmp_path_factory.mktemp("alone")
     settings = RECIPE | {"RUNS": str(runs), "DATA": str(sample_prefix)}
-    command = (sys.executable, "-m", "tools.launch", "target", "train-baseline-gpt2-tiny-1cpu")
+    command = (sys.executable, "-m", "tools.cli", "train-baseline-gpt2-tiny-1cpu")
     subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=True)
     (folder,) = runs.glob("2*")
     return losses(folder / "log.txt")
@@ -142,7 +142,7 @@ def test_a_sweep_is_an_array_that_trains_and_the_next_sweep_finds_what_it_made(
 
     def sweep() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            (sys.executable, "-m", "tools.launch", "sweep"),
+            (sys.executable, "-m", "tools.cli", "sweep"),
             cwd=ROOT,
             env={**cluster.environment, **RECIPE, **axes, **settings},
             capture_output=True,

@@ -11,7 +11,7 @@ from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.container.docker import Container, bind, caller, check_container, container_name
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.launch.runtime import choose_runtime, default_runtime
 from tools.launch.target import parse_target
 from tools.launch.train import command_line, compose_target, flags_of_grammar
@@ -88,7 +88,7 @@ def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
     monkeypatch.setenv("HTTPS_PROXY", "http://user:s3cret@proxy")
     monkeypatch.setenv("HF_TOKEN", "s3cret-token")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    launch = composed(options_from_environment({**os.environ, "RUNTIME": "docker", "WANDB": "1"}))
+    launch = composed(options_from_texts({**os.environ, "RUNTIME": "docker", "WANDB": "1"}))
     names = values(launch.command("r"), "--env")
     assert {"WANDB_API_KEY", "WANDB_MODE", "HTTPS_PROXY", "NCCL_DEBUG", "KIT_DEVICE"} <= set(names)
     assert "HF_TOKEN" not in names  # training has no use for it
@@ -105,7 +105,7 @@ def test_a_container_gets_the_key_of_a_login_and_not_the_file(
     monkeypatch.setenv("WANDB_API_KEY", "")
     for wandb, given in (("0", False), ("1", True)):
         asked = {**os.environ, "RUNTIME": "docker", "WANDB": wandb}
-        launch = composed(options_from_environment(asked))
+        launch = composed(options_from_texts(asked))
         assert (os.environ["WANDB_API_KEY"] == "s3cret") is given
         assert "s3cret" not in command_line(launch) + repr(launch)
     assert "WANDB_API_KEY" in values(launch.command("r"), "--env")

@@ -3,13 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.__main__ import main
-from tools.launch.errors import LaunchError
+from tools.cli.main import from_make
 from tools.launch.experiment import definition
 from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.commands import OUTPUTS
 from tools.launch.experiment.definition import FOLDER, SWEEP, load_experiment
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.spec.run import DeviceKind
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "bench_gpu")
@@ -26,7 +25,7 @@ def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_no
     demo = load_experiment("demo", Options())
     plain = demo.settings(Options())
     assert (plain.micro_batch_size, plain.global_batch_size, plain.shared_start) == (2, 8, True)
-    given = demo.settings(options_from_environment({"MICRO_BATCH": "4", "SHARED_START": "0"}))
+    given = demo.settings(options_from_texts({"MICRO_BATCH": "4", "SHARED_START": "0"}))
     assert (given.micro_batch_size, given.global_batch_size, given.shared_start) == (4, 8, True)
 
 
@@ -62,7 +61,7 @@ def test_what_a_file_must_not_hold_is_named(folder: Path, text: str, said: str) 
     if not said:  # Of another model, so it is not read.
         load_experiment("own", Options())
         return
-    with pytest.raises(LaunchError, match=said):
+    with pytest.raises(ValueError, match=said):
         load_experiment("own", Options())
 
 
@@ -73,7 +72,7 @@ def test_an_unknown_strategy_of_a_cell_is_refused_by_name(folder: Path) -> None:
 
 
 def test_an_experiment_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(LaunchError, match=r"no experiment 'dmo'; there are .*demo"):
+    with pytest.raises(ValueError, match=r"no experiment 'dmo'; there are .*demo"):
         load_experiment("dmo", Options())
 
 
@@ -109,8 +108,8 @@ def test_an_experiment_runs_by_the_name_of_its_file(
 ) -> None:
     for name, value in {"DRY_RUN": "1", "DATA": str(sample_prefix), "ITERS": "7"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["experiment", "demo"]) == 0
+    assert from_make("experiment", ["demo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert all("--exit-interval 7 " in line for line in lines)
-    assert main(["experiment", "dmo"]) == 2
+    assert from_make("experiment", ["dmo"]) == 2

@@ -7,7 +7,7 @@ from tools.launch.experiment.cells import PlannedCells
 from tools.launch.experiment.commands import refuse_without_ledger
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.tables.ledger_cost import LedgerCost, by_call, cost_of, kinds
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.spec import variables
 
 
@@ -80,5 +80,5 @@ def test_cost_of_a_call_times_the_calls_of_an_iteration() -> None:
 
 
 def test_ledger_is_on_unless_switched_off() -> None:
-    assert options_from_environment({}).ledger
-    assert not options_from_environment({"LEDGER": "0"}).ledger
+    assert options_from_texts({}).ledger
+    assert not options_from_texts({"LEDGER": "0"}).ledger

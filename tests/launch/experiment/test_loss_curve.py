@@ -1,16 +1,13 @@
-import io
-
 import pytest
-from rich.console import Console
 
 from megatron_patches.fusions import NAMES
+from tests.given import run
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import compose_cell
-from tools.launch.experiment.commands import run_on_target
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.tables.loss_curve import Distances, distance
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.launch.target import parse_target
 
 
@@ -57,7 +54,7 @@ def test_without_fused_all_patches_are_on_that_a_cpu_has() -> None:
 
 
 def test_on_a_gpu_the_model_keeps_its_batch_and_dropout() -> None:
-    options = options_from_environment({"DATA": "owt-ds/any", "RUNTIME": "host"})
+    options = options_from_texts({"DATA": "owt-ds/any", "RUNTIME": "host"})
     alone, _, patched = _launches(options, "train-baseline-gpt2-large-1gpu")
     assert alone.spec.dropout == 0.1
     assert alone.spec.batch.micro_batch_size == 32
@@ -65,7 +62,6 @@ def test_on_a_gpu_the_model_keeps_its_batch_and_dropout() -> None:
     assert "attention_flash" not in patched.environment["KIT_FUSED"]
 
 
-def test_a_target_that_cannot_train_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TARGET", "train-what")
+def test_a_target_that_cannot_train_here_is_refused() -> None:
     with pytest.raises(LaunchError):
-        run_on_target("loss_curve", Options(data="owt-ds/any"), Console(file=io.StringIO()))
+        run("loss-curve", {"TARGET": "train-what", "DATA": "owt-ds/any"})

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.given import swept as sweep_of
 from tools.launch.checkpoint.saving import Saving
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.experiment import runner as module
 from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.definition import Experiment
-from tools.launch.experiment.sweep import sweep, sweep_from_environment, variables
-from tools.launch.options import Options, Wandb, options_from_environment
+from tools.launch.experiment.sweep import sweep, variables
+from tools.launch.options import Options, Wandb, options_from_texts
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import create_run_folder
 from tools.launch.supervise.interruption import Interrupted
@@ -69,7 +70,7 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 
 @pytest.fixture
 def request_() -> Experiment:
-    return sweep_from_environment({"MODELS": "gpt2-tiny"})
+    return sweep_of({"MODELS": "gpt2-tiny"})
 
 
 def megatron_alone(request: Experiment) -> Experiment:
@@ -150,7 +151,7 @@ def test_other_settings_are_other_runs(
 def test_a_sweep_without_a_legal_cell_is_refused_before_anything_is_written(
     machine: Machine, options: Options
 ) -> None:
-    request = sweep_from_environment({"MODELS": "gpt2-tiny", "DEVICES": "3cpu"})
+    request = sweep_of({"MODELS": "gpt2-tiny", "DEVICES": "3cpu"})
     with pytest.raises(LaunchError, match="No cell of this sweep can run here"):
         swept(request, options)
     assert not (options.runs.parent / "reports").exists()
@@ -179,12 +180,12 @@ def test_a_cells_target_and_variables_make_exactly_its_run(
     request_: Experiment, options: Options, given: dict[str, str]
 ) -> None:
     places = {"DATA": str(options.data), "RUNS": str(options.runs)}
-    asked = options_from_environment({**places, **given, "REPEATS": "3", "DRY_RUN": "1"})
+    asked = options_from_texts({**places, **given, "REPEATS": "3", "DRY_RUN": "1"})
     options = request_.settings(asked)
     cells = [cell for cell in request_.cells if cell.backend is Backend.MEGATRON]
     for cell in (cell for cell in cells if (cell.strategy == "dp2") == (cell.devices == 2)):
         launch, target = compose_cell(cell, options), parse_target(cell.target.name)
-        theirs = options_from_environment(variables(cell, options))
+        theirs = options_from_texts(variables(cell, options))
         assert compose_target(target, flags_of_grammar(target), theirs) == launch
         assert (theirs.repeats, theirs.dry_run) == (1, False)
 

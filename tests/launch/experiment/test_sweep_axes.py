@@ -1,12 +1,12 @@
 import pytest
 
+from tests.given import swept
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.sweep import sweep_from_environment
 from tools.spec.run import Backend, DeviceKind
 
 
 def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
-    cells = sweep_from_environment(
+    cells = swept(
         {"MODELS": "gpt3-64m,gpt2-tiny gpt3-64m", "BACKENDS": "native", "DEVICES": "1cpu, 2gpu"}
     ).cells
     assert len(cells) == len(set(cells)) == 8
@@ -33,12 +33,12 @@ def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
 )
 def test_a_word_that_means_nothing_is_named(variables: dict[str, str], said: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        sweep_from_environment(variables)
+        swept(variables)
     assert said in str(caught.value)
 
 
 def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
-    size = sweep_from_environment({"NAME": "size"})
+    size = swept({"NAME": "size"})
     assert (size.report, size.defaults["micro_batch_size"]) == ("size", 1)
     assert {cell.model for cell in size.cells} == {
         f"{kind}-{millions}m" for kind in ("dense", "moe") for millions in (1, 4, 16, 64)
@@ -49,7 +49,7 @@ def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
         ("dp2", 2),
         ("dp4", 4),
     }
-    few = sweep_from_environment({"NAME": "size", "MODELS": "moe-1m", "BACKENDS": "native"})
+    few = swept({"NAME": "size", "MODELS": "moe-1m", "BACKENDS": "native"})
     assert [cell.name for cell in few.cells] == [
         "native baseline moe-1m 1cpu",
         "native dp2 moe-1m 2cpu",
@@ -58,5 +58,5 @@ def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
 
 
 def test_another_name_is_the_reports_alone() -> None:
-    assert sweep_from_environment({"NAME": "mine"}).report == "mine"
-    assert sweep_from_environment({"NAME": "demo"}).cells == sweep_from_environment({}).cells
+    assert swept({"NAME": "mine"}).report == "mine"
+    assert swept({"NAME": "demo"}).cells == swept({}).cells

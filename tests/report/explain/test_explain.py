@@ -26,8 +26,8 @@ from tools.records.measurements import (
     TimeRecord,
 )
 from tools.records.run import RUN_FILE
+from tools.report.__main__ import main
 from tools.report.analyse.entry import sent_bytes
-from tools.report.cli import main
 from tools.report.explain.costs import costs_above
 from tools.report.explain.explanation import NOTHING, Explanation, explain, explanation_markdown
 from tools.report.render.files import write_report

@@ -12,7 +12,7 @@ from tests.report.ledger_factory import (
     write_trace,
 )
 from tools.records.measurements import CommunicationRecord, RankCommunication
-from tools.report.cli import main
+from tools.report.__main__ import main
 from tools.report.explain.timelines import (
     NoTraceError,
     find_run,

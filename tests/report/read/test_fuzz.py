@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
-from tools.report.cli import log_as_json
+from tools.report.command import log_as_json
 from tools.report.read.diagnosis import classify_log
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.window import select_window

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError
 from tools.records.run import LOG_FILE, NODES_FOLDER, SAMPLES_FILE, StatusRecord
 from tools.spec import settings
-from tools.spec.setting import whole_below
 
 DEFAULT_PORT = 29500
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -89,27 +88,31 @@ class NodeGroup:
 SINGLE_NODE = NodeGroup()
 
 
-@wrong_settings_refused()
-def nodes_from_environment(environment: Mapping[str, str] = os.environ) -> Nodes | None:
+NODES_SETTINGS = (
+    *(settings.NNODES, settings.NODE_RANK, settings.MASTER_ADDR),
+    *(settings.MASTER_PORT, settings.RENDEZVOUS),
+)
+
+
+def nodes_of(given: Namespace) -> Nodes | None:
     """NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and RENDEZVOUS; None for a run on one machine.
 
     Raises:
         LaunchError: One of them is missing or not of its kind.
     """
-    count = settings.NNODES.value(environment)
+    count = getattr(given, "nnodes", None)
     if count is None or count == 1:
         return None
-    numbered = f"a whole number from 0 to {count - 1}"
-    rank = settings.NODE_RANK.read_as(whole_below(count), numbered).value(environment)
-    address = settings.MASTER_ADDR.value(environment)
+    rank, address = given.node_rank, given.master_addr
+    if rank is not None and (not rank.isdecimal() or int(rank) >= count):
+        raise LaunchError(f"NODE_RANK={rank} is not a whole number from 0 to {count - 1}.")
     if rank is None or not address:
         raise LaunchError(
             f"NNODES={count} needs NODE_RANK=, 0 to {count - 1}, different on each host, and "
             "MASTER_ADDR=, the address of the host with NODE_RANK=0; set both."
         )
-    rendezvous = settings.RENDEZVOUS.read_as(Rendezvous).value(environment) or Rendezvous.STATIC
-    port = settings.MASTER_PORT.value(environment) or DEFAULT_PORT
-    return Nodes(count, rank, address, port, rendezvous)
+    rendezvous = Rendezvous(given.rendezvous or Rendezvous.STATIC)
+    return Nodes(count, int(rank), address, given.master_port or DEFAULT_PORT, rendezvous)
 
 
 def node_folder(run_folder: Path, node: int) -> Path:

@@ -42,7 +42,7 @@ class ArrayTask:
     folder: str
     """The run folder, as seen from the repository root."""
     argv: tuple[str, ...]
-    """Arguments of `python -m tools.launch`."""
+    """Arguments of `python -m tools.cli`."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Make variables as they were given; never a secret."""
 
@@ -110,7 +110,7 @@ def script(job: BatchJob) -> str:
         "# Launchers hear of each other's end themselves; srun must not end one that is clearing up.",
         f"exec srun {shlex.join(_srun(job))} \\",
         """  bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' node \\""",
-        f'  {shlex.join((job.python, "-m", "tools.launch"))} "${{words[@]}}"',
+        f'  {shlex.join((job.python, "-m", "tools.cli"))} "${{words[@]}}"',
     ]
     return "\n".join(lines) + "\n"
 

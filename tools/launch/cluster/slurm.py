@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError
 from tools.records.run import Status
 from tools.spec import settings
 from tools.spec.files import ROOT
@@ -27,6 +28,11 @@ RESOURCES = {
     "time": settings.SLURM_TIME,
 }
 """sbatch's options, and our variables."""
+
+SLURM_SETTINGS = (
+    *(settings.LAUNCHER, settings.NODES, *RESOURCES.values()),
+    *(settings.SLURM_LINES, settings.SLURM_IMAGE, settings.SLURM_SITE),
+)
 
 ASK_SECONDS = 30.0
 
@@ -64,26 +70,25 @@ class Slurm:
     """For Pyxis: a squash file, or whatever else `--container-image` takes."""
 
 
-@wrong_settings_refused()
-def slurm_from_environment(environment: Mapping[str, str]) -> Slurm | None:
+def slurm_of(given: Namespace) -> Slurm | None:
     """LAUNCHER=slurm with NODES=, SLURM_PARTITION= and its like; None if Slurm was not asked for.
 
     Raises:
         LaunchError: A value is not of its kind, or the site file cannot be read.
     """
-    if settings.LAUNCHER.value(environment) != "slurm":
+    if getattr(given, "launcher", None) != "slurm":
         return None
-    site, setup = _read_site(settings.SLURM_SITE.value(environment))
+    site, setup = _read_site(given.slurm_site)
     own = tuple(
         f"--{option}={_checked(setting.name, value)}"
         for option, setting in RESOURCES.items()
-        if (value := setting.value(environment))
+        if (value := getattr(given, setting.name.lower()))
     )
     return Slurm(
-        nodes=settings.NODES.value(environment) or 1,
-        directives=(*site, *own, *_lines(settings.SLURM_LINES.value(environment) or "")),
+        nodes=given.nodes or 1,
+        directives=(*site, *own, *_lines(given.slurm_lines or "")),
         setup=setup,
-        image=settings.SLURM_IMAGE.value(environment),
+        image=given.slurm_image,
     )
 
 

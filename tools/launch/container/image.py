@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 from tools.launch.checks.docker import REPOSITORY
 from tools.launch.container.docker import ask_engine
 from tools.launch.errors import LaunchError
-from tools.spec import settings
 from tools.spec.files import ROOT
 
 RECIPE = ROOT / "docker"
@@ -73,27 +71,27 @@ def find_pair(ngc_tag: str | None, path: Path = VERSIONS) -> ImagePair:
     )
 
 
-def build_command(pair: ImagePair) -> tuple[str, ...]:
+def build_command(pair: ImagePair, url: str | None = None) -> tuple[str, ...]:
     """The whole `docker build`; the context is `docker/` alone, so no data set is sent."""
     arguments = {
         "NGC_TAG": pair.ngc_tag,
         "MEGATRON_COMMIT": pair.megatron_commit,
         "MEGATRON_FOLDER": MEGATRON_IN_IMAGE,
     }
-    if url := settings.MEGATRON_URL.value(os.environ):
+    if url:
         arguments["MEGATRON_URL"] = url
     given = (f"--build-arg={name}={value}" for name, value in arguments.items())
     return ("docker", "build", *given, "--tag", pair.name, str(RECIPE))
 
 
-def build(ngc_tag: str | None, dry_run: bool = False) -> int:
-    """Build the image of the pair that `ngc_tag` chooses; with `dry_run` print the command.
+def build(image: str | None, dry_run: bool = False, megatron_url: str | None = None) -> int:
+    """Build the image of the pair that an NGC tag chooses; with `dry_run` print the command.
 
     Raises:
         LaunchError: Docker is missing or does not answer, or the build failed.
     """
-    pair = find_pair(ngc_tag)
-    command = build_command(pair)
+    pair = find_pair(image)
+    command = build_command(pair, megatron_url)
     if dry_run:
         print(shlex.join(command))
     ask_engine()

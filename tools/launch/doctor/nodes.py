@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ from rich.console import Console
 from tools.launch.checks.devices import check_rates
 from tools.launch.checks.finding import FAIL, PASS, WARN, CheckResult
 from tools.launch.cluster.sbatch import FIRST_NODE
-from tools.launch.cluster.slurm import argv_of_directives, slurm_from_environment
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.cluster.slurm import SLURM_SETTINGS, argv_of_directives, slurm_of
+from tools.launch.errors import LaunchError
 from tools.spec import settings
 from tools.spec.files import ROOT
+from tools.spec.setting import values
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
 from tools.text.units import DASH, gb
@@ -64,7 +66,7 @@ def main() -> int:
         srun = srun_command(os.environ)
         answers = ask_nodes(srun)
         between = exchange(srun) if len(answers) > 1 else None
-    except LaunchError as error:
+    except ValueError as error:
         say(console, str(error), "red")
         return 2
     differing = outliers(answers)
@@ -134,7 +136,7 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
-    slurm = slurm_from_environment(environment)
+    slurm = slurm_of(Namespace(**values(SLURM_SETTINGS, environment)))
     return ("srun", *count, *argv_of_directives(slurm.directives if slurm else ()))
 
 
@@ -217,8 +219,10 @@ def _finding_text(found: CheckResult | None) -> str:
 
 def _node_count(environment: Mapping[str, str]) -> int:
     allocated = environment.get("SLURM_JOB_NUM_NODES", "")
-    with wrong_settings_refused():
-        return int(allocated) if allocated.isdecimal() else settings.NODES.value(environment) or 1
+    if allocated.isdecimal():
+        return int(allocated)
+    nodes: int | None = values((settings.NODES,), environment)["nodes"]
+    return nodes or 1
 
 
 def _run(command: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +27,19 @@ BEST = 4
 DIMENSIONS = ("dp", "tp", "cp", "pp", "ep")
 
 
-def bench_auto(options: Options, console: Console, reports: Path = ROOT / "reports") -> int:
+def bench_auto(
+    models: str | None,
+    devices: str | None,
+    options: Options,
+    console: Console,
+    reports: Path = ROOT / "reports",
+) -> int:
     """Measure, plan and train for each model and number of ranks; 0 if every run ended well.
 
     Raises:
         LaunchError: A model or number of devices is not known, or cannot be trained here.
     """
-    axes = (settings.MODELS, settings.DEVICES)
-    given = {axis.name: axis.value(os.environ) or "" for axis in axes}
-    experiment = load_sweep(NAME, given)
+    experiment = load_sweep(NAME, {"MODELS": models or "", "DEVICES": devices or ""})
     options = replace(experiment.settings(options), calibrate=True)
     groups: list[AutoGroup] = []
     try:

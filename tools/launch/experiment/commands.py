@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -26,8 +26,9 @@ from tools.launch.preflight import LOG_BYTES
 from tools.launch.target import parse_target
 from tools.launch.train import command_line
 from tools.launch.verify import verify
+from tools.plan.options import plan_options
+from tools.plan.zero.command import compare
 from tools.report.read.runs import load_folder
-from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.spec.published import MAIN_SOURCE, load_published
 from tools.text.terminal import say
@@ -93,24 +94,49 @@ def run_named(name: str, options: Options, console: Console, model: str | None =
     return run_experiment(load_experiment(name, options, model), options, console)
 
 
-def parity(options: Options, console: Console) -> int:
+def compare_zero(model: str | None, given: Namespace, options: Options, console: Console) -> int:
+    """The experiment of the DeepSpeed report, or with GPU= its prediction for that device; 0 if well.
+
+    Raises:
+        LaunchError: It cannot work here, or a variable is the prediction's.
+    """
+    if given.gpu is not None:
+        if model is None:
+            raise LaunchError(
+                "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
+            )
+        return compare(plan_options(given))
+    for name in ("dtype", "json"):
+        if getattr(given, name):
+            raise LaunchError(
+                f"{name.upper()}= of compare-zero is the prediction's; name a device too, such as "
+                "GPU=a100-80g."
+            )
+    return run_named("zero", options, console, model)
+
+
+def parity(options: Options, console: Console, verify: bool = False) -> int:
     """The demo's runs as a check: 0 if all ended well and every loss curve is that of baseline.
+
+    With `verify` a strategy whose losses do not agree is verified tensor by tensor.
 
     Raises:
         LaunchError: It cannot work here.
     """
     demo = load_experiment("demo", options)
-    return run_experiment(replace(demo, report="parity", table="parity"), options, console)
+    table = "verified parity" if verify else "parity"
+    return run_experiment(replace(demo, report="parity", table=table), options, console)
 
 
-def run_on_target(name: str, options: Options, console: Console, target: str = "") -> int:
-    """Run an experiment whose cells train `target`, or TARGET=, instead of their own; its exit code.
+def run_on_target(
+    name: str, options: Options, console: Console, given: Namespace | None = None
+) -> int:
+    """Run an experiment whose cells train TARGET= instead of their own; its exit code.
 
     Raises:
         LaunchError: It cannot work here, or a run did not end well.
     """
-    target = target or settings.TARGET.value(os.environ) or ""
-    trained = parse_target(target) if target else None
+    trained = parse_target(given.target) if given and given.target else None
     return run_experiment(load_experiment(name, options, target=trained), options, console)
 
 
@@ -147,13 +173,19 @@ def report_of(ended: Ended) -> int:
 
 
 def parity_of(ended: Ended) -> int:
-    """The report, and a sentence for each strategy whose losses do not agree with baseline's.
+    """The report, and a sentence for each strategy whose losses do not agree with baseline's."""
+    return _parity(ended, verifies=False)
 
-    With VERIFY=1 such a strategy is verified tensor by tensor, and the report says what is wrong first.
-    """
+
+def verified_parity_of(ended: Ended) -> int:
+    """The same; such a strategy is verified tensor by tensor, and the report says where it begins."""
+    return _parity(ended, verifies=True)
+
+
+def _parity(ended: Ended, verifies: bool) -> int:
     code = report_of(ended)
     measured = ended.measured()
-    if settings.VERIFY_BROKEN.value(os.environ) and _verified(ended, measured):
+    if verifies and _verified(ended, measured):
         code = report_of(ended)
     broken = disagreements(measured)
     for sentence in broken:
@@ -173,7 +205,7 @@ def _verified(ended: Ended, measured: Sequence[Measured]) -> int:
             plain = replace(
                 ended.options, iterations=None, micro_batch_size=None, global_batch_size=None
             )
-            verify(name, plain, ended.console, also=result.runs[0])
+            verify(name, Namespace(), plain, ended.console, also=result.runs[0])
     return len(broken)
 
 
@@ -340,6 +372,7 @@ class Output:
 OUTPUTS = {
     "report": Output(report_of),
     "parity": Output(parity_of),
+    "verified parity": Output(verified_parity_of),
     "published": Output(published_of, refuse_few_iterations, announce_published),
     "zero": Output(zero_of),
     "backends": Output(backends_of),

@@ -18,7 +18,7 @@ import msgspec
 
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options, options_from_texts
 from tools.launch.target import Target, parse_devices, parse_target
 from tools.plan.tensors import parameters_total
 from tools.spec.files import ROOT, read_yaml
@@ -336,13 +336,13 @@ def option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[s
         key: str(int(value)) if isinstance(value, bool) else str(value)
         for key, value in variables.items()
     }
-    read, unset = options_from_environment(texts), Options()
+    read, unset = options_from_texts(texts), Options()
     known = dict(read.given)
     for key in texts:
         others = {other: text for other, text in texts.items() if other != key}
         if key not in known:
             raise LaunchError(f"{source} sets {key}, which is no variable of a training target.")
-        if options_from_environment(others) == read:
+        if options_from_texts(others) == read:
             raise LaunchError(f"{source} sets {key} to its default, which changes nothing.")
     return {
         each.name: getattr(read, each.name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,23 +16,22 @@ from tools.launch.experiment.in_slurm import finished_in_slurm, submit_cells
 from tools.launch.experiment.runner import Runner
 from tools.launch.experiment.tables.sweep import CELLS_FILE, swept, write_results
 from tools.launch.options import Options
-from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.text.terminal import say
 
-_AXES = (settings.MODELS, settings.STRATEGIES, settings.BACKENDS, settings.DEVICES)
 _OF_THE_SWEEP = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
 """Variables that say what the sweep does, not what a cell trains."""
+AXES = ("MODELS", "STRATEGIES", "BACKENDS", "DEVICES")
 
 
-def sweep_from_environment(environment: Mapping[str, str] = os.environ) -> Experiment:
-    """The sweep NAME= with the axes that are set.
+def sweep_of_axes(given: Namespace, options: Options, console: Console) -> int:
+    """The sweep NAME= with the axes that are set; 0 if all is there.
 
     Raises:
-        LaunchError: A word is no model, strategy, backend or number of devices; it is named.
+        LaunchError: A word is no model, strategy, backend or number of devices, or no cell is legal.
     """
-    axes = {axis.name: axis.value(environment) or "" for axis in _AXES}
-    return load_sweep(settings.NAME.value(environment) or SWEEP, axes)
+    axes = {name: getattr(given, name.lower()) or "" for name in AXES}
+    return sweep(load_sweep(given.name or SWEEP, axes), options, console)
 
 
 def sweep(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from tools.launch.data import ensure_small_sample
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError
 from tools.launch.matrix.cells import cells_of
 from tools.launch.matrix.curves import curves
 from tools.launch.matrix.definition import Family, Level, Matrix, load_matrix
@@ -31,7 +31,6 @@ from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
 from tools.launch.verifier import ForkedRanks, Verifier
 from tools.records.run import MegatronEntry
-from tools.spec import settings
 from tools.spec.files import from_root
 from tools.verify.findings import Finding, Judged, findings
 
@@ -106,13 +105,13 @@ class Asked:
                     )
 
 
-def matrix(options: Options, console: Console) -> int:
+def matrix(given: Namespace, options: Options, console: Console) -> int:
     """Verify the cells that are asked for and write the page; 1 if one differs that no finding explains.
 
     Raises:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
-    asked = _asked()
+    asked = _asked(given)
     whole, entry = _matrix_of(options)
     known = known_findings(label(entry))
     families = asked.families(whole, Version(entry.megatron_version))
@@ -123,17 +122,17 @@ def matrix(options: Options, console: Console) -> int:
         console.print(f"{len(cells)} cells", highlight=False)
         return 0
     with verifying(options, known, console) as verify:
-        run = MatrixRun(_folder(options, entry), verify, console, _deadline())
+        run = MatrixRun(_folder(options, entry), verify, console, _deadline(given))
         over = not run.run(cells)
     records = [run.records[cell.id] for cell in cells if cell.id in run.records]
     console.print(summary(records, len(cells)), highlight=False)
     if over:
         console.print("The time is over; the same command continues.", highlight=False)
-    _publish(run, label(entry), whole, options, console)
+    _publish(run, label(entry), whole, given.page or options.runs / FOLDER, console)
     return int(any(is_new(record) for record in records))
 
 
-def fuzz(options: Options, console: Console) -> int:
+def fuzz(given: Namespace, options: Options, console: Console) -> int:
     """Draw, verify and shrink for MINUTES=; 1 if something differs that no finding explains.
 
     Raises:
@@ -141,7 +140,7 @@ def fuzz(options: Options, console: Console) -> int:
     """
     whole, entry = _matrix_of(options)
     known = known_findings(label(entry))
-    families = _asked().families(whole, Version(entry.megatron_version))
+    families = _asked(given).families(whole, Version(entry.megatron_version))
     seed = options.seed
     cells = draws(whole, families, known, seed)
     if options.dry_run:
@@ -150,7 +149,7 @@ def fuzz(options: Options, console: Console) -> int:
         return 0
     found: list[CellRecord] = []
     with verifying(replace(options, seed=Options.seed), known, console) as verify:
-        minutes = _deadline() or time.monotonic() + 60 * FUZZ_MINUTES
+        minutes = _deadline(given) or time.monotonic() + 60 * FUZZ_MINUTES
         run = MatrixRun(_folder(options, entry, f"-fuzz-{seed}"), verify, console, minutes)
         for one in fuzz_cells(run, cells):
             found.append(one.record)
@@ -160,20 +159,20 @@ def fuzz(options: Options, console: Console) -> int:
     console.print(f"SEED={seed}: {said}", highlight=False)
     if found:
         console.print("The same command continues a search for the least that the time cut off.")
-    folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
+    folder = given.page or options.runs / FOLDER
     store_drawn(folder, label(entry), Drawn(seed, tuple(run.records.values()), tuple(found)))
     _write(folder, whole, console)
     return int(bool(found))
 
 
-def bf16(options: Options, console: Console) -> int:
+def bf16(given: Namespace, options: Options, console: Console) -> int:
     """Train the dense model in fp32 and bf16 in each layout that is asked for; 0.
 
     Raises:
         LaunchError: A run failed, or a name is of nothing in the matrix.
     """
     whole, entry = _matrix_of(options)
-    asked = replace(_asked(), features=("dense",))
+    asked = replace(_asked(given), features=("dense",))
     (family,) = asked.families(whole, Version(entry.megatron_version))
     with verifying(options, (), console) as verify:
         found = []
@@ -184,7 +183,7 @@ def bf16(options: Options, console: Console) -> int:
                 f"bf16 from fp32 {one.cost[0]:.2g}, mean {one.cost[1]:.2g}",
                 highlight=False,
             )
-    folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
+    folder = given.page or options.runs / FOLDER
     store_curves(folder, label(entry), found)
     _write(folder, whole, console)
     return 0
@@ -200,9 +199,8 @@ def _folder(options: Options, entry: MegatronEntry, suffix: str = "") -> Path:
     return options.runs / FOLDER / f"{label(entry)}{suffix}"
 
 
-def _publish(run: MatrixRun, name: str, whole: Matrix, options: Options, console: Console) -> None:
+def _publish(run: MatrixRun, name: str, whole: Matrix, folder: Path, console: Console) -> None:
     """Write the pages of all that is there, in PAGE= or beside the cells."""
-    folder = settings.PAGE.value(os.environ) or options.runs / FOLDER
     store(folder, name, run.records.values())
     _write(folder, whole, console)
 
@@ -261,17 +259,12 @@ def summary(records: Sequence[CellRecord], cells: int) -> str:
     return f"{len(records)} of {cells} cells: {said or 'none yet'}"
 
 
-def _asked() -> Asked:
-    with wrong_settings_refused():
-        return Asked(
-            settings.FEATURES.value(os.environ) or (), settings.LAYOUTS.value(os.environ) or ()
-        )
+def _asked(given: Namespace) -> Asked:
+    return Asked(getattr(given, "features", ()), given.layouts)
 
 
-def _deadline() -> float | None:
-    with wrong_settings_refused():
-        minutes = settings.MINUTES.value(os.environ)
-    return time.monotonic() + 60 * minutes if minutes else None
+def _deadline(given: Namespace) -> float | None:
+    return time.monotonic() + 60 * given.minutes if given.minutes else None
 
 
 def _any_matches(names: Iterable[str], pattern: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,13 +22,12 @@ from tools.plan.advice import (
     no_fit_sentence,
     runner_up_sentence,
 )
-from tools.plan.parser import RequestError, RequestParser
+from tools.plan.options import plan_options
 from tools.plan.readings.near import uncertainty
 from tools.plan.request import request_from_options
 from tools.plan.search import Candidate, Plan, Request, resized, search
 from tools.plan.show import plan_command
 from tools.plan.tensors import parameters_total
-from tools.spec.settings import add_options, program
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.terminal import wide_console
 from tools.text.units import duration, gib, joined
@@ -49,33 +49,22 @@ class Answer:
     text: str
 
 
-def main(arguments: list[str]) -> int:
-    """Print the answers; 1 if nothing fits, 2 and one sentence for what cannot be."""
-    try:
-        options = command_line().parse_args(arguments)
-        plan = search(request_from_options(options))
-    except (RequestError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def advise(given: Namespace) -> int:
+    """Print the answers; 1 if nothing fits.
+
+    Raises:
+        ValueError: What is asked for cannot be; one sentence.
+    """
+    plan = search(request_from_options(plan_options(given)))
     if plan.winner is None:
         print(no_fit_sentence(plan), file=sys.stderr)
         return 1
     found = answers(plan)
-    if options.json:
+    if given.json:
         print(json.dumps({each.question: each.text for each in found}, indent=2))
     else:
         _print(found)
     return 0
-
-
-def command_line() -> RequestParser:
-    """The command line, for `--help` and completion."""
-    parser = RequestParser(
-        prog=program("tools.plan advise"),
-        description="What to use on these devices, what second, what to avoid, and why.",
-    )
-    add_options(parser, "advise", required={"MODEL"}, GPU="h200")
-    return parser
 
 
 def answers(plan: Plan) -> list[Answer]:

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 
 from tools.plan.audit.rules import Audit, audit
-from tools.plan.audit.table import TableError, read_table
-from tools.plan.parser import RequestError, RequestParser
-from tools.spec.settings import program
+from tools.plan.audit.table import read_table
 
 
-def main(words: list[str]) -> int:
-    """Run the command; 1 with findings, 2 and one sentence on stderr for what is no table."""
-    try:
-        options = command_line().parse_args(words)
-        found = audit(read_table(options.table))
-    except (TableError, RequestError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(json.dumps(asdict(found), indent=1) if options.json else _text(found, options.table))
+def audit_table(table: Path, json: bool) -> int:
+    """Audit a table; 1 with findings.
+
+    Raises:
+        TableError: It is no table.
+    """
+    found = audit(read_table(table))
+    print(dumps(asdict(found), indent=1) if json else _text(found, table))
     return 1 if found.findings else 0
-
-
-def command_line() -> RequestParser:
-    """The command line, for `--help` and completion."""
-    parser = RequestParser(
-        prog=program("tools.plan audit"),
-        description="Check a table of performance figures (CSV or Markdown) by arithmetic.",
-    )
-    parser.add_argument("table", type=Path, help="a CSV or Markdown file")
-    parser.add_argument("--json", action="store_true", help="1 prints JSON")
-    return parser
 
 
 def _text(found: Audit, path: Path) -> str:

@@ -2,96 +2,78 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
 from tools.plan.dryrun.comparison import CheckedRank, dry_run
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
-from tools.plan.parser import RequestParser
 from tools.plan.request import with_sequence
 from tools.spec.model import Model, model_of
 from tools.spec.run import Recompute, RunSpec, spec_of_model
-from tools.spec.settings import add_options, program
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; 1 if a rank differs from its closed form, 2 for what cannot be."""
-    try:
-        options = command_line().parse_args(arguments)
-        model = model_of(options.model)
-        spec = spec_from(options, model)
-        ranks = ranks_named(options.ranks, spec)
-        check(spec)
-        with DryRunner(verbose=options.verbose) as runner:
-            comparisons = dry_run(runner, model, spec, ranks)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    _show(options, model, spec, comparisons)
+def dryrun(given: Namespace) -> int:
+    """Dry-run the ranks that are named; 1 if one differs from its closed form.
+
+    Raises:
+        ValueError: What is asked for cannot be; one sentence.
+    """
+    model = model_of(given.model)
+    spec = spec_from(given, model)
+    ranks = ranks_named(given.ranks, spec)
+    check(spec)
+    with DryRunner(verbose=given.verbose) as runner:
+        comparisons = dry_run(runner, model, spec, ranks)
+    _show(given, model, spec, comparisons)
     return 0 if all(comparison.agrees for comparison in comparisons) else 1
 
 
-def spec_from(options: argparse.Namespace, model: Model) -> RunSpec:
-    """The run that the options describe.
+def dryrun_arguments(parser: ArgumentParser) -> None:
+    """What no variable says."""
+    parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")
+
+
+def spec_from(given: Namespace, model: Model) -> RunSpec:
+    """The run that is asked for.
 
     Raises:
         DryRunError: An unknown dtype.
     """
-    tensor = options.tensor
+    tensor = given.tp
     parallelism = Parallelism(
-        data=options.data,
+        data=given.dp,
         tensor=tensor,
-        pipeline=options.pipeline,
-        context=options.context,
-        expert=options.expert,
-        virtual_stages=options.virtual,
+        pipeline=given.pp,
+        context=given.cp,
+        expert=given.ep,
+        virtual_stages=given.vpp,
         # Experts under TP need it; Megatron drops it where there is no TP.
-        sequence_parallel=tensor > 1 and (options.sequence_parallel or bool(model.shape.experts)),
-        sharding=Sharding.ZERO1 if options.distributed_optimizer else Sharding.NONE,
+        sequence_parallel=tensor > 1 and (given.sp or bool(model.shape.experts)),
+        sharding=Sharding.ZERO1 if given.zero1 else Sharding.NONE,
     )
-    dtype = options.dtype or model.dtype
+    dtype = given.dtype or model.dtype
     if dtype not in PRECISIONS:
         raise DryRunError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
-    micro = options.micro_batch or model.batch.micro_batch_size
+    micro = given.micro_batch or model.batch.micro_batch_size
     # Twice as many micro batches as stages: the schedule reaches its steady state.
-    whole = options.global_batch or micro * options.data * 2 * options.pipeline
+    whole = given.global_batch or micro * given.dp * 2 * given.pp
     plain = spec_of_model(model, parallelism, Batch(micro, whole))
-    recompute = Recompute(options.recompute)
-    return replace(with_sequence(plain, options.seq), dtype=dtype, recompute=recompute)
+    plain = with_sequence(plain, given.seq)
+    return replace(plain, dtype=dtype, recompute=Recompute(given.recompute))
 
 
 def _show(
-    options: argparse.Namespace,
+    given: Namespace,
     model: Model,
     spec: RunSpec,
     comparisons: list[CheckedRank],
 ) -> None:
     from tools.plan.dryrun.show import as_data, print_comparisons
 
-    if options.json:
+    if given.json:
         print(json.dumps(as_data(model, spec, comparisons), indent=2))
     else:
         print_comparisons(model, spec, comparisons)
-
-
-def command_line() -> RequestParser:
-    """The command line, for `--help` and completion."""
-    parser = RequestParser(
-        prog=program("tools.plan dryrun"),
-        description="One iteration of Megatron's own code for chosen ranks, without devices.",
-    )
-    add_options(
-        parser,
-        "dryrun",
-        required={"MODEL"},
-        PP=1,
-        VPP=1,
-        RECOMPUTE=Recompute.NONE.value,
-        RANKS="first,last",
-    )
-    parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")
-    return parser

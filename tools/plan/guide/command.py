@@ -5,8 +5,8 @@ A text finds its place by its beginning: a table by its header, a sentence by th
 
 from __future__ import annotations
 
-import argparse
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import wrap
@@ -21,7 +21,6 @@ from tools.plan.guide.predictions import (
 )
 from tools.plan.residuals import h200_tables
 from tools.spec.files import ROOT
-from tools.spec.settings import program
 
 _WIDTH = 124
 
@@ -44,25 +43,18 @@ PAGES: dict[Path, Callable[[], Iterator[str]]] = {
 """Pages with the texts that they copy."""
 
 
-def main(arguments: list[str]) -> int:
-    """Print every text, or with --write renew the pages."""
-    options = command_line().parse_args(arguments)
+def guide(write: bool) -> None:
+    """Print every text, or renew the pages."""
     for path, texts in PAGES.items():
-        if options.write:
+        if write:
             path.write_text(renewed(path), encoding="utf-8")
         else:
             print(f"{path.relative_to(ROOT)}:", *texts(), sep="\n\n", end="\n\n")
-    return 0
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The command line, for `--help`."""
-    parser = argparse.ArgumentParser(
-        prog=program("tools.plan guide"),
-        description="The predictions and judged claims that the guide and the examples' pages copy.",
-    )
+def guide_arguments(parser: ArgumentParser) -> None:
+    """What no variable says."""
     parser.add_argument("--write", action="store_true", help="put them into the pages")
-    return parser
 
 
 def renewed(path: Path) -> str:

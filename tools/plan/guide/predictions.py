@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 from functools import cache
 
 from tools.plan.advice import NOISE, PLAIN, StrategyFamily, best_of_each_family, family_of
+from tools.plan.options import PlanOptions
 from tools.plan.readings.near import uncertainty
 from tools.plan.search import Candidate, Request, search
 from tools.plan.time.cluster import Cluster
@@ -92,8 +92,7 @@ def report_tables() -> list[str]:
 
 @cache
 def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[Predicted, ...]:
-    asked = dict.fromkeys(("global_batch", "micro_batch"))
-    options = Namespace(model=model, gpu=REPORT_GPU, dtype=REPORT_DTYPE, **asked)
+    options = PlanOptions(model, REPORT_GPU, dtype=REPORT_DTYPE)
     return predict(options, (nodes,), links)
 
 

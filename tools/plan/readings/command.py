@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from argparse import ArgumentParser
 from collections import defaultdict
 from functools import partial
+from json import dumps
 from pathlib import Path
 from statistics import mean, median
 
 from rich.console import Console
 
 from tools.plan.calibration import calibration_of
-from tools.plan.parser import RequestParser
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
@@ -30,7 +29,6 @@ from tools.plan.readings.summary import (
 )
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
 from tools.spec.files import ROOT, from_root
-from tools.spec.settings import add_options, program
 from tools.text.table import Column, Table, TextTable, readable_table, rich_table
 from tools.text.terminal import say, wide_console
 from tools.text.units import DASH
@@ -39,39 +37,31 @@ _WORST = 15
 _NAMED_LINES = 6
 
 
-def main(words: list[str]) -> int:
-    """Run the command; 2 and one sentence on stderr for what is no file of readings."""
-    try:
-        options = command_line().parse_args(words)
-        if options.fit:
-            from tools.plan.readings.fit import refit
+def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool) -> None:
+    """Print how far readings are predicted off; or fit the constants anew.
 
-            refit()
-            return 0
-        found = _residuals(options.readings or READINGS, options.leave_out)
-    except (ReadingsError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps(as_data(found), indent=1))
-    else:
-        console = wide_console()
-        _print(found, console)
-        if options.readings is None and options.leave_out is None and FOLDER.is_dir():
-            page, picture = write_page(found)
-            console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
-    return 0
+    Raises:
+        ReadingsError: The file has no readings, or no such source.
+    """
+    if fit:
+        from tools.plan.readings.fit import refit
+
+        refit()
+        return
+    found = _residuals(readings or READINGS, leave_out)
+    if json:
+        print(dumps(as_data(found), indent=1))
+        return
+    console = wide_console()
+    _print(found, console)
+    if readings is None and leave_out is None and FOLDER.is_dir():
+        page, picture = write_page(found)
+        console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
 
 
-def command_line() -> RequestParser:
-    """The command line, for `--help` and completion."""
-    parser = RequestParser(
-        prog=program("tools.plan validate"),
-        description="Predict every published reading and print by how much each is missed.",
-    )
-    add_options(parser, "validate")
+def validate_arguments(parser: ArgumentParser) -> None:
+    """What no variable says."""
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, minutes")
-    return parser
 
 
 def _residuals(path: Path, without: str | None) -> Residuals:

@@ -1,13 +1,12 @@
-"""`python -m tools.plan schedules`: pipeline schedules beside one another."""
+"""`make schedules`: pipeline schedules beside one another."""
 
 from __future__ import annotations
 
 import json
-import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from tools.plan.parser import RequestParser
 from tools.plan.schedules.simulate import (
     COMPARED,
     Durations,
@@ -18,44 +17,49 @@ from tools.plan.schedules.simulate import (
     figures,
     simulate,
 )
-from tools.spec.settings import add_options, program
 from tools.spec.strategy import PipelineSchedule
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import wide_console
 from tools.text.units import percent
 
 
-def main(arguments: list[str]) -> int:
-    """Simulate, print, draw; 2 and one sentence on stderr for what cannot be."""
-    try:
-        options = command_line().parse_args(arguments)
-        durations = Durations(options.forward, options.backward, options.transfer)
-        timelines = [
-            simulate(
-                schedule,
-                options.pipeline,
-                options.microbatches,
-                iterations=options.iterations,
-                virtual=options.virtual,
-                durations=durations,
-            )
-            for schedule in COMPARED
-            # One micro batch is too few for two versions, and enough to see what the others do.
-            if schedule is not PipelineSchedule.PIPEDREAM_2BW
-            or options.microbatches >= options.pipeline
-        ]
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.json:
+def schedules(given: Namespace) -> int:
+    """Simulate, print, draw.
+
+    Raises:
+        ValueError: What cannot be; one sentence.
+    """
+    durations = Durations(given.forward, given.backward, given.transfer)
+    timelines = [
+        simulate(
+            schedule,
+            given.pp,
+            given.microbatches,
+            iterations=given.iterations,
+            virtual=given.vpp,
+            durations=durations,
+        )
+        for schedule in COMPARED
+        # One micro batch is too few for two versions, and enough to see what the others do.
+        if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
+    ]
+    if given.json:
         print(json.dumps([timeline_as_data(timeline) for timeline in timelines], indent=2))
     else:
         _print(timelines)
-    if options.svg:
+    if given.svg:
         from tools.plan.schedules.picture import draw_schedules
 
-        draw_schedules(timelines, options.svg)
+        draw_schedules(timelines, given.svg)
     return 0
+
+
+def schedules_arguments(parser: ArgumentParser) -> None:
+    """What no variable says."""
+    parser.add_argument("--iterations", type=int, default=2, help="PipeDream fills once over all")
+    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
+    parser.add_argument("--backward", type=float, default=2.0, help="time of a stage's backward")
+    parser.add_argument("--transfer", type=float, default=0.0, help="time of a message")
 
 
 def timeline_as_data(timeline: SimulatedSchedule) -> dict[str, Any]:
@@ -100,17 +104,3 @@ _Measured = tuple[SimulatedSchedule, ScheduleFigures]
 
 def _listed(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
-
-
-def command_line() -> RequestParser:
-    """The command line, for `--help` and completion."""
-    parser = RequestParser(
-        prog=program("tools.plan schedules"),
-        description="Compare GPipe, 1F1B, interleaved 1F1B and PipeDream, event by event.",
-    )
-    add_options(parser, "schedules", PP=4, MICROBATCHES=8, VPP=2)
-    parser.add_argument("--iterations", type=int, default=2, help="PipeDream fills once over all")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
-    parser.add_argument("--backward", type=float, default=2.0, help="time of a stage's backward")
-    parser.add_argument("--transfer", type=float, default=0.0, help="time of a message")
-    return parser

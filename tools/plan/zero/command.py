@@ -7,16 +7,13 @@ has the same work on any number of nodes: the model's own global batch for each.
 from __future__ import annotations
 
 import json
-import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.plan.advice import NOISE
 from tools.plan.layout import TimedLayout, time_layout
-from tools.plan.parser import RequestError, RequestParser
+from tools.plan.options import PlanOptions
 from tools.spec.model import model_of
-from tools.spec.settings import add_options, program
 from tools.text.table import markdown_rows
 from tools.text.units import DASH, bracketed, joined, megabytes, percent
 
@@ -78,15 +75,14 @@ class Predicted:
         return bracketed(1e3 * self.timed.candidate.seconds.total, *ends, shape=",.0f")
 
 
-def main(arguments: list[str]) -> int:
-    """Print the tables and what follows; 2 and one sentence for what cannot be."""
-    try:
-        options = command_line().parse_args(arguments)
-        links = predict(options, nodes=(2,), links=tuple(LINKS))
-        scaling = predict(options, NODES, tuple(LINKS))
-    except (RequestError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def compare(options: PlanOptions) -> int:
+    """Print the tables and what follows.
+
+    Raises:
+        ValueError: It cannot be predicted; one sentence.
+    """
+    links = predict(options, nodes=(2,), links=tuple(LINKS))
+    scaling = predict(options, NODES, tuple(LINKS))
     if options.json:
         print(json.dumps([as_data(each) for each in scaling], indent=2))
     else:
@@ -94,18 +90,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def command_line() -> RequestParser:
-    """The command line, for `--help` and completion."""
-    parser = RequestParser(
-        prog=program("tools.plan zero"),
-        description="Data parallelism, a pipeline and ZeRO over links and nodes, predicted.",
-    )
-    add_options(parser, "compare-zero", required={"MODEL", "GPU"})
-    return parser
-
-
 def predict(
-    options: Namespace, nodes: Sequence[int], links: Sequence[str]
+    options: PlanOptions, nodes: Sequence[int], links: Sequence[str]
 ) -> tuple[Predicted, ...]:
     """Every method on every number of nodes over every link.
 
@@ -122,41 +108,26 @@ def predict(
     )
 
 
-def _timed(options: Namespace, layout: str, nodes: int, link: str) -> TimedLayout | None:
+def _timed(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedLayout | None:
     model = model_of(options.model)
     replicas = nodes // 2
     stages = nodes if layout == METHODS["Pipeline, a stage a node"] else 1
     if model.shape.layers % stages:
         return None
     named = layout.format(nodes=nodes, replicas=replicas).removesuffix("dp1")
-    asked = Namespace(
+    asked = replace(
+        options,
         layout=named,
-        model=options.model,
-        gpu=options.gpu,
-        dtype=options.dtype,
         gpus=nodes,
         nodes=nodes,
         gpus_per_node=1,
         inter=link,
-        intra=None,
         global_batch=nodes * (options.global_batch or 2 * model.batch.global_batch_size) // 2,
-        micro_batch=options.micro_batch,
-        **dict.fromkeys(
-            (
-                "extra",
-                "seq",
-                "calibration",
-                "recompute",
-                "readings",
-                "imbalance",
-                "oversubscription",
-            )
-        ),
     )
     return time_layout(asked)
 
 
-def render(options: Namespace, links: Sequence[Predicted], scaling: Sequence[Predicted]) -> str:
+def render(options: PlanOptions, links: Sequence[Predicted], scaling: Sequence[Predicted]) -> str:
     """Markdown: over links, over nodes, and what the DeepSpeed report says of both."""
     title = f"# ZeRO compared, predicted: {options.model} on nodes with one {options.gpu} each"
     return "\n\n".join(

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tests.given import run as make
 from tests.launch.experiment.bench_gpu.results import bench
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.report.factory import log_text, run_record, write_run
@@ -22,7 +23,7 @@ from tools.launch.experiment import cells, runner
 from tools.launch.experiment.bench_gpu import plan, run
 from tools.launch.experiment.bench_gpu.measured import GAPS, TRACE, MeasureError, measured
 from tools.launch.experiment.bench_gpu.plan import SETTINGS, BenchSetting, chosen
-from tools.launch.experiment.bench_gpu.run import Bench, bench_gpu
+from tools.launch.experiment.bench_gpu.run import Bench
 from tools.launch.options import Options
 from tools.records.gpu_bench import GpuBench, read_bench, write_bench
 from tools.records.io import write_record
@@ -55,14 +56,14 @@ def test_without_a_gpu_it_is_refused_in_a_sentence_and_nothing_is_written(
     no_gpu: FakeNvml, tmp_path: Path
 ) -> None:
     with pytest.raises(LaunchError, match="none is visible here; DRY_RUN=1 shows"):
-        bench_gpu(tmp_path, False, QUIET, {})
+        make("bench-gpu", {"RUNS": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_prints_the_plan_without_a_gpu(
     no_gpu: FakeNvml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench_gpu(tmp_path, True, QUIET, {"ONLY": "tuned"}) == 0
+    assert make("bench-gpu", {"RUNS": str(tmp_path), "DRY_RUN": "1", "ONLY": "tuned"}) == 0
     printed = capsys.readouterr().out
     assert "tuned 2/2" in printed
     assert "published 1/2" not in printed
@@ -81,8 +82,8 @@ def test_a_dry_run_prints_the_plan_without_a_gpu(
 def test_wrong_variables_are_refused(
     environment: Mapping[str, str], reason: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(LaunchError, match=reason):
-        bench_gpu(tmp_path, True, QUIET, environment)
+    with pytest.raises(ValueError, match=reason):
+        make("bench-gpu", {"RUNS": str(tmp_path), "DRY_RUN": "1", **environment})
 
 
 def test_a_torch_that_is_too_old_is_refused(
@@ -90,7 +91,7 @@ def test_a_torch_that_is_too_old_is_refused(
 ) -> None:
     monkeypatch.setattr(run, "torch_problem", lambda: "torch 2.8 is too old.")
     with pytest.raises(LaunchError, match="is too old"):
-        bench_gpu(tmp_path, False, QUIET, {})
+        make("bench-gpu", {"RUNS": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 

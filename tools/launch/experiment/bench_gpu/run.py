@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ from tools.launch import microbenchmark
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.container.versions import installed_versions
 from tools.launch.devices import driver_version, visible_gpus
-from tools.launch.errors import LaunchError, wrong_settings_refused
+from tools.launch.errors import LaunchError
 from tools.launch.experiment.bench_gpu.measured import MeasureError, measured
 from tools.launch.experiment.bench_gpu.plan import (
     BUDGET_SECONDS,
@@ -33,7 +34,7 @@ from tools.launch.experiment.cells import check_cells, plan_cells
 from tools.launch.experiment.definition import Experiment, ExperimentCell
 from tools.launch.experiment.runner import Runner
 from tools.launch.megatron_entry import kit_commit
-from tools.launch.options import Options, options_from_environment
+from tools.launch.options import Options
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
 from tools.launch.target import parse_target
 from tools.plan.time.flops import model_flops
@@ -52,7 +53,6 @@ from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, RuntimeName
-from tools.spec.settings import BUDGET, DATA, ONLY, RUNTIME
 
 FIXED = (
     "MICRO_BATCH",
@@ -71,8 +71,6 @@ FIXED = (
     "WANDB",
 )
 """Variables of the train command that a setting decides by itself."""
-SHOWN = (variables.PYTHON, "DATA")
-"""Variables that the commands of a plan need, too."""
 
 
 @dataclass
@@ -147,46 +145,35 @@ class Bench:
 
 
 def bench_gpu(
-    runs: Path, dry_run: bool, console: Console, environment: Mapping[str, str] = os.environ
+    only: str | None, budget: float | None, given: Namespace, options: Options, console: Console
 ) -> int:
     """Measure; 0 if every run that was started ended well.
 
     Raises:
         LaunchError: It cannot run here; nothing was written.
     """
-    settings, budget = _asked(environment)
-    if dry_run:
-        given = {name: environment[name] for name in SHOWN if environment.get(name)}
-        print(describe(settings, budget, given))
+    if own := [name for name in FIXED if name in given.texts]:
+        raise LaunchError(f"{own[0]}= is the settings' own in bench-gpu; leave it out.")
+    if options.runtime not in (None, RuntimeName.HOST):
+        raise LaunchError(f"bench-gpu measures RUNTIME=host, not {options.runtime}.")
+    settings, seconds, runs = chosen(only or ""), budget or BUDGET_SECONDS, options.runs
+    if options.dry_run:
+        python = {variables.PYTHON: os.environ.get(variables.PYTHON, ""), "DATA": options.data}
+        print(describe(settings, seconds, {name: text for name, text in python.items() if text}))
         return 0
     began = time.monotonic()
-    _check(environment)
+    _check()
     bench = Bench(runs, settings, console, _begin(runs))
     bench.result = replace(bench.result, ceilings=_ceilings(console))
-    options = replace(options_from_environment(environment), data=_data(environment))
-    ended_well = bench.train(options, budget - (time.monotonic() - began))
+    options = replace(options, data=options.data or _default_data())
+    ended_well = bench.train(options, seconds - (time.monotonic() - began))
     console.print(bench_text(bench.result), markup=False, highlight=False)
     console.print(f"Results: {runs / FOLDER}; 'make report' shows them.", highlight=False)
     return int(not ended_well)
 
 
-def _asked(environment: Mapping[str, str]) -> tuple[tuple[BenchSetting, ...], float]:
-    if given := [name for name in FIXED if environment.get(name)]:
-        raise LaunchError(f"{given[0]}= is the settings' own in bench-gpu; leave it out.")
-    with wrong_settings_refused():
-        runtime = RUNTIME.value(environment)
-        only = ONLY.value(environment) or ""
-        budget = BUDGET.value(environment) or BUDGET_SECONDS
-    if runtime not in (None, RuntimeName.HOST):
-        raise LaunchError(f"bench-gpu measures RUNTIME=host, not {runtime}.")
-    try:
-        return chosen(only), budget
-    except ValueError as error:
-        raise LaunchError(str(error)) from None
-
-
-def _check(environment: Mapping[str, str]) -> None:
-    if len(visible_gpus(environment)) == 0:
+def _check() -> None:
+    if len(visible_gpus()) == 0:
         raise LaunchError(
             "make bench-gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
             "would do."
@@ -212,11 +199,11 @@ def _begin(runs: Path) -> GpuBench:
     return before if before is not None and before.identity == fresh.identity else fresh
 
 
-def _data(environment: Mapping[str, str]) -> str:
-    """The data set that is named, else the published one where it was prepared, else the sample."""
+def _default_data() -> str:
+    """The published data set where it was prepared, else the sample."""
     published = DEFAULT_DATA[DeviceKind.GPU]
     is_prepared = idx_path(ROOT / published).is_file()
-    return DATA.value(environment) or (published if is_prepared else DEFAULT_DATA[DeviceKind.CPU])
+    return published if is_prepared else DEFAULT_DATA[DeviceKind.CPU]
 
 
 def _ceilings(console: Console) -> Ceilings | None:

@@ -7,61 +7,18 @@ what trains runs in a clone, through the clone's own Makefile, which sets up wha
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 REFUSED = 2
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command that needs no clone: the module whose `main` and `command_line` it is."""
-
-    module: str
-    words: tuple[str, ...]
-    help: str
-    needs: tuple[str, ...] = ()
-    """Packages beyond the wheel's base without which it cannot begin."""
-
-
 EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 """The wheel's extra that brings a package; every other optional one is in `data`."""
-
-
-TOOLS = {
-    "plan": Command("tools.plan.__main__", (), "every layout of a model on devices, ranked"),
-    "advise": Command(
-        "tools.plan.advise.command", (), "what to use, what second, what to avoid, and why"
-    ),
-    "schedules": Command("tools.plan.schedules.command", (), "pipeline schedules and bubbles"),
-    "dryrun": Command(
-        "tools.plan.dryrun.command", (), "Megatron's iteration, no devices", ("torch", "megatron")
-    ),
-    "report": Command("tools.report.cli", ("build",), "a report of runs or of anybody's logs"),
-    "scrape": Command("tools.report.cli", ("scrape",), "what logs say, as text or JSON"),
-    "explain": Command("tools.report.cli", ("explain",), "what a strategy costs, from its ledgers"),
-    "audit": Command(
-        "tools.plan.audit.command", (), "what a table of figures contradicts in itself"
-    ),
-    "validate": Command("tools.plan.readings.command", (), "public readings, predicted and missed"),
-    "prepare": Command("tools.preprocess.cli", (), "text to Megatron's .bin/.idx", ("gigatoken",)),
-}
-TARGETS = {
-    "train": ("train-{}", "train a strategy, such as tp2-gpt2-tiny-2cpu"),
-    "verify": ("verify-{}", "the first wrong tensor of a strategy, such as sp2-gpt2-tiny-2cpu"),
-    "make": ("{}", "any target of the Makefile, such as compare-zero"),
-    "demo": ("demo", "six strategies on CPU ranks, and a report"),
-    "parity": ("parity", "the demo as a check of the losses"),
-    "status": ("status", "runs of the clone: queued, running, ended"),
-    "doctor": ("doctor", "what this machine can do, and fixes"),
-}
-"""Commands that need a clone: the make target of each, with room for the first word."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,26 +27,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _import_the_kit()
     if "_ARGCOMPLETE" in os.environ:
         _complete()
+    from tools.cli.options import find_command
+
     name, rest = (words[0], words[1:]) if words else ("--help", [])
-    if name in TOOLS:
-        return _run(name, TOOLS[name], rest)
-    if name in TARGETS and rest[:1] not in (["-h"], ["--help"]):
+    command = find_command(name)
+    if command is not None and command.packages is not None:
+        return _run(name, command.packages, rest)
+    if name in _clone_commands() and rest[:1] not in (["-h"], ["--help"]):
         return _make(name, rest)
     _overview().parse_args(words or ["--help"])
     return 0
+
+
+def _clone_commands() -> dict[str, str]:
+    """Commands that need a clone, by name: the make target of each, with room for the first word."""
+    from tools.cli.commands import COMMANDS
+
+    targets = {
+        one.name.removesuffix("-*"): one.name.replace("*", "{}")
+        for one in COMMANDS
+        if one.packages is None
+    }
+    return {**targets, "make": "{}"}
 
 
 def kit_folder() -> Path:
     """Where `tools`, `megatron_patches` and `examples` are: in the wheel, or the clone of this file."""
     here = Path(__file__).resolve()
     wheel = here.with_name("kit")
-    return wheel if wheel.is_dir() else here.parents[1]
+    return wheel if wheel.is_dir() else here.parents[2]
 
 
 def clone_around(folder: Path) -> Path | None:
     """The nearest clone at or above a folder; None outside of one."""
     for place in (folder, *folder.parents):
-        if (place / "Makefile").is_file() and (place / "tools/launch/__main__.py").is_file():
+        if (place / "Makefile").is_file() and (place / "tools/cli/__main__.py").is_file():
             return place
     return None
 
@@ -100,27 +72,24 @@ def _import_the_kit() -> None:
         sys.path.insert(0, folder)
 
 
-def _run(name: str, tool: Command, words: list[str]) -> int:
-    from tools.spec import variables
+def _run(name: str, packages: Sequence[str], words: list[str]) -> int:
+    from tools.cli.main import from_words
 
-    os.environ[variables.COMMAND] = f"parakit {name}"
     try:
-        for package in tool.needs:
+        for package in packages:
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
-        main_of = importlib.import_module(tool.module).main
-        code: int = main_of([*tool.words, *words])
+        return from_words(name, words, f"parakit {name}")
     except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package in ("tools", "megatron_patches", ""):
+        missing = (error.name or "").split(".")[0]
+        if missing in ("tools", "megatron_patches", ""):
             raise
         print(
-            f"'parakit {name}' needs {package}, which is not installed: "
-            f"pip install 'parakit[{EXTRAS.get(package, 'data')}]', or use a clone and make.",
+            f"'parakit {name}' needs {missing}, which is not installed: "
+            f"pip install 'parakit[{EXTRAS.get(missing, 'data')}]', or use a clone and make.",
             file=sys.stderr,
         )
         return REFUSED
-    return code
 
 
 def _make(name: str, words: list[str]) -> int:
@@ -133,10 +102,10 @@ def _make(name: str, words: list[str]) -> int:
             file=sys.stderr,
         )
         return REFUSED
-    pattern = TARGETS[name][0]
+    pattern = _clone_commands()[name]
     if "{}" in pattern:
         if not words:
-            print(f"Say what: parakit {name} {TARGETS[name][1].split()[-1]}", file=sys.stderr)
+            print(f"Name what, for example: parakit {name} {_EXAMPLES[name]}", file=sys.stderr)
             return REFUSED
         pattern, words = pattern.format(words[0]), words[1:]
     command = ("make", "--no-print-directory", "-C", str(clone), pattern, *words)
@@ -148,6 +117,15 @@ def _make(name: str, words: list[str]) -> int:
         return REFUSED
 
 
+_EXAMPLES = {
+    "train": "tp2-gpt2-tiny-2cpu",
+    "train-auto": "gpt2-tiny-2cpu",
+    "trace": "tp2-gpt2-tiny-2cpu",
+    "verify": "sp2-gpt2-tiny-2cpu",
+    "make": "compare-zero",
+}
+
+
 def _overview() -> ArgumentParser:
     parser = ArgumentParser(
         prog="parakit",
@@ -155,46 +133,57 @@ def _overview() -> ArgumentParser:
         epilog="'parakit COMMAND --help' lists a command's options. Tab completion: "
         'eval "$(register-python-argcomplete parakit)".',
     )
+    from tools.cli.commands import COMMANDS
+
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, tool in TOOLS.items():
-        commands.add_parser(name, help=tool.help)
-    for name, (target, help_) in TARGETS.items():
+    for one in COMMANDS:
+        if one.packages is not None:
+            commands.add_parser(one.name, help=one.help)
+    for name, target in _clone_commands().items():
         made = commands.add_parser(
             name,
-            help=f"{help_} (in a clone)",
-            description=help_,
+            help=f"{_help_of(name)} (in a clone)",
             epilog=_variables(target),
             formatter_class=RawDescriptionHelpFormatter,
         )
         if "{}" in target:
-            made.add_argument("name", help="as in the example")
+            made.add_argument("name", help=f"such as {_EXAMPLES[name]}")
         made.add_argument("variables", nargs="*", metavar="NAME=VALUE", help="variables of make")
     return parser
 
 
+def _help_of(name: str) -> str:
+    from tools.cli.options import find_command
+
+    found = find_command(name) or find_command(f"{name}-x")
+    return found.help if found else "any target of the Makefile"
+
+
 def _variables(target: str) -> str:
     """What a make target takes, a line each."""
-    from tools.spec.settings import SETTINGS
+    from tools.cli.options import find_command
 
-    name = target.format("tp2-gpt2-tiny-2cpu")
-    used = [f"  {each.name:<15}  {each.help}" for each in SETTINGS if each.used_by(name)]
+    found = find_command(target.format("tp2-gpt2-tiny-2cpu"))
+    used = [f"  {each.name:<15}  {each.help}" for each in found.variables] if found else []
     return "\n".join(("variables:", *used)) if used else "'make help-all' lists their variables."
 
 
 def _complete() -> None:
-    """Answer the shell's Tab: with a tool's own command line once its name is complete."""
+    """Answer the shell's Tab: with a command's own options once its name is complete."""
     import argcomplete
+
+    from tools.cli.options import find_command, parser_of
 
     line = os.environ["COMP_LINE"]
     typed = line.split(" ")
-    tool = TOOLS.get(typed[1]) if len(typed) > 2 else None
-    if tool is None:
+    command = find_command(typed[1]) if len(typed) > 2 else None
+    if command is None or command.packages is None:
         argcomplete.autocomplete(_overview())
         return
-    changed = " ".join((typed[0], *tool.words, *typed[2:]))
+    changed = " ".join((typed[0], *typed[2:]))
     os.environ["COMP_LINE"] = changed
     os.environ["COMP_POINT"] = str(int(os.environ["COMP_POINT"]) + len(changed) - len(line))
-    argcomplete.autocomplete(importlib.import_module(tool.module).command_line())
+    argcomplete.autocomplete(parser_of(command, typed[1]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,217 @@
+"""The table of commands, and the two doors that lead to them."""
+
+import inspect
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from tests.given import given
+from tools.cli.commands import COMMANDS, Command
+from tools.cli.main import from_make, from_words
+from tools.cli.options import (
+    check_given,
+    find_command,
+    function_of,
+    given_names,
+    of_words,
+    parser_of,
+)
+from tools.spec.files import ROOT
+from tools.spec.setting import SettingError
+
+HANDLED = [one for one in COMMANDS if one.handler]
+EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
+
+
+@pytest.fixture(autouse=True)
+def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tools.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
+
+
+@pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
+def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> None:
+    handler = function_of(command.handler)
+    named = {setting.name.lower() for setting in command.variables}
+    known = EVERYWHERE | named | {name for name, _ in command.fixed}
+    if command.name in ("run", "module", "validate", "guide"):
+        known |= {"words", "fit", "write"}  # Of their own arguments.
+    needed = {
+        each.name
+        for each in inspect.signature(handler).parameters.values()
+        if each.default is inspect.Parameter.empty
+    }
+    assert needed <= known
+    assert set(command.required) <= {setting.name for setting in command.variables}
+
+
+@pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
+def test_every_command_has_a_command_line_with_an_option_for_each_variable(
+    command: Command,
+) -> None:
+    parser = parser_of(command, "x")
+    known = {action.dest for action in parser._actions}
+    assert {setting.name.lower() for setting in command.variables} <= known
+
+
+def test_no_variable_stands_twice_in_a_command() -> None:
+    for command in COMMANDS:
+        names = [setting.name for setting in command.variables]
+        assert len(names) == len(set(names)), command.name
+
+
+def test_a_longer_name_is_found_before_a_pattern_that_fits_it_too() -> None:
+    names = ("verify-matrix", "verify-tp2-x-2cpu", "train-auto-x-2cpu", "train-x-2cpu", "nothing")
+    found = [find_command(name) for name in names]
+    assert [one and one.name for one in found] == [
+        *("verify-matrix", "verify-*", "train-auto-*", "train-*", None)
+    ]
+
+
+def test_names_are_read_from_makes_own_flags() -> None:
+    assert given_names(r"ks -- ITERS=5 EXTRA=--lr\ 1\ B=2 Q=a\"b") == ["ITERS", "EXTRA", "Q"]
+    assert given_names("") == given_names("k -j4") == []
+
+
+def test_variables_and_options_give_a_command_the_same() -> None:
+    command = find_command("plan")
+    assert command is not None
+    by_make = given("plan", {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1", "SVG": ""})
+    words = ["--model", "gpt2-large", "--gpus", "2", "--json"]
+    by_words = of_words(command, words, "parakit plan")
+    texts = {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1"}
+    assert vars(by_make) == {**vars(by_words), "texts": texts}
+    assert (by_words.gpus, by_words.gpu, by_words.json, by_words.svg) == (2, "h200", True, None)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "sentence"),
+    [
+        ("train-tp2-gpt2-tiny-2cpu", "ITER", "There is no variable ITER; did you mean ITERS="),
+        ("plan", "ITERS", "'make plan' does not use ITERS=; did you mean INTER="),
+        ("list", "MODELS", "'make list' does not use MODELS="),
+        ("explain", "XYZZY", "no variable XYZZY; 'make help-all' names those that it takes"),
+    ],
+)
+def test_a_variable_that_a_target_would_ignore_is_refused(
+    target: str, name: str, sentence: str
+) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        given(target, {"MAKEFLAGS": f"-- {name}=1"})
+
+
+def test_what_other_programs_read_is_let_through() -> None:
+    command = find_command("train-x")
+    assert command is not None
+    check_given(["NCCL_DEBUG", "HF_TOKEN", "CUDA_VISIBLE_DEVICES", "ITERS"], "train-x", command)
+
+
+@pytest.mark.parametrize(
+    ("target", "environment", "sentence"),
+    [
+        ("plan", {}, "MODEL= is required, for example: make plan MODEL="),
+        ("advise", {}, "MODEL= is required, for example: make advise MODEL="),
+        ("resume", {}, "RUN= is required, for example: make resume RUN="),
+        ("prepare-ds", {"INPUT": "a"}, "NAME= is required, for example: make prepare-ds INPUT="),
+        ("schedules", {"PP": "two"}, "PP=two is not a whole number"),
+        ("parity", {"VERIFY": "-1"}, "VERIFY=-1 is not 0 or 1"),
+        ("demo", {"NNODES": "2"}, "'demo' runs on this machine alone; leave NNODES= out"),
+    ],
+)
+def test_what_is_missing_or_not_of_its_kind_is_refused(
+    target: str, environment: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        given(target, environment)
+
+
+def test_a_refusal_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert from_words("plan", ["--modle", "x"], "parakit plan") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert from_make("demoo") == 2
+    assert "is not train-<strategy>-<model>-<N>gpu" in capsys.readouterr().err
+
+
+def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+    monkeypatch.setattr("tools.launch.status.follow", seen.append)
+    given("report", {"RUNS": str(tmp_path)})
+    assert seen == []
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "job.json").touch()
+    assert given("report", {"RUNS": str(tmp_path)}).runs == tmp_path
+    assert seen == [tmp_path]
+
+
+def test_a_report_adds_to_ones_own_readings_and_a_plan_takes_them(tmp_path: Path) -> None:
+    own = tmp_path / "mine.csv"
+    asked = {"MODEL": "gpt2-large"}
+    assert given("report").readings == own
+    assert given("report", {"RUNS": str(tmp_path)}).readings is None
+    assert given("plan", asked).readings is None
+    own.touch()
+    assert given("plan", asked).readings == own
+    assert given("plan", asked | {"READINGS": "x.csv"}).readings == Path("x.csv")
+
+
+def test_single_runs_to_explain_are_named_by_run_or_as_before_by_runs(tmp_path: Path) -> None:
+    runs = [str(tmp_path / name) for name in ("one", "two")]
+    for folder in map(Path, runs):
+        folder.mkdir()
+        (folder / "run.json").touch()
+    assert given("explain", {"RUN": " ".join(runs)}).run == tuple(runs)
+    assert given("explain", {"RUNS": " ".join(runs)}).run == tuple(runs)
+    assert given("explain", {"RUNS": str(tmp_path)}).runs == tmp_path
+
+
+def test_tracing_trains_few_iterations_and_then_draws_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tools.cli import clone
+
+    done: list[object] = []
+
+    def trained(command: tuple[str, ...], env: dict[str, str], cwd: Path) -> int:
+        done.append((command[-1], env["ITERS"]))
+        return 0
+
+    monkeypatch.setattr(clone.subprocess, "call", trained)
+    monkeypatch.setattr("tools.report.command.trace", lambda run, runs: done.append((run, runs)))
+    clone.trace("trace-tp2-gpt2-tiny-2cpu", given("trace-tp2-gpt2-tiny-2cpu", {"RUNS": "x"}))
+    assert done == [("train-tp2-gpt2-tiny-2cpu", "6"), ("tp2-gpt2-tiny-2cpu", Path("x"))]
+    done.clear()
+    clone.trace("trace-x", Namespace(texts={"ITERS": "9"}, dry_run=True))
+    assert done == [("train-x", "9")]
+
+
+def test_make_help_fits_a_screen_and_names_variables_that_its_targets_use() -> None:
+    shown = subprocess.run(
+        ("make", "--no-print-directory", "help"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    lines = shown.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for line in lines[:-1]:
+        target = line.split()[0].replace("%", "tp2-gpt2-tiny-2cpu")
+        if command := find_command(target):
+            check_given(re.findall(r"\b([A-Z_]+)=", line), target, command)
+
+
+def test_the_makefile_does_what_has_no_handler_and_nothing_else() -> None:
+    rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    made = {name for names in rules for name in names.split()} - {"help", "help-all"}
+    assert made == {one.name for one in COMMANDS if not one.handler}
+
+
+def test_help_needs_no_package_of_the_kit() -> None:
+    command = (sys.executable, "-S", "-E", "tools/cli/help.py", "all")
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "  ITERS " in shown
+    assert "train-%" in shown

@@ -1,0 +1,44 @@
+"""What a command is given, from variables as make has them."""
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+
+from tools.cli.main import called
+from tools.cli.options import find_command, of_make, of_words
+from tools.launch.experiment.definition import SWEEP, Experiment, load_sweep
+from tools.launch.experiment.sweep import AXES
+from tools.plan.options import PlanOptions, plan_options
+from tools.spec.setting import values
+from tools.spec.settings import Setting
+
+
+def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:
+    """To `make TARGET VARIABLES`."""
+    command = find_command(target)
+    assert command is not None
+    return of_make(target, command, variables)
+
+
+def run(target: str, variables: Mapping[str, str] = {}) -> int:
+    """`make TARGET VARIABLES`, whose refusals are raised."""
+    command = find_command(target)
+    assert command is not None
+    return called(command, target, of_make(target, command, variables))
+
+
+def asked_of_plan(words: Sequence[str]) -> PlanOptions:
+    """What `python -m tools.plan WORDS` is asked for."""
+    command = find_command("plan")
+    assert command is not None
+    return plan_options(of_words(command, words, "plan"))
+
+
+def read_of(known: Iterable[Setting], variables: Mapping[str, str]) -> Namespace:
+    """The values of some variables."""
+    return Namespace(**values(known, variables), texts=dict(variables))
+
+
+def swept(variables: Mapping[str, str]) -> Experiment:
+    """What `make sweep VARIABLES` trains."""
+    axes = {name: text for name, text in variables.items() if name in AXES}
+    return load_sweep(variables.get("NAME", SWEEP), axes)

@@ -1,0 +1,79 @@
+"""A command from its name to its exit code: what it is given, what runs it, how it is refused.
+
+The two doors are `from_make` (`python -m tools.cli TARGET`, which is what the Makefile calls) and
+`from_words` (`parakit`, `python -m tools.plan`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from tools.cli.commands import COMMANDS, Command
+from tools.cli.options import find_command, function_of, of_make, of_words
+from tools.text.terminal import say
+
+REFUSED, INTERRUPTED = 2, 130
+
+
+def from_make(name: str, words: Sequence[str] = ()) -> int:
+    """Run a target with the variables of this environment; its exit code, 2 if it was refused."""
+    from tools.launch.supervise.interruption import Interrupted, interruptible
+    from tools.launch.target import parse_target
+
+    def run() -> int:
+        command = find_command(name)
+        if command is None or not command.handler:
+            parse_target(name)  # Refuses it, with the near names.
+            raise AssertionError(name)
+        return called(command, name, of_make(name, command, os.environ, words))
+
+    try:
+        with interruptible():
+            return _refused(run)
+    except Interrupted:
+        print("Interrupted; all ranks have ended.")
+        return INTERRUPTED
+
+
+def from_words(name: str, words: Sequence[str], program: str) -> int:
+    """Run a command with the options of a command line; its exit code, 2 if it was refused."""
+    command = next(one for one in COMMANDS if one.name == name)
+    return _refused(lambda: called(command, name, of_words(command, words, program)))
+
+
+def run_tool(tool: str, words: Sequence[str] | None, usual: str) -> int:
+    """Be `python -m TOOL [COMMAND] OPTIONS`, whose usual command needs no name."""
+    words = sys.argv[1:] if words is None else words
+    if words[:1] and any(words[0] == one.name for one in COMMANDS):
+        return from_words(words[0], words[1:], f"python -m {tool} {words[0]}")
+    return from_words(usual, words, f"python -m {tool}")
+
+
+def _refused(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except ValueError as error:
+        say(Console(stderr=True, markup=False), str(error), "red")
+        return REFUSED
+
+
+def called(command: Command, name: str, given: Namespace) -> int:
+    """The handler, given what its parameters name: variables, `given` (all), `options`, `target`, …"""
+    handler = function_of(command.handler)
+    known: dict[str, Any] = {**vars(given), **dict(command.fixed), "given": given, "target": name}
+    parameters = inspect.signature(handler).parameters
+    if "options" in parameters:
+        from tools.launch.options import options_of
+
+        known["options"] = options_of(given)
+    if "console" in parameters:
+        known["console"] = Console(markup=False)  # Log lines must not be read as markup.
+    code: int | None = handler(**{each: known[each] for each in parameters if each in known})
+    return code or 0

@@ -1,0 +1,176 @@
+"""What a command was given: through make's variables, or as options of a command line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from inspect import signature
+from typing import Any, NoReturn
+
+from tools.cli.commands import COMMANDS, Command
+from tools.spec.setting import SettingError, read, values
+from tools.spec.settings import SETTINGS, SWITCH, Setting
+
+_VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
+_NEVER_IGNORED = {
+    "NNODES": "leave NNODES= out.",
+    "LAUNCHER": "leave LAUNCHER= to train-… targets and sweep ('scontrol requeue' continues a job).",
+}
+"""Variables that a command which does not use them refuses, also from the environment alone."""
+
+
+def find_command(name: str) -> Command | None:
+    """The command of a target's name; None if there is none."""
+    return next((one for one in COMMANDS if fnmatchcase(name, one.name)), None)
+
+
+def given_names(makeflags: str) -> list[str]:
+    """Names of the variables on make's command line, from the environment's MAKEFLAGS."""
+    return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
+
+
+def of_make(
+    name: str, command: Command, environment: Mapping[str, str], words: Sequence[str] = ()
+) -> Namespace:
+    """What make gives to a target: variables that its environment has, and a script's words.
+
+    Raises:
+        SettingError: A variable is not used, not of its kind, or missing.
+    """
+    check_given(given_names(environment.get("MAKEFLAGS", "")), name, command)
+    used = {setting.name for setting in command.variables}
+    texts = {key: text for key in used if (text := environment.get(key, ""))}
+    for variable, remedy in _NEVER_IGNORED.items():
+        if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
+            raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
+    given = Namespace() if _reads_words(command) else parser_of(command, name).parse_args(words)
+    if command.in_clone:
+        texts = function_of(command.in_clone)(texts)
+    found = values(command.variables, texts)
+    vars(given).update({key: value for key, value in found.items() if _is_unset(given, key)})
+    _refuse_missing(command, given, f"make {name}", "{}=")
+    given.texts = texts
+    return given
+
+
+def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
+    """What a command line gives to a command, without make.
+
+    Raises:
+        SettingError: An option is not known, not of its kind, or missing.
+    """
+    if _reads_words(command):
+        return Namespace(arguments=words, program=program)
+    given = parser_of(command, program).parse_args(words)
+    unset = values(command.variables, {})
+    vars(given).update({key: value for key, value in unset.items() if _is_unset(given, key)})
+    given.texts = {}
+    _refuse_missing(command, given, program, "--{}")
+    return given
+
+
+def parser_of(command: Command, program: str) -> ArgumentParser:
+    """The command line of a command: an option for each variable, and what its handler adds."""
+    module, _, name = command.handler.partition(":")
+    handlers = import_module(module)
+    if _reads_words(command):
+        own: ArgumentParser = handlers.command_line(program)
+        return own
+    parser = _Parser(prog=program, description=command.help)
+    for setting in command.variables:
+        _add(parser, setting)
+    if hasattr(handlers, f"{name}_arguments"):
+        getattr(handlers, f"{name}_arguments")(parser)
+    return parser
+
+
+def _reads_words(command: Command) -> bool:
+    """Whether its handler has a command line of its own."""
+    parameter = signature(function_of(command.handler)).parameters.get("arguments")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def option_of(setting: Setting) -> str:
+    """`--global-batch`; a name without dashes stands by itself on a command line."""
+    return setting.option or f"--{setting.name.lower().replace('_', '-')}"
+
+
+def check_given(names: Iterable[str], target: str, command: Command) -> None:
+    """Refuse variables that a target would ignore.
+
+    Raises:
+        SettingError: One that no command knows, with the near name, or that this one does not use.
+    """
+    known = {setting.name for setting in SETTINGS}
+    used = {setting.name for setting in command.variables}
+    for name in names:
+        others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
+        if name in used or (others and name not in known):
+            continue
+        near = difflib.get_close_matches(name, sorted(used or known), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}=?" if near else "'make help-all' names those that it takes."
+        if name not in known:
+            raise SettingError(f"There is no variable {name}; {hint}")
+        raise SettingError(f"'make {target}' does not use {name}=; {hint}")
+
+
+_OF_OTHER_PROGRAMS = (
+    *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
+    *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
+    *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
+    *("VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
+)
+"""What other programs read, and the Makefile's own."""
+
+
+class _Parser(ArgumentParser):
+    """Refuses as everything else is refused: by one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{message[:1].upper()}{message[1:]}; see --help.")
+
+
+def _add(parser: ArgumentParser, setting: Setting) -> None:
+    name, option = setting.name.lower(), option_of(setting)
+    if not option.startswith("-"):
+        several = setting.kind == "words"
+        kind = str if several else _argument(setting)
+        place = {"nargs": "*" if several else "?", "metavar": option}
+        parser.add_argument(name, type=kind, help=setting.help, **place)  # type: ignore[arg-type]
+    elif setting.kind == SWITCH:
+        parser.add_argument(option, dest=name, action="store_true", default=None, help=setting.help)
+    else:
+        parser.add_argument(option, dest=name, type=_argument(setting), help=setting.help)
+
+
+def _argument(setting: Setting) -> Callable[[str], Any]:
+    def reader(text: str) -> Any:
+        try:
+            return read(setting, text)
+        except SettingError as error:
+            said = str(error).rstrip(".")
+            raise ArgumentTypeError(said.removeprefix(f"{setting.name}=")) from None
+
+    return reader
+
+
+def _is_unset(given: Namespace, name: str) -> bool:
+    return getattr(given, name, None) in (None, [], ())
+
+
+def _refuse_missing(command: Command, given: Namespace, typed: str, shown: str) -> None:
+    for name in command.required:
+        if _is_unset(given, name.lower()):
+            said = shown.format(name if shown.endswith("=") else name.lower())
+            raise SettingError(f"{said} is required, for example: {typed} {command.example}")
+
+
+def function_of(path: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

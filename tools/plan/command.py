@@ -1,0 +1,132 @@
+"""`make plan`: every layout ranked, or one of them; with memory, communication and time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+
+from tools.plan.errors import RequestError
+from tools.plan.options import PlanOptions, plan_options
+from tools.plan.request import request_from_options
+from tools.plan.search import Plan, Request, search
+from tools.spec.flags import Flags
+from tools.spec.stages import LAYOUT_FLAG
+from tools.text.terminal import wide_console
+
+
+def plan(given: Namespace) -> int:
+    """Rank every legal way to split a model, or time LAYOUT= alone; 1 if nothing fits.
+
+    Raises:
+        ValueError: What is asked for cannot be; one sentence.
+    """
+    options = plan_options(given)
+    return _layout(options) if options.layout else _plan(options)
+
+
+def _layout(options: PlanOptions) -> int:
+    from tools.plan.layout import (
+        changed_options,
+        draw_layout,
+        layout_as_data,
+        print_layout,
+        time_layout,
+    )
+
+    timed = time_layout(options)
+    other = time_layout(changed_options(options, options.what_if)) if options.what_if else None
+    if options.json:
+        print(json.dumps(layout_as_data(timed, other), indent=2))
+    else:
+        print_layout(timed, other, wide_console())
+    if options.svg:
+        draw_layout([timed, *([other] if other else [])], options.svg)
+    return 0
+
+
+def _plan(options: PlanOptions) -> int:
+    for name in ("micro_batch", "recompute", "what_if"):
+        if getattr(options, name) is not None:
+            variable = name.upper()
+            raise RequestError(f"{variable}= is of one layout; name it: LAYOUT=tp8pp16dp8.")
+    request = request_from_options(options)
+    if Flags(request.extra).has(LAYOUT_FLAG):
+        raise RequestError(
+            f"EXTRA has {LAYOUT_FLAG}, which is of one layout; name it: LAYOUT=pp16dp8."
+        )
+    plan = search(request, slack=_PICTURE_SLACK if options.svg else 1.0)
+    if plan.winner is None:
+        print(_refusal(plan), file=sys.stderr)
+        return 1
+    _show(options, plan)
+    if options.svg:
+        from tools.plan.picture import draw_plan
+
+        draw_plan(plan, options.svg)
+    return 0
+
+
+def _show(options: PlanOptions, plan: Plan) -> None:
+    from tools.plan.dryrun.comparison import verify
+    from tools.plan.dryrun.show import print_verified, verified_as_data
+    from tools.plan.readings.near import uncertainty
+    from tools.plan.search import scaling, training_days
+
+    days = training_days(plan, options.tokens) if options.tokens else None
+    scaled = scaling(plan) if options.tokens else None
+    verified = verify(plan, options.verify) if options.verify else []
+    request, winner = plan.request, plan.winner
+    known = uncertainty(winner.spec, request.cluster, request.own) if winner else None
+    solved = _alpa(plan) if options.alpa else ""
+    if options.json:
+        from tools.plan.show import plan_as_data
+
+        data = plan_as_data(plan, days, scaled)
+        if known:
+            data["uncertainty"] = known.as_data()
+        if solved:
+            data["alpa"] = solved
+        print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
+        return
+    from tools.plan.show import print_plan
+
+    console = wide_console()
+    print_plan(plan, console, days, scaled, str(known or ""))
+    if solved:
+        console.print(solved, highlight=False)
+    if verified:
+        print_verified(verified, console)
+
+
+def _alpa(plan: Plan) -> str:
+    from tools.plan.alpa import alpa
+
+    found, winner = alpa(plan.request), plan.winner
+    if found is None or winner is None:
+        return "Alpa's dynamic program finds nothing that fits."
+    return found.beside(winner)
+
+
+def _refusal(plan: Plan) -> str:
+    """Why nothing fits, and on how many devices it would."""
+    from tools.plan.advice import no_fit_sentence
+    from tools.plan.search import devices_needed
+
+    sentence = no_fit_sentence(plan)
+    if plan.lightest is None:
+        return sentence
+    needed = devices_needed(plan.request)
+    if needed is None:
+        return sentence
+    return f"{sentence} {_nodes_sentence(plan.request, needed)}"
+
+
+def _nodes_sentence(request: Request, devices: int) -> str:
+    if request.cluster.nodes == 1:
+        return f"It fits on {devices}."
+    nodes = -(-devices // request.cluster.per_node)
+    return f"It fits on {devices} ({nodes} nodes of {request.cluster.per_node})."
+
+
+_PICTURE_SLACK = 1.5

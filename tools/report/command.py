@@ -1,0 +1,142 @@
+"""The report's commands: `scrape` prints what logs say, `report` writes a page.
+
+`explain` answers from ledgers what a strategy costs, `trace` draws an iteration.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.records.run import Status, StatusRecord
+from tools.report.read.diagnosis import classify_log
+from tools.report.read.iterations import Iteration
+from tools.report.read.scrape import scrape_runs
+from tools.report.read.scraped import ScrapedLog
+
+
+def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
+    """Everything a log says; what it does not say is null or left out of an iteration."""
+    return {
+        "path": log.path,
+        "part": log.part,
+        "parts": log.parts,
+        "status": status.status.value,
+        "reason": status.reason,
+        "rank": status.rank,
+        "dialect": log.dialect.value,
+        "iterations": [iteration_as_json(found) for found in log.iterations],
+        "restarts": list(log.restarts),
+        "parameters": msgspec.to_builtins(log.parameters),
+        "memory": msgspec.to_builtins(log.memory),
+        "theoretical_parameters_billions": log.theoretical_parameters_billions,
+        "theoretical_memory": msgspec.to_builtins(log.theoretical_memory),
+        "timers": msgspec.to_builtins(log.timers),
+        "validation": msgspec.to_builtins(log.validation),
+        "checkpoints": msgspec.to_builtins(log.checkpoints),
+        "exit_reason": log.exit_reason,
+        "notes": list(log.notes),
+    }
+
+
+def iteration_as_json(found: Iteration) -> dict[str, Any]:
+    """An iteration's fields; those that the line lacks are left out, NaN becomes null."""
+    fields = msgspec.to_builtins(found)
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+        if value is not None and (value is not False)
+    }
+
+
+def scrape(logs: Sequence[Path], json: bool) -> int:
+    """Print what logs say; 1 if one cannot be read."""
+    results: list[dict[str, Any]] = []
+    unreadable = 0
+    for path in map(Path, logs):
+        try:
+            found = scrape_runs(path)
+        except OSError as error:
+            unreadable += 1
+            reason = f"{path} cannot be read: {error.strerror}; check the path."
+            print(reason, file=sys.stderr)
+            found = ()
+            nothing = {"path": str(path), "status": Status.NO_LOG, "reason": reason}
+            results.append({**nothing, "iterations": []})
+            if not json:
+                print(f"{path}: {Status.NO_LOG}, 0 iterations: {reason}")
+        for log in found:
+            status = classify_log(log)
+            if json:
+                results.append(log_as_json(log, status))
+            else:  # Half a million iterations are a large text, which nobody asked for.
+                print(_summary(log, status))
+    if json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    return 1 if unreadable else 0
+
+
+def report(given: Namespace) -> int:
+    """Write a report folder and print its table; 1 with findings under STRICT=1.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    from rich.console import Console
+
+    from tools.report.build import BuildOptions, build
+    from tools.spec.hardware import UnknownHardwareError, device_by_key
+
+    try:
+        device = device_by_key(given.device) if given.device else None
+    except UnknownHardwareError as error:
+        raise ValueError(f"DEVICE={given.device}: {error}") from None
+    options = BuildOptions(
+        name=given.name,
+        paths=tuple(map(Path, given.logs)),
+        runs_root=given.runs,
+        reports_root=given.reports,
+        baseline=given.baseline and Path(given.baseline),
+        strict=bool(given.strict),
+        all_conditions=given.all,
+        device=device,
+        readings=given.readings,
+    )
+    return build(options, Console(highlight=False))
+
+
+def report_arguments(parser: ArgumentParser) -> None:
+    """What no variable says."""
+    parser.add_argument("--reports", type=Path, default=Path("reports"), help="where reports go")
+    parser.add_argument(
+        "--all", action="store_true", help="also rows of older versions and other machines"
+    )
+
+
+def explain(run: Sequence[str], runs: Path) -> int:
+    """Say from the ledgers what each strategy costs."""
+    from rich.console import Console
+
+    from tools.report.explain.explanation import explain_runs
+
+    return explain_runs([Path(one) for one in run], runs, Console(highlight=False))
+
+
+def trace(run: str | None, runs: Path) -> int:
+    """Draw one iteration of a run or a target's newest, all ranks on one axis."""
+    from rich.console import Console
+
+    from tools.report.explain.timelines import trace_run
+
+    return trace_run(run, runs, Console(highlight=False))
+
+
+def _summary(log: ScrapedLog, status: StatusRecord) -> str:
+    reason = f": {status.reason}" if status.reason else ""
+    return f"{log.path}: {status.status.value}, {len(log.iterations)} iterations{reason}"
