@@ -27,10 +27,10 @@ from tests.patches.fused.updated import fused_updates
 from tests.verify.benched import quick_plants
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.launch.verifier import ForkedRanks
 from tools.records import run as records
 from tools.report.read.scrape import scrape_log
@@ -88,17 +88,17 @@ class Trainer:
     def __call__(self, name: str, ranks: ForkedRanks | None = None, **changes: object) -> Run:
         """Train to the end; `ranks` are those that it is trained on, if they are forked."""
         launch = replace(self.compose(name, **changes), warm=ranks and ranks.warm)
-        options, console = self._options(changes), Console(quiet=True)
+        console = Console(quiet=True)
         # The start of the dense model is written as a user's is.
         forked = ranks if launch.model.shape.experts else None
         with self._starts[launch.start_checkpoint]:
-            ensure_start_checkpoint(launch, options, console, forked and forked.exit_code)
-        folder, _ = execute(launch, options.runs, console, name)
+            ensure_start_checkpoint(launch, console, forked and forked.exit_code)
+        folder, _ = execute(launch, launch.job.options.runs, console, name)
         return run_of(folder)
 
     def compose(self, name: str, **changes: object) -> Launch:
         target = parse_target(name)
-        return compose_target(target, flags_of_grammar(target), self._options(changes))
+        return compose_job(target.under(self._options(changes)))
 
     def _options(self, changes: Mapping[str, Any]) -> Options:
         return replace(self.options, **changes)

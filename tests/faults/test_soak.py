@@ -41,7 +41,7 @@ def test_a_soak_that_cannot_be_composed_is_refused(
 def test_experts_are_soaked_in_the_model_that_has_them() -> None:
     ep2 = soaked({"STRATEGY": "ep2", "HOURS": "1"})
     dp4 = soaked({"STRATEGY": "dp4", "HOURS": "1"})
-    assert [each.target.name for each in (ep2, dp4)] == [
+    assert [each.job.target for each in (ep2, dp4)] == [
         "train-ep2-moe-tiny-2cpu",
         "train-dp4-gpt2-tiny-4cpu",
     ]

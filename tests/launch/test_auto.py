@@ -11,10 +11,10 @@ from tools.launch import auto, calibrate
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
 from tools.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
 from tools.launch.runtime import Runtime
-from tools.launch.target import parse_target
 from tools.plan.calibration import calibration_path, load_calibration
 from tools.plan.readings.own import add_rows, row_of
 from tools.plan.search import search
@@ -53,9 +53,9 @@ def test_measured_rates_become_shares_of_the_nominal_ones() -> None:
 
 def test_what_is_planned_has_the_vocabulary_of_the_data_that_is_trained() -> None:
     target = parse_target("train-baseline-llama3-8b-2cpu")
-    asked = request_here(target, CPU, Calibration(), Options())
+    asked = request_here(target, CPU, Calibration())
     assert asked.template.shape.vocabulary == 50257
-    own = request_here(target, CPU, Calibration(), Options(data="owt-ds/mine_text_document"))
+    own = request_here(target.under(Options(data="owt-ds/mine_text_document")), CPU, Calibration())
     assert own.template.shape.vocabulary == 128256
 
 
@@ -67,7 +67,7 @@ def test_a_gpu_without_transformer_engine_is_planned_with_pytorchs_kernels(
     monkeypatch.setattr(auto, "choose_runtime", lambda *_: here)
     target = parse_target("train-baseline-gpt2-large-1gpu")
     options = Options(fused=("gradient_gemm",))
-    request = request_here(target, device_by_key("h200"), Calibration(), options)
+    request = request_here(target.under(options), device_by_key("h200"), Calibration())
     execution = request.cluster.execution
     assert execution.torch_kernels is execution.unfused_rotary is not engine
     assert not execution.unfused_gradients  # The patch takes its flag away.
@@ -115,7 +115,7 @@ def test_the_file_carries_the_machine_s_name_and_the_device_s(tmp_path: Path) ->
 
 def test_on_two_cpu_ranks_nothing_is_worth_more_than_plain_data_parallelism() -> None:
     calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search(request_here(TINY, CPU, calibration, Options()))
+    plan = search(request_here(TINY, CPU, calibration))
     assert plan.winner is not None
     by_name = {candidate.strategy: candidate.seconds.total for candidate in plan.ranked}
     assert by_name["dp2"] < 1.05 * plan.winner.seconds.total
@@ -124,7 +124,9 @@ def test_on_two_cpu_ranks_nothing_is_worth_more_than_plain_data_parallelism() ->
 
 
 def test_cpu_ranks_are_planned_as_they_run() -> None:
-    request = request_here(TINY, CPU, Calibration(), Options(dropout=0.1, global_batch_size=16))
+    request = request_here(
+        TINY.under(Options(dropout=0.1, global_batch_size=16)), CPU, Calibration()
+    )
     assert request.template.dtype == "fp32"
     assert not request.template.fused_attention
     assert request.template.dropout == 0.1
@@ -142,7 +144,7 @@ def test_what_was_measured_is_kept_until_its_conditions_change(
     faster = replace(FIGURES, matmul_flops=200e9)
     monkeypatch.setattr("tools.launch.microbenchmark.measure", lambda *_, **__: faster)
     target = parse_target(f"train-baseline-gpt2-tiny-{ranks}cpu")
-    plan = plan_here(target, Options(runs=tmp_path), QUIET)
+    plan = plan_here(target.under(Options(runs=tmp_path)), QUIET)
     assert plan.request.cluster.calibration.source == f"measured on {platform.node()}"
     assert plan.request.cluster.calibration.matmul == (2.0 if measured_again else 1.5)
     now = load_calibration(calibration_path(tmp_path, CPU))
@@ -151,7 +153,7 @@ def test_what_was_measured_is_kept_until_its_conditions_change(
 
 def test_what_was_planned_is_what_is_trained() -> None:
     calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search(request_here(TINY, CPU, calibration, Options()))
+    plan = search(request_here(TINY, CPU, calibration))
     assert plan.winner is not None
     options = as_options(plan.winner, Options(extra=("--lr", "1e-3")))
     batch = plan.winner.spec.batch
@@ -207,20 +209,21 @@ def test_two_cpu_ranks_are_measured_planned_for_and_trained(
     assert measured.link_latency_seconds is not None
     (run,) = (folder for folder in tmp_path.iterdir() if (folder / records.RUN_FILE).is_file())
     assert records.read_status(run).status is records.Status.OK
-    again = plan_here(TINY, replace(options, calibrate=False), QUIET)
+    again = plan_here(TINY.under(replace(options, calibrate=False)), QUIET)
     assert again.request.cluster.calibration == measured
 
 
 def test_ones_own_runs_correct_the_plan_of_train_auto(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = plan_here(TINY, Options(runs=tmp_path, dry_run=True), QUIET)
+    job = TINY.under(Options(runs=tmp_path, dry_run=True))
+    plain = plan_here(job, QUIET)
     measured, own = next(c for c in plain.ranked if c.strategy == "dp2"), tmp_path / "mine.csv"
-    assert plan_here(TINY, Options(runs=tmp_path, dry_run=True), QUIET, own).ranked == plain.ranked
+    assert plan_here(job, QUIET, own).ranked == plain.ranked
     argv = (*load_model("gpt2-tiny").flags, *flags_of_spec(measured.spec))
     trained = spec_of_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
     add_rows(own, [row_of(trained, argv, CPU, "run", 3 * measured.seconds.total)])
-    corrected = plan_here(TINY, Options(runs=tmp_path, dry_run=True), QUIET, own)
+    corrected = plan_here(job, QUIET, own)
     found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
     assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
     own.write_text("hello\n")

@@ -5,9 +5,9 @@ import pytest
 
 from tools.launch.backends import NO_DEEPSPEED, backend_problems
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.native.settings import parse_settings
 from tools.spec.flags import Flags, drop_flags
 from tools.spec.run import Backend
@@ -39,7 +39,7 @@ def launch(
 ) -> Launch:
     target = parse_target(f"train-{strategy}-{model}-{ranks}cpu")
     options = replace(Options(backend=backend), **changes)  # type: ignore[arg-type]
-    return compose_target(target, flags_of_grammar(target), options)
+    return compose_job(target.under(options))
 
 
 @pytest.mark.parametrize(("backend", "strategy", "ranks"), KNOWN)

@@ -8,10 +8,10 @@ import pytest
 from tools.launch import code
 from tools.launch.code import code_of, tree_hash
 from tools.launch.compose import Launch, ResumePoint
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.run_folder import create_run_folder
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.records.run import Code, read_run
 
 
@@ -28,7 +28,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def composed(options: Options) -> Launch:
     target = parse_target("train-sp2-gpt2-tiny-2cpu")
-    return compose_target(target, flags_of_grammar(target), options)
+    return compose_job(target.under(options))
 
 
 def checkout(folder: Path) -> Path:

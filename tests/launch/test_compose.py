@@ -7,9 +7,9 @@ import pytest
 
 from tools.launch.compose import Launch, compose
 from tools.launch.flags import start_flags
+from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.records.run import RUN_FILE, MegatronEntry, decode_run
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, counted_vocabulary, null_tokenizer
@@ -27,7 +27,7 @@ from tools.spec.strategy import (
 
 def composed(name: str, **options: object) -> Launch:
     target = parse_target(name)
-    return compose_target(target, flags_of_grammar(target), replace(Options(), **options))  # type: ignore[arg-type]
+    return compose_job(target.under(replace(Options(), **options)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", NAMED)
@@ -129,10 +129,11 @@ def test_fsdp_leaves_the_connection_limit_unset() -> None:
 
 def test_degrees_set_by_hand_count_in_the_record() -> None:
     extra = Options(extra=("--context-parallel-size", "2"))
-    launch = compose("dp2", (), load_model("gpt2-tiny"), 4, DeviceKind.CPU, extra)
+    job = Job("dp4", load_model("gpt2-tiny"), 4, DeviceKind.CPU, extra)
+    launch = compose(job)
     assert (launch.spec.parallelism.data, launch.spec.parallelism.context) == (2, 2)
     with pytest.raises(StrategyError, match="does not divide 3"):
-        compose("dp2", (), load_model("gpt2-tiny"), 3, DeviceKind.CPU, extra)
+        compose(job.laid("dp3", 3))
 
 
 def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None:

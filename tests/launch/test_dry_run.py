@@ -10,9 +10,9 @@ from rich.console import Console
 from tools.launch.compose import DEFAULT_DATA
 from tools.launch.data import make_missing_data
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar, train
+from tools.launch.train import compose_job, train
 from tools.spec.run import DeviceKind
 
 DryRun = Callable[..., int]
@@ -26,7 +26,7 @@ def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
         options = Options(data=str(sample_prefix), runs=tmp_path / "runs", dry_run=True)
         options = replace(options, **changes)  # type: ignore[arg-type]
         target = parse_target(name)
-        return train(target, flags_of_grammar(target), options, Console(quiet=True))
+        return train(target.under(options), Console(quiet=True))
 
     return run
 
@@ -104,7 +104,7 @@ def test_a_run_makes_the_sample_where_it_is_missing(
 
     monkeypatch.setattr("tools.launch.data.call_module", make)
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    launch = compose_target(target, flags_of_grammar(target), Options(shared_start=False))
+    launch = compose_job(target.under(Options(shared_start=False)))
     for _ in range(2):
         make_missing_data([launch], Console(quiet=True))
     assert made == ["owt-ds/sample"]
@@ -117,6 +117,6 @@ def test_a_sample_that_cannot_be_made_is_a_sentence(
 ) -> None:
     monkeypatch.setattr("tools.launch.data.call_module", lambda *_: 1)
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    launch = compose_target(target, flags_of_grammar(target), Options())
+    launch = compose_job(target)
     with pytest.raises(LaunchError, match=f"{SAMPLE} could not be made, for the reason above; try"):
         make_missing_data([launch], Console(quiet=True))

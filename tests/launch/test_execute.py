@@ -12,6 +12,7 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
+from tools.launch.options import Options
 from tools.launch.progress import RunProgress
 from tools.records.run import LOG_FILE
 from tools.spec.run import DeviceKind
@@ -24,7 +25,7 @@ def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path
         command=lambda _: ("bash", "-c", f"echo begun; rm -r {folder}; sleep 3600"),
         environment={},
         runtime=SimpleNamespace(container=False),
-        hang_timeout_seconds=3600,
+        job=SimpleNamespace(options=Options()),
         time_limit_seconds=None,
         warm=None,
         spec=SimpleNamespace(device=DeviceKind.CPU),

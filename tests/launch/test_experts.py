@@ -8,11 +8,11 @@ import pytest
 
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.runtime import Runtime
-from tools.launch.target import parse_target, script_of
-from tools.launch.train import compose_target, differences, flags_of_grammar
+from tools.launch.train import compose_job, differences
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind
@@ -30,21 +30,21 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
         options = Options(data=str(sample_prefix), runs=tmp_path / "runs", extra=(*extra.split(),))
         target = parse_target(name)
         options = replace(options, **changes)  # type: ignore[arg-type]
-        return compose_target(target, flags_of_grammar(target), options, runtime)
+        return compose_job(target.under(options), runtime)
 
     return compose_named
 
 
 def refusal(launch: Launch, runs: Path) -> str:
     with pytest.raises(LaunchError) as caught:
-        check(launch, runs)
+        check(launch)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", OF_EXPERTS)
 def test_scripts_pass_the_flags_of_the_grammar(strategy: str) -> None:
     target = parse_target(f"train-{strategy}-moe-tiny-{devices_of(strategy)}cpu")
-    script = script_of(target)
+    script = target.script
     assert script == f"examples/moe/train_{strategy}.sh"
     text = (ROOT / script).read_text()
     flags = text.partition(' "$@" -- ')[2].replace("\\\n", " ").split()
@@ -85,7 +85,7 @@ def test_what_cannot_work_is_refused_with_its_rule(
 ) -> None:
     launch = composed(target, extra)
     with pytest.raises(LaunchError, match=message):
-        check(launch, tmp_path / "runs")
+        check(launch)
     assert not (tmp_path / "runs").exists()
 
 
@@ -93,9 +93,9 @@ def test_a_capacity_that_drops_nothing_or_a_start_of_its_own_is_allowed(
     composed: Composer, tmp_path: Path
 ) -> None:
     factor = "--moe-expert-capacity-factor"
-    check(composed("train-ep2-moe-tiny-2cpu", f"{factor} 4"), tmp_path / "runs")
+    check(composed("train-ep2-moe-tiny-2cpu", f"{factor} 4"))
     own = composed("train-ep2-moe-tiny-2cpu", f"{factor} 1.5", shared_start=False)
-    check(own, tmp_path / "runs")
+    check(own)
 
 
 def test_fp16_with_expert_parallelism_is_refused_by_the_commits_that_do(
@@ -106,13 +106,13 @@ def test_fp16_with_expert_parallelism_is_refused_by_the_commits_that_do(
     (folder / "megatron" / "core" / "package_info.py").write_text(CHECKOUT_OF_THE_COMMIT)
     old = composed("train-ep2-moe-tiny-2cpu", "--fp16", megatron_lm=folder)
     assert "EP refuses fp16 (up to 0.15" in refusal(old, tmp_path / "runs")
-    check(composed("train-ep2-moe-tiny-2cpu", "--fp16"), tmp_path / "runs")
+    check(composed("train-ep2-moe-tiny-2cpu", "--fp16"))
 
 
 def test_experts_are_multiplied_together_where_transformer_engine_is() -> None:
     target = parse_target("train-ep2-blueberry-79m-2gpu")
     flags = [
-        compose_target(target, flags_of_grammar(target), Options(), runtime).flags
+        compose_job(target, runtime).flags
         for runtime in (Runtime(transformer_engine=True), Runtime())
     ]
     assert ["--moe-grouped-gemm" in words for words in flags] == [True, False]

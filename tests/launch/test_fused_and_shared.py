@@ -5,6 +5,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.launch.preflight_gpu import (
     attention_problems,
@@ -15,8 +16,7 @@ from tools.launch.preflight_gpu import (
 )
 from tools.launch.run_folder import find_provenance
 from tools.launch.runtime import ON_HOST, Runtime
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.run import Backend
 from tools.spec.strategy import Batch
 
@@ -33,7 +33,7 @@ def composed(tmp_path: Path) -> Composer:
     def compose_named(name: str, runtime: Runtime = ON_HOST, **changes: object) -> Launch:
         options = Options(data="owt-ds/any", runs=tmp_path / "runs", **changes)  # type: ignore[arg-type]
         target = parse_target(name)
-        return compose_target(target, flags_of_grammar(target), options, runtime)
+        return compose_job(target.under(options), runtime)
 
     return compose_named
 

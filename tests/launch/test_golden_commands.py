@@ -9,10 +9,10 @@ import pytest
 
 from tests.launch.megatron_parser import MegatronParser
 from tools.launch.container.image import ImagePair, find_pair
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import Runtime, docker_runtime
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.strategy import NAMED
 
@@ -47,7 +47,7 @@ def arguments(target: str, runtime: str, version: str, checkout: Path) -> tuple[
         options = Options(megatron_lm=checkout if version == "f4fa7d6b" else None)
         chosen = Runtime()
     parsed = parse_target(target)
-    launch = compose_target(parsed, flags_of_grammar(parsed), options, chosen)
+    launch = compose_job(parsed.under(options), chosen)
     return launch.arguments(RUN)
 
 
@@ -77,7 +77,7 @@ def test_a_published_target_passes_the_published_flags_and_the_known_additions_a
 def test_a_host_with_transformer_engine_and_apex_passes_what_the_container_passes() -> None:
     parsed = parse_target("train-tp2-gpt2-large-2gpu")
     equipped = Runtime(transformer_engine=True, apex=True)
-    launch = compose_target(parsed, flags_of_grammar(parsed), Options(), equipped)
+    launch = compose_job(parsed, equipped)
     golden = read_args_file(GOLDEN / "added-docker-0.19.args")
     published = read_args_file(GOLDEN / "train-tp2-gpt2-large-2gpu.args")
     assert by_name(launch.arguments(RUN)) == by_name((*published, *golden))
@@ -85,9 +85,7 @@ def test_a_host_with_transformer_engine_and_apex_passes_what_the_container_passe
 
 def test_without_apex_its_fusion_is_off_also_with_transformer_engine() -> None:
     parsed = parse_target("train-tp2-gpt2-large-2gpu")
-    launch = compose_target(
-        parsed, flags_of_grammar(parsed), Options(), Runtime(transformer_engine=True)
-    )
+    launch = compose_job(parsed, Runtime(transformer_engine=True))
     assert "--no-gradient-accumulation-fusion" in launch.flags
     assert "--transformer-impl" not in launch.flags
 

@@ -1,5 +1,6 @@
 """Imported models in targets, and what the two commands refuse."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from tools.convert.hf.random_model import write_model
 from tools.convert.hf.work import Work
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options
+from tools.launch.job import parse_target
+from tools.launch.options import NO_OPTIONS, Options
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.flags import Flags
 from tools.spec.run import Backend, DeviceKind
 
@@ -30,13 +31,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def launch_of(
-    hub: Path, target: str, monkeypatch: pytest.MonkeyPatch, options: Options | None = None
-) -> Launch:
-    parsed_of = target.split("-")[2]
-    monkeypatch.setenv("MODEL", str(hub / f"mine-{parsed_of}" / f"mine-{parsed_of}.args"))
-    parsed = parse_target(f"train-{target}")
-    return compose_target(parsed, flags_of_grammar(parsed), options or Options(runs=hub / "runs"))
+def launch_of(hub: Path, target: str, options: Options = NO_OPTIONS) -> Launch:
+    name = "mine-" + target.split("-")[2]
+    own = replace(options, runs=hub / "runs", model=str(hub / name / f"{name}.args"))
+    return compose_job(parse_target(f"train-{target}", own))
 
 
 @pytest.mark.parametrize(
@@ -50,10 +48,10 @@ def launch_of(
     ],
 )
 def test_an_imported_model_begins_with_its_weights_and_no_padding_but_for_tensor_parallelism(
-    hub: Path, target: str, padded_to: str, monkeypatch: pytest.MonkeyPatch
+    hub: Path, target: str, padded_to: str
 ) -> None:
     options = Options(runs=hub / "runs", runtime=None if target.endswith("cpu") else "host")  # type: ignore[arg-type]
-    launch = launch_of(hub, target, monkeypatch, options)
+    launch = launch_of(hub, target, options)
     weights = hub / launch.model.name / "checkpoint"
     flags = Flags(launch.flags)
     assert launch.start_checkpoint == weights
@@ -63,46 +61,42 @@ def test_an_imported_model_begins_with_its_weights_and_no_padding_but_for_tensor
     assert launch.model.shape.vocabulary == (131 if "gpt2" in target else 128)
 
 
-def test_gpt2_keeps_the_fusion_that_alone_has_its_gelu(
-    hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = launch_of(hub, "baseline-mine-gpt2-1cpu", monkeypatch).flags
+def test_gpt2_keeps_the_fusion_that_alone_has_its_gelu(hub: Path) -> None:
+    flags = launch_of(hub, "baseline-mine-gpt2-1cpu").flags
     assert "--openai-gelu" in flags
     assert "--no-bias-gelu-fusion" not in flags
-    assert "--no-bias-gelu-fusion" in launch_of(hub, "baseline-mine-llama-1cpu", monkeypatch).flags
+    assert "--no-bias-gelu-fusion" in launch_of(hub, "baseline-mine-llama-1cpu").flags
 
 
 def test_fsdp_gets_the_weights_before_it_wraps_and_the_native_backend_by_its_own_flag(
-    hub: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Path,
 ) -> None:
     weights = str(hub / "mine-gpt2" / "checkpoint")
-    sharded = launch_of(hub, "zero3-mine-gpt2-2cpu", monkeypatch)
+    sharded = launch_of(hub, "zero3-mine-gpt2-2cpu")
     assert sharded.environment["KIT_START_WEIGHTS"] == weights
     assert "--load" not in sharded.flags
     options = Options(runs=hub / "runs", backend=Backend.NATIVE)
-    native = launch_of(hub, "baseline-mine-gpt2-1cpu", monkeypatch, options)
+    native = launch_of(hub, "baseline-mine-gpt2-1cpu", options)
     assert Flags(native.flags).text("--start-weights") == weights
     assert "--load" not in native.flags
 
 
-def test_weights_that_have_changed_are_refused_and_never_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_have_changed_are_refused_and_never_written_anew(tmp_path: Path) -> None:
     source = read_source(write_model(tmp_path / "source", GPT2))
     import_model(source, "mine-gpt2", Work(), tmp_path)
-    launch = launch_of(tmp_path, "baseline-mine-gpt2-1cpu", monkeypatch)
+    launch = launch_of(tmp_path, "baseline-mine-gpt2-1cpu")
     console, weights = Console(quiet=True), tmp_path / "mine-gpt2" / "checkpoint"
-    assert ensure_start_checkpoint(launch, Options(runs=tmp_path), console) == weights
+    assert ensure_start_checkpoint(launch, console) == weights
     file = weights / "iter_0000001" / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(LaunchError, match="have changed since they were imported"):
-        ensure_start_checkpoint(launch, Options(runs=tmp_path), console)
+        ensure_start_checkpoint(launch, console)
     assert file.read_bytes() == bytes(content)
     weights.rename(tmp_path / "elsewhere")
     with pytest.raises(LaunchError, match=r"are not there; .*make import-hf"):
-        ensure_start_checkpoint(launch, Options(runs=tmp_path), console)
+        ensure_start_checkpoint(launch, console)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +123,7 @@ def test_export_says_what_it_needs(given: dict[str, str], said: str) -> None:
         run("export-hf", given)
 
 
-def test_an_imported_model_is_of_the_device_that_its_target_names(
-    hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch = launch_of(hub, "baseline-mine-llama-1cpu", monkeypatch)
+def test_an_imported_model_is_of_the_device_that_its_target_names(hub: Path) -> None:
+    launch = launch_of(hub, "baseline-mine-llama-1cpu")
     assert launch.spec.device is DeviceKind.CPU
     assert launch.spec.dtype == "fp32"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.launch.job import parse_target
 from tools.launch.network import LinkRate, network_problems, parse_rate, run
-from tools.launch.options import Options, options_from_texts
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.options import options_from_texts
+from tools.launch.train import compose_job
 from tools.spec.run import DeviceKind
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
@@ -58,7 +58,7 @@ def test_each_obstacle_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_shaped_run_is_the_same_program_behind_the_link() -> None:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    plain = compose_target(target, flags_of_grammar(target), Options())
+    plain = compose_job(target)
     slow = replace(plain, spec=replace(plain.spec, link_bits_per_second=10**9))
     program = slow.command()[slow.command().index("--") + 1 :]
     assert slow.command()[1:5] == ("-m", "tools.launch.network", "1gbps", "2")

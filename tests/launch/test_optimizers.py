@@ -6,9 +6,9 @@ import pytest
 from tools.launch.backends import optimizer_problems
 from tools.launch.compose import Launch
 from tools.launch.flags import optimizer_flags
+from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.native.settings import parse_settings
 from tools.spec.flags import Flags
 from tools.spec.run import Backend, OptimizerName
@@ -21,7 +21,7 @@ def launch(
 ) -> Launch:
     target = parse_target(name)
     options = Options(backend=backend, optimizer=optimizer, dropout=0.0)
-    return compose_target(target, flags_of_grammar(target), options)
+    return compose_job(target.under(options))
 
 
 def test_adamw_changes_nothing() -> None:

@@ -10,12 +10,12 @@ import pytest
 from tests.report.factory import run_record
 from tools.launch.backends import backend_problems
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.launch.relaunch import _plant
 from tools.launch.runtime import ON_HOST
 from tools.launch.start import _writing_launch
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.records.run import decode_run, encode_run
 from tools.spec.run import Backend, Plant
 
@@ -28,7 +28,7 @@ def composed(tmp_path: Path) -> Composer:
     def compose_named(name: str, **changes: object) -> Launch:
         options = Options(data="owt-ds/any", runs=tmp_path / "runs", **changes)  # type: ignore[arg-type]
         target = parse_target(name)
-        return compose_target(target, flags_of_grammar(target), options, ON_HOST)
+        return compose_job(target.under(options), ON_HOST)
 
     return compose_named
 
@@ -106,8 +106,8 @@ def test_a_run_with_a_plant_is_no_other_runs_equal(tmp_path: Path, composed: Com
 
 
 def test_shared_starting_weights_are_written_without_it(tmp_path: Path, composed: Composer) -> None:
-    options = replace(options_with(planted(tmp_path)), data="owt-ds/any")
-    writer = _writing_launch(composed(TP2, plant=options.plant), options, tmp_path / "start")
+    options = options_with(planted(tmp_path))
+    writer = _writing_launch(composed(TP2, plant=options.plant), tmp_path / "start")
     assert (writer.spec.plant, "KIT_PLANT" in writer.environment) == (None, False)
 
 

@@ -10,11 +10,11 @@ import pytest
 from tools.launch.checks import host
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options, read_plant
 from tools.launch.preflight import check, empty_splits, quantised_problems
 from tools.launch.runtime import Runtime
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 
 Composer = Callable[..., Launch]
 
@@ -27,19 +27,19 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
     def compose_named(name: str, **changes: object) -> Launch:
         options = replace(Options(data=str(sample_prefix), runs=tmp_path / "runs"), **changes)  # type: ignore[arg-type]
         target = parse_target(name)
-        return compose_target(target, flags_of_grammar(target), options)
+        return compose_job(target.under(options))
 
     return compose_named
 
 
 def refusal(launch: Launch, runs: Path) -> str:
     with pytest.raises(LaunchError) as caught:
-        check(launch, runs)
+        check(launch)
     return str(caught.value)
 
 
 def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Path) -> None:
-    check(composed("train-tp2-gpt2-tiny-2cpu"), tmp_path / "runs")
+    check(composed("train-tp2-gpt2-tiny-2cpu"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -87,7 +87,7 @@ def test_an_mlp_is_recomputed_without_biases_or_where_a_plant_changes_megatron(
     composed: Composer, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     extra = (*RECOMPUTED_MLP, *changes.pop("extra", ()))  # type: ignore[misc]
-    check(composed("train-baseline-gpt2-tiny-1cpu", extra=extra, **changes), tmp_path / "runs")
+    check(composed("train-baseline-gpt2-tiny-1cpu", extra=extra, **changes))
 
 
 def copied(prefix: Path, folder: Path) -> Path:
@@ -174,14 +174,14 @@ def test_an_untried_megatron_is_refused_by_its_version_unless_the_user_insists(
         "train with it."
     )
     launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder, untried=True)
-    check(launch, tmp_path / "runs")
+    check(launch)
     assert launch.environment["KIT_UNTRIED"] == "1"
 
 
 def test_the_newest_minor_version_that_was_tried_is_known(
     composed: Composer, checkout: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    check(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=checkout("20")), tmp_path / "runs")
+    check(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=checkout("20")))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_newest_minor_version_that_was_tried_is_known(
 )
 def test_fp8_needs_transformer_engine(runtime: Runtime, told: str | None) -> None:
     target = parse_target("train-dp2-llama3-8b-fp8-2gpu")
-    launch = compose_target(target, flags_of_grammar(target), Options(), runtime)
+    launch = compose_job(target, runtime)
     said = list(quantised_problems(launch))
     assert (told is None) == (not said)
     assert all(str(told) in sentence for sentence in said)

@@ -12,6 +12,7 @@ from tools.launch.compose import Launch
 from tools.launch.container.docker import Container
 from tools.launch.container.image import find_pair
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options, Wandb
 from tools.launch.preflight import check
 from tools.launch.preflight_gpu import (
@@ -22,8 +23,7 @@ from tools.launch.preflight_gpu import (
     torch_problem,
 )
 from tools.launch.runtime import Runtime, docker_runtime
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.strategy import NAMED
 
 EQUIPPED = Runtime(transformer_engine=True, apex=True)
@@ -46,7 +46,7 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
         target = parse_target(name)
         # The sample's documents leave the published test split empty, which is not what is tested here.
         options = replace(options, extra=("--split", "90,9,1"))
-        return compose_target(target, flags_of_grammar(target), options, runtime)
+        return compose_job(target.under(options), runtime)
 
     return compose_named
 
@@ -56,7 +56,7 @@ def test_the_published_runs_pass_on_the_published_machine(
     composed: Composer, two_h200: FakeNvml, tmp_path: Path, strategy: str
 ) -> None:
     launch = composed(strategy)
-    check(launch, tmp_path / "runs")
+    check(launch)
     assert peak_bytes(launch, launch.spec.batch) / 2**20 == pytest.approx(
         PUBLISHED_MIB[strategy], rel=0.03
     )
@@ -130,7 +130,7 @@ def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(
     with pytest.raises(
         LaunchError, match=r"25.06-py3-f4fa7d6b is not built; run 'make image IMAGE=25"
     ):
-        check(launch, tmp_path / "runs")
+        check(launch)
     assert not (tmp_path / "runs").exists()
 
 
@@ -140,7 +140,7 @@ def test_the_published_data_set_is_asked_for_by_its_own_target(
     monkeypatch.setattr("tools.launch.preflight.data_path", lambda launch: tmp_path / "none")
     launch = replace(composed("dp2"), data="owt-ds/openwebtext-10k_text_document")
     with pytest.raises(LaunchError, match="run 'make prepare-ds-openwebtext-10k'"):
-        check(launch, tmp_path / "runs")
+        check(launch)
 
 
 def test_a_checkout_that_asks_nvcc_is_refused_where_there_is_none(
@@ -156,9 +156,9 @@ def test_a_checkout_that_asks_nvcc_is_refused_where_there_is_none(
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"asks nvcc for its version.*CUDA_HOME"):
-        check(replace(launch, entry=entry), tmp_path / "runs")
+        check(replace(launch, entry=entry))
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    check(replace(launch, entry=entry), tmp_path / "runs")
+    check(replace(launch, entry=entry))
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
@@ -170,15 +170,15 @@ def test_wandb_needs_its_package_and_tensorboards(
     package: str,
 ) -> None:
     launch = composed("baseline", wandb=Wandb())
-    check(launch, tmp_path / "runs")
+    check(launch)
     monkeypatch.setattr(
         "tools.launch.preflight.importlib.util.find_spec",
         lambda name: None if name == package else object(),
     )
     with pytest.raises(LaunchError, match=f"WANDB=1 needs the package {package}"):
-        check(launch, tmp_path / "runs")
+        check(launch)
     in_image = replace(launch, runtime=replace(EQUIPPED, container=Container("i", "1:1")))
-    check(in_image, tmp_path / "runs")  # the image has its own
+    check(in_image)  # the image has its own
 
 
 @pytest.fixture

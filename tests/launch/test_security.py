@@ -16,11 +16,11 @@ from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import FakeNvml
 from tools.launch.cluster.nodes import Nodes
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import nodes_problems
 from tools.launch.start import check_owner
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.files import ROOT
 from tools.spec.run import RuntimeName
 
@@ -35,7 +35,7 @@ SECRETS = {
 def docker_command(**changes: object) -> tuple[str, ...]:
     target = parse_target("train-dp2-gpt2-large-2gpu")
     options = replace(Options(runtime=RuntimeName.DOCKER), **changes)  # type: ignore[arg-type]
-    return compose_target(target, flags_of_grammar(target), options).command("runs/R")
+    return compose_job(target.under(options)).command("runs/R")
 
 
 def test_a_container_is_the_callers_confined_and_has_a_network_of_its_own(
@@ -58,7 +58,7 @@ def test_the_hosts_network_is_given_only_when_it_is_asked_for(
     target = parse_target("train-dp2-gpt2-large-2gpu")
     nodes = Nodes(2, 0, "10.0.0.1")
     spread = Options(runtime=RuntimeName.DOCKER, nodes=nodes)
-    launch = compose_target(target, flags_of_grammar(target), spread)
+    launch = compose_job(target.under(spread))
     (problem,) = nodes_problems(launch)
     assert "allow it this machine's with HOST_NETWORK=1, or set RUNTIME=host" in problem
 

@@ -15,16 +15,16 @@ from tools.launch import start
 from tools.launch.checkpoint.stored import verified_weights
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.flags import Flags
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    return compose_target(target, flags_of_grammar(target), Options(runs=tmp_path))
+    return compose_job(target.under(Options(runs=tmp_path)))
 
 
 def partials(launch: Launch) -> list[Path]:
@@ -33,7 +33,7 @@ def partials(launch: Launch) -> list[Path]:
 
 
 def ensure(launch: Launch, tmp_path: Path) -> Path | None:
-    return start.ensure_start_checkpoint(launch, Options(runs=tmp_path), Console(quiet=True))
+    return start.ensure_start_checkpoint(launch, Console(quiet=True))
 
 
 def test_of_two_runs_that_start_together_one_writes_it_and_the_other_takes_it(
@@ -73,14 +73,13 @@ def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence
 ) -> None:
     said = io.StringIO()
     console = Console(file=said, width=1000)
-    options = Options(runs=tmp_path)
-    path = start.ensure_start_checkpoint(launch, options, console)
+    path = start.ensure_start_checkpoint(launch, console)
     assert path is not None
     weights = verified_weights(path)
-    start.ensure_start_checkpoint(launch, options, console)
+    start.ensure_start_checkpoint(launch, console)
     assert len(written) == 1  # it is as it was
     damage(path / "iter_0000001")
-    assert start.ensure_start_checkpoint(launch, options, console) == path
+    assert start.ensure_start_checkpoint(launch, console) == path
     assert len(written) == 2
     assert (path.parent / f"damaged-{path.name}").is_dir()
     assert ".distcp is not what was saved" in said.getvalue()
@@ -166,6 +165,6 @@ def test_weights_of_a_router_that_refuses_a_balancing_loss_are_written_without_o
         return 0
 
     monkeypatch.setattr(start, "run_ranks", run_ranks)
-    launch = compose_target(target, flags_of_grammar(target), options)
-    start.ensure_start_checkpoint(launch, options, Console(quiet=True))
+    launch = compose_job(target.under(options))
+    start.ensure_start_checkpoint(launch, Console(quiet=True))
     assert Flags(flags).text("--moe-aux-loss-coeff") == "0"

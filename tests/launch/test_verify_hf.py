@@ -21,20 +21,16 @@ from tools.spec.flags import Flags
 from tools.spec.run import Backend
 
 
-def verification(
-    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...] = ()
-) -> Verification:
+def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> Verification:
     if not (tmp_path / "mine").exists():
         import_model(read_source(write_model(tmp_path / "m", GPT2)), "mine", Work(), tmp_path)
-    monkeypatch.setenv("MODEL", str(tmp_path / "mine" / "mine.args"))
-    options = Options(runs=tmp_path / "runs", extra=extra)
+    model = str(tmp_path / "mine" / "mine.args")
+    options = Options(runs=tmp_path / "runs", extra=extra, model=model)
     return compose_verification(f"verify-{strategy}", options, Difference("hf"))
 
 
-def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = verification(tmp_path, "tp2-mine-2cpu", monkeypatch)
+def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
+    split = verification(tmp_path, "tp2-mine-2cpu")
     assert split.reference.spec.backend is Backend.TRANSFORMERS
     assert split.mode == "Megatron against transformers, with the layout's 1 padding row(s)"
     flags = Flags(split.reference.flags)
@@ -42,7 +38,7 @@ def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(
     assert flags.text("--padded-vocabulary") == "132"
     assert not flags.has("--load")
     assert split.reference.entry.path == "tools/convert/hf/reference.py"
-    plain = verification(tmp_path, "pp2-mine-2cpu", monkeypatch)
+    plain = verification(tmp_path, "pp2-mine-2cpu")
     assert plain.mode == "Megatron against transformers"
 
 
@@ -77,7 +73,7 @@ def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> 
     options = Options(runs=tmp_path)
     composed = compose_verification("verify-tp2-gpt2-tiny-2cpu", options, Difference("hf"))
     with pytest.raises(LaunchError, match="gpt2-tiny was not; import a model"):
-        check(composed.reference, tmp_path, data_is_to_come=True)
+        check(composed.reference, data_is_to_come=True)
 
 
 def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -96,7 +92,7 @@ def test_without_transformers_it_says_how_to_install_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_both_families_are_what_transformers_computes_and_a_planted_bug_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")
     here = {"RUNS": str(tmp_path)}

@@ -160,21 +160,15 @@ def test_one_half_precision_takes_the_others_place() -> None:
     assert "--fp16" not in large.flags
 
 
-def test_a_file_in_model_is_a_model_of_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_a_model_of_its_name(tmp_path: Path) -> None:
     mine = tmp_path / "mine.args"
     mine.write_text(" ".join(DIMENSIONS))
-    monkeypatch.setenv("MODEL", str(mine))
-    assert load_model("mine").shape.layers == 2
-    assert model_names()[-1] == "mine"
-    assert load_model("gpt2-tiny").shape.layers == 4
-    monkeypatch.setenv("MODEL", "gpt2-tiny")
+    assert load_model("mine", str(mine)).shape.layers == 2
+    assert load_model("gpt2-tiny", str(mine)).shape.layers == 4
     with pytest.raises(UnknownModelError, match=r"A model of your own .*/models/mine\.args, and"):
         load_model("mine")
-    monkeypatch.setenv("MODEL", "gone/mine.args")
     with pytest.raises(UnknownModelError, match=r"There is no file gone/mine\.args; give"):
-        load_model("mine")
+        load_model("mine", "gone/mine.args")
 
 
 def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:

@@ -82,7 +82,7 @@ class _Trainer:
         difference = Difference(reference=finding.reference, flags=finding.own_flags)
         composed = compose_verification(name, options, difference)
         quiet = Console(quiet=True)
-        ensure_start_checkpoint(composed.reference, options, quiet, self.ranks.exit_code)
+        ensure_start_checkpoint(composed.reference, quiet, self.ranks.exit_code)
         return composed
 
     def _trained(self, launch: Launch, iteration: int) -> tuple[_Weights, float]:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.verify.benched import bench
+from tools.launch.job import parse_target
 from tools.launch.options import read_plant
-from tools.launch.target import parse_target
-from tools.launch.train import flags_of_grammar
 from tools.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
 
 REPRODUCED = [one for one in findings() if one.verdict is Judged.REPRODUCED]
@@ -32,7 +31,7 @@ def test_every_finding_is_judged_for_every_version_and_has_a_name_of_its_own() -
 @pytest.mark.parametrize("one", REPRODUCED, ids=lambda one: one.id)
 def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: Finding) -> None:
     for layout in one.layouts:
-        flags_of_grammar(parse_target(f"train-{layout}-{one.model}-{one.devices}cpu"))
+        assert parse_target(f"train-{layout}-{one.model}-{one.devices}cpu").flags is not None
     place = {one.stage, one.module, one.kind}
     assert place == {"", None} if one.fails else not {"", None} & place
     assert not one.behind or one.behind in {other.id for other in REPRODUCED}

@@ -10,9 +10,8 @@ import pytest
 
 from tests.verify.plants.check import FOLDER, Checker, Plant, plants
 from tests.verify.plants.trace import STAGES, first_difference
+from tools.launch.job import parse_target
 from tools.launch.options import read_plant
-from tools.launch.target import parse_target
-from tools.launch.train import flags_of_grammar
 from tools.spec.files import ROOT, read_yaml
 
 MODULES = {"check.py", "trace.py", "__init__.py"}
@@ -31,7 +30,8 @@ def test_every_stage_of_an_iteration_has_plants_and_each_names_a_layout_that_exi
     ids = [plant.id for plant in plants()]
     assert len(set(ids)) == len(ids) >= 36
     for plant in plants():
-        flags_of_grammar(parse_target(f"train-{plant.strategy}-{plant.model}-{plant.devices}cpu"))
+        target = f"train-{plant.strategy}-{plant.model}-{plant.devices}cpu"
+        assert parse_target(target).flags is not None
 
 
 def test_every_plant_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exist() -> None:
@@ -40,7 +40,7 @@ def test_every_plant_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exi
     assert {entry["file"] for entry in entries} == files
     for entry in entries:
         target = f"train-{entry['strategy']}-{entry['model']}-{entry.get('devices', 2)}cpu"
-        flags_of_grammar(parse_target(target))
+        assert parse_target(target).flags is not None
         assert entry["stage"] in STAGES
         read_plant(str(FOLDER / entry["file"]))
 

@@ -24,8 +24,8 @@ REFUSED, INTERRUPTED = 2, 130
 
 def from_make(name: str, words: Sequence[str] = ()) -> int:
     """Run a target with the variables of this environment; its exit code, 2 if it was refused."""
+    from tools.launch.job import parse_target
     from tools.launch.supervise.interruption import Interrupted, interruptible
-    from tools.launch.target import parse_target
 
     def run() -> int:
         command = find_command(name)

@@ -17,9 +17,9 @@ from tools.launch.calibrate import calibrate, cpu_core, gpu_here, valid_calibrat
 from tools.launch.compose import DEFAULT_DATA, model_for
 from tools.launch.errors import LaunchError
 from tools.launch.flags import bare_flags, runtime_flags
+from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
-from tools.launch.target import Target, parse_target
 from tools.launch.train import train
 from tools.plan.calibration import calibration_of
 from tools.plan.readings.express import execution_of_flags
@@ -32,7 +32,6 @@ from tools.plan.time.execution import Execution
 from tools.spec.files import OWN_READINGS
 from tools.spec.flags import Flags
 from tools.spec.hardware import Device, link_by_key
-from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, cp_comm_flags, on_cpu_ranks, recompute_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 from tools.text.units import ms
@@ -44,32 +43,30 @@ def train_auto(target: str, options: Options, console: Console) -> int:
     Raises:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
-    baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}")
-    plan = plan_here(baseline, options, console, OWN_READINGS)
+    baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}", options)
+    plan = plan_here(baseline, console, OWN_READINGS)
     explain(plan, console)
     chosen = plan.winner
     if chosen is None:
         raise LaunchError(f"There is no plan for '{target}'; see the sentences above.")
-    strategy = replace(baseline, strategy=chosen.strategy)
     flags = strategy_flags(chosen.spec.parallelism)
-    return train(strategy, flags, as_options(chosen, options), console)
+    job = replace(baseline, strategy=chosen.strategy, script_flags=flags)
+    return train(job.under(as_options(chosen, options)), console)
 
 
-def plan_here(target: Target, options: Options, console: Console, own: Path | None = None) -> Plan:
+def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
     """Search on this machine's devices, with its measured constants where there are any.
 
     Args:
-        target: With any strategy; its model and devices count.
-        options: Of the training.
+        job: With any strategy; its model, devices and options count.
         console: Says what is measured.
         own: The file of one's own readings, which correct every time; None takes none.
 
     Raises:
         LaunchError: The devices are not here, or are none the planner knows; `own` is no table.
     """
-    device = _device(target)
-    calibration = _calibration(target, device, options, console)
-    request = request_here(target, device, calibration, options)
+    device = _device(job)
+    request = request_here(job, device, _calibration(job, device, console))
     try:
         known = own_runs(own, request.cluster) if own else OwnRuns()
     except ReadingsError as error:
@@ -77,15 +74,13 @@ def plan_here(target: Target, options: Options, console: Console, own: Path | No
     return search(replace(request, own=known))
 
 
-def request_here(
-    target: Target, device: Device, calibration: Calibration, options: Options
-) -> Request:
-    """What the planner is asked: the target's model, this machine, the batch of the options."""
+def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
+    """What the planner is asked: the job's model, this machine, the batch of the options."""
+    options = job.options
     # As it will be trained: over the vocabulary of the data.
-    data = options.data or DEFAULT_DATA[target.device]
-    model = model_for(load_model(target.model), (), data)
-    on_cpu = target.device is DeviceKind.CPU
-    usual = batch_for(model.batch, Parallelism(data=target.devices)).global_batch_size
+    model = model_for(job.model, (), options.data or DEFAULT_DATA[job.device])
+    on_cpu = job.device is DeviceKind.CPU
+    usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
     template = spec_of_model(model, Parallelism(), Batch(1, samples))
     if options.dropout is not None:
@@ -94,17 +89,15 @@ def request_here(
         template = on_cpu_ranks(template)
     execution = Execution()
     if not on_cpu:
-        runtime = choose_runtime(options, target.device)
+        runtime = choose_runtime(options, job.device)
         template = replace(template, fused=options.fused, fused_norms=runtime.transformer_engine)
-        words = bare_flags(runtime_flags(target.device, Parallelism(), runtime), options, model)
+        words = bare_flags(runtime_flags(job.device, Parallelism(), runtime), options, model)
         execution = execution_of_flags(Flags((*words, *options.extra)))
         # As `make plan`: the launcher groups experts where they can be.
         execution = replace(execution, grouped_experts=True)
     link = link_by_key(device.link)
     cores = len(os.sched_getaffinity(0)) if on_cpu else None
-    cluster = Cluster(
-        device, target.devices, target.devices, link, link, calibration, execution, cores
-    )
+    cluster = Cluster(device, job.devices, job.devices, link, link, calibration, execution, cores)
     return Request(model, cluster, samples, template)
 
 
@@ -135,23 +128,24 @@ def as_options(chosen: Candidate, options: Options) -> Options:
     )
 
 
-def _device(target: Target) -> Device:
-    if target.device is DeviceKind.CPU:
-        return cpu_core(target.devices)
+def _device(job: Job) -> Device:
+    if job.device is DeviceKind.CPU:
+        return cpu_core(job.devices)
     instead = (
-        f"run 'make plan MODEL={target.model} GPUS={target.devices} GPU=h200' for a plan without "
-        f"them, or 'make train-auto-gpt2-tiny-{target.devices}cpu'"
+        f"run 'make plan MODEL={job.model.name} GPUS={job.devices} GPU=h200' for a plan without "
+        f"them, or 'make train-auto-gpt2-tiny-{job.devices}cpu'"
     )
-    named = f"'make train-dp{target.devices}-{target.model}-{target.devices}gpu'"
-    return gpu_here(target.devices, instead, f", or name a strategy: {named}")
+    named = f"'make train-dp{job.devices}-{job.model.name}-{job.devices}gpu'"
+    return gpu_here(job.devices, instead, f", or name a strategy: {named}")
 
 
-def _calibration(target: Target, device: Device, options: Options, console: Console) -> Calibration:
+def _calibration(job: Job, device: Device, console: Console) -> Calibration:
     """Measured on this machine: now where it was not, and with CALIBRATE=1; dry runs do not."""
+    options = job.options
     if options.dry_run:
         return calibration_of(options.runs, device)
     if options.calibrate:
-        console.print(f"Measuring {target.devices} {target.device} rank(s) …", highlight=False)
+        console.print(f"Measuring {job.devices} {job.device} rank(s) …", highlight=False)
         link = link_by_key(device.link)
-        return calibrate(options.runs, target.device, target.devices, device, link)
-    return valid_calibration(options.runs, target.device, target.devices, device, console)
+        return calibrate(options.runs, job.device, job.devices, device, link)
+    return valid_calibration(options.runs, job.device, job.devices, device, console)

@@ -61,8 +61,9 @@ _NATIVE = (
 _ZERO_STAGES = {Sharding.NONE: 0, Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 
 
-def for_backend(launch: Launch, options: Options) -> Launch:
-    """The same launch for the backend that the options name."""
+def for_backend(launch: Launch) -> Launch:
+    """The same launch for the backend that its job names."""
+    options = launch.job.options
     if options.backend is Backend.MEGATRON:
         return launch
     if options.backend is Backend.TRANSFORMERS:

@@ -20,8 +20,8 @@ from tools.launch import microbenchmark
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.flags import CPU_RANK
+from tools.launch.job import parse_devices
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
-from tools.launch.target import parse_devices
 from tools.plan.calibration import calibration_of, calibration_path
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import layer_seconds, product_seconds

@@ -25,10 +25,11 @@ from tools.launch.flags import (
     sharding_flags,
     start_flags,
 )
+from tools.launch.job import Job
 from tools.launch.megatron_entry import find_entry
 from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
-from tools.launch.options import HANG_TIMEOUT_SECONDS, Options, plant_paths
+from tools.launch.options import Options, plant_paths
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import MegatronEntry
@@ -85,6 +86,8 @@ class ResumePoint:
 class Launch:
     """One run, complete except for its run folder."""
 
+    job: Job
+    """What was asked for."""
     spec: RunSpec
     """What is trained, and how it is split."""
     model: Model
@@ -97,17 +100,18 @@ class Launch:
     """Megatron's arguments but for those that name the run folder."""
     environment: dict[str, str]
     runtime: Runtime = ON_HOST
-    ledger: bool = True
-    """Whether ranks count what they send, hold and wait for."""
     nodes: Nodes | None = None
     """The machines it runs on, where there are several."""
-    hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
     time_limit_seconds: float | None = None
     """After which the run is ended; what it has logged by then is there."""
-    saving: Saving | None = None
     resume_point: ResumePoint | None = None
     warm: WarmMegatron | None = None
     """The process that its ranks are forked from instead of started by torchrun."""
+
+    @property
+    def saving(self) -> Saving | None:
+        """How often it saves, if it does."""
+        return self.job.options.saving
 
     @property
     def devices(self) -> int:
@@ -165,34 +169,27 @@ class Launch:
         return ("-m", self.entry.path.removesuffix(".py").replace("/", "."))
 
 
-def compose(
-    strategy: str,
-    strategy_flags: Sequence[str],
-    model: Model,
-    devices: int,
-    device: DeviceKind,
-    options: Options,
-    runtime: Runtime = ON_HOST,
-) -> Launch:
-    """Decide everything about a run.
+def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
+    """Decide everything about a run of Megatron.
 
     Raises:
         LaunchError: No Megatron is there.
-        StrategyError: The flags' degrees do not multiply to `devices`.
+        StrategyError: The flags' degrees do not multiply to the devices.
     """
-    parallelism = parallelism_from_flags((*strategy_flags, *options.extra), devices)
+    options, device = job.options, job.device
+    parallelism = parallelism_from_flags((*job.flags, *options.extra), job.devices)
     data = options.data or DEFAULT_DATA[device]
-    model = model_for(model, options.extra, data)
+    model = model_for(job.model, options.extra, data)
     entry = entry_of(runtime, options)
     batch = _batch(model, parallelism, options)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     shared = shared or imported_weights(model) is not None
-    untied = Flags((*model.flags, *strategy_flags, *options.extra)).has(UNTIED)
+    untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
     start = start_checkpoint_path(model, entry, options, untied) if shared else None
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
     flags = merge_flags(
         model_flags(model, device),
-        strategy_flags,
+        job.flags,
         bare_flags(runtime_flags(device, parallelism, runtime), options, model),
         expert_flags(model, device, runtime),
         sharding_flags(parallelism, entry),
@@ -210,15 +207,16 @@ def compose(
     )
     spec = replace(
         spec_of_flags(
-            counted_vocabulary(flags, entry.megatron_version), devices, device, model.name
+            counted_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
         ),
         fused=options.fused,
         link_bits_per_second=options.network.bits_per_second if options.network else None,
         shares_gpu=options.share_gpu,
         plant=options.plant,
-        strategy=strategy,
+        strategy=job.strategy,
     )
     return Launch(
+        job=job,
         spec=spec,
         model=model,
         iterations=iterations,
@@ -232,10 +230,7 @@ def compose(
         | plant_environment(options.plant)
         | ({variables.UNTRIED: "1"} if options.untried else {}),
         runtime=with_mounts(runtime, data, options),
-        ledger=options.ledger,
         nodes=options.nodes,
-        hang_timeout_seconds=options.hang_timeout_seconds,
-        saving=options.saving,
     )
 
 

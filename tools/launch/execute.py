@@ -121,7 +121,7 @@ def _run_share(
         Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
         follower = LogFollower(log, logged_before)
-        watch = HangWatch(launch.hang_timeout_seconds)
+        watch = HangWatch(launch.job.options.hang_timeout_seconds)
         limit, began = launch.time_limit_seconds, time.monotonic()
         try:
             while True:
@@ -197,7 +197,7 @@ def _finish(
 
 def _train(launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup) -> int:
     place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
-    ledger = {variables.LEDGER: place} if launch.ledger else {}
+    ledger = {variables.LEDGER: place} if launch.job.options.ledger else {}
     log = folder / records.LOG_FILE
     with ExitStack() as around:
         keeper = None

@@ -21,7 +21,6 @@ from tools.launch.container.versions import installed_versions
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute, run_ranks
-from tools.launch.options import Options
 from tools.launch.preflight import check, data_path
 from tools.launch.progress import RunProgress
 from tools.launch.start import ensure_start_checkpoint
@@ -31,7 +30,7 @@ from tools.spec.run import DeviceKind
 
 
 def train_first(
-    launch: Launch, nodes: Nodes, options: Options, console: Console, title: str
+    launch: Launch, nodes: Nodes, console: Console, title: str
 ) -> tuple[Path, StatusRecord]:
     """Node 0: wait for the others, train, record the run; its folder and how it ended.
 
@@ -40,19 +39,18 @@ def train_first(
     """
     with Coordinator(nodes, node_record(launch, nodes.count)) as coordinator:
         try:
-            check(launch, options.runs)
-            ensure_start_checkpoint(launch, options, console)
+            check(launch)
+            ensure_start_checkpoint(launch, console)
         except LaunchError as error:
             coordinator.gather()
             coordinator.refuse(f"Node 0: {error}")
         console.print(f"{title}: waiting for {nodes.count - 1} more node(s)", highlight=False)
         launch = _among(launch, coordinator.gather())
+        options = launch.job.options
         return execute(launch, options.runs, console, title, coordinator, options.run_folder)
 
 
-def train_other(
-    launch: Launch, nodes: Nodes, options: Options, console: Console, title: str
-) -> tuple[Path, int]:
+def train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> tuple[Path, int]:
     """Any other node: join node 0's run, train this share; the run's folder and this node's exit code.
 
     Raises:
@@ -60,7 +58,7 @@ def train_other(
     """
     own = node_record(launch, nodes.count)
     try:
-        check(launch, options.runs)
+        check(launch)
     except LaunchError as error:
         own = replace(own, problem=str(error))
     with Worker(nodes, own) as worker:
@@ -68,7 +66,9 @@ def train_other(
         folder, nodes = worker.join()
         mine = node_folder(folder, nodes.rank)
         mine.mkdir(parents=True, exist_ok=True)
-        ledger = {variables.LEDGER: str(folder / LEDGER_FOLDER)} if launch.ledger else {}
+        ledger = (
+            {variables.LEDGER: str(folder / LEDGER_FOLDER)} if launch.job.options.ledger else {}
+        )
         launch = _among(launch, nodes)
         with RunProgress(console, title, launch.iterations) as progress:
             code = run_ranks(launch, mine / LOG_FILE, progress, ledger, worker, folder)

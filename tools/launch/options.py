@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import Backend, OptimizerName, Plant, RuntimeName
-from tools.spec.setting import SettingError, values
+from tools.spec.setting import SettingError, text_of, values
 from tools.spec.settings import Setting
 
 HANG_TIMEOUT_SECONDS = 900.0
@@ -57,6 +57,8 @@ class Wandb:
 class Options:
     """Make variables; None is "not given"."""
 
+    model: str | None = None
+    """The path of a model's file, or a name."""
     iterations: int | None = None
     extra: tuple[str, ...] = ()
     micro_batch_size: int | None = None
@@ -91,8 +93,6 @@ class Options:
     """A folder that exists before the run starts, as a Slurm job's does."""
     slurm: Slurm | None = None
     """Submit a job instead of training here."""
-    given: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """The variables as they were set, for a run that starts on another machine."""
     saving: Saving | None = None
     hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
     """A run whose log does not grow for this long is ended, and the stacks of its ranks are written."""
@@ -102,6 +102,9 @@ class Options:
     """Put all ranks on one GPU: memory and losses are valid, times are not comparable."""
     plant: Plant | None = None
     """A Python file that every rank executes before it trains."""
+
+
+NO_OPTIONS = Options()
 
 
 def options_of(given: Namespace) -> Options:
@@ -124,9 +127,6 @@ def options_of(given: Namespace) -> Options:
         network=_parsed(given, settings.NET, parse_rate),
         fused=_parsed(given, settings.FUSED, parse_fusions, _FUSIONS) or (),
         plant=_parsed(given, settings.PLANT, read_plant),
-        given=tuple(
-            (one.name, given.texts[one.name]) for one in _OF_A_RUN if one.name in given.texts
-        ),
     )
 
 
@@ -136,12 +136,38 @@ def options_from_texts(texts: Mapping[str, str]) -> Options:
     Raises:
         LaunchError, SettingError: A value is not of its kind; the message names variable and value.
     """
-    used = (*_OF_A_RUN, *NODES_SETTINGS, *SLURM_SETTINGS, *WANDB_SETTINGS)
-    known = {setting.name: text for setting in used if (text := texts.get(setting.name, ""))}
-    return options_of(Namespace(**values(used, texts), texts=known))
+    return options_of(Namespace(**values(OF_A_RUN, texts)))
+
+
+def variables_of(options: Options) -> dict[str, str]:
+    """The options as variables of make: those that are not their defaults, but for Slurm's."""
+    unset, saving, wandb, nodes = Options(), options.saving, options.wandb, options.nodes
+    found: dict[Setting, object] = {
+        setting: value
+        for field, setting in _PLAIN.items()
+        if (value := getattr(options, field)) != getattr(unset, field)
+    }
+    found |= {
+        settings.NET: options.network.text if options.network else None,
+        settings.FUSED: ",".join(options.fused),
+        settings.PLANT: options.plant.path if options.plant else None,
+    }
+    if saving:
+        found[settings.SAVE_EVERY] = saving.every
+        found[settings.KEEP] = saving.keep if saving.keep != KEEP else None
+        found[settings.ASYNC_SAVE] = saving.asynchronous or None
+    if wandb:
+        names = (True, wandb.project, wandb.entity, wandb.mode)
+        found |= dict(zip((settings.WANDB, *WANDB_SETTINGS), names, strict=True))
+    if nodes:
+        place = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
+        found |= dict(zip(NODES_SETTINGS, place, strict=True))
+    ordered = (setting for setting in OF_A_RUN if found.get(setting) not in (None, ""))
+    return {setting.name: text_of(found[setting]) for setting in ordered}
 
 
 _PLAIN: dict[str, Setting] = {
+    "model": settings.MODEL,
     "iterations": settings.ITERS,
     "extra": settings.EXTRA,
     "micro_batch_size": settings.MICRO_BATCH,
@@ -167,14 +193,6 @@ _PLAIN: dict[str, Setting] = {
     "share_gpu": settings.SHARE_GPU,
 }
 """Fields that are one variable's value."""
-
-_OF_A_RUN = (
-    settings.MODEL,
-    *_PLAIN.values(),
-    *(settings.WANDB, settings.NET, settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE),
-    *(settings.FUSED, settings.PLANT),
-)
-"""Variables that a run on another machine takes along as they were set."""
 
 
 def _parsed[T](
@@ -233,6 +251,15 @@ def _compiled(path: Path, text: str) -> bytes:
 
 
 WANDB_SETTINGS = (settings.WANDB_PROJECT, settings.WANDB_ENTITY, settings.WANDB_MODE)
+
+
+OF_A_RUN = (
+    *_PLAIN.values(),
+    *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
+    *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PLANT),
+    *(*NODES_SETTINGS, *SLURM_SETTINGS),
+)
+"""Every variable of a training target."""
 
 
 def wandb_of(given: Namespace) -> Wandb:

@@ -9,6 +9,7 @@ in that the reference is the plain PyTorch backend.
 from __future__ import annotations
 
 import math
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +19,10 @@ from typing import Any
 from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
+from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.relaunch import OF_THE_START
-from tools.launch.target import Target, parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.native.settings import PADDED
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
@@ -55,23 +56,42 @@ class Difference:
     is_bf16: bool = False
     """Whether both compute in bf16, not fp32."""
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Make's, which say the same."""
+        return {
+            "DTYPE": "bf16" if self.is_bf16 else "",
+            "REFERENCE": self.reference,
+            "RESUMED": self.resumed_from,
+            "EXTRA_B": shlex.join(self.flags),
+            "MEGATRON_LM_B": str(self.megatron_lm or ""),
+        }
+
 
 @dataclass(frozen=True)
 class Verification:
     """What is compared."""
 
-    target: Target
+    asked: Job
+    """With the variables that it was asked for under."""
     layout: Launch
     reference_name: str
     reference: Launch
     iteration: int
+    difference: Difference
     saving: Launch | None = None
     """The run whose checkpoint, of the iteration before, the layout resumes from."""
 
     @property
     def name(self) -> str:
         """As in the make target."""
-        return self.target.name.removeprefix("train-")
+        return self.layout.job.name
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Make's, under which its target verifies the same."""
+        asked = self.asked.variables
+        return {**asked, **self.difference.variables}
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -144,53 +164,56 @@ def compose_verification(name: str, options: Options, difference: Difference) ->
     Raises:
         LaunchError: The name is not in the grammar, or the layout does not fit its devices.
     """
-    target = parse_target("train-" + name.removeprefix(PREFIX))
-    if target.device is not DeviceKind.CPU:
+    job = parse_target("train-" + name.removeprefix(PREFIX), options)
+    if job.device is not DeviceKind.CPU:
         raise LaunchError(
             f"'{name}' names GPUs, on which the same run does not give the same bits; use …cpu."
         )
-    flags_of_grammar(target)
-    resumed = _saving_strategy(target, difference)
+    resumed = _saving_strategy(job, difference)
     iteration = _iteration(options, resumed)
     # A resumed run is compared with its own layout undisturbed, unless another is asked for.
-    named = difference.reference or (target.strategy if resumed else "baseline")
+    named = difference.reference or (job.strategy if resumed else "baseline")
     micro = options.micro_batch_size or MICRO_BATCH
     dropout = options.dropout
-    if dropout is None and named != target.strategy:
+    if dropout is None and named != job.strategy:
         dropout = 0.0  # Other layouts draw other masks; EXTRA= still has its own.
-    options = replace(
-        options,
-        dropout=dropout,
-        iterations=iteration,
-        micro_batch_size=micro,
-        global_batch_size=options.global_batch_size or micro * _micro_batches(named, target),
-        shared_start=True,
-        ledger=False,
-        saving=None,
-        extra=(("--bf16",) if difference.is_bf16 else ()) + options.extra,
+    alike = job.under(
+        replace(
+            options,
+            dropout=dropout,
+            iterations=iteration,
+            micro_batch_size=micro,
+            global_batch_size=options.global_batch_size or micro * _micro_batches(named, job),
+            shared_start=True,
+            ledger=False,
+            saving=None,
+            extra=(*(("--bf16",) if difference.is_bf16 else ()), *options.extra),
+        )
     )
-    own = replace(
-        options,
-        extra=(*options.extra, *difference.flags),
-        megatron_lm=difference.megatron_lm or options.megatron_lm,
+    own = alike.under(
+        replace(
+            alike.options,
+            extra=(*alike.options.extra, *difference.flags),
+            megatron_lm=difference.megatron_lm or options.megatron_lm,
+        )
     )
-    reference = _reference(named, target, options)
-    layout = _from_start_of(reference, _composed(target, own))
+    reference = _reference(named, alike)
+    layout = _from_start_of(reference, compose_job(own))
     reference = _padded_as(layout, reference)
     saving = None
     if resumed:
-        there = Target(resumed, target.model, _devices(resumed, target), target.device)
-        saving = _from_start_of(reference, _composed(there, own))
-    verification = Verification(target, layout, named, reference, iteration, saving)
+        there = own.laid(resumed, _devices(resumed, job))
+        saving = _from_start_of(reference, compose_job(there))
+    verification = Verification(job, layout, named, reference, iteration, difference, saving)
     _refuse_other_work(verification)
     return verification
 
 
-def _micro_batches(reference: str, target: Target) -> int:
+def _micro_batches(reference: str, job: Job) -> int:
     """How many micro batches suit the layout and its reference: the least of all ranks together."""
-    both = [parse_strategy(target.strategy, target.devices)]
+    both = [parse_strategy(job.strategy, job.devices)]
     if reference not in WRITTEN_AGAIN:
-        both.append(parse_strategy(reference, _devices(reference, target)))
+        both.append(parse_strategy(reference, _devices(reference, job)))
     # The interleaved schedule takes multiples of the pipeline's stages.
     interleaved = [2 * one.pipeline for one in both if one.virtual_stages > 1]
     least = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
@@ -198,10 +221,9 @@ def _micro_batches(reference: str, target: Target) -> int:
     return math.lcm(*(one.data for one in both)) * least
 
 
-def _reference(named: str, target: Target, options: Options) -> Launch:
+def _reference(named: str, job: Job) -> Launch:
     if named not in WRITTEN_AGAIN:
-        there = Target(named, target.model, _devices(named, target), target.device)
-        launch = _composed(there, options)
+        launch = compose_job(job.laid(named, _devices(named, job)))
         if launch.spec.parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3):
             raise LaunchError(
                 f"The reference {named} keeps its weights in flat buffers, where the response to a "
@@ -209,13 +231,13 @@ def _reference(named: str, target: Target, options: Options) -> Launch:
                 "and zero3."
             )
         return launch
-    if Flags(options.extra).has("--bf16"):
+    if Flags(job.options.extra).has("--bf16"):
         raise LaunchError(
             f"REFERENCE={named} keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
             "DTYPE= out."
         )
-    alone = Target("baseline", target.model, 1, target.device)
-    return _composed(alone, replace(options, backend=WRITTEN_AGAIN[named], plant=None))
+    again = replace(job.options, backend=WRITTEN_AGAIN[named], plant=None)
+    return compose_job(job.laid("baseline", 1).under(again))
 
 
 def _padded_as(layout: Launch, reference: Launch) -> Launch:
@@ -228,9 +250,9 @@ def _padded_as(layout: Launch, reference: Launch) -> Launch:
     return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
 
 
-def _saving_strategy(target: Target, difference: Difference) -> str:
+def _saving_strategy(job: Job, difference: Difference) -> str:
     """`RESUMED=1` is the layout's own."""
-    return target.strategy if difference.resumed_from == "1" else difference.resumed_from
+    return job.strategy if difference.resumed_from == "1" else difference.resumed_from
 
 
 def _iteration(options: Options, resumed: str) -> int:
@@ -243,13 +265,9 @@ def _iteration(options: Options, resumed: str) -> int:
     return iteration
 
 
-def _devices(strategy: str, target: Target) -> int:
-    """Ranks of a strategy beside the target's: one for baseline."""
-    return 1 if strategy == "baseline" else devices_of(strategy, target.devices)
-
-
-def _composed(target: Target, options: Options) -> Launch:
-    return compose_target(target, flags_of_grammar(target), options)
+def _devices(strategy: str, job: Job) -> int:
+    """Ranks of a strategy beside the job's: one for baseline."""
+    return 1 if strategy == "baseline" else devices_of(strategy, job.devices)
 
 
 def _from_start_of(reference: Launch, launch: Launch) -> Launch:

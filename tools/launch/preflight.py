@@ -45,14 +45,11 @@ _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"
 
 
-def check(
-    launch: Launch, runs: Path, data_is_to_come: bool = False, may_drop: bool = False
-) -> None:
+def check(launch: Launch, data_is_to_come: bool = False, may_drop: bool = False) -> None:
     """Refuse a run that cannot work here.
 
     Args:
         launch: The run.
-        runs: Where its folder will be.
         data_is_to_come: A data set that the kit makes by itself may be missing, as for a dry run.
         may_drop: Experts may drop tokens: the caller sees to it that ranks drop the same.
 
@@ -68,12 +65,12 @@ def check(
     problems += runtime_problems(launch)
     if not problems:
         problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
-        problems += _disk_problems(launch, runs)
+        problems += _disk_problems(launch)
     if problems:
         raise LaunchError("\n".join(problems))
 
 
-def check_composition(launch: Launch, runs: Path, data_is_to_come: bool = False) -> None:
+def check_composition(launch: Launch, data_is_to_come: bool = False) -> None:
     """Refuse a run that cannot work on any machine, or has no data; for one that starts elsewhere.
 
     Arguments are those of `check`.
@@ -81,7 +78,7 @@ def check_composition(launch: Launch, runs: Path, data_is_to_come: bool = False)
     Raises:
         LaunchError: One or more sentences, a line each.
     """
-    problems = [*_composition_problems(launch, data_is_to_come), *_disk_problems(launch, runs)]
+    problems = [*_composition_problems(launch, data_is_to_come), *_disk_problems(launch)]
     if problems:
         raise LaunchError("\n".join(problems))
 
@@ -294,7 +291,8 @@ def _wandb_problems(launch: Launch) -> Iterator[str]:
             yield f"WANDB=1 needs the package {package}, which is not installed; run 'make setup'."
 
 
-def _disk_problems(launch: Launch, runs: Path) -> Iterator[str]:
+def _disk_problems(launch: Launch) -> Iterator[str]:
+    runs = launch.job.options.runs
     existing = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
     needed = LOG_BYTES + _stored_bytes(launch)
     elsewhere = "name another folder with RUNS="

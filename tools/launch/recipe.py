@@ -24,10 +24,10 @@ from tools.convert.recipe.written import (
     written_recipe,
 )
 from tools.launch.errors import LaunchError, read_named_run
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.plan.constraints import violations
 from tools.records.io import write_whole
 from tools.spec.files import ROOT, from_root
@@ -162,11 +162,11 @@ def source_of_target(name: str, options: Options) -> RecipeRun:
     Raises:
         LaunchError: It is no target, or does not fit together.
     """
-    target = parse_target(name)
+    job = parse_target(name, options)
     # The container that Megatron-Bridge runs in has both, whatever is here.
     runtime = replace(ON_HOST, transformer_engine=True, apex=True)
-    launch = compose_target(target, flags_of_grammar(target), options, runtime)
-    return RecipeRun(target.name, launch.arguments(), launch.spec, launch.environment)
+    launch = compose_job(job, runtime)
+    return RecipeRun(job.target, launch.arguments(), launch.spec, launch.environment)
 
 
 def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:

@@ -6,18 +6,19 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from tools.launch.checkpoint.saving import Saving, saving_flags
+from tools.launch.checkpoint.saving import Saving
 from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
 from tools.launch.cluster.nodes import INTERFACES
-from tools.launch.compose import Launch, ResumePoint, entry_of, model_for, with_mounts
+from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.errors import LaunchError
+from tools.launch.job import Job
 from tools.launch.network import link_of
 from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from tools.spec.model import imported_weights, load_model
-from tools.spec.run import Backend, Plant, RuntimeName, spec_of_flags
+from tools.spec.run import Backend, Plant, RuntimeName
 from tools.spec.strategy import (
     Batch,
     Parallelism,
@@ -83,54 +84,47 @@ def relaunch(
         )
     parallelism = _parallelism(record, strategy)
     batch = _batch(record, parallelism, options)
-    saving = options.saving or Saving(record.save_every or iterations)
     asked = _as_it_was(record, options)
     runtime = choose_runtime(asked, record.spec.device)
     entry = _same_megatron(record, entry_of(runtime, asked))
     data = Flags(record.argv).text("--data-path")
-    version = entry.megatron_version
-    model = model_for(load_model(record.spec.model), counted_vocabulary(record.argv, version), data)
+    words = counted_vocabulary(record.argv, entry.megatron_version)
+    model = model_for(load_model(record.spec.model, options.model), words, data)
+    job = Job(
+        strategy or record.spec.name,
+        model,
+        parallelism.world_size,
+        record.spec.device,
+        replace(
+            asked,
+            iterations=iterations,
+            micro_batch_size=batch.micro_batch_size,
+            global_batch_size=batch.global_batch_size,
+            data=data,
+            # What its arguments say counts, whatever the kit's files say today.
+            extra=merge_flags(
+                counted_vocabulary(_recorded(record, parallelism), entry.megatron_version),
+                options.extra,
+            ),
+            saving=options.saving or Saving(record.save_every or iterations),
+            network=options.network or link_of(record.spec),
+            plant=_plant(record, options),
+            fused=record.spec.fused,
+            share_gpu=record.spec.shares_gpu,
+            shared_start=False,
+        ),
+        strategy_flags(parallelism),
+    )
     start = imported_weights(model)
     if start is None and record.start_checkpoint:
         start = options.runs / ".start" / record.start_checkpoint
-    flags = merge_flags(
-        _laid_out(record, parallelism),
-        ("--micro-batch-size", str(batch.micro_batch_size)),
-        ("--exit-interval", str(iterations)),
-        saving_flags(saving, parallelism, entry),
-        options.extra,
-    )
-    link = options.network or link_of(record.spec)
-    plant = _plant(record, options)
-    spec = replace(
-        spec_of_flags(
-            counted_vocabulary(flags, version),
-            parallelism.world_size,
-            record.spec.device,
-            record.spec.model,
-        ),
-        fused=record.spec.fused,
-        shares_gpu=record.spec.shares_gpu,
-        plant=plant,
-        link_bits_per_second=link.bits_per_second if link else None,
-        strategy=strategy or record.spec.name,
-    )
-    return Launch(
-        spec=spec,
-        model=model,
-        iterations=iterations,
-        entry=entry,
-        data=data,
+    kept = {name: text for name, text in record.environment.items() if name not in INTERFACES}
+    composed = compose(job, runtime)
+    return replace(
+        composed,
+        flags=drop_flags(composed.flags, OF_THE_START),
         start_checkpoint=start,
-        flags=flags,
-        environment={
-            name: value for name, value in record.environment.items() if name not in INTERFACES
-        },
-        runtime=with_mounts(runtime, data, replace(options, plant=plant)),
-        ledger=options.ledger,
-        nodes=options.nodes,
-        hang_timeout_seconds=options.hang_timeout_seconds,
-        saving=saving,
+        environment=kept,
         resume_point=resume_point,
     )
 
@@ -157,15 +151,13 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
     )
 
 
-def _laid_out(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
-    """The run's arguments without those that concerned one start, in this layout."""
+def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
+    """The run's arguments without those that concerned one start, and without another layout's."""
+    of_batch = ("--micro-batch-size", "--global-batch-size")
     if parallelism == record.spec.parallelism:
-        return drop_flags(record.argv, OF_ONE_START)
-    return merge_flags(
-        drop_flags(record.argv, (*OF_ONE_START, *_LAYOUT)),
-        strategy_flags(parallelism),
-        _same_vocabulary(record, parallelism),
-    )
+        return drop_flags(record.argv, (*OF_ONE_START, *of_batch))
+    kept = drop_flags(record.argv, (*OF_ONE_START, *of_batch, *_LAYOUT))
+    return merge_flags(kept, _same_vocabulary(record, parallelism))
 
 
 def _same_megatron(record: RunRecord, entry: MegatronEntry) -> MegatronEntry:

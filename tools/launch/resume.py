@@ -47,15 +47,16 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
         )
         launch = relaunch(record, loaded, strategy, options)
         if options.dry_run:
-            return dry_run(launch, options)
+            return dry_run(launch)
         if launch.nodes is None:  # Else each node reports to the others what stops it.
-            check(launch, options.runs)
+            check(launch)
         _tell(run, launch, choice, console)
         own_folder = launch.spec.parallelism == record.spec.parallelism
         if not own_folder:  # The run itself may be resumed at the same time.
             held.close()
-        there = replace(options, run_folder=run if own_folder else None)
-        return 0 if train_once(launch, there, console, launch.spec.name) else 1
+        there = replace(launch.job.options, run_folder=run if own_folder else None)
+        launch = replace(launch, job=launch.job.under(there))
+        return 0 if train_once(launch, console, launch.spec.name) else 1
 
 
 def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Console) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import os
 import random
-import shlex
 import subprocess
 import sys
 import time
@@ -28,14 +27,14 @@ from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options
+from tools.launch.job import Job, parse_target
+from tools.launch.options import Options, variables_of
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
 from tools.launch.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.ranks import alive
-from tools.launch.target import Target, parse_target
-from tools.launch.train import compose_target, dry_run, flags_of_grammar
+from tools.launch.train import compose_job, dry_run
 from tools.records import run as records
 from tools.records.io import write_whole
 from tools.records.run import utc_stamp
@@ -70,16 +69,19 @@ READINGS_FILE, TEXT_FILE = "readings.csv", "soak.md"
 class Soak:
     """What is trained, and for how long."""
 
-    target: Target
-    options: Options
     hours: float
     launch: Launch
 
     @property
+    def job(self) -> Job:
+        """What both runs train."""
+        return self.launch.job
+
+    @property
     def every(self) -> int:
         """Iterations between two checkpoints."""
-        assert self.options.saving is not None
-        return self.options.saving.every
+        assert self.job.options.saving is not None
+        return self.job.options.saving.every
 
     @property
     def undisturbed_seconds(self) -> float:
@@ -105,20 +107,20 @@ def soak(what: Soak, console: Console) -> int:
     Raises:
         LaunchError: It cannot run here, and nothing was written; or a run ended by itself.
     """
-    options = what.options
+    options = what.job.options
     if options.dry_run:
-        return dry_run(what.launch, options)
+        return dry_run(what.launch)
     make_missing_data([what.launch], console)
-    check(what.launch, options.runs)
-    ensure_start_checkpoint(what.launch, options, console)
+    check(what.launch)
+    ensure_start_checkpoint(what.launch, console)
     stamp = utc_stamp()
-    folder = options.runs / f"{stamp}-soak-{what.target.name.removeprefix('train-')}"
+    folder = options.runs / f"{stamp}-soak-{what.job.name}"
     folder.mkdir(parents=True)
     with _Soaking(what, folder, console) as watch:
         reached = watch.train_undisturbed()
         faults = watch.train_disturbed(reached)
     verdict = judge(folder, watch.readings, faults, what.every)
-    text = verdict.render(f"{what.target.name}, {what.hours:g} h")
+    text = verdict.render(f"{what.job.target}, {what.hours:g} h")
     write_whole(folder / TEXT_FILE, text + "\n")
     say(console, text)
     say(console, f"Soak: {from_root(folder / TEXT_FILE)}")
@@ -140,7 +142,6 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
             "resumed; use dp2, pp2, zero1, ep2 or another layout of Megatron's that shards no more than "
             "the optimizer."
         )
-    target = parse_target(f"train-{strategy}-{model}-{devices}cpu")
     iterations = round(hours * 3600 / _FASTEST_SECONDS)
     schedule = ("--train-iters", str(iterations), "--lr-decay-iters", str(iterations))
     options = replace(
@@ -149,8 +150,8 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         extra=(*schedule, *options.extra),
         saving=options.saving or Saving(SAVE_EVERY, KEEP),
     )
-    launch = compose_target(target, flags_of_grammar(target), options)
-    return Soak(target, options, hours, launch)
+    job = parse_target(f"train-{strategy}-{model}-{devices}cpu", options)
+    return Soak(hours, compose_job(job))
 
 
 def processes_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
@@ -205,7 +206,7 @@ class _Soaking:
         Raises:
             LaunchError: The run ended early, or did not reach its second checkpoint.
         """
-        with self._launched(UNDISTURBED, self.soak.options.iterations or 0) as launcher:
+        with self._launched(UNDISTURBED, self.soak.job.options.iterations or 0) as launcher:
             end = time.monotonic() + self.soak.undisturbed_seconds
             while launcher.poll() is None and time.monotonic() < end:
                 self._read(UNDISTURBED, launcher)
@@ -227,7 +228,7 @@ class _Soaking:
         Raises:
             LaunchError: A run ended that nobody killed, or was not over in time after a kill.
         """
-        choose, faults = random.Random(self.soak.options.seed), []
+        choose, faults = random.Random(self.soak.job.options.seed), []
         end = self._began + self.soak.hours * 3600
         # The last one leaves time to see that the run trains on.
         last_fault = end - self.soak.mean_gap_seconds
@@ -283,7 +284,7 @@ class _Soaking:
         self._logged_before = log.stat().st_size if log.is_file() else 0
         with (self.folder / f"{run}.txt").open("ab") as output:
             launcher = psutil.Popen(
-                (sys.executable, "-m", "tools.cli", self.soak.target.name),
+                (sys.executable, "-m", "tools.cli", self.soak.job.target),
                 env={**os.environ, **self._variables(run, iterations)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -296,15 +297,9 @@ class _Soaking:
             launcher.wait()
 
     def _variables(self, run: str, iterations: int) -> dict[str, str]:
-        options = self.soak.options
-        return {
-            "REPEATS": "",
-            "ITERS": str(iterations),
-            "EXTRA": shlex.join(options.extra),
-            "SAVE_EVERY": str(self.soak.every),
-            "RUNS": str(options.runs.absolute()),
-            "RUN_FOLDER": str((self.folder / run).absolute()),
-        }
+        folder = (self.folder / run).absolute()
+        options = replace(self.soak.job.options, iterations=iterations, run_folder=folder)
+        return {**variables_of(options), "REPEATS": ""}
 
     def _trains(self) -> bool:
         """Whether this attempt has logged an iteration, and there is something to resume from."""

@@ -28,7 +28,7 @@ from tools.launch.checkpoint.stored import check, find_checkpoints, rename_damag
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
-from tools.launch.options import Options
+from tools.launch.job import Job
 from tools.launch.progress import RunProgress
 from tools.records.io import made_whole
 from tools.records.run import LOG_FILE
@@ -49,13 +49,12 @@ Run = Callable[[Launch, Path], int]
 
 
 def ensure_start_checkpoint(
-    launch: Launch, options: Options, console: Console, run: Run | None = None
+    launch: Launch, console: Console, run: Run | None = None
 ) -> Path | None:
     """The checkpoint a launch starts from, written now if it is not there; None if it needs none.
 
     Args:
         launch: What starts from it.
-        options: The launch's.
         console: The terminal.
         run: What trains the rank that writes it; None starts one with a supervisor.
 
@@ -85,7 +84,7 @@ def ensure_start_checkpoint(
             style="yellow",
             highlight=False,
         )
-    return _write(path, launch, options, run or _supervised(console))
+    return _write(path, launch, run or _supervised(console))
 
 
 def _supervised(console: Console) -> Run:
@@ -96,11 +95,11 @@ def _supervised(console: Console) -> Run:
     return run
 
 
-def _write(path: Path, launch: Launch, options: Options, run: Run) -> Path:
+def _write(path: Path, launch: Launch, run: Run) -> Path:
     try:
         with made_whole(path) as partial:
             log = partial / LOG_FILE
-            exit_code = run(_writing_launch(launch, options, partial), log)
+            exit_code = run(_writing_launch(launch, partial), log)
             if exit_code != 0:
                 reason = diagnose(log, exit_code, interrupted=False).reason
                 kept = path.with_name(f"{path.name}.log")
@@ -161,7 +160,7 @@ def check_owner(folder: Path) -> None:
             )
 
 
-def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
+def _writing_launch(launch: Launch, folder: Path) -> Launch:
     """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
     router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
     save = flag_words(
@@ -179,8 +178,8 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
             "--moe-aux-loss-coeff": 0 if router in _WITHOUT_LOSS else None,
         }
     )
-    single = replace(
-        options,
+    alone = replace(
+        launch.job.options,
         shared_start=False,
         extra=save,
         micro_batch_size=1,
@@ -194,6 +193,7 @@ def _writing_launch(launch: Launch, options: Options, folder: Path) -> Launch:
         wandb=None,
         plant=None,
     )
-    composed = compose("baseline", (), launch.model, 1, launch.spec.device, single, launch.runtime)
+    job = Job("baseline", launch.model, 1, launch.spec.device, alone)
+    composed = compose(job, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
     return replace(composed, warm=launch.warm)

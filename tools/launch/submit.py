@@ -6,8 +6,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +22,6 @@ from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.preflight import check_composition, data_path
 from tools.launch.run_folder import create_run_folder
-from tools.launch.target import Target
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.spec.files import ROOT, from_root
@@ -37,40 +36,26 @@ ONLY_HERE = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
 WANDB_NAMES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT")
 
 
-def submit(
-    target: Target, flags: Sequence[str], launch: Launch, options: Options, console: Console
-) -> int:
-    """Submit a target's run, or its repeats as an array; 0, or the script alone with DRY_RUN=1.
+def submit(launch: Launch, console: Console) -> int:
+    """Submit a run, or its repeats as an array; 0, or the script alone with DRY_RUN=1.
 
     Raises:
         LaunchError: The run cannot work, or Slurm is not here or refuses it; nothing was written.
     """
-    slurm = options.slurm
-    assert slurm is not None
-    spread = over_nodes(launch, slurm)
-    each = [PendingRun(spread, argv_of(target, flags), dict(options.given))] * options.repeats
-    name = target.name.removeprefix("train-")
+    options = launch.job.options
+    assert options.slurm is not None
+    spread = over_nodes(launch, options.slurm)
+    each = [spread] * options.repeats
     if options.dry_run:  # The script first, then why it would be refused.
-        submit_array(name, each, options, console)
-    check_composition(spread, options.runs, data_is_to_come=options.dry_run)
+        submit_array(launch.job.name, each, options, console)
+    check_composition(spread, data_is_to_come=options.dry_run)
     if not options.dry_run:
-        submit_array(name, each, options, console)
+        submit_array(launch.job.name, each, options, console)
     return 0
 
 
-@dataclass(frozen=True)
-class PendingRun:
-    """A run to be submitted."""
-
-    launch: Launch
-    argv: tuple[str, ...]
-    """Arguments of `python -m tools.cli`."""
-    settings: Mapping[str, str]
-    """Make variables as they were given."""
-
-
 def submit_array(
-    name: str, each: Sequence[PendingRun], options: Options, console: Console
+    name: str, each: Sequence[Launch], options: Options, console: Console
 ) -> tuple[Path, ...]:
     """Submit runs of one size as one job, an array if there are several; their folders.
 
@@ -78,15 +63,15 @@ def submit_array(
         LaunchError: Slurm is not here or refuses it, and nothing was written; or it gives no answer, and
             the run folders stay for a job that it may have taken.
     """
-    job = _job(name, each[0].launch, options)
+    job = _job(name, each[0], options)
     if options.dry_run:
         cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
         print(script(replace(job, cells=cells)))
         return ()
     _require_sbatch()
-    folders = tuple(create_run_folder(one.launch, options.runs) for one in each)
+    folders = tuple(create_run_folder(one, options.runs) for one in each)
     cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
-    image = image_asked(each[0].launch.spec.device, options)
+    image = image_asked(each[0].spec.device, options)
     job_id = _hand_over(replace(job, cells=cells), folders, image)
     for folder in folders:
         shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
@@ -110,12 +95,6 @@ def image_asked(device: DeviceKind, options: Options) -> str | None:
         return None
     named = options.slurm.image if options.slurm else None
     return named or find_pair(options.image).name
-
-
-def argv_of(target: Target, flags: Sequence[str]) -> tuple[str, ...]:
-    """What a node's launcher is called with for a target."""
-    devices = f"{target.devices}{target.device}"
-    return ("run", target.strategy, target.model, devices, "--", *flags)
 
 
 def _job(name: str, launch: Launch, options: Options) -> BatchJob:
@@ -170,10 +149,11 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> PyxisContainer
     return PyxisContainer(slurm.image or str(squashed), mounts)
 
 
-def _cell(folder: str, one: PendingRun) -> ArrayTask:
-    settings = {name: value for name, value in one.settings.items() if name not in ONLY_HERE}
+def _cell(folder: str, launch: Launch) -> ArrayTask:
+    job = launch.job
+    given = {name: text for name, text in job.variables.items() if name not in ONLY_HERE}
     # The job is in its container already, or to have none.
-    return ArrayTask(folder, one.argv, {**settings, "RUNTIME": RuntimeName.HOST.value})
+    return ArrayTask(folder, job.words, {**given, "RUNTIME": RuntimeName.HOST.value})
 
 
 def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:

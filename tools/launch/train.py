@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
 from tools.launch.data import make_missing_data
 from tools.launch.execute import execute
+from tools.launch.job import Job, parse_devices, parse_target
 from tools.launch.multi_node import train_first, train_other
 from tools.launch.options import Options
 from tools.launch.preflight import check
@@ -26,14 +26,13 @@ from tools.launch.run_folder import only_attempt
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.submit import submit
-from tools.launch.target import Target, parse_devices, parse_target, script_of
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
 from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import Backend
-from tools.spec.strategy import parse_strategy, scaling_sentence, strategy_flags
+from tools.spec.strategy import parse_strategy, scaling_sentence
 
 
 def start_target(target: str, options: Options, console: Console) -> int:
@@ -42,12 +41,11 @@ def start_target(target: str, options: Options, console: Console) -> int:
     Raises:
         LaunchError: The target is not in the grammar.
     """
-    parsed = parse_target(target)
-    script = script_of(parsed)
-    if script is not None:
-        arguments = [script, parsed.model, f"{parsed.devices}{parsed.device}"]
-        os.execve(ROOT / script, arguments, {**os.environ, variables.PYTHON: sys.executable})
-    return train(parsed, flags_of_grammar(parsed), options, console)
+    job = parse_target(target, options)
+    if job.script is not None:
+        arguments = [job.script, job.model.name, job.place]
+        os.execve(ROOT / job.script, arguments, {**os.environ, variables.PYTHON: sys.executable})
+    return train(job, console)
 
 
 def run_strategy(given: Namespace, options: Options, console: Console) -> int:
@@ -56,9 +54,8 @@ def run_strategy(given: Namespace, options: Options, console: Console) -> int:
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    place = parse_devices(given.on)
-    target = Target(given.named, load_model(given.of).name, *place)
-    return train(target, given.flags, options, console)
+    model, place = load_model(given.of, options.model), parse_devices(given.on)
+    return train(Job(given.named, model, *place, options, tuple(given.flags)), console)
 
 
 def run_strategy_arguments(parser: ArgumentParser) -> None:
@@ -69,35 +66,25 @@ def run_strategy_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("flags", nargs="*", help="after --")
 
 
-def flags_of_grammar(target: Target) -> tuple[str, ...]:
-    """Megatron's flags for a target's strategy.
-
-    Raises:
-        LaunchError: Its degrees do not multiply to its devices.
-    """
-    return strategy_flags(parse_strategy(target.strategy, target.devices))
-
-
-def train(target: Target, flags: Sequence[str], options: Options, console: Console) -> int:
+def train(job: Job, console: Console) -> int:
     """Compose, check, train; return the exit code.
 
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    launch = compose_target(target, flags, options, ON_HOST if options.slurm else None)
+    options = job.options
+    launch = compose_job(job, ON_HOST if options.slurm else None)
     if not options.dry_run:
         make_missing_data([launch], console)
     if options.slurm is not None:
-        return submit(target, flags, launch, options, console)
+        return submit(launch, console)
     with only_attempt(options.run_folder, options.nodes):
         if options.run_folder is not None:  # A job's; Slurm may have requeued it.
             launch = resume_if_saved(launch, options.run_folder)
-        if options.dry_run:
-            return dry_run(launch, options)
-        return _train(target, launch, options, console)
+        return dry_run(launch) if options.dry_run else _train(launch, console)
 
 
-def dry_run(launch: Launch, options: Options) -> int:
+def dry_run(launch: Launch) -> int:
     """Print the command of a launch, and whether it trains another model than it names; 0.
 
     Nothing is written, and no data are made.
@@ -108,52 +95,49 @@ def dry_run(launch: Launch, options: Options) -> int:
     print(command_line(launch), flush=True)
     if sentence := _other_vocabulary(launch):
         print(f"# {sentence}", flush=True)
-    check(launch, options.runs, data_is_to_come=True)
+    check(launch, data_is_to_come=True)
     return 0
 
 
-def _train(target: Target, launch: Launch, options: Options, console: Console) -> int:
+def _train(launch: Launch, console: Console) -> int:
+    job, repeats = launch.job, launch.job.options.repeats
     if launch.nodes is None:  # Else each node reports its problems to the others.
-        check(launch, options.runs)
-        ensure_start_checkpoint(launch, options, console)
-    console.print(f"{target.name}: {describe(launch)}", highlight=False)
+        check(launch)
+        ensure_start_checkpoint(launch, console)
+    console.print(f"{job.target}: {describe(launch)}", highlight=False)
     for sentence in differences(launch):
         console.print(sentence, style="yellow", highlight=False)
-    for repeat in range(1, options.repeats + 1):
-        title = target.strategy if options.repeats == 1 else f"{target.strategy} {repeat}"
-        if not train_once(launch, options, console, title):
+    for repeat in range(1, repeats + 1):
+        title = job.strategy if repeats == 1 else f"{job.strategy} {repeat}"
+        if not train_once(launch, console, title):
             return 1
     return 0
 
 
-def train_once(launch: Launch, options: Options, console: Console, title: str) -> bool:
+def train_once(launch: Launch, console: Console, title: str) -> bool:
     """Train on this machine, or this node's ranks of a run on several; True if the run ended `ok`."""
     nodes = launch.nodes
     if nodes is not None and nodes.rank > 0:
-        folder, code = train_other(launch, nodes, options, console, title)
+        folder, code = train_other(launch, nodes, console, title)
         console.print(f"node {nodes.rank} ended with {code} → {_shown(folder)}", highlight=False)
         return code == 0
     if nodes is not None:
-        folder, status = train_first(launch, nodes, options, console, title)
+        folder, status = train_first(launch, nodes, console, title)
     else:
+        options = launch.job.options
         folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
     console.print(outcome(folder, status), highlight=False)
     return status.status is Status.OK
 
 
-def compose_target(
-    target: Target, flags: Sequence[str], options: Options, runtime: Runtime | None = None
-) -> Launch:
-    """Compose a target's launch, on the runtime that the options ask for unless one is given.
+def compose_job(job: Job, runtime: Runtime | None = None) -> Launch:
+    """Compose a job's launch, on the runtime that its options ask for unless one is given.
 
     Raises:
-        LaunchError: Its strategy, its flags and its devices do not fit each other.
+        LaunchError, StrategyError: Its strategy, its flags and its devices do not fit each other.
     """
-    parse_strategy(target.strategy, target.devices)
-    model = load_model(target.model)
-    runtime = runtime or choose_runtime(options, target.device)
-    launch = compose(target.strategy, flags, model, target.devices, target.device, options, runtime)
-    return for_backend(launch, options)
+    parse_strategy(job.strategy, job.devices)
+    return for_backend(compose(job, runtime or choose_runtime(job.options, job.device)))
 
 
 def command_line(launch: Launch) -> str:
@@ -176,13 +160,13 @@ def describe(launch: Launch) -> str:
 
 def differences(launch: Launch) -> tuple[str, ...]:
     """What the run trains otherwise than its model's file says, a sentence each."""
-    spec, own = launch.spec, load_model(launch.model.name)
+    spec, own = launch.spec, launch.job.model
     scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
     return tuple(filter(None, (_other_vocabulary(launch), scaling)))
 
 
 def _other_vocabulary(launch: Launch) -> str:
-    spec, own = launch.spec, load_model(launch.model.name)
+    spec, own = launch.spec, launch.job.model
     shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
     return vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor)

@@ -108,7 +108,7 @@ class Verifier:
         options = replace(options, runs=self.folder)
         verification = compose_verification(name, options, difference or Difference())
         quiet = Console(quiet=True)
-        ensure_start_checkpoint(verification.reference, options, quiet, self.ranks.exit_code)
+        ensure_start_checkpoint(verification.reference, quiet, self.ranks.exit_code)
         if not both:
             verification = replace(verification, reference=_without_plant(verification.reference))
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:

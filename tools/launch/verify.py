@@ -9,9 +9,7 @@ is in one folder of the runs folder: two run folders and `verify/<name>/`; the t
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
+from tools.launch.job import make_command
 from tools.launch.options import Options
 from tools.launch.pairs import PREFIX, Verification, compose_verification, difference_of
 from tools.launch.preflight import check
@@ -124,15 +123,14 @@ def verify(
     verification = compose_verification(target, options, difference_of(given))
     launches = verification.launches
     if options.dry_run:
-        return max(dry_run(launch, options) for launch in launches)
+        return max(map(dry_run, launches))
     stamp = utc_stamp()
     folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
-    return carried_out(verification, options, console, folder, also).verdict.exit_code
+    return carried_out(verification, console, folder, also).verdict.exit_code
 
 
 def carried_out(
     verification: Verification,
-    options: Options,
     console: Console,
     folder: Path,
     also: Path | None = None,
@@ -142,7 +140,6 @@ def carried_out(
 
     Args:
         verification: What is compared.
-        options: The make variables.
         console: The terminal.
         folder: It gets the run folders and the verdict.
         also: A run folder that gets the results as well.
@@ -154,8 +151,8 @@ def carried_out(
     launches = verification.launches
     make_missing_data(launches, console)
     for launch in launches:
-        check(launch, options.runs, may_drop=True)  # `pairs` refuses those that drop others.
-        ensure_start_checkpoint(launch, options, console)
+        check(launch, may_drop=True)  # `pairs` refuses those that drop others.
+        ensure_start_checkpoint(launch, console)
     results = folder / VERIFY_FOLDER / verification.name
     with _scratch(folder) as scratch:
         train: Train = _KeptRuns(folder, console)
@@ -165,9 +162,9 @@ def carried_out(
     verdict = replace(
         judgement.verdict,
         reference=verification.reference_name,
-        layout=verification.target.strategy,
+        layout=verification.layout.job.strategy,
         mode=verification.mode,
-        command=_command(verification),
+        command=make_command(PREFIX + verification.name, verification.variables),
     )
     judgement = replace(judgement, verdict=verdict)
     _write(results, judgement)  # Without the tensors there is room again.
@@ -293,33 +290,6 @@ def _scratch(folder: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _command(verification: Verification) -> str:
-    given = " ".join(
-        f"{name}={shlex.quote(value)}" for name in _NAMES if (value := os.environ.get(name))
-    )
-    return f"make {PREFIX}{verification.name} {given}".strip()
-
-
-_NAMES = (
-    "PLANT",
-    "EXTRA",
-    "EXTRA_B",
-    "DTYPE",
-    "REFERENCE",
-    "MEGATRON_LM",
-    "MEGATRON_LM_B",
-    "ITERS",
-    "RESUMED",
-    "SEED",
-    "MICRO_BATCH",
-    "GLOBAL_BATCH",
-    "DROPOUT",
-    "DATA",
-    "FUSED",
-)
-"""Variables that say what was verified."""
 
 
 def _print(judgement: Judgement, results: Path, console: Console) -> None:

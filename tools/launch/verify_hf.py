@@ -8,10 +8,9 @@ trained beside it for some steps. All of it is in one folder of the runs folder.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,19 +22,18 @@ from tools.launch.backends import NO_TRANSFORMERS
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
 from tools.launch.hub import folder_of
+from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.launch.pairs import HF, PREFIX, Difference, Verification, compose_verification
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
-from tools.launch.target import Target
-from tools.launch.train import compose_target
+from tools.launch.train import compose_job
 from tools.launch.verify import SharedReferences, carried_out
 from tools.records.run import LOG_FILE, Status, utc_stamp
 from tools.records.verdict import EXIT_CODES, Outcome
-from tools.spec import settings
 from tools.spec.files import from_root
 from tools.spec.model import model_of
-from tools.spec.run import Backend, DeviceKind
+from tools.spec.run import Backend
 from tools.spec.strategy import StrategyError, devices_of, parse_strategy
 from tools.text.table import Column, Table, rich_table
 
@@ -133,12 +131,12 @@ def _proofs_of(
     data = options.data or str(_random_tokens(folder / f"{name}_tokens", found.shape.vocabulary))
     sequence = ("--seq-length", str(min(_SEQUENCE, found.shape.seq_length)))
     options = replace(options, data=data, runs=folder, extra=(*sequence, *options.extra))
-    with _known_by_file(hub / name / f"{name}.args"):
-        for strategy, devices in strategies:
-            target = f"{PREFIX}{strategy}-{name}-{devices}cpu"
-            verification = compose_verification(target, options, difference)
-            yield _layout(verification, folder, shared, options, console)
-        yield _training(name, folder, options, console)
+    options = replace(options, model=str(hub / name / f"{name}.args"))
+    for strategy, devices in strategies:
+        target = f"{PREFIX}{strategy}-{name}-{devices}cpu"
+        verification = compose_verification(target, options, difference)
+        yield _layout(verification, folder, shared, console)
+    yield _training(verification.asked.laid("baseline", 1), folder, console)
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
@@ -161,22 +159,20 @@ def _layout(
     verification: Verification,
     folder: Path,
     shared: SharedReferences,
-    options: Options,
     console: Console,
 ) -> Proof:
     console.print(f"{verification.name}: {verification.mode}", highlight=False)
     own = folder / verification.name
-    verdict = carried_out(verification, options, console, own, shared=shared).verdict
+    verdict = carried_out(verification, console, own, shared=shared).verdict
     seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
     if verdict.seen:
         seen += f"; {verdict.compared:,} tensors compared"
-    return Proof(verification.target.model, verification.target.strategy, verdict.verdict, seen)
+    return Proof(verification.asked.model.name, verification.asked.strategy, verdict.verdict, seen)
 
 
-def _training(name: str, folder: Path, options: Options, console: Console) -> Proof:
+def _training(job: Job, folder: Path, console: Console) -> Proof:
     """Losses of Megatron on one rank, and of transformers with PyTorch's AdamW."""
-    alone = Target("baseline", name, 1, DeviceKind.CPU)
-    losses = []
+    name, options, losses = job.model.name, job.options, []
     for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
         own = replace(
             options,
@@ -188,8 +184,8 @@ def _training(name: str, folder: Path, options: Options, console: Console) -> Pr
             ledger=False,
             extra=(*LEARNING, *_NO_WARMUP, *options.extra),
         )
-        launch = compose_target(alone, (), own)
-        check(launch, folder)
+        launch = compose_job(job.under(own))
+        check(launch)
         run, status = execute(launch, folder, console, f"{STEPS} steps, {backend}")
         if status.status is not Status.OK:
             reason = f"{backend} ended '{status.status}': {status.reason}"
@@ -220,16 +216,6 @@ def _random_tokens(prefix: Path, vocabulary: int) -> Path:
     boundaries = np.arange(_DOCUMENTS + 1, dtype=np.int64)
     write_index(idx_path(prefix), dtype.name, lambda: [DocumentIndex(lengths, boundaries)])
     return prefix
-
-
-@contextmanager
-def _known_by_file(path: Path) -> Iterator[None]:
-    """Make a model outside of `hub/` known by its name, as `MODEL=` on make's command line does."""
-    os.environ[settings.MODEL.name] = str(path)
-    try:
-        yield
-    finally:
-        del os.environ[settings.MODEL.name]
 
 
 _COLUMNS = (

@@ -22,7 +22,7 @@ from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.flags import merge_flags
-from tools.spec.model import GPT2_VOCABULARY, Model, model_names
+from tools.spec.model import GPT2_VOCABULARY, Model
 from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
@@ -214,12 +214,10 @@ def print_ignored(flags: Sequence[str], console: Console) -> None:
 
 
 def plan_command(request: Request, spec: RunSpec) -> str:
-    """The command; for a model of a file elsewhere, with where its flags have to be first."""
-    model = request.model
-    command = make_command(model, spec, request.extra)
-    if model.name in model_names():
-        return command
-    return f"With its flags in examples/{model.family}/models/{model.name}.args: {command}"
+    """The command; for a model of a file elsewhere, with its path."""
+    source = request.model.source
+    own = f" MODEL={shlex.quote(source)}" if source else ""
+    return make_command(request.model, spec, request.extra) + own
 
 
 def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:

@@ -52,6 +52,12 @@ class Flags:
     def __init__(self, words: Sequence[str]) -> None:
         self._values = _by_name(words)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the other has the same flags with the same values, in any order."""
+        return isinstance(other, Flags) and self._values == other._values
+
+    __hash__ = None  # type: ignore[assignment]
+
     def has(self, name: str) -> bool:
         """Whether the flag occurs."""
         return name in self._values

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import difflib
-import os
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tools.spec import variables
 from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import Flags, merge_flags, pick_flags
 from tools.spec.huggingface import flags_of_config
@@ -285,6 +283,8 @@ class Model:
     dtype: str
     """`fp16`, `bf16` or `fp32`, on a GPU."""
     dropout: float
+    source: str = field(default="", compare=False)
+    """The path that it was read from (`MODEL=`), where that is no file of the kit's own."""
 
 
 _NO_FILE = "There is no file {}; give an .args file, a config.json or a model of 'make list'."
@@ -295,33 +295,32 @@ class UnknownModelError(ValueError):
 
 
 def model_names() -> tuple[str, ...]:
-    """Every model of every family, then the imported ones; then that of a file in `MODEL=`."""
+    """Every model of every family, then the imported ones."""
     known = tuple(path.stem for family in FAMILIES for path in _model_files(family))
-    names = (*known, *(path.stem for path in _imported_files()))
-    own = _file_in_environment()
-    return (*names, _name_of_file(own)) if own else names
+    return (*known, *(path.stem for path in _imported_files()))
 
 
-def load_model(name: str) -> Model:
-    """Read a model by name: the file in `MODEL=` if it has that name, else of `examples/` or `hub/`.
+def load_model(name: str, file: str | None = None) -> Model:
+    """Read a model by name: a file of one's own if it has that name, else one of `examples/` or `hub/`.
+
+    Args:
+        name: As targets have it.
+        file: `MODEL=` of a training target: the path of an `.args` file or a `config.json`.
 
     Raises:
         UnknownModelError: There is no such `.args` file.
         ValueError: The file lacks a flag that defines the shape.
     """
     wanted = ALIASES.get(name, name)
-    own = _file_in_environment()
-    if own and _name_of_file(own) == name:
-        return model_of(str(own))
+    if file and is_model_file(file) and own_name(file) == name:
+        return model_of(file)
     for family in FAMILIES:
         for path in _model_files(family):
             if path.stem == wanted:
                 return model_from_flags(wanted, family, read_args_file(path))
     imported = next((path for path in _imported_files() if path.stem == wanted), None)
     if imported is not None:
-        return model_of(str(imported))
-    if own is None and (given := _given()).suffix in MODEL_FILES:
-        raise UnknownModelError(_NO_FILE.format(given))
+        return replace(model_of(str(imported)), source="")
     near = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
     hint = " or ".join(near) if near else "one of " + ", ".join(model_names())
     raise UnknownModelError(
@@ -331,10 +330,21 @@ def load_model(name: str) -> Model:
     )
 
 
-def model_in_environment() -> str | None:
-    """Name of the model whose file `MODEL=` gives; None where it gives none."""
-    own = _file_in_environment()
-    return _name_of_file(own) if own else None
+def is_model_file(text: str) -> bool:
+    """Whether `MODEL=` is the path of a file, which need not be there."""
+    return Path(text).suffix in MODEL_FILES
+
+
+def own_name(text: str) -> str:
+    """The name of the model in a file.
+
+    Raises:
+        UnknownModelError: There is no such file.
+    """
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise UnknownModelError(_NO_FILE.format(text))
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 def model_of(text: str) -> Model:
@@ -344,29 +354,12 @@ def model_of(text: str) -> Model:
         UnknownModelError: There is no such model or file.
         ValueError: The file does not define a shape, or is of an architecture that is not known.
     """
-    path = Path(text).expanduser()
-    if path.suffix not in MODEL_FILES and "/" not in text:
+    if not is_model_file(text) and "/" not in text:
         return load_model(text)
-    if not path.is_file():
-        raise UnknownModelError(_NO_FILE.format(text))
+    path, name = Path(text).expanduser(), own_name(text)
     words = flags_of_config(path) if path.suffix == ".json" else read_args_file(path)
-    name = _name_of_file(path)
     family = "moe" if Flags(words).has("--num-experts") else "gpt3"
-    return model_from_flags(name, family, words)
-
-
-def _file_in_environment() -> Path | None:
-    """The file in `MODEL=`, which make exports; None where it names none."""
-    path = _given().expanduser()
-    return path if path.suffix in MODEL_FILES and path.is_file() else None
-
-
-def _given() -> Path:
-    return Path(os.environ.get(variables.MODEL, ""))
-
-
-def _name_of_file(path: Path) -> str:
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
+    return replace(model_from_flags(name, family, words), source=text)
 
 
 def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
@@ -498,8 +491,8 @@ def _ffn(flags: Flags, hidden: int) -> int:
 
 
 def _refuse_empty(name: str, shape: ModelShape) -> None:
-    for flag, field in _DIMENSIONS.items():
-        if (value := getattr(shape, field)) < 1:
+    for flag, name_of_field in _DIMENSIONS.items():
+        if (value := getattr(shape, name_of_field)) < 1:
             raise ValueError(f"Model '{name}' has {flag} {value}; use 1 or more.")
     if min(shape.experts, shape.experts_per_token, shape.expert_ffn_hidden) < 0:
         raise ValueError(f"Model '{name}' has a negative number of experts, or of their columns.")

@@ -44,6 +44,13 @@ def values(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]
     }
 
 
+def text_of(value: object) -> str:
+    """A value as make is given it; `read` gives the value back."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return shlex.join(value) if isinstance(value, tuple) else str(value)
+
+
 def _reader(kind: str) -> Callable[[str], Any]:
     if kind in _READERS:
         return _READERS[kind]

@@ -6,8 +6,6 @@ What a user sets is in `tools.spec.settings`. `KIT_IMAGE`, which the kit's image
 
 from __future__ import annotations
 
-MODEL = "MODEL"
-"""The one variable of make that is read below the table of settings, where models are found by name."""
 COMMAND = "KIT_COMMAND"
 """What the user typed for a tool, where that is not `python -m`."""
 PYTHON = "KIT_PYTHON"

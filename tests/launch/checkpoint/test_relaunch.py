@@ -7,11 +7,11 @@ from tests.launch.checkpoint.conftest import Write
 from tests.report.factory import changed
 from tools.launch.checkpoint.saving import Saving, saving_flags, saving_problems
 from tools.launch.compose import Launch, ResumePoint
+from tools.launch.job import parse_target
 from tools.launch.network import LinkRate
 from tools.launch.options import Options, options_from_texts
 from tools.launch.relaunch import relaunch, resume_if_saved
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.records.run import DatasetIdentity, Host, MegatronEntry, RunRecord
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind
@@ -30,7 +30,7 @@ FROM = ResumePoint("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoi
 def composed(strategy: str, **options: object) -> Launch:
     target = parse_target(f"train-{strategy}-gpt2-tiny-2cpu")
     asked = replace(Options(iterations=12, saving=Saving(4)), **options)  # type: ignore[arg-type]
-    return compose_target(target, flags_of_grammar(target), asked)
+    return compose_job(target.under(asked))
 
 
 def record_of(launch: Launch) -> RunRecord:
@@ -96,7 +96,7 @@ def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary
 ) -> None:
     launch = relaunch(record_of(composed("tp2")), FROM, strategy, Options())
     fresh = parse_target(f"train-{strategy}-gpt2-tiny-{1 if strategy == 'baseline' else 2}cpu")
-    flags, own = Flags(launch.flags), flags_of_grammar(fresh)
+    flags, own = Flags(launch.flags), fresh.flags
     assert {word for word in own if word.startswith("--")} <= set(launch.flags)
     assert flags.has("--tensor-model-parallel-size") == ("--tensor-model-parallel-size" in own)
     assert launch.spec.batch.global_batch_size == composed("tp2").spec.batch.global_batch_size

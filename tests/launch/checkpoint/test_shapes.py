@@ -8,9 +8,9 @@ import pytest
 from tools.launch import preflight
 from tools.launch.checkpoint.readable import other_model_problem, read_shapes
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.model import load_model
 
 TINY = load_model("gpt2-tiny")
@@ -74,7 +74,7 @@ def test_a_checkpoint_named_in_extra_is_refused_before_anything_is_written(
     extra = ("--num-layers", "2", "--load", str(checkpoint))
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs", extra=extra)
     target = parse_target("train-pp2-gpt2-tiny-2cpu")
-    launch = compose_target(target, flags_of_grammar(target), options)
+    launch = compose_job(target.under(options))
     with pytest.raises(LaunchError, match="is a checkpoint of another model"):
-        preflight.check(launch, options.runs)
+        preflight.check(launch)
     assert not options.runs.exists()

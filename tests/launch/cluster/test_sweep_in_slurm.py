@@ -19,10 +19,10 @@ from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.definition import Experiment
 from tools.launch.experiment.in_slurm import finished_in_slurm
 from tools.launch.experiment.sweep import sweep as run_sweep
+from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.launch.run_folder import create_run_folder
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord, read_run
 from tools.spec.flags import drop_flags
@@ -124,10 +124,10 @@ def test_elements_get_what_the_sweep_was_given(
     assert {"RUN_FOLDER", "RUNTIME"} < set(got)
     assert not {"REPEATS", "DRY_RUN", "IMAGE", "LAUNCHER"} & set(got)
     theirs, target = options_from_texts(got), parse_target("train-baseline-gpt2-tiny-1cpu")
-    launch = compose_target(target, flags_of_grammar(target), theirs)
+    launch = compose_job(target.under(theirs))
     assert launch.arguments(str(folders[0])) == read_run(folders[0]).argv
     assert launch.saving == asked.saving
-    assert launch.hang_timeout_seconds == 60
+    assert launch.job.options.hang_timeout_seconds == 60
     assert launch.environment["KIT_FUSED"] == "norm"
     assert len(folders) == len((line, again))
 

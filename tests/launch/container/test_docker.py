@@ -11,10 +11,10 @@ from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.container.docker import Container, bind, caller, check_container, container_name
 from tools.launch.errors import LaunchError
+from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.launch.runtime import choose_runtime, default_runtime
-from tools.launch.target import parse_target
-from tools.launch.train import command_line, compose_target, flags_of_grammar
+from tools.launch.train import command_line, compose_job
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind, RuntimeName
 
@@ -23,7 +23,7 @@ DOCKER = Options(runtime=RuntimeName.DOCKER)
 
 def composed(options: Options, name: str = "train-tp2-gpt2-large-2gpu") -> Launch:
     target = parse_target(name)
-    return compose_target(target, flags_of_grammar(target), options)
+    return compose_job(target.under(options))
 
 
 def values(argv: tuple[str, ...], flag: str) -> list[str]:

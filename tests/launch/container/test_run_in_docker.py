@@ -13,10 +13,10 @@ from tests.launch.fake_nvml import DRIVER, FakeNvml
 from tools.launch import sampler
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
+from tools.launch.job import parse_target
 from tools.launch.options import Options, Wandb
 from tools.launch.supervise.ranks import RankProcesses
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.records import run as records
 from tools.records.run import DeviceLink, Status
 from tools.spec.run import RuntimeName
@@ -39,7 +39,7 @@ def launch(docker: FakeDocker, sample_prefix: Path, tmp_path: Path) -> Launch:
         runtime=RuntimeName.DOCKER, data=str(sample_prefix), runs=tmp_path / "runs", iterations=2
     )
     target = parse_target("train-tp2-gpt2-large-2gpu")
-    return compose_target(target, flags_of_grammar(target), options)
+    return compose_job(target.under(options))
 
 
 def run(launch: Launch, tmp_path: Path) -> tuple[Path, records.StatusRecord]:

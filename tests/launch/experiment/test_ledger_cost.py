@@ -67,7 +67,7 @@ def test_without_the_ledger_there_is_nothing_to_measure() -> None:
 
 def test_the_run_switches_the_ledger_and_lies_apart_from_others() -> None:
     experiment = load_experiment("bench_ledger", Options())
-    assert [cell.target.name for cell in experiment.cells] == ["train-tp2-gpt2-tiny-2cpu"]
+    assert [cell.job.target for cell in experiment.cells] == ["train-tp2-gpt2-tiny-2cpu"]
     assert experiment.environment == {variables.LEDGER_ALTERNATE: "1"}
     assert experiment.settings(Options()).runs == Path("runs/bench-ledger")
     assert experiment.settings(Options(runs=Path("mine"))).runs == Path("mine")

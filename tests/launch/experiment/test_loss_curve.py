@@ -7,13 +7,13 @@ from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import compose_cell
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.tables.loss_curve import Distances, distance
+from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
-from tools.launch.target import parse_target
 
 
 def _launches(given: Options, target: str = "") -> list[Launch]:
     trained = parse_target(target) if target else None
-    experiment = load_experiment("loss_curve", given, target=trained)
+    experiment = load_experiment("loss_curve", given, trained=trained)
     options = experiment.settings(given)
     return [compose_cell(cell, options) for cell in experiment.cells]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from tools.launch.experiment import definition
-from tools.launch.experiment.cells import cell_options
+from tools.launch.experiment.cells import cell_job
 from tools.launch.experiment.definition import load_experiment
 from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.moe import RoutedParity, parity, render
@@ -132,7 +132,7 @@ def test_every_repeat_is_a_seed_of_its_own_and_two_are_the_fewest() -> None:
         given = Options(repeats=repeats)
         experiment = load_experiment("moe", given)
         options = experiment.settings(given)
-        found = [cell_options(cell, options).seed for cell in experiment.cells]
+        found = [cell_job(cell, options).options.seed for cell in experiment.cells]
         assert list(dict.fromkeys(found)) == seeds == sorted(set(found))
         assert options.repeats == 1
 
@@ -153,7 +153,7 @@ def test_blueberry_has_gated_experts_on_both_sides_and_the_published_ones_native
     options = Options()
     blueberry = load_experiment("blueberry", options)
     common = blueberry.settings(options)
-    extras = [cell_options(cell, common).extra for cell in blueberry.cells]
+    extras = [cell_job(cell, common).options.extra for cell in blueberry.cells]
     # What all cells have comes before what a cell has of its own.
     assert {extra[-1] for extra in extras} == {"1024", "--silu"}
     assert [("--swiglu" in extra, "--silu" in extra) for extra in extras] == (

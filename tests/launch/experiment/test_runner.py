@@ -35,8 +35,8 @@ class Trained:
         write_record(folder / records.STATUS_FILE, status)
         return folder, status
 
-    def start(self, _: Launch, options: Options, __: Console) -> None:
-        self.seeds.append(options.seed)
+    def start(self, launch: Launch, _: Console) -> None:
+        self.seeds.append(launch.job.options.seed)
 
 
 @pytest.fixture

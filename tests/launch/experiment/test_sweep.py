@@ -12,15 +12,15 @@ from tools.launch.checkpoint.saving import Saving
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.errors import LaunchError
 from tools.launch.experiment import runner as module
-from tools.launch.experiment.cells import compose_cell
+from tools.launch.experiment.cells import cell_job, compose_cell
 from tools.launch.experiment.definition import Experiment
-from tools.launch.experiment.sweep import sweep, variables
+from tools.launch.experiment.sweep import sweep
+from tools.launch.job import parse_target
 from tools.launch.options import Options, Wandb, options_from_texts
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import create_run_folder
 from tools.launch.supervise.interruption import Interrupted
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
@@ -184,10 +184,9 @@ def test_a_cells_target_and_variables_make_exactly_its_run(
     options = request_.settings(asked)
     cells = [cell for cell in request_.cells if cell.backend is Backend.MEGATRON]
     for cell in (cell for cell in cells if (cell.strategy == "dp2") == (cell.devices == 2)):
-        launch, target = compose_cell(cell, options), parse_target(cell.target.name)
-        theirs = options_from_texts(variables(cell, options))
-        assert compose_target(target, flags_of_grammar(target), theirs) == launch
-        assert (theirs.repeats, theirs.dry_run) == (1, False)
+        launch, target = compose_cell(cell, options), parse_target(cell.job.target)
+        theirs = options_from_texts(cell_job(cell, options).variables)
+        assert compose_job(target.under(theirs)) == launch
 
 
 def resume(folder: Path, changed: Options) -> None:

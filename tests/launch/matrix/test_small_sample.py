@@ -12,6 +12,7 @@ from rich.console import Console
 from tools.dataset.indexed import DocumentIndex, open_dataset, write_index
 from tools.launch import data
 from tools.launch.compose import SMALL_SAMPLE, compose
+from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.spec.flags import Flags
 from tools.spec.model import GPT2_VOCABULARY, load_model
@@ -43,6 +44,7 @@ def test_a_vocabulary_in_extra_is_what_the_tokenizer_of_a_version_makes_it(
 ) -> None:
     monkeypatch.setattr("tools.launch.megatron_entry.importlib.metadata.version", lambda _: version)
     options = Options(data=SMALL_SAMPLE, extra=("--vocab-size", "1024"), runs=tmp_path)
-    launch = compose("baseline", (), load_model("gpt2-tiny"), 1, DeviceKind.CPU, options)
+    job = Job("baseline", load_model("gpt2-tiny"), 1, DeviceKind.CPU, options, script_flags=())
+    launch = compose(job)
     assert Flags(launch.flags).text("--vocab-size") == given
     assert launch.model.shape.vocabulary == 1024

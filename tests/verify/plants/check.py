@@ -22,9 +22,9 @@ from typing import Any
 
 from tests.verify.plants.trace import STAGES, first_difference
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.launch.verifier import ForkedRanks
 from tools.spec import variables
 from tools.spec.files import read_yaml
@@ -162,7 +162,7 @@ class Checker:
             ledger=False,
         )
         target = parse_target(name)
-        return compose_target(target, flags_of_grammar(target), options)
+        return compose_job(target.under(options))
 
 
 def main() -> None:

@@ -69,8 +69,7 @@ def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
 def _group(
     experiment: Experiment, cell: ExperimentCell, options: Options, console: Console
 ) -> AutoGroup:
-    target = cell.target
-    plan = plan_here(target, options, console)
+    plan = plan_here(cell.job.under(options), console)
     solved = alpa(plan.request)
     candidates = list(chosen_candidates(plan))
     if solved is not None and solved.candidate is not None:

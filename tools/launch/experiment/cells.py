@@ -10,10 +10,11 @@ from tools.launch.compose import Launch
 from tools.launch.data import ensure_data
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.definition import Experiment, ExperimentCell, option_fields
+from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.launch.preflight import check, check_composition
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.spec.run import DeviceKind
 
 
@@ -69,8 +70,7 @@ def check_cells(planned: PlannedCells, experiment: Experiment, options: Options)
     problems: dict[str, str] = {}
     for cell, launch in planned.launches:
         try:
-            runs = cell_options(cell, options).runs
-            look(launch, runs, data_is_to_come=options.dry_run)
+            look(launch, data_is_to_come=options.dry_run)
         except LaunchError as error:
             skipped.append(_skip(cell, error))
             for line in str(error).splitlines():
@@ -92,17 +92,17 @@ def compose_cell(
     Raises:
         LaunchError: Strategy, backend and devices do not fit each other.
     """
-    own = cell_options(cell, options)
-    target = cell.target
-    flags = flags_of_grammar(target)
+    job = cell_job(cell, options)
     found = {} if runtimes is None else runtimes
     if cell.device not in found:
-        found[cell.device] = ON_HOST if own.slurm else choose_runtime(own, cell.device)
-    return compose_target(target, flags, own, found[cell.device])
+        found[cell.device] = (
+            ON_HOST if job.options.slurm else choose_runtime(job.options, cell.device)
+        )
+    return compose_job(job, found[cell.device])
 
 
-def cell_options(cell: ExperimentCell, options: Options) -> Options:
-    """The options under which this cell is trained.
+def cell_job(cell: ExperimentCell, options: Options) -> Job:
+    """What this cell trains.
 
     Raises:
         LaunchError: One of its own variables is not known.
@@ -116,7 +116,8 @@ def cell_options(cell: ExperimentCell, options: Options) -> Options:
     )
     own = option_fields(dict(cell.settings), cell.name)
     # A cell's flags come behind those of all cells, and the last one counts.
-    return replace(common, **{**own, "extra": (*common.extra, *own.get("extra", ()))})
+    extra = (*common.extra, *own.get("extra", ()))
+    return cell.job.under(replace(common, **{**own, "extra": extra}))
 
 
 def _skip(cell: ExperimentCell, error: Exception) -> Skipped:

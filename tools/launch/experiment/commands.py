@@ -20,10 +20,10 @@ from tools.launch.experiment.runner import CellResult, Runner
 from tools.launch.experiment.sweep import sweep
 from tools.launch.experiment.tables import backends, ledger_cost, moe, pipelines, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.pairs import PREFIX
 from tools.launch.preflight import LOG_BYTES
-from tools.launch.target import parse_target
 from tools.launch.train import command_line
 from tools.launch.verify import verify
 from tools.plan.options import plan_options
@@ -137,7 +137,7 @@ def run_on_target(
         LaunchError: It cannot work here, or a run did not end well.
     """
     trained = parse_target(given.target) if given and given.target else None
-    return run_experiment(load_experiment(name, options, target=trained), options, console)
+    return run_experiment(load_experiment(name, options, trained=trained), options, console)
 
 
 def run_experiment(experiment: Experiment, options: Options, console: Console) -> int:
@@ -329,7 +329,7 @@ def ledger_cost_of(ended: Ended) -> int:
     (result,) = ended.results
     runs = [load_folder(folder) for folder in result.runs]
     cost = ledger_cost.cost_of([ledger_cost.iteration_times(run) for run in runs])
-    say(ended.console, f"{result.cell.target.name}: {cost}")
+    say(ended.console, f"{result.launch.job.target}: {cost}")
     say(ended.console, cost.verdict)
     calls = ledger_cost.calls_of(runs[0])
     say(

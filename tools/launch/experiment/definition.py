@@ -18,8 +18,8 @@ import msgspec
 
 from tools.launch.devices import visible_gpus
 from tools.launch.errors import LaunchError
-from tools.launch.options import Options, options_from_texts
-from tools.launch.target import Target, parse_devices, parse_target
+from tools.launch.job import Job, parse_devices, parse_target
+from tools.launch.options import OF_A_RUN, Options, options_from_texts
 from tools.plan.tensors import parameters_total
 from tools.spec.files import ROOT, read_yaml
 from tools.spec.model import load_model
@@ -65,9 +65,9 @@ class ExperimentCell:
     """Of a run, while none was timed; an experiment with a time budget leaves out what does not fit."""
 
     @property
-    def target(self) -> Target:
-        """The make target that trains it."""
-        return Target(self.strategy, self.model, self.devices, self.device)
+    def job(self) -> Job:
+        """Without its variables, which the caller's complete (`cells.cell_job`)."""
+        return Job(self.strategy, load_model(self.model), self.devices, self.device)
 
     @property
     def name(self) -> str:
@@ -163,11 +163,11 @@ class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_experiment(
-    name: str, options: Options, model: str | None = None, target: Target | None = None
+    name: str, options: Options, model: str | None = None, trained: Job | None = None
 ) -> Experiment:
     """Read an experiment, for a model of the caller's or its own, on the devices that are here.
 
-    With a `target` every cell trains that: its strategy and model on its devices.
+    With `trained` every cell trains that: its strategy and model on its devices.
 
     Raises:
         LaunchError: There is none of this name, or its file holds what is not known.
@@ -175,15 +175,15 @@ def load_experiment(
     file, source = _read(name), f"{name}.yaml"
     if file.axes:
         return load_sweep(name, {})
-    model = load_model(target.model if target else model or file.model).name
-    device = target.device if target else _device(file)
+    model = trained.model.name if trained else load_model(model or file.model).name
+    device = trained.device if trained else _device(file)
     entries = [_Cell(entry) if isinstance(entry, str) else entry for entry in file.cells]
     lacking = {e.needs for e in entries if e.needs and importlib.util.find_spec(e.needs) is None}
     cells = [
         ExperimentCell(
             model,
-            target.strategy if target else entry.strategy,
-            target.devices if target else devices_of(entry.strategy, otherwise=file.devices),
+            trained.strategy if trained else entry.strategy,
+            trained.devices if trained else devices_of(entry.strategy, otherwise=file.devices),
             device,
             entry.backend,
             entry.optimizer,
@@ -337,7 +337,7 @@ def option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[s
         for key, value in variables.items()
     }
     read, unset = options_from_texts(texts), Options()
-    known = dict(read.given)
+    known = {setting.name for setting in OF_A_RUN}
     for key in texts:
         others = {other: text for other, text in texts.items() if other != key}
         if key not in known:

@@ -18,7 +18,7 @@ from tools.launch.run_folder import Provenance, find_provenance
 from tools.records import run as records
 from tools.records.run import Code, RunRecord
 from tools.spec.files import from_root
-from tools.spec.flags import drop_flags
+from tools.spec.flags import Flags, drop_flags
 
 
 def finished_run(launch: Launch, runs: Path) -> Path | None:
@@ -68,9 +68,9 @@ def trained_alike(attempts: Sequence[RunRecord]) -> bool:
 
 
 def _trained(record: RunRecord) -> tuple[object, ...]:
-    words = drop_flags(record.argv, (*OF_ONE_START, "--wandb-exp-name"))
+    flags = Flags(drop_flags(record.argv, (*OF_ONE_START, "--wandb-exp-name")))
     environment = {k: v for k, v in record.environment.items() if k not in INTERFACES}
-    return words, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
+    return flags, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
 
 
 def _is_same(folder: Path, launch: Launch, here: Provenance, code: Code) -> bool:

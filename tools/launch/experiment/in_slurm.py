@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +11,10 @@ from rich.console import Console
 from tools.launch.cluster.slurm import job_states
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.experiment.finished import attempts_of, folders_like, trained_alike
 from tools.launch.options import Options
 from tools.launch.status import RunStatus, follow, read_job
-from tools.launch.submit import PendingRun, argv_of, image_asked, over_nodes, submit_array
-from tools.launch.train import flags_of_grammar
+from tools.launch.submit import image_asked, over_nodes, submit_array
 from tools.records.run import Status, decode_run
 from tools.report.read.runs import find_run_folders
 from tools.spec.files import from_root
@@ -25,27 +23,21 @@ COUNT = ("queued", "running", Status.OK.value)
 """States of runs that need not be submitted again."""
 
 
-def submit_cells(
-    cells: Iterable[tuple[ExperimentCell, Launch, dict[str, str]]],
-    options: Options,
-    console: Console,
-) -> None:
-    """Submit what is neither made nor on its way; each cell under its make variables.
+def submit_missing(launches: Sequence[Launch], options: Options, console: Console) -> None:
+    """Submit what is neither made nor on its way, each under its make variables.
 
     Raises:
         LaunchError: Slurm is not here, does not answer, or refuses a job.
     """
     _require_an_answer(options.runs)
     seen = {one.run: one for one in follow(options.runs)}
-    groups: dict[tuple[int, str], list[PendingRun]] = {}
-    for cell, launch, variables in cells:
+    groups: dict[str, list[Launch]] = {}
+    for launch in launches:
         wanted = options.repeats - len(_in_state(COUNT, seen, launch, options))
-        argv = argv_of(cell.target, flags_of_grammar(cell.target))
-        waiting = PendingRun(_spread(launch, options), argv, variables)
-        groups.setdefault((launch.devices, launch.spec.device.value), []).extend([waiting] * wanted)
-    for (devices, device), each in groups.items():
+        groups.setdefault(launch.job.place, []).extend([_spread(launch, options)] * wanted)
+    for place, each in groups.items():
         if each:
-            submit_array(f"sweep-{devices}{device}", each, _of(each[0], options), console)
+            submit_array(f"sweep-{place}", each, _of(each[0], options), console)
 
 
 def finished_in_slurm(launch: Launch, options: Options) -> list[Path]:
@@ -106,7 +98,7 @@ def _spread(launch: Launch, options: Options) -> Launch:
     return over_nodes(launch, replace(options.slurm, nodes=nodes))
 
 
-def _of(one: PendingRun, options: Options) -> Options:
+def _of(launch: Launch, options: Options) -> Options:
     assert options.slurm is not None
-    assert one.launch.nodes is not None
-    return replace(options, slurm=replace(options.slurm, nodes=one.launch.nodes.count))
+    assert launch.nodes is not None
+    return replace(options, slurm=replace(options.slurm, nodes=launch.nodes.count))

@@ -12,7 +12,6 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.execute import execute
-from tools.launch.experiment.cells import cell_options
 from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.experiment.finished import finished_runs
 from tools.launch.options import Options
@@ -143,17 +142,17 @@ class Runner:
         found = (
             self.finished(cell, launch)
             if self.finished
-            else finished_runs(launch, cell_options(cell, self.options).runs)
+            else finished_runs(launch, launch.job.options.runs)
         )
         return found[: self._wanted(cell)]
 
     def _train(self, cell: ExperimentCell, launch: Launch, title: str) -> str:
-        own, began, folder = cell_options(cell, self.options), time.monotonic(), None
+        began, folder = time.monotonic(), None
         try:
             launch = replace(launch, warm=self._warm_for(launch))
-            ensure_start_checkpoint(launch, own, self.console)
+            ensure_start_checkpoint(launch, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
-            folder, status = execute(limited, own.runs, self.console, title)
+            folder, status = execute(limited, launch.job.options.runs, self.console, title)
         except LaunchError as error:
             said = problem = str(error)
         else:

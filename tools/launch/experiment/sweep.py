@@ -10,11 +10,12 @@ import msgspec
 from rich.console import Console
 
 from tools.launch.errors import LaunchError
-from tools.launch.experiment.cells import PlannedCells, cell_options, check_cells, plan_cells
-from tools.launch.experiment.definition import SWEEP, Experiment, ExperimentCell, load_sweep
-from tools.launch.experiment.in_slurm import finished_in_slurm, submit_cells
+from tools.launch.experiment.cells import PlannedCells, check_cells, plan_cells
+from tools.launch.experiment.definition import SWEEP, Experiment, load_sweep
+from tools.launch.experiment.in_slurm import finished_in_slurm, submit_missing
 from tools.launch.experiment.runner import Runner
 from tools.launch.experiment.tables.sweep import CELLS_FILE, swept, write_results
+from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.spec.files import ROOT
 from tools.text.terminal import say
@@ -44,7 +45,7 @@ def sweep(
     """
     options = experiment.settings(options)
     planned = check_cells(plan_cells(experiment, options, console), experiment, options)
-    cells = msgspec.json.format(msgspec.json.encode(as_data(planned, options)), indent=2)
+    cells = msgspec.json.format(msgspec.json.encode(as_data(planned)), indent=2)
     if options.dry_run:
         print(cells.decode())
         return 0
@@ -59,11 +60,7 @@ def sweep(
     runner.warm = experiment.warm
     if options.slurm is not None:
         runner.finished = lambda _, launch: finished_in_slurm(launch, options)
-        submit_cells(
-            [(cell, launch, variables(cell, options)) for cell, launch in planned.launches],
-            options,
-            console,
-        )
+        submit_missing([launch for _, launch in planned.launches], options, console)
     try:
         if options.slurm is None:
             runner.train()
@@ -73,29 +70,19 @@ def sweep(
     return int(not all(result.complete for result in results))
 
 
-def variables(cell: ExperimentCell, options: Options) -> dict[str, str]:
-    """Make variables under which `make <target>` trains exactly this cell: the caller's, and its own.
+def as_data(planned: PlannedCells) -> dict[str, Sequence[dict[str, object]]]:
+    """`cells.json`: target and variables of each cell; the skipped ones with their rule.
 
     A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
     """
-    own = cell_options(cell, options)
-    given = {name: value for name, value in options.given if name not in _OF_THE_SWEEP}
-    decided = {
-        "BACKEND": own.backend,
-        "ITERS": own.iterations,
-        "DROPOUT": own.dropout,
-        "MICRO_BATCH": own.micro_batch_size,
-        "GLOBAL_BATCH": own.global_batch_size,
-    }
-    return given | {name: str(value) for name, value in decided.items() if value is not None}
-
-
-def as_data(planned: PlannedCells, options: Options) -> dict[str, Sequence[dict[str, object]]]:
-    """`cells.json`: target and variables of each cell; the skipped ones with their rule."""
     return {
         "cells": [
-            {"name": cell.name, "target": cell.target.name, "variables": variables(cell, options)}
-            for cell, _ in planned.launches
+            {"name": cell.name, "target": launch.job.target, "variables": _variables(launch.job)}
+            for cell, launch in planned.launches
         ],
         "skipped": [{"name": one.cell.name, "rule": one.rule} for one in planned.skipped],
     }
+
+
+def _variables(job: Job) -> dict[str, str]:
+    return {name: text for name, text in job.variables.items() if name not in _OF_THE_SWEEP}

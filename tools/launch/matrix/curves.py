@@ -11,14 +11,15 @@ from rich.console import Console
 
 from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.errors import LaunchError
+from tools.launch.job import Job
 from tools.launch.matrix.definition import Family, Layout
 from tools.launch.options import Options
 from tools.launch.pairs import MICRO_BATCH
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.target import Target
-from tools.launch.train import compose_target, flags_of_grammar
+from tools.launch.train import compose_job
 from tools.launch.verifier import ForkedRanks
 from tools.report.read.scrape import scrape_log
+from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
 
 ITERATIONS = 200
@@ -88,7 +89,6 @@ def _train(
     ranks: ForkedRanks,
     folder: Path,
 ) -> list[float]:
-    target = Target(layout.strategy, family.model, layout.devices, DeviceKind.CPU)
     chosen = replace(
         options,
         runs=folder,
@@ -101,8 +101,9 @@ def _train(
         shared_start=True,
         ledger=False,
     )
-    launch = compose_target(target, flags_of_grammar(target), chosen)
-    ensure_start_checkpoint(launch, chosen, Console(quiet=True), ranks.exit_code)
+    model = load_model(family.model)
+    launch = compose_job(Job(layout.strategy, model, layout.devices, DeviceKind.CPU, chosen))
+    ensure_start_checkpoint(launch, Console(quiet=True), ranks.exit_code)
     log = folder / "curve.txt"
     if failure := ranks.run(launch, log, seconds=SECONDS):
         raise LaunchError(f"{layout.name} {' '.join(flags)}: the run {failure}")

@@ -2,17 +2,17 @@
 
 from tests.launch.megatron_parser import MegatronParser
 from tools.launch.experiment.bench_gpu.plan import SETTINGS
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
-from tools.launch.target import parse_target
-from tools.launch.train import compose_target
+from tools.launch.train import compose_job
 
 
 def test_megatron_knows_every_flag_of_every_setting(megatron_parser: MegatronParser) -> None:
     target = parse_target("train-baseline-gpt2-large-1gpu")
     flags = [
-        compose_target(
-            target, (), Options(data="owt-ds/any", fused=s.fused, extra=s.extra), ON_HOST
+        compose_job(
+            target.under(Options(data="owt-ds/any", fused=s.fused, extra=s.extra)), ON_HOST
         ).arguments()
         for s in SETTINGS
     ]

@@ -249,7 +249,7 @@ def test_iterations_that_were_timed_before_a_run_fell_over_count_with_a_note(
 def test_a_setting_that_cannot_work_here_is_recorded_with_the_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(launch: Launch, _: Path, **__: bool) -> None:
+    def check(launch: Launch, **_: bool) -> None:
         if "norm" in launch.environment.get("KIT_FUSED", ""):
             raise LaunchError("FUSED=norm needs another GPU.")
 

@@ -11,8 +11,8 @@ import msgspec
 from megatron_patches.fusions import NAMES
 from tools.launch.experiment.definition import FOLDER, ExperimentCell
 from tools.launch.experiment.runner import in_turn
+from tools.launch.job import parse_target
 from tools.launch.microbenchmark import Workload
-from tools.launch.target import parse_target
 from tools.records.gpu_bench import MARK_MS
 from tools.spec.files import read_yaml
 from tools.spec.flags import flag_words
@@ -125,7 +125,7 @@ def cells_of(settings: Sequence[BenchSetting], runs: Path) -> tuple[ExperimentCe
     target = parse_target(TARGET)
     return tuple(
         ExperimentCell(
-            target.model,
+            target.model.name,
             target.strategy,
             target.devices,
             target.device,

@@ -33,10 +33,10 @@ from tools.launch.experiment.bench_gpu.plan import (
 from tools.launch.experiment.cells import check_cells, plan_cells
 from tools.launch.experiment.definition import Experiment, ExperimentCell
 from tools.launch.experiment.runner import Runner
+from tools.launch.job import parse_target
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.options import Options
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
-from tools.launch.target import parse_target
 from tools.plan.time.flops import model_flops
 from tools.records.gpu_bench import (
     FOLDER,
@@ -51,7 +51,6 @@ from tools.records.run import utc_now
 from tools.report.explain.tables import bench_text
 from tools.spec import variables
 from tools.spec.files import ROOT
-from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, RuntimeName
 
 FIXED = (
@@ -184,7 +183,7 @@ def _check() -> None:
 
 def _begin(runs: Path) -> GpuBench:
     """Resume from what was measured under equal conditions; else begin anew."""
-    model = load_model(parse_target(TARGET).model)
+    model = parse_target(TARGET).model
     fresh = GpuBench(
         created_utc=utc_now(),
         device=visible_gpus()[0].name,

@@ -110,9 +110,7 @@ def _reference(result: Swept, results: Sequence[Swept]) -> Swept | None:
     """The same cell under the sweep's first backend; None for that backend itself."""
     first = results[0].backend
     same = (
-        other
-        for other in results
-        if other.backend is first and other.cell.target == result.cell.target
+        other for other in results if other.backend is first and other.cell.job == result.cell.job
     )
     return None if result.backend is first else next(same, None)
 

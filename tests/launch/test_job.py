@@ -4,16 +4,17 @@ import pytest
 
 from tests.given import given
 from tools.launch.errors import LaunchError
-from tools.launch.options import options_from_texts
-from tools.launch.target import Target, parse_target, script_of
+from tools.launch.job import Job, parse_target
+from tools.launch.options import Options, options_from_texts
 from tools.spec.files import ROOT
+from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
 
 
 def test_a_target_names_strategy_model_and_devices() -> None:
-    expected = Target("tp2", "gpt2-large", 2, DeviceKind.GPU)
+    expected = Job("tp2", load_model("gpt2-large"), 2, DeviceKind.GPU)
     assert parse_target("train-tp2-gpt2-large-2gpu") == expected
-    assert expected.name == "train-tp2-gpt2-large-2gpu"
+    assert expected.target == "train-tp2-gpt2-large-2gpu"
 
 
 def test_a_sharded_product_keeps_its_suffix() -> None:
@@ -22,7 +23,7 @@ def test_a_sharded_product_keeps_its_suffix() -> None:
 
 def test_the_published_alias_is_the_baseline_of_the_345m_model() -> None:
     target = parse_target("train-gpt3-345m-1gpu-x-model-parallelism")
-    assert target == Target("baseline", "gpt3-345m", 1, DeviceKind.GPU)
+    assert target == Job("baseline", load_model("gpt3-345m"), 1, DeviceKind.GPU)
 
 
 @pytest.mark.parametrize(
@@ -30,19 +31,19 @@ def test_the_published_alias_is_the_baseline_of_the_345m_model() -> None:
     [
         (
             "train-gpt3-857m-2gpu-x-model-parallelism",
-            Target("dp2", "gpt3-857m", 2, DeviceKind.GPU),
+            Job("dp2", load_model("gpt3-857m"), 2, DeviceKind.GPU),
         ),
-        ("train-tp2-sq-gpt2-large-2gpu", Target("sp2", "gpt2-large", 2, DeviceKind.GPU)),
+        ("train-tp2-sq-gpt2-large-2gpu", Job("sp2", load_model("gpt2-large"), 2, DeviceKind.GPU)),
     ],
 )
-def test_target_names_of_the_authors_makefile_are_aliases(name: str, target: Target) -> None:
+def test_target_names_of_the_authors_makefile_are_aliases(name: str, target: Job) -> None:
     assert parse_target(name) == target
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "dp2-zero1"])
 def test_the_label_of_the_write_up_means_the_model_of_its_true_size(strategy: str) -> None:
     target = parse_target(f"train-{strategy}-gpt3-512m-2gpu")
-    assert target == Target(strategy, "gpt3-355m", 2, DeviceKind.GPU)
+    assert target == Job(strategy, load_model("gpt3-355m"), 2, DeviceKind.GPU)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +62,18 @@ def test_a_wrong_name_gets_the_near_ones(name: str, message: str) -> None:
 
 
 def test_only_the_published_strategies_have_scripts() -> None:
-    scripts = [
-        script_of(parse_target(f"train-{s}-gpt2-tiny-2cpu")) for s in ("sp2", "tp2", "zero1")
-    ]
+    scripts = [parse_target(f"train-{s}-gpt2-tiny-2cpu").script for s in ("sp2", "tp2", "zero1")]
     assert scripts == ["examples/gpt3/train_sp2.sh", "examples/gpt3/train_tp2.sh", None]
 
 
 def test_a_file_in_model_is_trained_under_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     own = tmp_path / "mytiny.args"
     own.write_text((ROOT / "examples/gpt3/models/gpt2-tiny.args").read_text())
-    monkeypatch.setenv("MODEL", str(own))
-    assert parse_target("train-tp2-mytiny-2cpu").model == "mytiny"
+    options = Options(model=str(own))
+    assert parse_target("train-tp2-mytiny-2cpu", options).model.name == "mytiny"
     with pytest.raises(LaunchError, match="is of gpt2-tiny, and MODEL= is a file of mytiny"):
-        parse_target("train-tp2-gpt2-tiny-2cpu")
+        parse_target("train-tp2-gpt2-tiny-2cpu", options)
     given("train-tp2-mytiny-2cpu", {"MAKEFLAGS": "-- MODEL=x"})
-    assert ("MODEL", str(own)) in options_from_texts({"MODEL": str(own)}).given
+    assert options_from_texts({"MODEL": str(own)}) == options
