@@ -1,4 +1,5 @@
-"""From and to what others train and load: weights (`hf`) and recipes (`recipe`).
+"""From and to what others train and load: weights (`hf`) and recipes (`recipe`); `torch_dist` reads
+Megatron's checkpoints.
 
 Takes and gives files; starts no run. Only `tools.launch` imports it.
 """

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoint.readable import (
+from tools.convert.torch_dist import (
     TRACKER_FILE,
     DamagedCheckpointError,
     finished_iteration,

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from tools.launch.background import BackgroundThread
-from tools.launch.checkpoint.readable import (
+from tools.convert.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
     announced,
     finished_iteration,
 )
+from tools.launch.background import BackgroundThread
 from tools.launch.checkpoint.stored import (
     Checkpoint,
     find_checkpoints,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.launch.checkpoint.readable import (
+from tools.convert.torch_dist import (
     DamagedCheckpointError,
     KeepGoing,
     ReadingStoppedError,
@@ -53,7 +53,7 @@ class CheckpointManifest:
     iteration: int
     files: Mapping[str, StoredFile]
     weights: str | None = None
-    """`readable.weights_hash`; None in manifests of before it was kept."""
+    """`torch_dist.weights_hash`; None in manifests of before it was kept."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""What a checkpoint's own files say, without torch: whether it is readable, and of which model it is.
+"""Megatron's distributed checkpoints (torch_dist) as their own files describe them, without torch.
 
-Megatron's distributed format is torch's: `.metadata` says which bytes of which file hold each piece of
-each tensor, and every piece is a zip archive that `torch.save` wrote, with a checksum for what it holds.
-Reading all of them back proves that a checkpoint is whole. `.metadata` is a pickle: it is read with
-stand-ins for torch's classes, so nothing that it names is imported or run.
+`.metadata` says which bytes of which file hold each piece of each tensor, and every piece is a zip
+archive that `torch.save` wrote, with a checksum for what it holds. Reading all of them back proves that
+a checkpoint is whole. `.metadata` is a pickle: it is read with stand-ins for torch's classes, so nothing
+that it names is imported or run. This is its one reader: launch verifies with it, `hf` exports with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +34,8 @@ Shape = tuple[int, ...]
 KeepGoing = Callable[[], bool]
 """Asked between the pieces of a long reading."""
 
+_EMBEDDING = "embedding.word_embeddings.weight"
+
 
 class DamagedCheckpointError(ValueError):
     """A checkpoint that cannot be loaded, and why."""
@@ -42,9 +45,6 @@ class ReadingStoppedError(Exception):
     """Nobody waits for the answer any more."""
 
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-
-
 @dataclass(frozen=True)
 class StoredPart:
     """Bytes of a file that hold one piece of one tensor."""
@@ -52,6 +52,71 @@ class StoredPart:
     file: str
     offset_bytes: int
     length_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor, all layers stacked, and the pieces that ranks saved of it."""
+
+    shape: Shape
+    dtype: str
+    """torch's name of it, `bfloat16`; empty where the file does not say it in torch's way."""
+    sizes: Mapping[Shape, Shape]
+    """Of each piece, by the place of its first element in the whole."""
+    parts: Mapping[Shape, StoredPart]
+    """By the same place."""
+
+
+@dataclass(frozen=True)
+class StoredMetadata:
+    """What `.metadata` says is where."""
+
+    tensors: Mapping[str, StoredTensor]
+    """By Megatron's names."""
+    parts: tuple[StoredPart, ...]
+    """Of all that is stored, also what is no tensor."""
+
+
+def read_metadata(folder: Path) -> StoredMetadata:
+    """What a checkpoint (`iter_…`) holds.
+
+    Raises:
+        DamagedCheckpointError: `.metadata` is missing, or no metadata.
+    """
+    try:
+        with (folder / METADATA).open("rb") as file:
+            return _described(_MetadataReader(file).load())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
+    except Exception as error:  # A damaged pickle raises anything.
+        raise DamagedCheckpointError(f"{METADATA} cannot be read ({error})") from error
+
+
+def _described(found: Any) -> StoredMetadata:
+    everything, by_name = [], dict[str, dict[Shape, StoredPart]]()
+    for index, at in found.storage_data.items():
+        part = StoredPart(str(at.relative_path), int(at.offset), int(at.length))
+        everything.append(part)
+        place = getattr(index, "offset", None)
+        if isinstance(place, tuple):
+            by_name.setdefault(str(index.fqn), {})[place] = part
+    tensors = {
+        str(name): StoredTensor(
+            entry.size,
+            _dtype(entry.properties),
+            {chunk.offsets: chunk.sizes for chunk in entry.chunks},
+            by_name.get(str(name), {}),
+        )
+        for name, entry in found.state_dict_metadata.items()
+        if hasattr(entry, "chunks")
+    }
+    return StoredMetadata(tensors, tuple(everything))
+
+
+def _dtype(properties: Any) -> str:
+    """torch pickles its properties as a tuple that begins with the type."""
+    state = getattr(properties, "state", ())
+    return getattr(state[0], "__name__", "") if state else ""
 
 
 def is_finished(folder: Path) -> bool:
@@ -84,7 +149,7 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
     """
     _check_format(folder / FORMAT)
     by_file: dict[str, list[StoredPart]] = {}
-    for piece in find_pieces(folder):
+    for piece in read_metadata(folder).parts:
         by_file.setdefault(piece.file, []).append(piece)
     for name, pieces in by_file.items():
         _check_file(folder / name, pieces, keep_going)
@@ -103,52 +168,17 @@ def weights_hash(folder: Path) -> str:
         OSError: A file cannot be read.
     """
     digest = hashlib.sha256()
-    try:
-        with (folder / METADATA).open("rb") as file:
-            stored = _SizeReader(file).load()
-        tensors = [
-            (str(key.fqn), tuple(key.offset), at)
-            for key, at in stored.storage_data.items()
-            if hasattr(stored.state_dict_metadata[key.fqn], "chunks")
-        ]
-        for name, offset, at in sorted(tensors, key=lambda tensor: tensor[:2]):
-            piece = StoredPart(str(at.relative_path), int(at.offset), int(at.length))
-            digest.update(f"{name} {offset} {_checksums(folder, piece)}\n".encode())
-    except OSError:
-        raise
-    except Exception as error:  # A damaged pickle or archive raises anything.
-        raise DamagedCheckpointError(f"{METADATA} cannot be read ({error})") from error
+    for name, tensor in sorted(read_metadata(folder).tensors.items()):
+        for place, part in sorted(tensor.parts.items()):
+            digest.update(f"{name} {place} {_checksums(folder, part)}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
     """Of what `torch.save` wrote for one piece, but for its own version numbers."""
-    with (
-        (folder / piece.file).open("rb") as file,
-        zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive,
-    ):
+    with (folder / piece.file).open("rb") as file, _archive(file, piece) as archive:
         members = ((m.filename.partition("/")[2], m.file_size, m.CRC) for m in archive.infolist())
         return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
-
-
-def find_pieces(folder: Path) -> tuple[StoredPart, ...]:
-    """What `.metadata` says is where.
-
-    Raises:
-        DamagedCheckpointError: It is missing, or no metadata.
-    """
-    path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            stored = MetadataReader(file).load().storage_data
-        return tuple(
-            StoredPart(str(at.relative_path), int(at.offset), int(at.length))
-            for at in stored.values()
-        )
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
-    except Exception as error:  # A damaged pickle raises anything.
-        raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
 
 
 def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | None:
@@ -160,33 +190,24 @@ def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | No
     iteration = finished_iteration(folder)
     if iteration is None:
         return None
-    stored = read_shapes(folder / f"iter_{iteration:07d}")
+    try:
+        stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
+    except DamagedCheckpointError:
+        return None
     for name, wanted in _wanted(shape):
-        found = stored.get(name)
-        if found is not None and found != wanted:
+        if name in stored and (found := stored[name].shape) != wanted:
             return (
                 f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
                 f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
                 "that was saved."
             )
-    width = stored.get(_EMBEDDING, (0, shape.hidden))[-1]
+    width = stored[_EMBEDDING].shape[-1] if _EMBEDDING in stored else shape.hidden
     if width != shape.hidden:
         return (
             f"{folder} is a checkpoint of another model: it is {width} wide and {model} "
             f"{shape.hidden}; name another checkpoint, or the model that was saved."
         )
     return None
-
-
-def read_shapes(checkpoint: Path) -> Mapping[str, Shape]:
-    """Shapes of a checkpoint's whole tensors by Megatron's names; empty if they cannot be read."""
-    try:
-        with (checkpoint / METADATA).open("rb") as file:
-            described = _SizeReader(file).load().state_dict_metadata
-        sizes = {str(name): getattr(entry, "size", None) for name, entry in described.items()}
-    except Exception:  # A damaged pickle raises anything.
-        return {}
-    return {name: size for name, size in sizes.items() if isinstance(size, tuple)}
 
 
 def _wanted(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
@@ -227,19 +248,26 @@ def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing)
 
 
 def _check_piece(file: BinaryIO, piece: StoredPart) -> None:
+    with _archive(file, piece) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise DamagedCheckpointError(
+            f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of {damaged} is wrong"
+        )
+
+
+@contextmanager
+def _archive(file: BinaryIO, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
+    """One piece, as `torch.save` wrote it."""
     try:
         with zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive:
-            damaged = archive.testzip()
+            yield archive
     except OSError:
         raise
     except Exception as error:  # A damaged archive raises anything, such as that it is encrypted.
         raise DamagedCheckpointError(
             f"{piece.file} is damaged at byte {piece.offset_bytes} ({error})"
         ) from None
-    if damaged is not None:
-        raise DamagedCheckpointError(
-            f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of {damaged} is wrong"
-        )
 
 
 class _Part(io.RawIOBase):
@@ -276,14 +304,13 @@ class _Part(io.RawIOBase):
         return data
 
 
-class _AnyClass:
+class _StandIn:
     """Any class that a pickle names: takes its arguments and state, does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
     def append(self, _: Any) -> None:
         """As a list that is rebuilt."""
@@ -291,16 +318,11 @@ class _AnyClass:
     def __setitem__(self, _: Any, __: Any) -> None: ...
 
 
-class MetadataReader(pickle.Unpickler):
-    """Reads `.metadata` with a stand-in for every class that it names."""
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ARG002 - pickle's signature
-        """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
-        return type(name.rpartition(".")[2], (_AnyClass,), {})
-
-
-class _SizeReader(MetadataReader):
-    """Reads `torch.Size` as the tuple that it is."""
+class _MetadataReader(pickle.Unpickler):
+    """Reads `.metadata` with a stand-in for every class that it names but the tuple that a shape is."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return tuple if (module, name) == ("torch", "Size") else super().find_class(module, name)
+        """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        return type(name.rpartition(".")[2], (_StandIn,), {})

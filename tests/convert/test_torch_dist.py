@@ -1,17 +1,20 @@
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.launch.checkpoint.readable import (
+from tools.convert.hf.checkpoint import StoredCheckpoint
+from tools.convert.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
-    find_pieces,
     is_finished,
+    read_metadata,
     verify_readable,
+    weights_hash,
 )
 
 
@@ -26,9 +29,17 @@ def data_file(folder: Path) -> Path:
 
 def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -> None:
     verify_readable(copy)
-    pieces = find_pieces(copy)
+    pieces = read_metadata(copy).parts
     assert len(pieces) == 3
     assert sum(piece.length_bytes for piece in pieces) == data_file(copy).stat().st_size
+
+
+def test_shapes_and_types_are_read_without_torch(copy: Path) -> None:
+    tensors = read_metadata(copy).tensors
+    assert {name: (one.shape, one.dtype) for name, one in tensors.items()} == {
+        "weight": ((4096,), "float32"),
+        "bias": ((8,), "float32"),
+    }
 
 
 def test_without_metadata_it_was_not_finished(copy: Path) -> None:
@@ -59,7 +70,7 @@ def test_without_its_format_field_megatron_would_take_it_for_another(
 
 
 def test_every_flipped_bit_of_an_archives_own_fields_is_at_most_noticed(copy: Path) -> None:
-    smallest = min(find_pieces(copy), key=lambda piece: piece.length_bytes)
+    smallest = min(read_metadata(copy).parts, key=lambda piece: piece.length_bytes)
     path = copy / smallest.file
     whole = path.read_bytes()
     end = smallest.offset_bytes + smallest.length_bytes
@@ -127,4 +138,23 @@ def test_nothing_that_a_metadata_pickle_names_is_run(copy: Path, tmp_path: Path)
     (copy / ".metadata").write_bytes(pickle.dumps(Touch()))
     with pytest.raises(DamagedCheckpointError):
         verify_readable(copy)
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        StoredCheckpoint(copy).read("weight")
     assert not target.exists()
+
+
+def test_the_same_weights_have_one_hash_whatever_else_was_saved_with_them(tmp_path: Path) -> None:
+    import torch
+    from torch.distributed import checkpoint
+
+    def saved(name: str, weight: float, note: str) -> str:
+        states = {"weight": torch.full((8,), weight), "arguments": {"save": note}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That this is a single process.
+            writer = checkpoint.FileSystemWriter(tmp_path / name)
+            checkpoint.save(states, storage_writer=writer, no_dist=True)
+        return weights_hash(tmp_path / name)
+
+    first = saved("a", 1.0, "runs/a")
+    assert saved("b", 1.0, "another/folder") == first
+    assert saved("c", 1.0 + 2**-23, "runs/a") != first
