@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.convert.torch_dist import other_model_problem
 from tools.launch import preflight
+from tools.launch.checkpoint.other_model import other_model_problem
 from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.target import parse_target

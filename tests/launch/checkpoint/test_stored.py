@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
-from tools.convert.torch_dist import DamagedCheckpointError
 from tools.launch.checkpoint.stored import check, find_checkpoints, prune, verify
+from tools.records.torch_dist import DamagedCheckpointError
 
 
 def test_checkpoints_come_newest_first_and_other_folders_are_none(

@@ -13,7 +13,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tools.convert.hf.errors import ConversionError
-from tools.convert.torch_dist import (
+from tools.records.torch_dist import (
     FORMAT,
     TRACKER_FILE,
     DamagedCheckpointError,
-    StoredPart,
     StoredTensor,
+    fill,
     read_metadata,
 )
 
@@ -193,7 +193,7 @@ class StoredCheckpoint:
         return found
 
     def read(self, key: str, layer: int | None = None, rows: int | None = None) -> Tensor:
-        """A whole tensor, or one layer of a stacked one, put together of the pieces that ranks saved.
+        """A whole tensor, or one layer of a stacked one.
 
         Args:
             key: Megatron's.
@@ -201,27 +201,7 @@ class StoredCheckpoint:
             rows: How many of its rows are wanted; all by default.
         """
         stored = self.tensors[key]
-        shape = stored.shape if layer is None else stored.shape[1:]
-        first = shape[0] if rows is None else rows
-        whole = torch.empty((first, *shape[1:]), dtype=self.dtype(key))
-        for begin, size in stored.sizes.items():
-            inner = begin if layer is None else begin[1:]
-            held = layer is None or begin[0] <= layer < begin[0] + size[0]
-            if not held or inner[0] >= first:
-                continue
-            piece = self._piece(stored.parts[begin])
-            piece = piece if layer is None else piece[layer - begin[0]]
-            piece = piece[: first - inner[0]]
-            place = tuple(
-                slice(start, start + length)
-                for start, length in zip(inner, piece.shape, strict=True)
-            )
-            whole[place] = piece
+        height, *width = stored.shape if layer is None else stored.shape[1:]
+        whole = torch.empty((height if rows is None else rows, *width), dtype=self.dtype(key))
+        fill(self.folder, stored, whole, partial(torch.load, weights_only=True), layer)
         return whole
-
-    def _piece(self, part: StoredPart) -> Tensor:
-        with (self.folder / part.file).open("rb") as file:
-            file.seek(part.offset_bytes)
-            stored = io.BytesIO(file.read(part.length_bytes))
-        piece: Tensor = torch.load(stored, weights_only=True)
-        return piece

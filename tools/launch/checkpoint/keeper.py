@@ -6,12 +6,6 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from tools.convert.torch_dist import (
-    DamagedCheckpointError,
-    ReadingStoppedError,
-    announced,
-    finished_iteration,
-)
 from tools.launch.background import BackgroundThread
 from tools.launch.checkpoint.stored import (
     Checkpoint,
@@ -20,6 +14,12 @@ from tools.launch.checkpoint.stored import (
     verify,
 )
 from tools.launch.progress import LogFollower
+from tools.records.torch_dist import (
+    DamagedCheckpointError,
+    ReadingStoppedError,
+    announced,
+    finished_iteration,
+)
 from tools.report.read.iterations import Iteration
 
 LOOK_SECONDS = 0.5

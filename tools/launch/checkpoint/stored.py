@@ -17,7 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from tools.convert.torch_dist import (
+from tools.launch.errors import LaunchError
+from tools.launch.progress import LogFollower
+from tools.records import run as records
+from tools.records.io import sha256_of, write_record
+from tools.records.run import CHECKPOINTS_FOLDER, Status
+from tools.records.torch_dist import (
     DamagedCheckpointError,
     KeepGoing,
     ReadingStoppedError,
@@ -25,11 +30,6 @@ from tools.convert.torch_dist import (
     verify_readable,
     weights_hash,
 )
-from tools.launch.errors import LaunchError
-from tools.launch.progress import LogFollower
-from tools.records import run as records
-from tools.records.io import sha256_of, write_record
-from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED = "damaged-"

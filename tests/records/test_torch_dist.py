@@ -1,16 +1,22 @@
+import io
 import pickle
 import shutil
 import warnings
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.convert.hf.checkpoint import StoredCheckpoint
-from tools.convert.torch_dist import (
+from tools.records.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
+    StoredPart,
+    StoredTensor,
+    fill,
     is_finished,
     read_metadata,
     verify_readable,
@@ -40,6 +46,23 @@ def test_shapes_and_types_are_read_without_torch(copy: Path) -> None:
         "weight": ((4096,), "float32"),
         "bias": ((8,), "float32"),
     }
+
+
+def test_a_tensor_is_put_together_of_whatever_pieces_ranks_saved(tmp_path: Path) -> None:
+    whole = np.arange(60).reshape(3, 5, 4)
+    sizes, parts = {}, {}
+    with (tmp_path / "pieces").open("wb") as file:
+        for (a, b), (c, d), (e, f) in product([(0, 1), (1, 3)], [(0, 2), (2, 5)], [(0, 3), (3, 4)]):
+            piece = io.BytesIO()
+            np.save(piece, whole[a:b, c:d, e:f])
+            sizes[a, c, e] = (b - a, d - c, f - e)
+            parts[a, c, e] = StoredPart("pieces", file.tell(), len(piece.getvalue()))
+            file.write(piece.getvalue())
+    stored = StoredTensor(whole.shape, "int64", sizes, parts)
+    for layer, wanted in ((None, whole), (None, whole[:2]), (1, whole[1]), (2, whole[2, :3])):
+        filled = np.zeros_like(wanted)
+        fill(tmp_path, stored, filled, np.load, layer)
+        assert (filled == wanted).all()
 
 
 def test_without_metadata_it_was_not_finished(copy: Path) -> None:
@@ -122,8 +145,6 @@ def _is_readable(folder: Path) -> bool:
 
 
 def _holds_the_same(whole: bytes, damaged: bytes) -> bool:
-    import numpy as np
-
     weight = np.arange(4096, dtype=np.float32).tobytes()
     return weight in whole and weight in damaged and len(whole) == len(damaged)
 

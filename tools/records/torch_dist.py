@@ -3,7 +3,8 @@
 `.metadata` says which bytes of which file hold each piece of each tensor, and every piece is a zip
 archive that `torch.save` wrote, with a checksum for what it holds. Reading all of them back proves that
 a checkpoint is whole. `.metadata` is a pickle: it is read with stand-ins for torch's classes, so nothing
-that it names is imported or run. This is its one reader: launch verifies with it, `hf` exports with it.
+that it names is imported or run. This is its one reader: launch verifies with it, exports and the native
+backend load with it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tools.spec.model import ModelShape
-
 METADATA = ".metadata"
 FORMAT = "metadata.json"
 """Written last, after `.metadata`: without it Megatron takes the checkpoint for one of torch's own."""
@@ -34,7 +33,8 @@ Shape = tuple[int, ...]
 KeepGoing = Callable[[], bool]
 """Asked between the pieces of a long reading."""
 
-_EMBEDDING = "embedding.word_embeddings.weight"
+Load = Callable[[BinaryIO], Any]
+"""`torch.load` with `weights_only`."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -181,44 +181,32 @@ def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
         return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
 
 
-def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | None:
-    """Why a checkpoint cannot be loaded into a model, in one sentence; None if nothing says so.
+def fill(
+    folder: Path, stored: StoredTensor, whole: Any, load: Load, layer: int | None = None
+) -> None:
+    """Put a tensor together of the pieces that ranks saved.
 
-    Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
-    in no such format, or cannot be read, is left to those who load it.
+    Args:
+        folder: The checkpoint's.
+        stored: Of which tensor.
+        whole: What is filled: the tensor, or one layer of it; it may end after any of its rows.
+        load: Makes a piece of what `torch.save` wrote.
+        layer: From 0; None for all.
     """
-    iteration = finished_iteration(folder)
-    if iteration is None:
-        return None
-    try:
-        stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
-    except DamagedCheckpointError:
-        return None
-    for name, wanted in _wanted(shape):
-        if name in stored and (found := stored[name].shape) != wanted:
-            return (
-                f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
-                f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
-                "that was saved."
-            )
-    width = stored[_EMBEDDING].shape[-1] if _EMBEDDING in stored else shape.hidden
-    if width != shape.hidden:
-        return (
-            f"{folder} is a checkpoint of another model: it is {width} wide and {model} "
-            f"{shape.hidden}; name another checkpoint, or the model that was saved."
-        )
-    return None
-
-
-def _wanted(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
-    layers, hidden = shape.layers, shape.hidden
-    if shape.positions:
-        yield "embedding.position_embeddings.weight", (shape.positions, hidden)
-    rows = shape.head_width * (shape.heads + 2 * shape.query_groups)
-    yield "decoder.layers.self_attention.linear_qkv.weight", (layers, rows, hidden)
-    if not shape.experts:
-        columns = shape.ffn_hidden * (2 if shape.gated else 1)
-        yield "decoder.layers.mlp.linear_fc1.weight", (layers, columns, hidden)
+    inside = 0 if layer is None else 1
+    for begin, size in stored.sizes.items():
+        if layer is not None and not begin[0] <= layer < begin[0] + size[0]:
+            continue
+        spans = zip(begin[inside:], size[inside:], strict=True)
+        into = whole[tuple(slice(at, at + length) for at, length in spans)]
+        if 0 in into.shape:  # Beyond the rows that are wanted.
+            continue
+        part = stored.parts[begin]
+        with (folder / part.file).open("rb") as file:
+            file.seek(part.offset_bytes)
+            piece = load(io.BytesIO(file.read(part.length_bytes)))
+        piece = piece if layer is None else piece[layer - begin[0]]
+        into[...] = piece[tuple(map(slice, into.shape))]
 
 
 def _check_format(path: Path) -> None:
