@@ -118,7 +118,7 @@ def call_nanoseconds() -> tuple[float, float]:
     """
     found: dict[str, list[float]] = {"plain": [], "watched": []}
     for kind in 3 * tuple(found):
-        command = (sys.executable, "-m", "tools.ledger.bench_call", kind)
+        command = (sys.executable, "-m", "tests.bench.ledger_call", kind)
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if ended.returncode:
             last = ended.stderr.strip().splitlines()[-1:]

@@ -15,7 +15,7 @@ from time import process_time
 
 from rich.console import Console
 
-from tools.bench.scrape import synthetic_lines
+from tests.bench.scrape import synthetic_lines
 from tools.plan.search import Request, search
 from tools.plan.time.cluster import Cluster
 from tools.records import run as records

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.bench.synthetic_text import TEXTS, write_synthetic
+from tests.bench.synthetic_text import TEXTS, write_synthetic
 from tools.dataset.indexed import DatasetError
 from tools.preprocess.documents import Parser, Problem
 from tools.preprocess.encoders import GigatokenEncoder
@@ -78,7 +78,7 @@ class ToolComparison:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.preprocess", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.preprocess", description=__doc__)
     add = parser.add_argument
     add("--input", type=Path, help="JSON lines; text is made if not given")
     add("--text", choices=tuple(TEXTS), default="english", help="which text is made")
@@ -180,7 +180,7 @@ def _run_ours(source: Path, folder: Path) -> Rate:
 
 
 def _run_tokenizers(source: Path, folder: Path) -> Rate:
-    module = "tools.bench.tokenizers_baseline"
+    module = "tests.bench.tokenizers_baseline"
     target = folder / "tokenizers.bin"
     return _run([sys.executable, "-m", module, str(source), str(target)], source)
 

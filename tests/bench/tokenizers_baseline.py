@@ -1,6 +1,6 @@
 """What one would write by hand with Hugging Face `tokenizers`; the benchmark's constant opponent.
 
-`python -m tools.bench.tokenizers_baseline IN.jsonl OUT.bin`
+`python -m tests.bench.tokenizers_baseline IN.jsonl OUT.bin`
 """
 
 from __future__ import annotations

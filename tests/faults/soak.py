@@ -2,7 +2,7 @@
 
 The undisturbed run shows what grows or becomes slower with time. The disturbed one is resumed after each
 kill and must have the same losses, as far as it comes. Both have a launcher of their own, as `make
-train-…` would; this process starts and reads them, and nothing else.
+train-…` would; this process starts and reads them, and nothing else. `tools.launch` calls it by name.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import os
 import random
 import shlex
 import subprocess
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import psutil
 from rich.console import Console
 
+from tests.faults.runs import Victim, kill, launch, processes_of
+from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
+from tests.patience import OF_A_RUN
 from tools.launch.checkpoint.saving import KEEP, NOT_RESUMED, Saving
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
@@ -31,9 +35,7 @@ from tools.launch.errors import LaunchError, wrong_settings_refused, wrong_strat
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
-from tools.launch.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.supervise.ranks import alive
 from tools.launch.target import Target, parse_target
 from tools.launch.train import compose_target, dry_run, flags_of_grammar
 from tools.records import run as records
@@ -49,8 +51,6 @@ SAVE_EVERY = 50
 """Iterations, as many as between two evaluations."""
 
 READ_SECONDS = 5.0
-END_SECONDS = 60.0
-"""Within which a run is over whose process was killed, or that was asked to stop."""
 
 UNDISTURBED_SHARE = 0.4
 """Of the time; the disturbed run, which starts again after each fault, has the rest to train as far."""
@@ -162,30 +162,6 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
     return Soak(target, options, hours, launch)
 
 
-def processes_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
-    """The processes of a launcher's run that live: `launcher`, `supervisor`, `torchrun`, `rank 0`, …"""
-    found = {"launcher": launcher}
-    with suppress(psutil.NoSuchProcess):
-        for process in launcher.children(recursive=True):
-            with suppress(psutil.Error):
-                name = _name_of(process) if alive(process) else None
-                if name:  # A rank comes before what it starts.
-                    found.setdefault(name, process)
-    return found
-
-
-def _name_of(process: psutil.Process) -> str | None:
-    rank = process.environ().get("RANK")
-    if rank is not None:
-        return f"rank {rank}"
-    # The supervisor's command line holds torchrun's; torchrun's module comes first in its own.
-    modules = {
-        "tools.launch.supervise.supervisor": "supervisor",
-        "torch.distributed.run": "torchrun",
-    }
-    return modules.get(" ".join(process.cmdline()[2:3]))
-
-
 @dataclass
 class _Soaking:
     """Starts launchers in the soak's folder, reads their processes now and then, and kills some."""
@@ -195,7 +171,7 @@ class _Soaking:
     console: Console
     readings: list[ProcessReading] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
-    _attempts: dict[str, int] = field(default_factory=dict)
+    _attempts: Counter[str] = field(default_factory=Counter)
     _logged_before: int = 0
     """Bytes of the log when this attempt began."""
 
@@ -214,14 +190,10 @@ class _Soaking:
         Raises:
             LaunchError: The run ended early, or did not reach its second checkpoint.
         """
-        with self._launched(UNDISTURBED, self.soak.options.iterations or 0) as launcher:
-            end = time.monotonic() + self.soak.undisturbed_seconds
-            while launcher.poll() is None and time.monotonic() < end:
-                self._read(UNDISTURBED, launcher)
-                time.sleep(min(READ_SECONDS, max(0.0, end - time.monotonic())))
-            if launcher.poll() not in (None, 0):
-                raise self._ended_by_itself(UNDISTURBED)
-        reached, every = self._iteration(UNDISTURBED), self.soak.every
+        end = time.monotonic() + self.soak.undisturbed_seconds
+        with self._launched(UNDISTURBED, self.soak.options.iterations or 0) as run:
+            self._watch(run, end)
+        reached, every = _last_iteration(run.folder), self.soak.every
         if reached < 2 * every:
             raise LaunchError(
                 f"HOURS={self.soak.hours:g} ended at iteration {reached}, before the second checkpoint; "
@@ -234,102 +206,99 @@ class _Soaking:
         """Train as far again or to the soak's end, killing a process now and then; the faults, in order.
 
         Raises:
-            LaunchError: A run ended that nobody killed, or was not over in time after a kill.
+            LaunchError: A run ended that nobody killed, or was not over after a kill.
         """
         choose, faults = random.Random(self.soak.options.seed), []
+        folder, beyond = self.folder / DISTURBED, 0
         end = self._began + self.soak.hours * 3600
-        # The last one leaves time to see that the run trains on.
-        last_fault = end - self.soak.mean_gap_seconds
-        while self._iteration(DISTURBED) < iterations and time.monotonic() < end:
+        while _last_iteration(folder) < iterations and _lasts(folder, end, beyond):
             gap = choose.expovariate(1 / self.soak.mean_gap_seconds)
-            fault = self._attempt(iterations, gap, last_fault, end, choose)
-            if fault is not None:
-                faults.append(fault)
-                self._say(f"{fault.killed} killed at iteration {fault.iteration}: {fault.status}")
-        self._say(f"disturbed: {self._iteration(DISTURBED)} iterations, {len(faults)} faults")
+            with self._launched(DISTURBED, iterations) as run:
+                if self._watch(run, end, gap, beyond):
+                    faults.append(fault := self._strike(run, choose))
+                    beyond = fault.iteration + 1  # Whose line is an average.
+                    self._say(
+                        f"{fault.killed} killed at iteration {fault.iteration}: {fault.status}"
+                    )
+        self._say(f"disturbed: {_last_iteration(folder)} iterations, {len(faults)} faults")
         return faults
 
-    def _attempt(
-        self, iterations: int, gap: float, last_fault: float, end: float, choose: random.Random
-    ) -> Fault | None:
-        """Train until the end, or kill a process `gap` seconds after there is a checkpoint."""
-        due = None
-        with self._launched(DISTURBED, iterations) as launcher:
-            while launcher.poll() is None and time.monotonic() < end:
-                self._read(DISTURBED, launcher)
-                if due is None and self._trains():
-                    due = time.monotonic() + gap
-                if due is not None and due <= min(last_fault, time.monotonic()):
-                    return self._strike(launcher, choose)
-                left = READ_SECONDS if due is None else due - time.monotonic()
-                time.sleep(min(READ_SECONDS, max(0.1, left)))
-            if launcher.poll() not in (None, 0):
-                raise self._ended_by_itself(DISTURBED)
-        return None
-
-    def _strike(self, launcher: psutil.Popen, choose: random.Random) -> Fault:
-        there = processes_of(launcher)
-        killed = choose.choice(sorted(there))
-        iteration, struck = self._iteration(DISTURBED), time.monotonic()
-        there[killed].kill()
-        run = self.folder / DISTURBED
-        while launcher.poll() is None or records.is_running(run / records.LOG_FILE):
-            if time.monotonic() - struck > END_SECONDS:
-                raise LaunchError(
-                    f"{from_root(run)} was not over {END_SECONDS:.0f} s after its {killed} was killed."
-                )
-            time.sleep(0.1)
-        took = time.monotonic() - struck
-        ended = records.read_status(run)
-        return Fault(struck - self._began, iteration, killed, ended.status, ended.reason, took)
-
     @contextmanager
-    def _launched(self, run: str, iterations: int) -> Iterator[psutil.Popen]:
-        """A launcher that trains or resumes a run; it is asked to stop, and has ended, at the end."""
-        self._attempts[run] = self._attempts.get(run, 0) + 1
-        (self.folder / run).mkdir(exist_ok=True)
-        log = self.folder / run / records.LOG_FILE
+    def _launched(self, run: str, iterations: int) -> Iterator[Victim]:
+        """What trains or resumes a run; it is asked to stop, and has ended, at the end."""
+        options, folder = self.soak.options, self.folder / run
+        self._attempts[run] += 1
+        folder.mkdir(exist_ok=True)
+        log = folder / records.LOG_FILE
         self._logged_before = log.stat().st_size if log.is_file() else 0
-        with (self.folder / f"{run}.txt").open("ab") as output:
-            launcher = psutil.Popen(
-                (sys.executable, "-m", "tools.launch", "target", self.soak.target.name),
-                env={**os.environ, **self._variables(run, iterations)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            yield launcher
-        finally:
-            if launcher.poll() is None:
-                launcher.terminate()
-            launcher.wait()
-
-    def _variables(self, run: str, iterations: int) -> dict[str, str]:
-        options = self.soak.options
-        return {
+        variables = {
             "REPEATS": "",
             "ITERS": str(iterations),
             "EXTRA": shlex.join(options.extra),
             "SAVE_EVERY": str(self.soak.every),
             "RUNS": str(options.runs.absolute()),
-            "RUN_FOLDER": str((self.folder / run).absolute()),
+            "RUN_FOLDER": str(folder.absolute()),
         }
+        with (self.folder / f"{run}.txt").open("ab") as output:
+            words = ("target", self.soak.target.name)
+            launcher = launch(words, {**os.environ, **variables}, output)
+        try:
+            yield Victim(launcher, folder)
+        finally:
+            if launcher.poll() is None:
+                launcher.terminate()
+            launcher.wait()
 
-    def _trains(self) -> bool:
+    def _watch(self, run: Victim, end: float, gap: float = inf, beyond: int = -1) -> bool:
+        """Read processes until the run or the time is over; True where one is to be killed before that,
+        `gap` seconds after there is something to resume from."""
+        due = None
+        # The last one leaves time to see that the run trains on.
+        last_due = end - self.soak.mean_gap_seconds
+        while run.launcher.poll() is None and _lasts(run.folder, end, beyond):
+            self._read(run)
+            if due is None and self._trains(run):
+                due = time.monotonic() + gap
+                due = due if due <= last_due else inf
+            if due is not None and due <= time.monotonic():
+                return True
+            left = min(due or inf, end) - time.monotonic()
+            time.sleep(min(READ_SECONDS, max(0.1, left)))
+        if run.launcher.poll() not in (None, 0):
+            said = (self.folder / f"{run.folder.name}.txt").read_text(errors="replace")
+            last = " ".join(said.splitlines()[-3:]) or "it said nothing"
+            raise LaunchError(f"The {run.folder.name} run ended by itself: {last}")
+        return False
+
+    def _strike(self, run: Victim, choose: random.Random) -> Fault:
+        run.look()
+        killed = choose.choice(sorted(run.processes))
+        iteration, struck = _last_iteration(run.folder), time.monotonic()
+        kill(run.processes[killed])
+        try:
+            status = run.end().status
+        except (AssertionError, subprocess.TimeoutExpired):
+            raise LaunchError(
+                f"{from_root(run.folder)} was not over {OF_A_RUN:.0f} s after its {killed} was killed."
+            ) from None
+        took = time.monotonic() - struck
+        return Fault(struck - self._began, iteration, killed, status.status, status.reason, took)
+
+    def _trains(self, run: Victim) -> bool:
         """Whether this attempt has logged an iteration, and there is something to resume from."""
-        stored = find_checkpoints(self.folder / DISTURBED / records.CHECKPOINTS_FOLDER)
-        begun = self._iteration(DISTURBED, self._logged_before) > 0
+        stored = find_checkpoints(run.folder / records.CHECKPOINTS_FOLDER)
+        begun = _last_iteration(run.folder, self._logged_before) > 0
         return begun and any(checkpoint.is_finished for checkpoint in stored)
 
-    def _read(self, run: str, launcher: psutil.Popen) -> None:
-        control, iteration = control_seconds(), self._iteration(run)
+    def _read(self, run: Victim) -> None:
+        control, iteration = control_seconds(), _last_iteration(run.folder)
         seconds = time.monotonic() - self._began
-        for name, process in processes_of(launcher).items():
+        for name, process in processes_of(run.launcher).items():
             with suppress(psutil.Error), process.oneshot():
                 times = process.cpu_times()
                 reading = ProcessReading(
-                    run,
-                    self._attempts[run],
+                    run.folder.name,
+                    self._attempts[run.folder.name],
                     round(seconds, 2),
                     iteration,
                     name,
@@ -343,23 +312,26 @@ class _Soaking:
                 self._writer.writerow(asdict(reading))
         self._file.flush()
 
-    def _iteration(self, run: str, begin_bytes: int = 0) -> int:
-        """The last iteration in a run's log, or in what it has from a byte on; 0 before the first."""
-        log = self.folder / run / records.LOG_FILE
-        if not log.is_file():
-            return 0
-        # From near the end: a long log is not read as a whole every few seconds.
-        begin = max(begin_bytes, log.stat().st_size - _TAIL_BYTES)
-        with closing(LogFollower(log, begin)) as follower:
-            return max((found.iteration for found in follower.new_iterations()), default=0)
-
-    def _ended_by_itself(self, run: str) -> LaunchError:
-        said = (self.folder / f"{run}.txt").read_text(errors="replace").splitlines()[-3:]
-        return LaunchError(f"The {run} run ended by itself: {' '.join(said) or 'it said nothing'}")
-
     def _say(self, text: str) -> None:
         seconds = time.monotonic() - self._began
         self.console.print(f"[{seconds:.0f} s] {text}", markup=False, highlight=False)
+
+
+def _lasts(run: Path, end: float, beyond: int) -> bool:
+    """Until the time is over, and on a slow machine until the run is beyond its last fault."""
+    late = time.monotonic() - end
+    return late < 0 or (_last_iteration(run) <= beyond and late < OF_A_RUN)
+
+
+def _last_iteration(run: Path, begin_bytes: int = 0) -> int:
+    """In a run's log, or in what it has from a byte on; 0 before the first."""
+    log = run / records.LOG_FILE
+    if not log.is_file():
+        return 0
+    # From near the end: a long log is not read as a whole every few seconds.
+    begin = max(begin_bytes, log.stat().st_size - _TAIL_BYTES)
+    with closing(LogFollower(log, begin)) as follower:
+        return max((found.iteration for found in follower.new_iterations()), default=0)
 
 
 _CONTROL = np.random.default_rng(0).permutation(100_000)

@@ -1,6 +1,6 @@
 import pytest
 
-from tools.launch.soak_verdict import (
+from tests.faults.soak_verdict import (
     UNDISTURBED,
     Fault,
     ProcessReading,

@@ -1,6 +1,6 @@
 """What one watched call costs: a small all-reduce in a group of one, again and again.
 
-`python -m tools.ledger.bench_call watched|plain` prints nanoseconds of a call with its wait: the fastest
+`python -m tests.bench.ledger_call watched|plain` prints nanoseconds of a call with its wait: the fastest
 tenth's, which other load on the machine does not reach.
 """
 
