@@ -215,7 +215,9 @@ def _predicting(environment: Mapping[str, str]) -> Tool:
                     "GPU=a100-80g."
                 )
         return TOOLS["compare-zero"]
-    return Tool("tools.plan", ("zero",), ((settings.MODEL, _MODEL_OF_ZERO),), _OF_PREDICTED_ZERO)
+    return Tool(
+        "examples.studies.zero", (), ((settings.MODEL, _MODEL_OF_ZERO),), _OF_PREDICTED_ZERO
+    )
 
 
 def _single_runs_named(environment: Mapping[str, str]) -> Mapping[str, str]:

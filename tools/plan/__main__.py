@@ -2,9 +2,7 @@
 
 `python -m tools.plan dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8` runs Megatron's own
 iteration for chosen ranks, `… schedules --pipeline 4 --microbatches 8` compares pipeline schedules,
-`python -m tools.plan residuals` prints how far the published figures are missed, `… validate` how far
-some 3,000 public readings are, `… rules` the README's rules of thumb, `… guide` the figures
-that the guide and the examples' pages copy.
+`… validate` prints how far some 3,000 public readings are missed.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ _COMMANDS = {
     "validate": "readings",
     "audit": "audit",
     "advise": "advise",
-    "zero": "zero",
-    "guide": "guide",
 }
 """Packages with a command of their own."""
 
@@ -41,16 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
         command = import_module(f"tools.plan.{_COMMANDS[words[0]]}.command")
         status: int = command.main(words[1:])
         return status
-    if words == ["residuals"]:
-        from tools.plan.residuals import residual_tables
-
-        print(residual_tables(), end="")
-        return 0
-    if words == ["rules"]:
-        from tools.plan.rules import rules_table
-
-        print(rules_table(), end="")
-        return 0
     try:
         options = command_line().parse_args(words)
         return _layout(options) if options.layout else _plan(options)

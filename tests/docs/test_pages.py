@@ -7,21 +7,31 @@ from typing import Any, cast
 
 import pytest
 
+from tests.docs.claims import Claim, ClaimVerdict, judge, load_claims
+from tests.docs.pages import PAGES, PLANNER, placed, renewed
+from tests.docs.predictions import SizeRow, request_of, size_sentence
+from tests.docs.rules import CASES, rules_table
+from tests.golden.commands_of_the_kit import check_golden
 from tools.plan.advise.command import INFERENCE
-from tools.plan.guide.claims import ClaimVerdict, judge
-from tools.plan.guide.command import PAGES, placed, renewed
-from tools.plan.guide.predictions import SizeRow, request_of, size_sentence
 from tools.spec.files import ROOT
-from tools.spec.published import Claim, load_published
 
-_SAYS_WHAT_IT_IS_ABOUT = {"source", "about", "layout", "model", "gpus", "part", "caution"} | {
+_SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"} | {
     "data_parallel"  # Has a test of its own below; without it the layout has no number of GPUs.
 }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.parent.name)
 def test_a_page_holds_the_figures_of_today(page: Path) -> None:
-    assert renewed(page) == page.read_text(encoding="utf-8"), "python -m tools.plan guide --write"
+    check_golden(page, renewed(page, PAGES[page]()))
+
+
+@pytest.mark.slow
+def test_the_rules_of_thumb_are_those_of_today() -> None:
+    check_golden(PLANNER, renewed(PLANNER, [rules_table(CASES)]))
+
+
+def test_the_rules_of_thumb_of_few_devices_are_those_of_today() -> None:
+    assert rules_table(CASES[:5]) in PLANNER.read_text(encoding="utf-8")
 
 
 def test_the_guide_says_of_inference_what_advise_says() -> None:
@@ -57,7 +67,7 @@ def test_a_crossover_is_where_splitting_is_ahead_by_more_than_the_planners_error
 
 
 def test_every_figure_of_the_file_s_claims_is_judged() -> None:
-    claims = load_published().claims
+    claims = load_claims()
     assert len(claims) >= 17
     for claim in claims:
         for field in fields(claim):
@@ -72,7 +82,7 @@ def test_every_figure_of_the_file_s_claims_is_judged() -> None:
 def test_a_share_of_the_peak_is_judged_by_the_rate_beside_it(
     mfu: float, verdict: ClaimVerdict
 ) -> None:
-    (found,) = judge(Claim(source="001", about="x", tflops_per_device=140, mfu=mfu))
+    (found,) = judge(Claim(about="x", tflops_per_device=140, mfu=mfu))
     assert (found.verdict, found.evidence) == (verdict, "140 of 312 are 44.9%")
 
 
@@ -81,10 +91,10 @@ def test_degrees_that_do_not_multiply_to_the_gpus_contradict_themselves() -> Non
         (7, 1960, ClaimVerdict.CONFIRMED),
         (7, 2048, ClaimVerdict.CONTRADICTED),
     ):
-        claim = Claim(source="001", about="x", layout="tp8pp35", gpus=gpus, data_parallel=data)
+        claim = Claim(about="x", layout="tp8pp35", gpus=gpus, data_parallel=data)
         assert [found.verdict for found in judge(claim)] == [verdict]
 
 
 def test_what_names_no_layout_cannot_be_judged() -> None:
-    (found,) = judge(Claim(source="001", about="x", training_days=38))
+    (found,) = judge(Claim(about="x", training_days=38))
     assert found.verdict is ClaimVerdict.OPEN

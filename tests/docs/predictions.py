@@ -6,12 +6,11 @@ from argparse import Namespace
 from dataclasses import dataclass
 from functools import cache
 
+from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
 from tools.plan.advice import NOISE, PLAIN, StrategyFamily, best_of_each_family, family_of
 from tools.plan.readings.near import uncertainty
 from tools.plan.search import Candidate, Request, search
 from tools.plan.time.cluster import Cluster
-from tools.plan.zero.command import LINKS, NODES, Predicted, predict, scaling_table
-from tools.plan.zero.command import over_links as links_table
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model
@@ -75,7 +74,7 @@ def _over_a_slow_link(model: str) -> str:
     assert plain.timed is not None
     ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
     return (
-        f"{model} on 2 {REPORT_GPU.upper()} over {LINKS[SLOW_LINK]}: "
+        f"{model} on 2 {REPORT_GPU.upper()} over {STUDY.links[SLOW_LINK]}: "
         f"`{pipeline.timed.candidate.strategy}` {pipeline.time} ms; "
         f"`{plain.timed.candidate.strategy}` takes {ratio:.2f} times as long."
     )
@@ -85,8 +84,8 @@ def report_tables() -> list[str]:
     """Markdown: the DeepSpeed report's large model over links, and on many nodes."""
     model = REPORT_MODELS[-1]
     return [
-        links_table(_report(model, 2, tuple(LINKS))),
-        scaling_table([one for n in NODES for one in _report(model, n, tuple(LINKS))]),
+        over_links(_report(model, 2, tuple(STUDY.links))),
+        scaling_table([one for n in STUDY.nodes for one in _report(model, n, tuple(STUDY.links))]),
     ]
 
 

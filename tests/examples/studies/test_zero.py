@@ -3,10 +3,8 @@ from typing import Any, cast
 
 import pytest
 
-from tools.launch.errors import LaunchError
-from tools.launch.make import calls_of
-from tools.plan.zero.command import (
-    LINKS,
+from examples.studies.zero import (
+    STUDY,
     Predicted,
     command_line,
     main,
@@ -15,6 +13,8 @@ from tools.plan.zero.command import (
     share_of_two,
     verdict,
 )
+from tools.launch.errors import LaunchError
+from tools.launch.make import calls_of
 
 
 def predicted(method: str, seconds: float, peak: int = 1, nodes: int = 2) -> Predicted:
@@ -60,8 +60,10 @@ def test_a_share_near_a_limit_judges_nothing(share: float, said: str) -> None:
 
 def test_a_slow_link_favours_the_pipeline_and_a_fast_one_does_not() -> None:
     options = command_line().parse_args(["--model", "gpt3-64m", "--gpu", "a100-80g"])
-    found = predict(options, nodes=(2,), links=tuple(LINKS))
-    fastest = {link: verdict([each for each in found if each.link == link])[0] for link in LINKS}
+    found = predict(options, nodes=(2,), links=tuple(STUDY.links))
+    fastest = {
+        link: verdict([each for each in found if each.link == link])[0] for link in STUDY.links
+    }
     assert fastest["ethernet-1g"] == "Pipeline"
     assert "Pipeline" not in fastest["ib-400g"]
     # The report's own batch: two samples in a forward pass, eight over two nodes.
@@ -78,8 +80,8 @@ def test_stages_that_do_not_divide_the_layers_are_left_out() -> None:
 
 def test_a_device_makes_compare_zero_a_prediction() -> None:
     (call,) = calls_of("compare-zero", {"MODEL": "gpt3-355m", "GPU": "a100-80g", "DTYPE": "fp16"})
-    words = ("zero", "--model", "gpt3-355m", "--gpu", "a100-80g", "--dtype", "fp16")
-    assert (call.module, call.words) == ("tools.plan", words)
+    words = ("--model", "gpt3-355m", "--gpu", "a100-80g", "--dtype", "fp16")
+    assert (call.module, call.words) == ("examples.studies.zero", words)
     with pytest.raises(LaunchError, match="DTYPE= of compare-zero is the prediction's"):
         calls_of("compare-zero", {"DTYPE": "fp16"})
 

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
+import msgspec
+
+from tests.docs.predictions import request_of
 from tools.plan.candidates import base
-from tools.plan.guide.predictions import request_of
 from tools.plan.search import Candidate, evaluate
 from tools.plan.tensors import parameters_total
+from tools.spec.files import read_yaml
 from tools.spec.hardware import device_by_key
 from tools.spec.model import load_model
-from tools.spec.published import Claim, load_published
+from tools.spec.published import FILE
 from tools.spec.run import Recompute
 from tools.spec.strategy import devices_of, parse_strategy
 from tools.text.table import Column, Table, markdown_table
 
-SOURCE = "001"
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
 """What the survey's claims are about; samples and tokens are arXiv:2104.04473's, which it leaves out."""
 _ERROR = 0.15
@@ -34,6 +36,38 @@ _STATE = {"parameters": 4, "gradients": 4, "optimizer": 8}
 """Bytes a parameter in fp32, which the survey counts in."""
 _COMMUNICATION = ("tensor_parallel", "pipeline_messages", "bubble", "gradient_sync")
 """What it adds up to an overhead in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Figures that the survey states and did not measure; None where it states none."""
+
+    about: str
+    layout: str = ""
+    """The strategy that it is about, of 175B on 1,024 A100 unless it names another model."""
+    model: str = ""
+    gpus: int | None = None
+    tflops_per_device: float | None = None
+    mfu: float | None = None
+    scaling_efficiency: float | None = None
+    training_days: float | None = None
+    overhead: tuple[float, float] | None = None
+    """From and to, of an iteration."""
+    part: str = ""
+    """A component of an iteration that it is the overhead of; empty is all communication and idling."""
+    speedup: float | None = None
+    price_dollars: float | None = None
+    saved_dollars: float | None = None
+    parameters_gb: float | None = None
+    gradients_gb: float | None = None
+    optimizer_gb: float | None = None
+    activations_gb: float | None = None
+    total_gb: float | None = None
+    memory_gb: float | None = None
+    fits: bool | None = None
+    """Whether a device is said to hold it."""
+    data_parallel: int | None = None
+    caution: str = ""
 
 
 class ClaimVerdict(StrEnum):
@@ -89,7 +123,7 @@ def _money(claim: Claim) -> Iterator[_Said]:
             f"{claim.price_dollars:,.0f} · (1 − 1/{claim.speedup:g}) = {saved:,.0f}",
         )
     elif claim.speedup is not None:
-        rates = [each.tflops_per_device for each in _claims() if each.tflops_per_device]
+        rates = [each.tflops_per_device for each in load_claims() if each.tflops_per_device]
         ratio = rates[0] / rates[1]
         yield (
             f"{claim.speedup:.2f} times as fast",
@@ -135,7 +169,7 @@ def _memory(claim: Claim) -> Iterator[_Said]:
         return
     split = _planned(claim, Recompute.NONE).spec.parallelism
     ranks = split.world_size if split.sharding else split.tensor * split.pipeline
-    whole = next(each for each in _claims() if each.gpus == 1)
+    whole = next(each for each in load_claims() if each.gpus == 1)
     for name in _STATE:
         whole_gb, claimed = getattr(whole, f"{name}_gb"), getattr(claim, f"{name}_gb")
         if claimed is not None:
@@ -226,8 +260,9 @@ def _days_at(flops: float) -> float:
 
 
 @cache
-def _claims() -> tuple[Claim, ...]:
-    return tuple(claim for claim in load_published().claims if claim.source == SOURCE)
+def load_claims() -> tuple[Claim, ...]:
+    """Those of `published.yaml`."""
+    return msgspec.convert(read_yaml(FILE)["claims"], tuple[Claim, ...])
 
 
 @cache
@@ -253,4 +288,4 @@ def claims_table() -> str:
         Column[JudgedClaim]("verdict", lambda each: each.verdict, right=False),
         Column[JudgedClaim]("evidence", lambda each: each.evidence, right=False),
     )
-    return markdown_table(Table(columns, tuple(each for c in _claims() for each in judge(c))))
+    return markdown_table(Table(columns, tuple(each for c in load_claims() for each in judge(c))))

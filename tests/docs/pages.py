@@ -1,27 +1,25 @@
-"""Print the copied figures, or put them into the pages that hold them.
+"""The texts that pages copy from the planner, put into the pages: how a test compares and renews them.
 
 A text finds its place by its beginning: a table by its header, a sentence by the words before its colon.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from tools.plan.guide.claims import claims_table
-from tools.plan.guide.predictions import (
+from tests.docs.claims import claims_table
+from tests.docs.predictions import (
     predictions,
     report_tables,
     size_rows,
     size_sentence,
     size_table,
 )
-from tools.plan.residuals import h200_tables
+from tests.docs.residuals import h200_tables, residual_tables
 from tools.spec.files import ROOT
-from tools.spec.settings import program
 
 _WIDTH = 124
 
@@ -36,43 +34,24 @@ def _of_the_examples() -> Iterator[str]:
     yield from (size_table(rows), size_sentence(rows), *report_tables())
 
 
+PLANNER = ROOT / "tools" / "plan" / "README.md"
 PAGES: dict[Path, Callable[[], Iterator[str]]] = {
     ROOT / "docs" / "guide.md": _of_the_guide,
     ROOT / "examples" / "README.md": _of_the_examples,
     ROOT / "examples" / "gpt3" / "README.md": h200_tables,
+    PLANNER: residual_tables,
 }
 """Pages with the texts that they copy."""
 
 
-def main(arguments: list[str]) -> int:
-    """Print every text, or with --write renew the pages."""
-    options = command_line().parse_args(arguments)
-    for path, texts in PAGES.items():
-        if options.write:
-            path.write_text(renewed(path), encoding="utf-8")
-        else:
-            print(f"{path.relative_to(ROOT)}:", *texts(), sep="\n\n", end="\n\n")
-    return 0
-
-
-def command_line() -> argparse.ArgumentParser:
-    """The command line, for `--help`."""
-    parser = argparse.ArgumentParser(
-        prog=program("tools.plan guide"),
-        description="The predictions and judged claims that the guide and the examples' pages copy.",
-    )
-    parser.add_argument("--write", action="store_true", help="put them into the pages")
-    return parser
-
-
-def renewed(path: Path) -> str:
+def renewed(path: Path, texts: Iterable[str]) -> str:
     """The page with its texts of today.
 
     Raises:
         LookupError: It has no place for one of them, or two.
     """
     page = path.read_text(encoding="utf-8")
-    for text in PAGES[path]():
+    for text in texts:
         page = placed(page, text)
     return page
 

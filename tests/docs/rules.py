@@ -1,4 +1,4 @@
-"""`python -m tools.plan rules`: the README's table of rules of thumb, planned anew."""
+"""The planner's README's table of rules of thumb, planned anew."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
         Column[tuple[str, ...]](name, lambda row, place=place: row[place], right=False)  # type: ignore[misc]
         for place, name in enumerate(names)
     )
-    return markdown_table(Table(columns, rows)) + "\n"
+    return markdown_table(Table(columns, rows))
 
 
 def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:

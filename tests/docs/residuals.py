@@ -1,8 +1,4 @@
-"""Every published figure that the planner is compared with, and by how much it misses each.
-
-`python -m tools.plan residuals` prints the tables as Markdown; the READMEs hold copies, which a test
-compares. The figures are those of `examples/gpt3/published.yaml` and `papers.yaml`.
-"""
+"""Published figures beside their predictions: the tables that two READMEs hold."""
 
 from __future__ import annotations
 
@@ -10,20 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tools.plan.memory import memory_of_rank
-from tools.plan.time.cluster import Cluster
+from tools.plan.published import h200_figures, h200_spec, paper_specs, usual_cluster
 from tools.plan.time.iteration import iteration_seconds
-from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import ModelShape, load_model
-from tools.spec.published import (
-    MAIN_SOURCE,
-    Figure,
-    Paper,
-    PaperCase,
-    load_paper,
-    load_published,
-)
-from tools.spec.run import Recompute, RunSpec, spec_of_model
-from tools.spec.strategy import Batch, Parallelism, batch_for, devices_of, parse_strategy
+from tools.spec.published import Paper, load_paper
+from tools.spec.strategy import Batch, devices_of
 from tools.text.table import Column, Table, markdown_rows, markdown_table
 from tools.text.units import MIB
 
@@ -42,12 +28,12 @@ class PublishedResidual:
         return self.predicted / self.measured - 1
 
 
-def residual_tables() -> str:
-    """The READMEs' tables, in Markdown."""
+def residual_tables() -> Iterator[str]:
+    """Markdown of all published runs: memory, times, and a paper's times."""
     paper = load_paper()
     memory, times, _ = h200_tables()
-    published = _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2)
-    return "\n\n".join((memory, times, published)) + "\n"
+    yield from (memory, times)
+    yield _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2)
 
 
 def h200_tables() -> Iterator[str]:
@@ -124,47 +110,6 @@ def paper_residuals(paper: Paper) -> list[PublishedResidual]:
                 PublishedResidual(f"{case.name} on {devices}, {words}", measured, predicted)
             )
     return found
-
-
-def h200_figures() -> tuple[Figure, ...]:
-    """The published gpt2-large runs."""
-    return load_published().of(MAIN_SOURCE)
-
-
-def h200_spec(strategy: str) -> RunSpec:
-    """A published gpt2-large run."""
-    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
-    return spec_of_model(model, split, batch_for(model.batch, split))
-
-
-def paper_specs(paper: Paper, case: PaperCase) -> tuple[RunSpec, RunSpec]:
-    """A paper's case with full and with selective recomputation; attention was not fused then."""
-    shape = ModelShape(
-        layers=case.layers,
-        hidden=case.hidden,
-        heads=case.heads,
-        query_groups=case.heads,
-        head_width=case.hidden // case.heads,
-        ffn_hidden=4 * case.hidden,
-        seq_length=paper.seq_length,
-        positions=paper.seq_length,
-        vocabulary=paper.vocabulary,
-    )
-    split = Parallelism(
-        tensor=case.tensor, pipeline=case.pipeline, virtual_stages=case.virtual_stages
-    )
-    batch = Batch(case.micro_batch_size, case.global_batch_size)
-    full = RunSpec(
-        shape, split, batch, dtype="fp16", recompute=Recompute.FULL, fused_attention=False
-    )
-    sequence = replace(split, sequence_parallel=True)
-    return full, replace(full, parallelism=sequence, recompute=Recompute.SELECTIVE)
-
-
-def usual_cluster(gpu: str, devices: int) -> Cluster:
-    """Nodes of eight, with the device's own links."""
-    device = device_by_key(gpu)
-    return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
 
 
 def _table(title: str, residuals: list[PublishedResidual], digits: int) -> str:
