@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tools.plan.alpa import Cost, alpa, best_stages, submeshes
+from examples.studies.alpa import Cost, alpa, beside, best_stages, submeshes
 from tools.plan.search import Request, search
 from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key
@@ -86,12 +86,13 @@ def request(devices: int) -> Request:
 
 def test_what_megatron_can_run_is_timed_as_the_planner_times_it() -> None:
     asked = request(2)
-    found, winner = alpa(asked), search(asked).winner
+    found, plan = alpa(asked), search(asked)
+    winner = plan.winner
     assert found is not None
     assert winner is not None
     assert found.candidate is not None
     assert found.total >= winner.seconds.total  # Exhaustive is never worse on its own costs.
-    assert found.beside(winner).startswith("Alpa's dynamic program chooses")
+    assert beside(plan).startswith("Alpa's dynamic program chooses")
 
 
 def test_a_large_cluster_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Alpa's inter-operator pass (arXiv:2201.12023 §5) on the planner's costs, beside the exhaustive search.
+"""`make plan ALPA=1`: Alpa's inter-operator pass (arXiv:2201.12023 §5) on the planner's costs.
 
 The method cuts the model into stages and the cluster into submeshes, one a stage, and minimises
 Σ t_i + (B − 1)·max t_i over B micro batches by a dynamic program for each bound t_max on the slowest
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 
 from tools.plan.candidates import base, shardings, splits
 from tools.plan.constraints import divisors, violations
 from tools.plan.memory import memory_of_rank
-from tools.plan.search import Candidate, Request, evaluate
+from tools.plan.search import Candidate, Plan, Request, evaluate
 from tools.plan.time.iteration import stage_seconds
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Parallelism, strategy_name
@@ -87,14 +87,22 @@ class Alpa:
         )
         return f"{', then '.join(parts)}: {timed}, which Megatron cannot run"
 
-    def beside(self, winner: Candidate) -> str:
-        """A sentence: this choice, and the exhaustive search's."""
-        if self.candidate is not None and self.candidate.strategy == winner.strategy:
-            return f"Alpa's dynamic program chooses the same layout: {self}."
-        return (
-            f"Alpa's dynamic program chooses {self}, {self.total / winner.seconds.total:.2f} times the "
-            f"{winner.strategy} of the exhaustive search."
-        )
+
+def beside(plan: Plan) -> str:
+    """A sentence: what the method chooses, and the exhaustive search.
+
+    Raises:
+        ValueError: The cluster is too large for it.
+    """
+    found, winner = alpa(plan.request), plan.winner
+    if found is None or winner is None:
+        return "Alpa's dynamic program finds nothing that fits."
+    if found.candidate is not None and found.candidate.strategy == winner.strategy:
+        return f"Alpa's dynamic program chooses the same layout: {found}."
+    return (
+        f"Alpa's dynamic program chooses {found}, {found.total / winner.seconds.total:.2f} times the "
+        f"{winner.strategy} of the exhaustive search."
+    )
 
 
 def submeshes(devices: int, per_node: int) -> list[int]:
@@ -123,10 +131,9 @@ def best_stages(
         fits = (way for way in ways if way.fixed_bytes + flights * way.flight_bytes <= capacity)
         return min(fits, key=lambda way: way.seconds, default=None)
 
-    most = min(units, devices)
-    whole = [(f, e, m) for f in range(units) for e in range(f + 1, units + 1) for m in meshes]
-    flights = range(1, min(most, count) + 1)
-    ways = (fastest(*key, held) for key in whole for held in flights)
+    spans = combinations(range(units + 1), 2)
+    flights = range(1, min(units, devices, count) + 1)
+    ways = (fastest(*span, *rest) for span, *rest in product(spans, meshes, flights))
     best: _Found | None = None
     for bound in sorted({way.seconds for way in ways if way is not None}):
         if best is not None and count * bound >= best[0]:
