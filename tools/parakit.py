@@ -46,9 +46,7 @@ TOOLS = {
     "report": Command("tools.report.cli", ("build",), "a report of runs or of anybody's logs"),
     "scrape": Command("tools.report.cli", ("scrape",), "what logs say, as text or JSON"),
     "explain": Command("tools.report.cli", ("explain",), "what a strategy costs, from its ledgers"),
-    "audit": Command(
-        "tools.plan.audit.command", (), "what a table of figures contradicts in itself"
-    ),
+    "audit": Command("examples.studies.audit", (), "what a table of figures contradicts in itself"),
     "validate": Command("tools.plan.readings.command", (), "public readings, predicted and missed"),
     "prepare": Command("tools.preprocess.cli", (), "text to Megatron's .bin/.idx", ("gigatoken",)),
 }
@@ -112,7 +110,7 @@ def _run(name: str, tool: Command, words: list[str]) -> int:
         code: int = main_of([*tool.words, *words])
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
-        if package in ("tools", "megatron_patches", ""):
+        if package in ("tools", "megatron_patches", "examples", ""):
             raise
         print(
             f"'parakit {name}' needs {package}, which is not installed: "

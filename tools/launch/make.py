@@ -78,7 +78,7 @@ TOOLS = {
     "schedules": Tool("tools.plan", ("schedules",)),
     "advise": Tool("tools.plan", ("advise",), needs=((settings.MODEL, _MODEL_OF_ADVISE),)),
     "validate": Tool("tools.plan", ("validate",)),
-    "audit": Tool("tools.plan", ("audit",), needs=((settings.TABLE, _WHICH_TABLE),)),
+    "audit": Tool("examples.studies.audit", needs=((settings.TABLE, _WHICH_TABLE),)),
     "report": Tool("tools.report", ("build",)),
     "explain": Tool("tools.report", ("explain",)),
     "bench-scrape": Tool("tests.bench.scrape"),

@@ -24,7 +24,6 @@ _COMMANDS = {
     "schedules": "schedules",
     "dryrun": "dryrun",
     "validate": "readings",
-    "audit": "audit",
     "advise": "advise",
 }
 """Packages with a command of their own."""

@@ -1,7 +1,7 @@
 """Tables of performance figures as rows of known quantities: CSV, or every table of a Markdown file.
 
-A column is known by its heading, whatever its spelling; unknown columns are left alone. A CSV with the
-columns `metric` and `value` (the planner's readings) becomes one row for figures of one run.
+A column is known by its heading, whatever its spelling (`audit.yaml`); unknown columns are left alone. A
+CSV with the columns `metric` and `value` (the planner's readings) becomes a row for figures of one run.
 """
 
 from __future__ import annotations
@@ -9,45 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from tools.spec.files import UnreadableError, csv_rows, read_text
+from tools.spec.files import UnreadableError, csv_rows, read_text, read_yaml
 
-DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
-
-_SAMPLES = "(( in)? (samples|sequences|seqs))?"
-_HEADINGS = {
-    "gpus": r"((n|no|num(ber)?|total) )?(of )?(gpus|devices|accelerators)|gpu (count|scale)|world size",
-    "gpu": r"gpu|gpu (type|model|name)|device|hardware|accelerator|system",
-    "tp": r"(tp|tensor( model)?( parallel(ism)?)?)( size| degree)?",
-    "pp": r"(pp|pipeline( model)?( parallel(ism)?)?)( size| degree)?",
-    "cp": r"(cp|context( parallel(ism)?)?)( size| degree)?",
-    "dp": r"(dp|data( parallel(ism)?)?)( size| degree)?",
-    "ep": r"(ep|expert( model)?( parallel(ism)?)?)( size| degree)?",
-    "etp": r"(etp|expert tensor( parallel(ism)?)?)( size| degree)?",
-    "vpp": r"vpp?|virtual( pipeline)?( parallel(ism)?)?( stages| size)?",
-    "mbs": rf"(mbs|micro ?batch( size)?){_SAMPLES}",
-    "gbs": rf"(gbs|(global )?batch( size)?){_SAMPLES}",
-    "seq": r"(seq|seq(uence)? ?len(gth)?|sequence|context length)( in)?( tokens)?",
-    "layers": r"((n|num|number) )?(of )?layers",
-    "hidden": r"(n ?)?hidden( size| dim)?|d ?model",
-    "heads": r"(n|num|#)? ?(attention )?heads",
-    "ffn": r"ffn( hidden)?( size)?|intermediate size",
-    "experts": r"(num |# ?)?experts",
-    "params_b": r"params? b|(model )?size( b)?|param(eter)?s( b(illions?)?)?",
-    "dtype": r"dtype|precision|data ?type",
-    "model": r"model|case|name|test ?case|config(uration)?",
-    "notes": r"notes?|remarks?|comments?",
-    "mfu": r"mfu( ?%| percent)?|model flops util(ization|isation)",
-    "hfu": r"hfu( ?%| percent)?|hardware flops util(ization|isation)",
-    "layout": r"layout|strategy|parallel(ism)?( layout| strategy)?",
+KNOWN: dict[str, Any] = read_yaml(Path(__file__).with_name("audit.yaml"))
+_DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
+_HEADINGS: dict[str, re.Pattern[str]] = {
+    name: re.compile(pattern) for name, pattern in KNOWN["headings"].items()
 }
+_WORDS = ("gpu", "dtype", "model", "notes")
 _SECONDS = re.compile(
     r"(step|iter|iteration|global step|batch)s?\b.*\b(time|s|sec|secs|seconds|ms)|"
     r"(time|s|sec|secs|seconds|ms)\b.*\b(step|it|iter|iteration|batch)"
 )
-_NUMBER = re.compile(r"[-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
-_SUFFIXED = re.compile(rf"({_NUMBER.pattern})(?: ?([kmbgt])\b)?", re.IGNORECASE)
+_NUMBER = re.compile(r"([-+]?\d[\d,_]*(?:\.\d+)?(?:e[-+]?\d+)?)(?: ?([kmbgt])\b)?", re.IGNORECASE)
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _NODES = re.compile(r"(\d+) ?[x×*·] ?(\d+)")
 _SEVERAL = re.compile(r"\d ?(?:[/–—-]|,(?!\d{3})|\b(?:or|to)\b) ?\d")
@@ -57,10 +35,13 @@ _FLOPS = re.compile(r"\b(tera ?|t|peta ?|p)flops?\b")
 _TOTAL = re.compile(r"\b(total|aggregate|overall|cluster)\b")
 _OF_EACH = re.compile(r"(/|per) ?(gpu|device|chip|accelerator)")
 _SPELLED = re.compile(r"(?<![a-z])(etp|vpp|tp|pp|cp|dp|ep|sp)[ =]*(\d+)(?:x(\d+))?")
-_MARKED = re.compile(r"[*`_#]+")
-_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_MARKED, _LINK = re.compile(r"[*`_#]+"), re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _BAR = re.compile(r"(?<!\\)\|")
 """Between cells; one after a backslash is part of a cell's text."""
+_MOST_BILLIONS = 1e6
+"""What is more counts single parameters."""
+
+_Lines = Sequence[tuple[int, list[str]]]
 
 
 class TableError(ValueError):
@@ -117,72 +98,15 @@ def quantity(heading: str) -> str:
     if "tok" in plain and re.search(r"/ ?s|per s|sec|throughput", plain):
         each = "tokens_s_gpu" if _OF_EACH.search(plain) else "tokens_s"
         return "" if _SCALED.search(plain) else each  # Thousands are left alone.
-    if re.fullmatch(r"tp\W+pp\b.*", plain) and len(re.findall(r"[a-z]+", plain)) > 1:
-        return " ".join(word for word in re.findall(r"[a-z]+", plain) if word in DEGREES)
+    words = re.findall(r"[a-z]+", plain)
+    if re.fullmatch(r"tp\W+pp\b.*", plain):
+        return " ".join(word for word in words if word in _DEGREES)
     for name, pattern in _HEADINGS.items():
-        if re.fullmatch(pattern, plain):
+        if pattern.fullmatch(plain):
             return name
     if _SECONDS.search(plain) and not plain.startswith(("tokens", "samples", "speed")):
         return "step_ms" if re.search(r"\bms\b|millisec", plain) else "step_s"
     return ""
-
-
-def _csv_table(text: str, path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    (_, header), *rows = [*csv_rows(text, path)] or [(1, [])]
-    return header, [(line, cells) for line, cells in rows if any(cells)]
-
-
-def _markdown_tables(text: str) -> Iterator[tuple[list[str], list[tuple[int, list[str]]]]]:
-    lines = text.splitlines()
-    for place, line in enumerate(lines):
-        if not _is_rule(line) or place == 0:
-            continue
-        body = []
-        for number, row in enumerate(lines[place + 1 :], start=place + 2):
-            if "|" not in row:
-                break
-            body.append((number, _cells(row)))
-        yield _cells(lines[place - 1]), body
-
-
-def _is_rule(line: str) -> bool:
-    return "|" in line and "-" in line and not set(line.strip()) - set("|-: ")
-
-
-def _cells(line: str) -> list[str]:
-    cells = _BAR.split(line.strip().removeprefix("|").removesuffix("|"))
-    return [_MARKED.sub("", _LINK.sub(r"\1", cell)).strip() for cell in cells]
-
-
-def _rows(header: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> list[TableRow]:
-    places = {place: name for place, text in enumerate(header) if (name := quantity(text))}
-    lower = [text.strip().lower() for text in header]
-    if "metric" in lower and "value" in lower:
-        return _joined(places, lower, lines)
-    if len(places) < 2:
-        return []
-    return [_row(places, line, cells) for line, cells in lines]
-
-
-def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> TableRow:
-    row = TableRow(line)
-    for place, name in places.items():
-        text = cells[place].strip() if place < len(cells) else ""
-        if name in ("gpu", "dtype", "model", "notes"):
-            row.words[name] = text
-        elif name == "layout":
-            _degrees_of(row, text)
-        elif " " in name:
-            found = _NUMBER.findall(text)
-            if len(found) == len(name.split()):
-                row.numbers |= dict(zip(name.split(), map(float, found), strict=True))
-        else:
-            _put(row, name, text)
-    for name in ("tflops", "hardware_tflops"):
-        total = row.numbers.pop(f"total_{name}", None)
-        if total is not None and row.numbers.get("gpus"):
-            row.numbers[name] = total / row.numbers["gpus"]
-    return row
 
 
 def degrees_spelled(text: str) -> dict[str, float]:
@@ -194,33 +118,111 @@ def degrees_spelled(text: str) -> dict[str, float]:
     return found
 
 
-def _degrees_of(row: TableRow, text: str) -> None:
+def _csv_table(text: str, path: Path) -> tuple[list[str], _Lines]:
+    (_, header), *rows = [*csv_rows(text, path)] or [(1, [])]
+    return header, [(line, cells) for line, cells in rows if any(cells)]
+
+
+def _markdown_tables(text: str) -> Iterator[tuple[list[str], _Lines]]:
+    lines = text.splitlines()
+    for place, line in enumerate(lines):
+        if place and _is_rule(line):
+            rows = takewhile(lambda row: "|" in row[1], enumerate(lines[place + 1 :], place + 2))
+            yield _cells(lines[place - 1]), [(number, _cells(row)) for number, row in rows]
+
+
+def _is_rule(line: str) -> bool:
+    return "|" in line and "-" in line and not set(line.strip()) - set("|-: ")
+
+
+def _cells(line: str) -> list[str]:
+    cells = _BAR.split(line.strip().removeprefix("|").removesuffix("|"))
+    return [_MARKED.sub("", _LINK.sub(r"\1", cell)).strip() for cell in cells]
+
+
+def _rows(header: Sequence[str], lines: _Lines) -> list[TableRow]:
+    places = {place: name for place, text in enumerate(header) if (name := quantity(text))}
+    lower = [text.strip().lower() for text in header]
+    if "metric" in lower and "value" in lower:
+        return _joined(places, lower, lines)
+    return [_row(places, line, cells) for line, cells in lines] if len(places) > 1 else []
+
+
+def _joined(places: dict[int, str], header: Sequence[str], lines: _Lines) -> list[TableRow]:
+    """Figures of one run in several lines, and those that its notes quote."""
+    metric, value = header.index("metric"), header.index("value")
+    apart = {metric, value, *(place for place, name in enumerate(header) if name == "notes")}
+    rows: dict[tuple[str, ...], TableRow] = {}
+    for line, cells in lines:
+        if max(metric, value) >= len(cells):
+            continue
+        name = KNOWN["metrics"].get(cells[metric].strip())
+        key = tuple(cell for place, cell in enumerate(cells) if place not in apart)
+        row = rows.get(key)
+        if row is None or name in row.numbers:
+            row = _row(places, line, cells)
+            for printed, pattern in KNOWN["printed"].items():
+                if match := re.search(pattern, row.words.get("notes", "")):
+                    _put(row, printed, match[1].strip(".,"))
+            rows[(*key, str(line)) if key in rows else key] = row
+        if name:
+            _put(row, name, cells[value])
+    return list(rows.values())
+
+
+def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> TableRow:
+    row = TableRow(line)
+    for place, name in places.items():
+        text = cells[place].strip() if place < len(cells) else ""
+        if name in _WORDS:
+            row.words[name] = text
+        elif name == "layout":
+            row.numbers |= _layout(text)
+        elif " " in name:
+            found = [float(number.replace(",", "")) for number, _ in _NUMBER.findall(text)]
+            if len(found) == len(name.split()):
+                row.numbers |= dict(zip(name.split(), found, strict=True))
+        else:
+            _put(row, name, text)
+    for name in ("tflops", "hardware_tflops"):
+        total = row.numbers.pop(f"total_{name}", None)
+        if total is not None and row.numbers.get("gpus"):
+            row.numbers[name] = total / row.numbers["gpus"]
+    return row
+
+
+def _layout(text: str) -> dict[str, float]:
+    """A layout in this kit's words too, where `vpp2` is PP 2 with two virtual stages."""
     found = degrees_spelled(text)
     if "vpp" in found and "pp" not in found:
-        found |= {"pp": found["vpp"], "vpp": 2.0}  # This kit's too.
-    row.numbers |= {"tp" if name == "sp" else name: degree for name, degree in found.items()}
+        found |= {"pp": found["vpp"], "vpp": 2.0}
+    return {"tp" if name == "sp" else name: degree for name, degree in found.items()}
 
 
 def _put(row: TableRow, name: str, text: str) -> None:
+    """One figure, in the quantity's unit."""
+    if name == "ffn" and "/" in text:  # Also of an expert.
+        row.words["experts"] = text
+        return
     if name != "ffn" and _SEVERAL.search(text):
         row.words[name] = text
         return
-    match = _SUFFIXED.search(text)
-    if match is None or (name == "ffn" and "/" in text):
-        if name == "ffn" and "/" in text:
-            row.words["experts"] = text
+    match = _NUMBER.search(text)
+    if match is None:
         return
-    digits = match[1].replace(",", "").replace("_", "")
-    value, suffix = float(digits), (match[2] or "").lower()
+    digits, suffix = match[1].replace(",", "").replace("_", ""), (match[2] or "").lower()
+    value = float(digits)
     slack = 0.5 * 10 ** -len(digits.partition(".")[2]) / abs(value) if value else 0.0
     if name == "gpus" and (nodes := _NODES.search(text)):
         value = float(nodes[1]) * float(nodes[2])
     elif name == "params_b":
         value *= _SUFFIXES[suffix or "b"] / 1e9 if value < _MOST_BILLIONS else 1e-9
-    elif suffix and name not in ("seq", "tokens_s", "tokens_s_gpu"):
+    elif name == "seq":
+        value *= {"k": 1024, "m": 1024**2}.get(suffix, 1)
+    elif suffix and name not in ("tokens_s", "tokens_s_gpu"):
         return  # A batch of "4M" counts tokens, of "2K" may be 2,000 or 2,048.
     else:
-        value *= _SUFFIXES[suffix] if name != "seq" else {"k": 1024, "m": 1024**2}.get(suffix, 1)
+        value *= _SUFFIXES[suffix]
     if name.endswith("pflops"):
         name, value = f"{name.removesuffix('pflops')}tflops", value * 1000
     if name == "step_ms" or (name == "step_s" and re.search(r"\d ?ms\b", text)):
@@ -228,43 +230,3 @@ def _put(row: TableRow, name: str, text: str) -> None:
     if name in ("mfu", "hfu") and "%" not in text and value <= 1:
         value *= 100
     row.numbers[name], row.slack[name] = value, slack
-
-
-_MOST_BILLIONS = 1e6
-"""What is more counts single parameters."""
-
-_METRICS = {
-    "step_time_s": "step_s",
-    "tokens_per_s_per_gpu": "tokens_s_gpu",
-    "model_tflops_per_gpu": "tflops",
-    "hardware_tflops_per_gpu": "hardware_tflops",
-    "mfu_percent": "mfu",
-}
-_PRINTED = (
-    ("tokens_s", re.compile(r"tokens/s as printed ([\d.,]+)")),
-    ("mfu", re.compile(r"MFU as printed ([\d.]+%)")),
-)
-
-
-def _joined(
-    places: dict[int, str], header: Sequence[str], lines: Sequence[tuple[int, list[str]]]
-) -> list[TableRow]:
-    """Figures of one run in several lines, and those that its notes quote."""
-    metric, value = header.index("metric"), header.index("value")
-    apart = {metric, value, *(header.index(name) for name in ("notes",) if name in header)}
-    rows: dict[tuple[str, ...], TableRow] = {}
-    for line, cells in lines:
-        if max(metric, value) >= len(cells):
-            continue
-        name = _METRICS.get(cells[metric].strip())
-        key = tuple(cell for place, cell in enumerate(cells) if place not in apart)
-        row = rows.get(key)
-        if row is None or name in row.numbers:
-            row = _row(places, line, cells)
-            for printed, pattern in _PRINTED:
-                if match := pattern.search(row.words.get("notes", "")):
-                    _put(row, printed, match[1].strip(".,"))
-            rows[(*key, str(line)) if key in rows else key] = row
-        if name:
-            _put(row, name, cells[value])
-    return list(rows.values())

@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan.__main__ import main
-from tools.plan.audit.rules import Contradiction, audit
-from tools.plan.audit.table import TableError, quantity, read_table
+from examples.studies.audit import Contradiction, audit, main
+from examples.studies.audit_table import TableError, quantity, read_table
 from tools.plan.readings.table import READINGS
 
 BRIDGE = """\
@@ -205,14 +204,14 @@ def test_the_command_ends_with_a_summary_and_a_status(
 ) -> None:
     file = tmp_path / "t.csv"
     file.write_text("model,gpus,layout\nmine,16,tp4pp8\n")
-    assert main(["audit", str(file)]) == 1
+    assert main([str(file)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{file}:2: mine: TP 4 x PP 8 = 32 does not divide the 16 GPUs stated."
     assert lines[1] == "1 rows, 1 checks: 1 of them contradict themselves."
-    assert main(["audit", "--json", str(file)]) == 1
+    assert main(["--json", str(file)]) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["rule"] == "degrees"
     file.write_text("fruit,colour\napple,red\n")
-    assert main(["audit", str(file)]) == 2
+    assert main([str(file)]) == 2
     assert "holds no table of performance figures" in capsys.readouterr().err
     with pytest.raises(TableError, match=r"nowhere\.csv cannot be read"):
         read_table(tmp_path / "nowhere.csv")
