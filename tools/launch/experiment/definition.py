@@ -158,6 +158,7 @@ class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeats_change_seed: bool = False
     takes_finished: bool = False
     table: str = ""
+    page: str = ""
     instead: str = ""
     packages: dict[str, str] = {}
 
