@@ -93,8 +93,34 @@ class Soak:
         return min(LONGEST_SECONDS, self.undisturbed_seconds / FAULTS)
 
 
+def soak(options: Options, console: Console) -> int:
+    """Train both runs, judge them; 0 if nothing grew, nothing became slower and the losses agree.
+
+    Raises:
+        LaunchError: It cannot run here, and nothing was written; or a run ended by itself.
+    """
+    what = soak_from_environment(options)
+    options, name = what.options, what.target.name
+    if options.dry_run:
+        return dry_run(what.launch, options)
+    make_missing_data([what.launch], console)
+    check(what.launch, options.runs)
+    ensure_start_checkpoint(what.launch, options, console)
+    folder = options.runs / f"{utc_stamp()}-soak-{name.removeprefix('train-')}"
+    folder.mkdir(parents=True)
+    with _Soaking(what, folder, console) as watch:
+        reached = watch.train_undisturbed()
+        faults = watch.train_disturbed(reached)
+    verdict = judge(folder, watch.readings, faults, what.every)
+    text = verdict.render(f"{name}, {what.hours:g} h")
+    write_whole(folder / TEXT_FILE, text + "\n")
+    say(console, text)
+    say(console, f"Soak: {from_root(folder / TEXT_FILE)}")
+    return int(not verdict.held)
+
+
 def soak_from_environment(options: Options, environment: Mapping[str, str] = os.environ) -> Soak:
-    """The soak that STRATEGY=, HOURS= and MODEL= ask for.
+    """What STRATEGY=, HOURS= and MODEL= ask for: a schedule longer than both runs, and checkpoints.
 
     Raises:
         LaunchError: One is missing, not of its kind, or they do not fit each other.
@@ -102,44 +128,9 @@ def soak_from_environment(options: Options, environment: Mapping[str, str] = os.
     with wrong_settings_refused():
         strategy = settings.SOAKED.value(environment)
         hours = settings.HOURS.value(environment)
+        model = settings.MODEL.value(environment)
     if strategy is None or hours is None:
         raise LaunchError("Say what, and how long: make soak STRATEGY=dp2 HOURS=0.33")
-    return plan_soak(strategy, hours, settings.MODEL.value(environment), options)
-
-
-def soak(what: Soak, console: Console) -> int:
-    """Train both runs, judge them; 0 if nothing grew, nothing became slower and the losses agree.
-
-    Raises:
-        LaunchError: It cannot run here, and nothing was written; or a run ended by itself.
-    """
-    options = what.options
-    if options.dry_run:
-        return dry_run(what.launch, options)
-    make_missing_data([what.launch], console)
-    check(what.launch, options.runs)
-    ensure_start_checkpoint(what.launch, options, console)
-    stamp = utc_stamp()
-    folder = options.runs / f"{stamp}-soak-{what.target.name.removeprefix('train-')}"
-    folder.mkdir(parents=True)
-    with _Soaking(what, folder, console) as watch:
-        reached = watch.train_undisturbed()
-        faults = watch.train_disturbed(reached)
-    verdict = judge(folder, watch.readings, faults, what.every)
-    text = verdict.render(f"{what.target.name}, {what.hours:g} h")
-    write_whole(folder / TEXT_FILE, text + "\n")
-    say(console, text)
-    say(console, f"Soak: {from_root(folder / TEXT_FILE)}")
-    return int(not verdict.held)
-
-
-def plan_soak(strategy: str, hours: float, model: str | None, options: Options) -> Soak:
-    """Compose what both runs train: a schedule that is longer than they are, and checkpoints.
-
-    Raises:
-        LaunchError: Strategy and model do not fit each other.
-    """
-    model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
     with wrong_strategies_refused(f"STRATEGY={strategy}"):
         devices = devices_of(strategy, otherwise=2)
         sharding = parse_strategy(strategy, devices).sharding
@@ -149,6 +140,7 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
             "resumed; use dp2, pp2, zero1, ep2 or another layout of Megatron's that shards no more than "
             "the optimizer."
         )
+    model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
     target = parse_target(f"train-{strategy}-{model}-{devices}cpu")
     iterations = round(hours * 3600 / _FASTEST_SECONDS)
     schedule = ("--train-iters", str(iterations), "--lr-decay-iters", str(iterations))
@@ -158,8 +150,8 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         extra=(*schedule, *options.extra),
         saving=options.saving or Saving(SAVE_EVERY, KEEP),
     )
-    launch = compose_target(target, flags_of_grammar(target), options)
-    return Soak(target, options, hours, launch)
+    composed = compose_target(target, flags_of_grammar(target), options)
+    return Soak(target, options, hours, composed)
 
 
 @dataclass

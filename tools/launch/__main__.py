@@ -215,8 +215,7 @@ def _import_recipe(command: argparse.Namespace, _: Options, console: Console) ->
 
 def _soak(_: argparse.Namespace, options: Options, console: Console) -> int:
     # A test of the launcher: by name, because tools import no tests.
-    soaking = import_module("tests.faults.soak")
-    code: int = soaking.soak(soaking.soak_from_environment(options), console)
+    code: int = import_module("tests.faults.soak").soak(options, console)
     return code
 
 
