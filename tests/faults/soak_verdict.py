@@ -103,6 +103,8 @@ class Losses:
     """The first iteration whose losses differ in a digit."""
     last: int
     """The last iteration compared."""
+    end: int
+    """The last one of the undisturbed run."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,9 @@ class SoakVerdict:
 
     @property
     def recovered(self) -> bool:
-        """Whether the disturbed run came beyond the iteration of every fault."""
-        return all(fault.iteration < self.losses.last for fault in self.faults)
+        """Whether the disturbed run came beyond the iteration of every fault, or to the end."""
+        last = self.losses.last
+        return last == self.losses.end or all(fault.iteration < last for fault in self.faults)
 
     @property
     def held(self) -> bool:
@@ -193,7 +196,7 @@ def compare_losses(whole: dict[int, float], resumed: dict[int, float]) -> Losses
     """Line by line, where both have one that is no average."""
     common = sorted(whole.keys() & resumed.keys())
     other = next((number for number in common if whole[number] != resumed[number]), None)
-    return Losses(len(common), other, max(common, default=0))
+    return Losses(len(common), other, max(common, default=0), max(whole, default=0))
 
 
 def steadiness(readings: Sequence[ProcessReading]) -> tuple[Steadiness, ...]:

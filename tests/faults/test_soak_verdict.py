@@ -97,8 +97,11 @@ def test_a_verdict_says_what_held_and_under_what_load() -> None:
 
 
 def test_a_run_that_did_not_come_beyond_its_last_fault_has_not_recovered() -> None:
-    losses = compare_losses({1: 10.5, 2: 10.25}, {1: 10.5, 2: 10.25})
-    for iteration, held in ((1, True), (2, False)):
+    whole = {1: 10.5, 2: 10.25, 3: 10.125}
+    two, three = (
+        compare_losses(whole, {n: whole[n] for n in range(1, last + 1)}) for last in (2, 3)
+    )
+    for iteration, losses, held in ((1, two, True), (2, two, False), (3, three, True)):
         fault = Fault(60.0, iteration, "rank 1", Status.CRASHED, "killed", 1.0)
         verdict = SoakVerdict((), None, None, losses, (fault,), (2.0, 7.5))
         assert verdict.held is held

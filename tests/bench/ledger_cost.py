@@ -1,4 +1,4 @@
-"""What the ledger costs: iterations that it watched over the others of the same run.
+"""`make bench-ledger`: iterations that the ledger watched over the others of the same run.
 
 Every other iteration is watched, so a slow minute of the machine falls on both kinds alike. They are
 compared by the fastest half of each, because whatever else a machine does only adds; the interval is
@@ -14,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.launch.errors import LaunchError
+from tools.launch.experiment.cells import PlannedCells
+from tools.launch.experiment.commands import Ended, Output, refuse_failed
+from tools.launch.options import Options
 from tools.report.analyse.statistics import (
     Estimate,
     TimeComparison,
@@ -21,8 +24,9 @@ from tools.report.analyse.statistics import (
     estimate,
     fastest_half,
 )
-from tools.report.read.runs import Run
+from tools.report.read.runs import Run, load_folder
 from tools.spec.files import ROOT
+from tools.text.terminal import say
 
 LIMIT = 0.02
 """Of iteration time: what the ledger may cost."""
@@ -125,3 +129,23 @@ def call_nanoseconds() -> tuple[float, float]:
             raise LaunchError(f"A call alone could not be measured: {' '.join(last)}")
         found[kind].append(float(ended.stdout))
     return min(found["plain"]), min(found["watched"])
+
+
+def refuse_without_ledger(_: PlannedCells, options: Options) -> None:
+    if not options.ledger:
+        raise LaunchError("LEDGER=0 leaves nothing to measure; leave it out.")
+
+
+def finish(ended: Ended) -> int:
+    """Three sentences; 1 if the ledger costs more than it may for sure."""
+    refuse_failed(ended)
+    (result,) = ended.results
+    runs = [load_folder(folder) for folder in result.runs]
+    cost = cost_of([iteration_times(run) for run in runs])
+    say(ended.console, f"{result.cell.target.name}: {cost}")
+    say(ended.console, cost.verdict)
+    say(ended.console, by_call(call_nanoseconds(), calls_of(runs[0]), cost.off.median))
+    return int(cost.is_above_limit)
+
+
+OUTPUT = Output(finish, refuse_without_ledger)

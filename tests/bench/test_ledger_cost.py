@@ -2,11 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.ledger_cost import LedgerCost, by_call, cost_of, kinds, refuse_without_ledger
 from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import PlannedCells
-from tools.launch.experiment.commands import refuse_without_ledger
 from tools.launch.experiment.definition import load_experiment
-from tools.launch.experiment.tables.ledger_cost import LedgerCost, by_call, cost_of, kinds
 from tools.launch.options import Options, options_from_environment
 from tools.spec import variables
 
