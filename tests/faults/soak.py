@@ -56,7 +56,7 @@ UNDISTURBED_SHARE = 0.4
 """Of the time; the disturbed run, which starts again after each fault, has the rest to train as far."""
 
 FAULTS, LONGEST_SECONDS = 6, 600.0
-"""So many faults are expected in the disturbed run, and one at least so often."""
+"""So many faults are expected in the disturbed run, and one at least so often; one before its middle."""
 
 _FASTEST_SECONDS = 0.02
 """Of an iteration: Megatron's schedule must not end before the time does."""
@@ -206,7 +206,7 @@ class _Soaking:
         while _last_iteration(folder) < iterations and _lasts(folder, end, beyond):
             gap = choose.expovariate(1 / self.soak.mean_gap_seconds)
             with self._launched(DISTURBED, iterations) as run:
-                if self._watch(run, end, gap, beyond):
+                if self._watch(run, end, gap, beyond, inf if faults else iterations / 2):
                     faults.append(fault := self._strike(run, choose))
                     beyond = fault.iteration + 1  # Whose line is an average.
                     self._say(
@@ -241,9 +241,11 @@ class _Soaking:
                 launcher.terminate()
             launcher.wait()
 
-    def _watch(self, run: Victim, end: float, gap: float = inf, beyond: int = -1) -> bool:
-        """Read processes until the run or the time is over; True where one is to be killed before that,
-        `gap` seconds after there is something to resume from."""
+    def _watch(
+        self, run: Victim, end: float, gap: float = inf, beyond: int = -1, latest: float = inf
+    ) -> bool:
+        """Read processes until the run or the time is over; True where one is to be killed before that:
+        `gap` seconds after there is something to resume from, and by an iteration at the latest."""
         due = None
         # The last one leaves time to see that the run trains on.
         last_due = end - self.soak.mean_gap_seconds
@@ -252,7 +254,7 @@ class _Soaking:
             if due is None and self._trains(run):
                 due = time.monotonic() + gap
                 due = due if due <= last_due else inf
-            if due is not None and due <= time.monotonic():
+            if due and (due <= time.monotonic() or _last_iteration(run.folder) >= latest):
                 return True
             left = min(due or inf, end) - time.monotonic()
             time.sleep(min(READ_SECONDS, max(0.1, left)))
