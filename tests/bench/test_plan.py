@@ -1,6 +1,6 @@
 import csv
 
-from tools.bench.plan import compared, of_report, of_search
+from tests.bench.plan import compared, of_report, of_search
 from tools.spec.model import load_model
 
 

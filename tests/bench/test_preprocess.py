@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.preprocess import Rate, ToolComparison, describe, main
-from tools.bench.synthetic_text import synthetic_documents, unseen_documents
+from tests.bench.preprocess import Rate, ToolComparison, describe, main
+from tests.bench.synthetic_text import synthetic_documents, unseen_documents
 
 
 def test_it_measures_this_tool_and_tokenizers(capsys, monkeypatch):

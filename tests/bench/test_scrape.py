@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from tools.bench.scrape import bench_scrape
+from tests.bench.scrape import bench_scrape
 from tools.spec.files import ROOT
 
 
@@ -16,7 +16,7 @@ def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():
 
 
 def test_memory_of_the_process_that_started_it_is_not_its_own():
-    program = "from tools.bench.scrape import bench_scrape; r = bench_scrape(9);"
+    program = "from tests.bench.scrape import bench_scrape; r = bench_scrape(9);"
     own = [sys.executable, "-c", program + "print(r.peak_memory_mib)"]
     large = f"large = bytearray(2**29); import subprocess; subprocess.run({own})"
     done = subprocess.run(
@@ -28,7 +28,7 @@ def test_memory_of_the_process_that_started_it_is_not_its_own():
 @pytest.mark.slow
 def test_half_a_million_iterations_take_250_mb():
     program = (
-        "from tools.bench.scrape import bench_scrape; r = bench_scrape();"
+        "from tests.bench.scrape import bench_scrape; r = bench_scrape();"
         "print(r.peak_memory_mib, r.log_bytes)"
     )
     done = subprocess.run(

@@ -88,7 +88,7 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
         assert "Traceback" not in ended.stderr
         return ended.stdout + ended.stderr
 
-    assert "dp2" in parakit_prints("plan", "--model", "gpt2-large", "--gpus", "2")
+    assert "Alpa" in parakit_prints("plan", "--model", "gpt2-large", "--gpus", "2", "--alpa")
     assert "1F1B" in parakit_prints("schedules")
     assert "12 iterations" in parakit_prints("scrape", str(LOG))
     assert "reports/one/report.html" in parakit_prints("report", "--name", "one", str(LOG))

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.conftest import Kit, kill
+from tests.faults.runs import Kit, kill
 
 
 @dataclass(frozen=True)

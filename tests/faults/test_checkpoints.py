@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.conftest import SAVE_EVERY, Ended, Kit, same_losses
+from tests.faults.runs import SAVE_EVERY, Ended, Kit, same_losses
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 from tools.report.analyse.parity import Curve, last_digit, loss_curve

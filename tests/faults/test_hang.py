@@ -5,7 +5,7 @@ from math import ceil
 
 import pytest
 
-from tests.faults.conftest import ITERATIONS, Kit, same_losses
+from tests.faults.runs import ITERATIONS, Kit, same_losses
 from tools.records import run as records
 from tools.records.run import Status
 

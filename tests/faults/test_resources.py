@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.conftest import SAVE_EVERY, Kit, same_losses
+from tests.faults.runs import SAVE_EVERY, Kit, same_losses
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.supervise.exit_status import memory_kills
 from tools.records.run import CHECKPOINTS_FOLDER, Status

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Kit
+from tests.faults.runs import Kit
+from tests.faults.soak import READINGS_FILE, TEXT_FILE, Soak, plan_soak
 from tests.given import given
 from tools.launch.options import Options
-from tools.launch.soak import READINGS_FILE, TEXT_FILE, Soak, plan_soak
 from tools.spec.files import ROOT
 
 

@@ -167,7 +167,6 @@ AREAS: dict[str, list[str]] = {
         "tools.plan dryrun --model llama3-8b-fp8 --tensor 2",
         "tools.plan schedules",
         "tools.plan schedules --pipeline 4 --microbatches 16 --virtual 2",
-        "tools.plan residuals",
         "tools.plan dryrun --model gpt2-large --tensor 3",
         "tools.plan dryrun --model gpt2-larg --tensor 2",
     ],

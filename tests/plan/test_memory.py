@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.docs.residuals import PublishedResidual, memory_residuals
 from tests.plan.conftest import TINY
 from tools.plan.activations import (
     chunk_activation_bytes,
@@ -19,7 +20,7 @@ from tools.plan.memory import (
     logits_bytes,
     memory_of_rank,
 )
-from tools.plan.residuals import PublishedResidual, h200_spec, memory_residuals
+from tools.plan.published import h200_spec
 from tools.plan.tensors import layer_parameters, parameters_total, rank_parameters
 from tools.records.measurements import Operation
 from tools.spec.experts import ExpertLoad

@@ -8,12 +8,10 @@ import pytest
 from tools.plan.readings.residual import Residuals, residuals
 from tools.plan.readings.summary import by_kind, by_split, choices
 from tools.plan.readings.table import read_readings
-from tools.plan.rules import CASES, rules_table
 from tools.plan.time.constants import BOUNDS, NAMES, constants_of
 from tools.spec.files import ROOT
 
 README = (ROOT / "tools" / "plan" / "README.md").read_text()
-_SMALL = 5
 _UNITS = {"µs": 1e-6}
 
 
@@ -32,11 +30,6 @@ def number(cell: str) -> float:
 def predicted() -> Residuals:
     readings, unreadable = read_readings()
     return residuals(readings, unreadable)
-
-
-@pytest.mark.parametrize("cases", [CASES[:_SMALL], pytest.param(CASES, marks=pytest.mark.slow)])
-def test_the_rules_of_thumb_are_those_of_today(cases: tuple[tuple[str, int, int], ...]) -> None:
-    assert rules_table(cases).strip() in README
 
 
 def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:

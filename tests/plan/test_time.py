@@ -2,15 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.docs.residuals import PublishedResidual, h200_residuals, paper_residuals
 from tools.plan.memory import fullest_rank
-from tools.plan.residuals import (
-    PublishedResidual,
-    h200_figures,
-    h200_residuals,
-    h200_spec,
-    paper_residuals,
-    residual_tables,
-)
+from tools.plan.published import h200_figures, h200_spec
 from tools.plan.time.cluster import Calibration, Cluster, route
 from tools.plan.time.iteration import (
     IterationSeconds,
@@ -19,7 +13,6 @@ from tools.plan.time.iteration import (
     pipeline_seconds,
 )
 from tools.plan.time.rates import NoPeakError
-from tools.spec.files import ROOT
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
@@ -76,12 +69,6 @@ def test_the_published_order_is_predicted_and_tp_and_sp_are_alike() -> None:
 @pytest.mark.parametrize("residual", paper_residuals(load_paper()), ids=lambda r: r.case)
 def test_published_a100_times_are_predicted_within_10_percent(residual: PublishedResidual) -> None:
     assert abs(residual.error) < 0.10
-
-
-def test_the_readme_holds_the_residuals_of_today() -> None:
-    memory, times, paper = residual_tables().strip().split("\n\n")
-    planner = (ROOT / "tools" / "plan" / "README.md").read_text()
-    assert all(table in planner for table in (memory, times, paper))
 
 
 def test_one_micro_batch_makes_the_bubble_of_two_stages_a_whole_stage() -> None:

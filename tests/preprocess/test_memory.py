@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tools.bench.synthetic_text import synthetic_documents
+from tests.bench.synthetic_text import synthetic_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_BYTES = 1 << 30

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.bench.synthetic_text import write_synthetic
 from tests.preprocess.conftest import interrupt_after_moves
-from tools.bench.synthetic_text import write_synthetic
 
 KILL_FLAGS = ("--append-eod", "--commit-mib", "1", "--workers", "2")
 

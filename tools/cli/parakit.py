@@ -82,7 +82,7 @@ def _run(name: str, packages: Sequence[str], words: list[str]) -> int:
         return from_words(name, words, f"parakit {name}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
-        if missing in ("tools", "megatron_patches", ""):
+        if missing in ("tools", "megatron_patches", "examples", ""):
             raise
         print(
             f"'parakit {name}' needs {missing}, which is not installed: "

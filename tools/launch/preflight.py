@@ -13,7 +13,7 @@ from packaging.version import Version
 from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, is_known
 from tools.dataset.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
 from tools.launch.backends import backend_problems, optimizer_problems
-from tools.launch.checkpoint.readable import other_model_problem
+from tools.launch.checkpoint.other_model import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.checks.finding import refusals
 from tools.launch.checks.host import RUN_FILES, check_room

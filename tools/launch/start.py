@@ -19,11 +19,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoint.readable import (
-    TRACKER_FILE,
-    DamagedCheckpointError,
-    finished_iteration,
-)
 from tools.launch.checkpoint.stored import check, find_checkpoints, rename_damaged
 from tools.launch.compose import Launch, compose
 from tools.launch.errors import LaunchError
@@ -32,6 +27,11 @@ from tools.launch.job import Job
 from tools.launch.progress import RunProgress
 from tools.records.io import made_whole
 from tools.records.run import LOG_FILE
+from tools.records.torch_dist import (
+    TRACKER_FILE,
+    DamagedCheckpointError,
+    finished_iteration,
+)
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, flag_words

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from tools.native.model import GPT, mixtures
+from tools.records.torch_dist import fill, finished_iteration, read_metadata
 
 _LAYER = {
     "self_attention.linear_qkv.layer_norm_": "norm1.",
@@ -69,18 +67,11 @@ def load_start(model: GPT, checkpoint: Path) -> None:
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of the checkpoint's newest iteration, by Megatron's name."""
-    iteration = int((checkpoint / "latest_checkpointed_iteration.txt").read_text())
-    reader = FileSystemReader(checkpoint / f"iter_{iteration:07d}")
-    described = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in described.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        # It warns that no_dist reads in this process alone, which is what is wanted of it.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(tensors, storage_reader=reader, no_dist=True)
+    folder = checkpoint / f"iter_{finished_iteration(checkpoint) or 0:07d}"
+    tensors = {}
+    for name, stored in read_metadata(folder).tensors.items():
+        tensors[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        fill(folder, stored, tensors[name], partial(torch.load, weights_only=True))
     return tensors
 
 

@@ -103,47 +103,12 @@ class Correction:
     right: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """Figures that a write-up states and did not measure; None where it states none."""
-
-    source: str
-    """Its key."""
-    about: str
-    layout: str = ""
-    """The strategy that it is about, of 175B on 1,024 A100 unless it names another model."""
-    model: str = ""
-    gpus: int | None = None
-    tflops_per_device: float | None = None
-    mfu: float | None = None
-    scaling_efficiency: float | None = None
-    training_days: float | None = None
-    overhead: tuple[float, float] | None = None
-    """From and to, of an iteration."""
-    part: str = ""
-    """A component of an iteration that it is the overhead of; empty is all communication and idling."""
-    speedup: float | None = None
-    price_dollars: float | None = None
-    saved_dollars: float | None = None
-    parameters_gb: float | None = None
-    gradients_gb: float | None = None
-    optimizer_gb: float | None = None
-    activations_gb: float | None = None
-    total_gb: float | None = None
-    memory_gb: float | None = None
-    fits: bool | None = None
-    """Whether a device is said to hold it."""
-    data_parallel: int | None = None
-    caution: str = ""
-
-
 @dataclass(frozen=True)
 class Published:
     """Everything in the file."""
 
     figures: tuple[Figure, ...] = ()
     corrections: tuple[Correction, ...] = ()
-    claims: tuple[Claim, ...] = ()
 
     def of(self, source: str) -> tuple[Figure, ...]:
         """The figures of one write-up."""
@@ -202,5 +167,4 @@ def load_published(path: Path = FILE) -> Published:
     corrections = [
         entry | {"name": sources[entry["source"]]["name"]} for entry in data["corrections"]
     ]
-    known = {"figures": figures, "corrections": corrections, "claims": data.get("claims", ())}
-    return msgspec.convert(known, Published)
+    return msgspec.convert({"figures": figures, "corrections": corrections}, Published)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.launch import preflight
-from tools.launch.checkpoint.readable import other_model_problem, read_shapes
+from tools.launch.checkpoint.other_model import other_model_problem
 from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.options import Options
@@ -35,11 +35,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint.save(weights, storage_writer=writer, no_dist=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     return folder
-
-
-def test_shapes_are_read_without_torch(checkpoint: Path) -> None:
-    shapes = read_shapes(checkpoint / "iter_0000007")
-    assert shapes["decoder.layers.mlp.linear_fc1.weight"] == (4, 256, 64)
 
 
 def test_a_checkpoint_of_the_model_passes_and_no_checkpoint_does_too(

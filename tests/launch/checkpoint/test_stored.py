@@ -1,11 +1,10 @@
-import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
-from tools.launch.checkpoint.readable import DamagedCheckpointError, weights_hash
 from tools.launch.checkpoint.stored import check, find_checkpoints, prune, verify
+from tools.records.torch_dist import DamagedCheckpointError
 
 
 def test_checkpoints_come_newest_first_and_other_folders_are_none(
@@ -48,20 +47,3 @@ def test_only_what_is_older_than_the_newest_proven_ones_goes(tmp_path: Path, wri
         verify(checkpoint)
     assert [checkpoint.iteration for checkpoint in prune(stored, keep=2)] == [1]
     assert iterations(tmp_path) == [4, 3, 2]
-
-
-def test_the_same_weights_have_one_hash_whatever_else_was_saved_with_them(tmp_path: Path) -> None:
-    import torch
-    from torch.distributed import checkpoint
-
-    def saved(name: str, weight: float, note: str) -> str:
-        states = {"weight": torch.full((8,), weight), "arguments": {"save": note}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That this is a single process.
-            writer = checkpoint.FileSystemWriter(tmp_path / name)
-            checkpoint.save(states, storage_writer=writer, no_dist=True)
-        return weights_hash(tmp_path / name)
-
-    first = saved("a", 1.0, "runs/a")
-    assert saved("b", 1.0, "another/folder") == first
-    assert saved("c", 1.0 + 2**-23, "runs/a") != first

@@ -13,27 +13,32 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tools.convert.hf.errors import ConversionError
+from tools.records.torch_dist import (
+    FORMAT,
+    TRACKER_FILE,
+    DamagedCheckpointError,
+    StoredTensor,
+    fill,
+    read_metadata,
+)
 
-TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = 1
 """The least that every Megatron takes; `--finetune` begins at 0 all the same."""
 
@@ -84,8 +89,8 @@ def write_checkpoint(
         cause, _ = next(iter(error.failures.values()))
         raise cause from None
     description = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (target / "metadata.json").write_text(json.dumps(description))
-    (folder / TRACKER).write_text(str(ITERATION))
+    (target / FORMAT).write_text(json.dumps(description))
+    (folder / TRACKER_FILE).write_text(str(ITERATION))
 
 
 def _common() -> dict[str, object]:
@@ -169,70 +174,34 @@ class StoredCheckpoint:
     folder: Path
 
     @cached_property
-    def _metadata(self) -> Metadata:
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Whole ones, all layers stacked, by Megatron's names.
+
+        Raises:
+            ConversionError: The folder is no checkpoint.
+        """
         try:
-            return FileSystemReader(self.folder).read_metadata()
-        except Exception as error:  # A damaged pickle raises anything.
+            return read_metadata(self.folder).tensors
+        except DamagedCheckpointError as error:
             raise ConversionError(
                 f"{self.folder} is no whole checkpoint of Megatron's distributed format ({error})."
             ) from None
 
-    @cached_property
-    def _pieces(self) -> Mapping[str, Mapping[tuple[int, ...], MetadataIndex]]:
-        pieces: dict[str, dict[tuple[int, ...], MetadataIndex]] = {}
-        for index in self._metadata.storage_data or ():
-            if index.offset is not None:
-                pieces.setdefault(index.fqn, {})[tuple(index.offset)] = index
-        return pieces
-
-    def find(self, key: str) -> TensorStorageMetadata | None:
-        """Shape and type of a whole tensor, all layers stacked; None if it is not there."""
-        entry = self._metadata.state_dict_metadata.get(key)
-        return entry if isinstance(entry, TensorStorageMetadata) else None
-
-    def keys(self) -> tuple[str, ...]:
-        """Of the model's tensors, without the optimizer's."""
-        found = self._metadata.state_dict_metadata.items()
-        return tuple(
-            key
-            for key, entry in found
-            if isinstance(entry, TensorStorageMetadata)
-            and key.startswith(("embedding.", "decoder.", "output_layer."))
-        )
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor that is there."""
+        found: torch.dtype = getattr(torch, self.tensors[key].dtype)
+        return found
 
     def read(self, key: str, layer: int | None = None, rows: int | None = None) -> Tensor:
-        """A whole tensor, or one layer of a stacked one, put together of the pieces that ranks saved.
+        """A whole tensor, or one layer of a stacked one.
 
         Args:
             key: Megatron's.
             layer: From 0; None for a tensor that is not stacked.
             rows: How many of its rows are wanted; all by default.
         """
-        entry = self.find(key)
-        assert entry is not None
-        shape = entry.size if layer is None else entry.size[1:]
-        first = shape[0] if rows is None else rows
-        whole = torch.empty((first, *shape[1:]), dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
-            begin, size = tuple(chunk.offsets), tuple(chunk.sizes)
-            inner = begin if layer is None else begin[1:]
-            held = layer is None or begin[0] <= layer < begin[0] + size[0]
-            if not held or inner[0] >= first:
-                continue
-            piece = self._piece(key, begin)
-            piece = piece if layer is None else piece[layer - begin[0]]
-            piece = piece[: first - inner[0]]
-            place = tuple(
-                slice(start, start + length)
-                for start, length in zip(inner, piece.shape, strict=True)
-            )
-            whole[place] = piece
+        stored = self.tensors[key]
+        height, *width = stored.shape if layer is None else stored.shape[1:]
+        whole = torch.empty((height if rows is None else rows, *width), dtype=self.dtype(key))
+        fill(self.folder, stored, whole, partial(torch.load, weights_only=True), layer)
         return whole
-
-    def _piece(self, key: str, offset: tuple[int, ...]) -> Tensor:
-        at = self._metadata.storage_data[self._pieces[key][offset]]
-        with (self.folder / at.relative_path).open("rb") as file:
-            file.seek(at.offset)
-            stored = io.BytesIO(file.read(at.length))
-        piece: Tensor = torch.load(stored, weights_only=True)
-        return piece

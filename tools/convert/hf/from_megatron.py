@@ -26,6 +26,9 @@ from tools.spec.flags import flag_words, merge_flags
 from tools.spec.huggingface import config_of_flags, read_config
 from tools.spec.model import ModelShape
 
+_WEIGHTS = ("embedding.", "decoder.", "output_layer.")
+"""What names of the model's tensors begin with; the others are the optimizer's."""
+
 
 @dataclass(frozen=True)
 class Export:
@@ -41,7 +44,7 @@ class Export:
     def described(self) -> list[Described]:
         """What is written, in order."""
         return [
-            Described(name, shape, self._dtype(pair))
+            Described(name, shape, self.checkpoint.dtype(pair.key))
             for pair in self.pairs
             for name, shape in zip(pair.names, pair.shapes, strict=True)
         ]
@@ -54,11 +57,6 @@ class Export:
             for part in pair.form.split(whole):
                 work.done(part.nbytes)
                 yield part
-
-    def _dtype(self, pair: TensorPair) -> torch.dtype:
-        entry = self.checkpoint.find(pair.key)
-        assert entry is not None
-        return entry.properties.dtype
 
 
 def read_export(
@@ -76,14 +74,13 @@ def read_export(
         ConversionError, ConfigError: It is of another model, or of no family that is known.
     """
     checkpoint = StoredCheckpoint(folder)
-    entry = checkpoint.find(VOCABULARY[0])
-    if entry is None:
+    if VOCABULARY[0] not in checkpoint.tensors:
         raise ConversionError(
             f"{folder} holds no {VOCABULARY[0]}; it is no checkpoint of a GPT in Megatron's "
             "distributed format."
         )
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    config = config_of_flags(merge_flags(words, _explicit(shape)), dtype)
+    stored = checkpoint.tensors[VOCABULARY[0]].dtype
+    config = config_of_flags(merge_flags(words, _explicit(shape)), stored)
     own = imported if imported and (imported / IMPORT_FILE).is_file() else None
     prefix = read_import(own).prefix if own else None
     if own is not None:
@@ -144,10 +141,9 @@ def _as_imported(folder: Path, config: dict[str, object]) -> dict[str, object]:
 def _check(checkpoint: StoredCheckpoint, pairs: Sequence[TensorPair], shape: ModelShape) -> None:
     """Refuse missing, extra and wrong tensors."""
     for pair in pairs:
-        entry = checkpoint.find(pair.key)
-        if entry is None:
+        if pair.key not in checkpoint.tensors:
             raise ConversionError(f"{checkpoint.folder} lacks {pair.key}, which the model has.")
-        found = tuple(entry.size)
+        found = checkpoint.tensors[pair.key].shape
         wanted = pair.shape if pair.layer is None else (shape.layers, *pair.shape)
         fits = found == wanted
         if pair.key in VOCABULARY:  # Padded.
@@ -157,7 +153,8 @@ def _check(checkpoint: StoredCheckpoint, pairs: Sequence[TensorPair], shape: Mod
                 f"{checkpoint.folder} holds {pair.key} with the shape {list(found)}, and the run's "
                 f"model has {list(wanted)}; it is another model's checkpoint."
             )
-    extra = sorted(set(checkpoint.keys()) - {pair.key for pair in pairs})
+    weights = {key for key in checkpoint.tensors if key.startswith(_WEIGHTS)}
+    extra = sorted(weights - {pair.key for pair in pairs})
     if extra:
         raise ConversionError(
             f"{checkpoint.folder} holds {extra[0]}, which neither GPT-2 nor Llama has."

@@ -7,12 +7,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from tools.launch.background import BackgroundThread
-from tools.launch.checkpoint.readable import (
-    DamagedCheckpointError,
-    ReadingStoppedError,
-    announced,
-    finished_iteration,
-)
 from tools.launch.checkpoint.stored import (
     Checkpoint,
     find_checkpoints,
@@ -20,6 +14,12 @@ from tools.launch.checkpoint.stored import (
     verify,
 )
 from tools.launch.progress import LogFollower
+from tools.records.torch_dist import (
+    DamagedCheckpointError,
+    ReadingStoppedError,
+    announced,
+    finished_iteration,
+)
 from tools.report.read.iterations import Iteration
 
 LOOK_SECONDS = 0.5

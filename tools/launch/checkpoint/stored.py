@@ -17,7 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from tools.launch.checkpoint.readable import (
+from tools.launch.errors import LaunchError
+from tools.launch.progress import LogFollower
+from tools.records import run as records
+from tools.records.io import sha256_of, write_record
+from tools.records.run import CHECKPOINTS_FOLDER, Status
+from tools.records.torch_dist import (
     DamagedCheckpointError,
     KeepGoing,
     ReadingStoppedError,
@@ -25,11 +30,6 @@ from tools.launch.checkpoint.readable import (
     verify_readable,
     weights_hash,
 )
-from tools.launch.errors import LaunchError
-from tools.launch.progress import LogFollower
-from tools.records import run as records
-from tools.records.io import sha256_of, write_record
-from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED = "damaged-"
@@ -53,7 +53,7 @@ class CheckpointManifest:
     iteration: int
     files: Mapping[str, StoredFile]
     weights: str | None = None
-    """`readable.weights_hash`; None in manifests of before it was kept."""
+    """`torch_dist.weights_hash`; None in manifests of before it was kept."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from tools.launch.experiment.measured import measure
 from tools.launch.experiment.runner import Runner
 from tools.launch.experiment.tables.auto import AutoGroup, AutoRow, render
 from tools.launch.options import Options
-from tools.plan.alpa import alpa
 from tools.plan.search import Candidate, Plan
 from tools.spec import settings
 from tools.spec.files import ROOT
@@ -70,19 +69,14 @@ def _group(
     experiment: Experiment, cell: ExperimentCell, options: Options, console: Console
 ) -> AutoGroup:
     plan = plan_here(cell.job.under(options), console)
-    solved = alpa(plan.request)
-    candidates = list(chosen_candidates(plan))
-    if solved is not None and solved.candidate is not None:
-        known = {(each.strategy, each.spec.batch) for each in candidates}
-        if (solved.candidate.strategy, solved.candidate.spec.batch) not in known:
-            candidates.append(solved.candidate)
+    candidates = chosen_candidates(plan)
     cells = tuple(cell_of(cell, candidate, options) for candidate in candidates)
     group = replace(experiment, cells=cells, skips_illegal=True)
     planned = check_cells(plan_cells(group, options, console), group, options)
     for skipped in planned.skipped:
         say(console, f"skipped: {skipped.cell.name}: {skipped.rule}")
     if options.dry_run:
-        return AutoGroup(cell.model, cell.devices, (), str(solved or ""))
+        return AutoGroup(cell.model, cell.devices, ())
     runner = Runner(planned.launches, options, console, takes_finished=False)
     runner.warm = experiment.warm
     runner.train()
@@ -98,7 +92,7 @@ def _group(
         )
         for result, measured in zip(results, found, strict=True)
     )
-    return AutoGroup(cell.model, cell.devices, rows, str(solved or ""))
+    return AutoGroup(cell.model, cell.devices, rows)
 
 
 def cell_of(cell: ExperimentCell, candidate: Candidate, options: Options) -> ExperimentCell:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from statistics import mean
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from tools.launch.experiment.finished import finished_run
 from tools.launch.experiment.measured import Measured, measure
 from tools.launch.experiment.runner import CellResult, Runner
 from tools.launch.experiment.sweep import sweep
-from tools.launch.experiment.tables import backends, ledger_cost, moe, pipelines, zero
+from tools.launch.experiment.tables import backends, moe, pipelines, zero
 from tools.launch.experiment.tables import loss_curve as loss_curve_table
 from tools.launch.job import parse_target
 from tools.launch.options import Options
@@ -26,9 +27,6 @@ from tools.launch.pairs import PREFIX
 from tools.launch.preflight import LOG_BYTES
 from tools.launch.train import command_line
 from tools.launch.verify import verify
-from tools.plan.options import plan_options
-from tools.plan.zero.command import compare
-from tools.report.read.runs import load_folder
 from tools.spec.files import ROOT
 from tools.spec.published import MAIN_SOURCE, load_published
 from tools.text.terminal import say
@@ -94,27 +92,6 @@ def run_named(name: str, options: Options, console: Console, model: str | None =
     return run_experiment(load_experiment(name, options, model), options, console)
 
 
-def compare_zero(model: str | None, given: Namespace, options: Options, console: Console) -> int:
-    """The experiment of the DeepSpeed report, or with GPU= its prediction for that device; 0 if well.
-
-    Raises:
-        LaunchError: It cannot work here, or a variable is the prediction's.
-    """
-    if given.gpu is not None:
-        if model is None:
-            raise LaunchError(
-                "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
-            )
-        return compare(plan_options(given))
-    for name in ("dtype", "json"):
-        if getattr(given, name):
-            raise LaunchError(
-                f"{name.upper()}= of compare-zero is the prediction's; name a device too, such as "
-                "GPU=a100-80g."
-            )
-    return run_named("zero", options, console, model)
-
-
 def parity(options: Options, console: Console, verify: bool = False) -> int:
     """The demo's runs as a check: 0 if all ended well and every loss curve is that of baseline.
 
@@ -150,7 +127,7 @@ def run_experiment(experiment: Experiment, options: Options, console: Console) -
         return sweep(experiment, options, console)
     options = experiment.settings(options)
     planned = plan_cells(experiment, options, console)
-    output = OUTPUTS[experiment.table]
+    output = output_of(experiment.table)
     if output.before is not None:
         output.before(planned, options)
     if options.dry_run:
@@ -231,16 +208,6 @@ def refuse_few_iterations(_: PlannedCells, options: Options) -> None:
         )
 
 
-def refuse_without_ledger(_: PlannedCells, options: Options) -> None:
-    """Refuse to measure the ledger's cost without it.
-
-    Raises:
-        LaunchError: It is switched off.
-    """
-    if not options.ledger:
-        raise LaunchError("LEDGER=0 leaves nothing to measure; leave it out.")
-
-
 def announce_published(launches: Sequence[Launch], options: Options) -> str:
     """What is about to happen: iterations, disk and minutes."""
     left = [launch for launch in launches if finished_run(launch, options.runs) is None]
@@ -311,7 +278,7 @@ def loss_curve_of(ended: Ended) -> int:
     Raises:
         LaunchError: A run did not end well.
     """
-    _refuse_failed(ended)
+    refuse_failed(ended)
     found = loss_curve_table.distances([run.losses for run in ended.measured()])
     say(
         ended.console, loss_curve_table.sentence(found, [result.launch for result in ended.results])
@@ -319,27 +286,12 @@ def loss_curve_of(ended: Ended) -> int:
     return int(not found.within)
 
 
-def ledger_cost_of(ended: Ended) -> int:
-    """Three sentences; 1 if the ledger costs more than it may for sure.
+def refuse_failed(ended: Ended) -> None:
+    """Refuse to compare what did not end well.
 
     Raises:
-        LaunchError: A run did not end well, or is too short.
+        LaunchError: A run did not.
     """
-    _refuse_failed(ended)
-    (result,) = ended.results
-    runs = [load_folder(folder) for folder in result.runs]
-    cost = ledger_cost.cost_of([ledger_cost.iteration_times(run) for run in runs])
-    say(ended.console, f"{result.launch.job.target}: {cost}")
-    say(ended.console, cost.verdict)
-    calls = ledger_cost.calls_of(runs[0])
-    say(
-        ended.console,
-        ledger_cost.by_call(ledger_cost.call_nanoseconds(), calls, cost.off.median),
-    )
-    return int(cost.is_above_limit)
-
-
-def _refuse_failed(ended: Ended) -> None:
     for result in ended.results:
         if not result.complete:
             names = ", ".join(folder.name for folder in result.failed)
@@ -369,7 +321,7 @@ class Output:
     announce: Callable[[Sequence[Launch], Options], str] | None = None
 
 
-OUTPUTS = {
+_OUTPUTS = {
     "report": Output(report_of),
     "parity": Output(parity_of),
     "verified parity": Output(verified_parity_of),
@@ -379,6 +331,10 @@ OUTPUTS = {
     "moe": Output(moe_of),
     "pipelines": Output(pipelines_of),
     "loss_curve": Output(loss_curve_of),
-    "ledger_cost": Output(ledger_cost_of, refuse_without_ledger),
 }
-"""By the name that an experiment's `table:` gives."""
+
+
+def output_of(table: str) -> Output:
+    """What an experiment's `table:` names: a kind of the kit's own, or a module with an `OUTPUT`."""
+    found: Output = _OUTPUTS.get(table) or import_module(table).OUTPUT
+    return found

@@ -90,7 +90,7 @@ class Experiment:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Options` whatever the caller's variables say."""
     table: str = ""
-    """What is made of the runs: a name in `commands.OUTPUTS`."""
+    """What is made of the runs: a kind of table, as `commands.output_of` takes it."""
     evaluation_batches: int | None = None
     """Of one evaluation at the end; None leaves evaluation to the recipe."""
     takes_finished: bool = False
@@ -158,6 +158,7 @@ class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeats_change_seed: bool = False
     takes_finished: bool = False
     table: str = ""
+    page: str = ""
     instead: str = ""
     packages: dict[str, str] = {}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from tools.plan.published import h200_figures, h200_spec, paper_specs, usual_cluster
 from tools.plan.readings.express import Expressed
 from tools.plan.readings.table import Reading
-from tools.plan.residuals import h200_figures, h200_spec, paper_specs, usual_cluster
 from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import Cluster
 from tools.spec.published import load_paper

@@ -1,1 +1,19 @@
-"""What is said of measured runs: one module for each kind of comparison, all from `Measured`."""
+"""Tables of experiments; what their pages say around them is in `examples/experiments/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tools.launch.experiment.definition import FOLDER
+from tools.spec.files import read_yaml
+
+
+def page(kind: str, /, **parts: str) -> str:
+    """The page of a kind of table, the `page:` of the experiment of its name, with its parts."""
+    text: str = read_yaml(FOLDER / f"{kind}.yaml")["page"]
+    return text.rstrip().format(**parts)
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    """A list in Markdown."""
+    return "\n".join(f"- {sentence}" for sentence in sentences)

@@ -40,8 +40,6 @@ class AutoGroup:
     ranks: int
     rows: tuple[AutoRow, ...]
     """The planner's choice first."""
-    alpa: str
-    """What Alpa's method chooses on the same costs."""
 
     @property
     def all_well(self) -> bool:
@@ -111,7 +109,6 @@ _GROUPS = (
     ),
     Column[AutoGroup]("best measured", lambda group: _name(group.best), right=False),
     Column[AutoGroup]("lost by the choice", lambda group: group.loss, percent),
-    Column[AutoGroup]("Alpa's method", lambda group: group.alpa, right=False),
 )
 _ROWS = (
     Column[tuple[AutoGroup, AutoRow]]("model", lambda line: line[0].model, right=False),

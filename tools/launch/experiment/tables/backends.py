@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.launch.experiment.measured import Measured, time_text
+from tools.launch.experiment.tables import bullets, page
 from tools.launch.experiment.tables.zero import ratio
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.spec.run import Backend
@@ -25,20 +26,9 @@ def render(model: str, runs: Sequence[Measured], left_out: Sequence[str] = ()) -
     """Markdown: the table, what it says of each backend, and what was left out."""
     bare = next((run for run in runs if run.backend == Backend.BARE), None)
     rows = tuple(_BackendRow(run, bare) for run in runs)
-    return "\n\n".join(
-        (
-            f"# Backends compared: {model}",
-            "All start from the same weights and read the same batches in the same order; parity says "
-            "whether they print the same losses. Overhead is what an iteration takes over its own "
-            "forward and backward, counted without the communication inside them. `bare` is plain "
-            "PyTorch's forward and backward on the same ranks at once, without communication, clipping "
-            "or update; who is faster than bare has faster kernels.",
-            "In the Blueberry experiment the two backends had different optimizers and neither sharded "
-            'anything, so its "native is 7.6% faster" says nothing of either.',
-            markdown_table(Table(_COLUMNS, rows)),
-            "\n".join(f"- {sentence}" for sentence in (*verdicts(runs), *left_out)),
-        )
-    )
+    table = markdown_table(Table(_COLUMNS, rows))
+    said = bullets((*verdicts(runs), *left_out))
+    return page("backends", model=model, table=table, verdicts=said)
 
 
 def verdicts(runs: Sequence[Measured]) -> list[str]:

@@ -14,6 +14,7 @@ from statistics import mean
 
 from tools.launch.compose import Launch
 from tools.launch.experiment.measured import Measured, conditions, pooled
+from tools.launch.experiment.tables import bullets, page
 from tools.launch.experiment.tables.windows import commonest_share, shared_windows
 from tools.records.measurements import first_other_choice
 from tools.records.run import Status
@@ -68,17 +69,8 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     rows = tuple(
         _GroupRow(group, parity(group, _reference(group, kinds))) for group in kinds.values()
     )
-    return "\n\n".join(
-        (
-            f"# Mixture of experts, Megatron against plain PyTorch: {model}",
-            "All runs of a seed start from the same weights and read the same batches; validation "
-            "documents are never trained on. Scores are means over seeds, with their range.",
-            markdown_table(Table(_COLUMNS, rows)),
-            "\n".join(f"- {sentence}" for sentence in said),
-            "## As published (the Blueberry experiment, blueberry-79m, two RTX 4090)",
-            _published(),
-        )
-    )
+    table = markdown_table(Table(_COLUMNS, rows))
+    return page("moe", model=model, table=table, said=bullets(said), published=_published())
 
 
 def parities(runs: Group) -> list[RoutedParity]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.launch.experiment.measured import Measured, time_text
+from tools.launch.experiment.tables import bullets, page
 from tools.plan.tensors import rank_parameters
 from tools.spec.run import RunSpec
 from tools.spec.strategy import PipelineSchedule
@@ -20,20 +21,8 @@ def render(model: str, runs: Sequence[Measured]) -> str:
     """Markdown: the table, and what follows for the framework survey's claims on PipeDream."""
     reference = next((run for run in runs if run.strategy == "baseline"), None)
     rows = tuple(_Trained(run, reference) for run in runs)
-    return "\n\n".join(
-        (
-            f"# Pipelines compared: {model}",
-            "All start from the same weights and make one update of each global batch, in the same "
-            "order. The bubble is idle over working time, by the time ledger and by the schedule. "
-            "Staleness is how many updates lie between the weights that a stage's gradient is of and "
-            "those that it changes, stage by stage; a stage keeps as many older versions. Weights are "
-            "what the memory ledger counts on each stage, and how many times its parameters that is. "
-            "PipeDream takes the batch as one micro batch, the others as four.",
-            markdown_table(Table(_COLUMNS, rows)),
-            "What the framework survey (source 001) says of PipeDream:",
-            "\n".join(f"- {sentence}" for sentence in claims(runs)),
-        )
-    )
+    table = markdown_table(Table(_COLUMNS, rows))
+    return page("pipelines", model=model, table=table, claims=bullets(claims(runs)))
 
 
 def disagreements(runs: Sequence[Measured]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.launch.experiment.measured import Measured, time_text
+from tools.launch.experiment.tables import bullets, page
 from tools.report.analyse.statistics import compare
 from tools.spec.published import Figure, load_published
 from tools.text.table import Column, Table, markdown_table
@@ -47,25 +48,15 @@ def render(model: str, runs: Sequence[Measured]) -> str:
         _Method(run, figures.get(run.strategy), baseline, figures.get(_BASELINE)) for run in runs
     )
     other = "" if shown == model else f" The published figures are {shown}'s, not {model}'s."
-    return "\n\n".join(
-        (
-            f"# ZeRO compared: {model}",
-            "Each cell: measured, then what the DeepSpeed report has (two GPUs on two nodes, 1 to 10 "
-            f"Gbit/s, Megatron-DeepSpeed).{other} Its peaks are a GPU's, in GB.",
-            "## Time and memory",
-            markdown_table(Table(_PERFORMANCE, methods)),
-            "\n".join(f"- {sentence}" for sentence in verdicts(runs)),
-            "## Where an iteration goes",
-            markdown_table(Table(_SHARES, methods)),
-            "## Memory saved and bytes sent",
-            markdown_table(Table(_TRAFFIC, methods)),
-            "The implied bandwidth is the bytes that the busiest rank sends over the time that ranks "
-            "wait for communication; what overlaps with computing is not in that time. On CPU "
-            "ranks gloo sends an all-reduce for a reduce-scatter; NCCL's rings, as on GPUs, would send "
-            "what the column beside it has. The write-up gives one transfer, not an iteration's.",
-            "## What was measured",
-            "\n".join(f"- {method.name}: {method.run.implementation}" for method in methods),
-        )
+    return page(
+        "zero",
+        model=model,
+        other=other,
+        performance=markdown_table(Table(_PERFORMANCE, methods)),
+        verdicts=bullets(verdicts(runs)),
+        shares=markdown_table(Table(_SHARES, methods)),
+        traffic=markdown_table(Table(_TRAFFIC, methods)),
+        measured=bullets(f"{method.name}: {method.run.implementation}" for method in methods),
     )
 
 

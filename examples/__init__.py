@@ -1,0 +1,1 @@
+"""What is trained and compared here: launch scripts, models, experiments, and studies of write-ups."""

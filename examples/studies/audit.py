@@ -1,0 +1,287 @@
+"""`make audit TABLE=figures.md`: what a table of performance figures contradicts in itself.
+
+A check is made where a row has all figures that it needs; `audit.yaml` holds what is known by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from json import dumps
+from math import inf, prod
+from pathlib import Path
+
+from examples.studies.audit_table import (
+    KNOWN,
+    TableRow,
+    degrees_spelled,
+    read_table,
+)
+from tools.spec.hardware import UnknownHardwareError, device_by_key
+
+TOLERANCE = 0.03
+"""Between figures that must agree, beside what rounding explains: they may be of other steps."""
+_LOOSE = 0.25
+"""Parameters are rounded, embeddings counted or not, formulas differ between releases."""
+_MOST_OF_PEAK = 0.95
+_LONG = 8192
+"""Tokens of a sequence beyond which attention is too much of the work to be left out."""
+_TERA = 1e12
+_ACTIVE = re.compile(r"\b\d+(?:\.\d+)?b[-_]a(\d+(?:\.\d+)?)b", re.IGNORECASE)
+
+_Checked = Iterator[tuple[bool, str]]
+"""Whether a check holds, and the sentence where it does not."""
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """One contradiction."""
+
+    line: int
+    row: str
+    rule: str
+    """`number`, `degrees`, `divisibility`, `name`, `tokens`, `flops` or `mfu`."""
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was looked at, and what cannot be."""
+
+    rows: int
+    checks: int
+    """Comparisons that the stated figures allowed."""
+    unchecked: int
+    """Rows that state too little for any."""
+    findings: tuple[Contradiction, ...]
+
+
+def audit_table(table: Path, json: bool) -> int:
+    """Audit a table; 1 with findings.
+
+    Raises:
+        TableError: It is no table.
+    """
+    found = audit(read_table(table))
+    print(dumps(asdict(found), indent=1) if json else _text(found, table))
+    return 1 if found.findings else 0
+
+
+def _text(found: Audit, path: Path) -> str:
+    lines = [
+        f"{path}:{item.line}: {item.row + ': ' if item.row else ''}{item.sentence}"
+        for item in found.findings
+    ]
+    bad = len({item.line for item in found.findings})
+    outcome = f"{bad:,} of them contradict themselves" if bad else "none contradicts itself"
+    few = f"; {found.unchecked:,} state too little to be checked" if found.unchecked else ""
+    lines.append(f"{found.rows:,} rows, {found.checks:,} checks: {outcome}{few}.")
+    return "\n".join(lines)
+
+
+def audit(rows: list[TableRow]) -> Audit:
+    """Check every row by every rule that its figures allow."""
+    made, unchecked, findings = 0, 0, []
+    for row in rows:
+        wrong = dict(_impossible(row))
+        numbers = {name: n for name, n in row.numbers.items() if n and name not in wrong}
+        checks = [("number", (False, sentence)) for sentence in wrong.values()]
+        for rule, check in _RULES.items():
+            checks += [(rule, found) for found in check(replace(row, numbers=numbers))]
+        made += len(checks)
+        unchecked += not checks
+        findings += [
+            Contradiction(row.line, row.name, rule, sentence)
+            for rule, (holds, sentence) in checks
+            if not holds
+        ]
+    return Audit(len(rows), made, unchecked, tuple(findings))
+
+
+def _impossible(row: TableRow) -> Iterator[tuple[str, str]]:
+    """Quantities that no run can have; a 0 of those that it can do without says that it has none."""
+    for name, value in row.numbers.items():
+        whole = "whole " if name in KNOWN["whole"] else ""
+        possible = 0 < value < inf and not (whole and value % 1)
+        if not possible and (value or name not in KNOWN["may_be_none"]):
+            said = KNOWN["said"].get(name, name)
+            yield name, f"{said} is {value:g}, no {whole}number above 0."
+
+
+def _degrees(row: TableRow) -> _Checked:
+    n = row.numbers
+    known = {name: int(n[name]) for name in ("tp", "pp", "cp", "dp") if name in n}
+    if "gpus" not in n or not {"tp", "pp"} & known.keys() or _unclear(row):
+        return
+    product, gpus = prod(known.values()), n["gpus"]
+    words = " x ".join(f"{name.upper()} {degree}" for name, degree in known.items())
+    if "dp" in known:
+        # DP may count replicas of the experts, not of what is beside them.
+        experts = n["dp"] * n.get("pp", 1) * n.get("ep", 0) * n.get("etp", 1)
+        yield gpus in (product, experts), f"{words} = {product:,}, not the {gpus:,.0f} GPUs stated."
+    else:
+        said = f"{words} = {product:,} does not divide the {gpus:,.0f} GPUs stated."
+        yield gpus % product == 0, said
+
+
+def _unclear(row: TableRow) -> bool:
+    """Whether a degree is more than one number."""
+    return not row.words.keys().isdisjoint(("tp", "pp", "cp", "dp"))
+
+
+def _divisibility(row: TableRow) -> _Checked:
+    n = row.numbers
+    pipeline, data = n.get("pp", 1), n.get("dp")
+    if data is None and {"gpus", "tp", "pp"} <= n.keys() and not _unclear(row):
+        data = n["gpus"] / (n["tp"] * pipeline * n.get("cp", 1))
+        data = data if data.is_integer() else None
+    for what, said in (("heads", "attention heads"), ("hidden", "hidden")):
+        if {what, "tp"} <= n.keys():
+            yield _divides(n[what], n["tp"], said, f"TP {n['tp']:g}")
+    if {"layers", "pp"} <= n.keys():
+        stages = pipeline * n.get("vpp", 1)
+        said = f"{n['layers']:g} layers do not fill {stages:g} stages (PP x VPP)."
+        yield n["layers"] + 2 >= stages, said
+    if {"experts", "ep"} <= n.keys():
+        yield _divides(n["experts"], n["ep"], "experts", f"EP {n['ep']:g}")
+    if {"gbs", "mbs"} <= n.keys() and data:
+        by = f"micro batch {n['mbs']:g} x DP {data:g}"
+        yield _divides(n["gbs"], n["mbs"] * data, "samples", by)
+    if {"ep", "gpus", "pp"} <= n.keys():
+        yield _divides(n["gpus"] / pipeline, n["ep"], "ranks of a stage", f"EP {n['ep']:g}")
+
+
+def _divides(whole: float, part: float, what: str, by: str) -> tuple[bool, str]:
+    return whole % part == 0, f"{whole:,g} {what} are no multiple of {by}."
+
+
+def _name(row: TableRow) -> _Checked:
+    """Degrees that a case's own name spells."""
+    for name, degree in degrees_spelled(row.name).items():
+        if name in row.numbers and name not in ("dp", "etp"):
+            stated = row.numbers[name]
+            said = f"Its name says {name.upper()} {degree:g}, its column {stated:g}."
+            yield stated == degree, said
+
+
+def _tokens(row: TableRow) -> _Checked:
+    n = row.numbers
+    both = n["tokens_s_gpu"] * n["gpus"] if {"tokens_s_gpu", "gpus"} <= n.keys() else None
+    rate = n.get("tokens_s", both)
+    if rate and {"gbs", "seq", "step_s"} <= n.keys():
+        implied = n["gbs"] * n["seq"] / n["step_s"]
+        holds = _agree(row, rate, implied, "step_s", "tokens_s", "tokens_s_gpu")
+        yield (
+            holds,
+            f"A global batch of {n['gbs']:,g} x {n['seq']:,g} tokens in {n['step_s']:g} s is "
+            f"{implied:,.0f} tokens/s, not {rate:,.0f} (x{rate / implied:.2f}); that rate is a global "
+            f"batch of {rate * n['step_s'] / n['seq']:,.0f}.",
+        )
+        if holds:
+            return
+    if both and "tokens_s" in n:
+        yield (
+            _agree(row, n["tokens_s"], both, "tokens_s", "tokens_s_gpu"),
+            f"{n['tokens_s_gpu']:,g} tokens/s a GPU on {n['gpus']:g} are {both:,.0f}, not "
+            f"{n['tokens_s']:,g}.",
+        )
+
+
+def _flops(row: TableRow) -> _Checked:
+    """TFLOP/s against 6 FLOPs a parameter and token, and attention's; a mixture's active ones."""
+    n, rate, active = row.numbers, _rate_of_gpu(row), _active_parameters(row)
+    stated = n.get("tflops", n.get("hardware_tflops"))
+    attention = 12 * n.get("layers", 0) * n.get("hidden", 0) * n.get("seq", 0)
+    left_out = not attention and n.get("seq", 0) > _LONG
+    if stated is None or rate is None or active is None or left_out:
+        return
+    least, most = 6 * active * rate / _TERA, (6 * active + attention) * rate / _TERA
+    most *= 4 / 3  # With the forward pass that full recomputation repeats.
+    yield (
+        least * (1 - _LOOSE) <= stated <= most * (1 + _LOOSE),
+        f"{stated:g} TFLOP/s a GPU, but {rate:,.0f} tokens/s of {active / 1e9:.3g} billion parameters "
+        f"are {least:.0f} to {most:.0f}.",
+    )
+
+
+def _mfu(row: TableRow) -> _Checked:
+    n, peak, gpu = row.numbers, _peak(row), row.words.get("gpu")
+    for name in ("mfu", "hfu"):
+        if share := n.get(name):
+            yield (
+                share <= 100,
+                f"An {name.upper()} of {share:g}% is none; it lies between 0 and 100.",
+            )
+    if peak is None:
+        return
+    stated, rate, active = n.get("tflops"), _rate_of_gpu(row), _active_parameters(row)
+    if stated is not None:
+        yield stated <= peak, f"{stated:g} TFLOP/s are above the {peak:g} of a {gpu}."
+        if "mfu" in n and "16" in row.words.get("dtype", ""):
+            yield (
+                _agree(row, n["mfu"], 100 * stated / peak, "mfu", "tflops"),
+                f"{stated:g} TFLOP/s are {stated / peak:.1%} of the {peak:g} of a {gpu}, not an MFU of "
+                f"{n['mfu']:g}%.",
+            )
+    if rate and active:
+        least = 6 * active * rate / _TERA
+        yield (
+            least <= _MOST_OF_PEAK * peak,
+            f"{rate:,.0f} tokens/s a GPU of {active / 1e9:.3g} billion parameters take {least:.0f} "
+            f"TFLOP/s, {least / peak:.0%} of the peak of a {gpu}.",
+        )
+
+
+def _rate_of_gpu(row: TableRow) -> float | None:
+    n = row.numbers
+    if "tokens_s_gpu" in n or "gpus" not in n:
+        return n.get("tokens_s_gpu")
+    implied = n["gbs"] * n["seq"] / n["step_s"] if {"gbs", "seq", "step_s"} <= n.keys() else None
+    rate = n.get("tokens_s", implied)
+    return rate and rate / n["gpus"]
+
+
+def _active_parameters(row: TableRow) -> float | None:
+    """Of a dense model all; of a mixture those that its name states."""
+    if match := _ACTIVE.search(row.name):
+        return float(match[1]) * 1e9
+    n = row.numbers
+    mixture = n.get("ep", 1) > 1 or n.get("experts", 0) > 1 or "experts" in row.words
+    said = f"{row.name} {row.words.get('notes', '')}".lower()
+    if mixture or any(word in said for word in KNOWN["sparse"]):
+        return None
+    of_shape = 12 * n["layers"] * n["hidden"] ** 2 if {"layers", "hidden"} <= n.keys() else None
+    stated = n["params_b"] * 1e9 if "params_b" in n else None
+    if stated and of_shape and not 0.5 < of_shape / stated < 2:
+        return None  # A part of the model was run, or another one is named.
+    return stated or of_shape
+
+
+def _peak(row: TableRow) -> float | None:
+    """Dense peak in TFLOP/s of the stated precision, of the fastest one where none is stated."""
+    try:
+        peaks = device_by_key(row.words.get("gpu", "").lower()).peak_tflops
+    except UnknownHardwareError:
+        return None
+    dtype = row.words.get("dtype", "").lower()
+    if "16" in dtype and "8" not in dtype:
+        return peaks.get("bf16") or peaks.get("fp16")
+    fastest = max(peaks.values())
+    return 2 * fastest if "fp4" in dtype else fastest
+
+
+def _agree(row: TableRow, one: float, two: float, *printed: str) -> bool:
+    """Within the tolerance, and what the digits of the printed ones leave open."""
+    tolerance = TOLERANCE + sum(row.slack.get(name, 0.0) for name in printed)
+    return two > 0 and abs(one / two - 1) <= tolerance
+
+
+_RULES: dict[str, Callable[[TableRow], _Checked]] = {
+    "degrees": _degrees,
+    "divisibility": _divisibility,
+    "name": _name,
+    "tokens": _tokens,
+    "flops": _flops,
+    "mfu": _mfu,
+}

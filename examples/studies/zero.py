@@ -1,0 +1,252 @@
+"""`make compare-zero MODEL=gpt3-355m GPU=a100-80g`: the DeepSpeed report's comparison, by prediction.
+
+Its methods on nodes with one device each, over several links and numbers of nodes (`zero.yaml`). Every
+device has the same work on any number of nodes: the model's own global batch for each.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from tools.launch.errors import LaunchError
+from tools.launch.experiment.commands import run_named
+from tools.launch.options import Options
+from tools.plan.advice import NOISE
+from tools.plan.layout import TimedLayout, time_layout
+from tools.plan.options import PlanOptions, plan_options
+from tools.spec.files import read_yaml
+from tools.spec.model import model_of
+from tools.text.table import markdown_rows
+from tools.text.units import DASH, bracketed, joined, megabytes, percent
+
+
+@dataclass(frozen=True)
+class Study:
+    """`zero.yaml`."""
+
+    links: Mapping[str, str]
+    nodes: tuple[int, ...]
+    methods: Mapping[str, str]
+    scales: float
+    poorly: float
+    said: Mapping[str, str]
+    page: str
+
+
+STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), Study)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One method over one link on so many nodes; None is a layout that the model cannot have."""
+
+    method: str
+    link: str
+    nodes: int
+    timed: TimedLayout | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of an iteration."""
+        return self.timed.candidate.seconds.total if self.timed else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Seconds between which the errors of readings like it put it, if there are enough."""
+        return self.timed.uncertainty.interval if self.timed else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the fullest rank."""
+        return self.timed.candidate.memory.total if self.timed else None
+
+    @property
+    def time(self) -> str:
+        """Milliseconds with their interval."""
+        low, high = (1e3 * end for end in self.interval) if self.interval else (None, None)
+        return bracketed(1e3 * self.seconds, low, high, ",.0f") if self.seconds else DASH
+
+
+def compare_zero(model: str | None, given: Namespace, options: Options, console: Console) -> int:
+    """The experiment of the DeepSpeed report, or with GPU= its prediction for that device; 0 if well.
+
+    Raises:
+        LaunchError: It cannot work here, or a variable is the prediction's.
+    """
+    if given.gpu is not None:
+        if model is None:
+            raise LaunchError(
+                "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
+            )
+        return compare(plan_options(given))
+    for name in ("dtype", "json"):
+        if getattr(given, name):
+            raise LaunchError(
+                f"{name.upper()}= of compare-zero is the prediction's; name a device too, such as "
+                "GPU=a100-80g."
+            )
+    return run_named("zero", options, console, model)
+
+
+def compare(options: PlanOptions) -> int:
+    """Print the tables and what follows.
+
+    Raises:
+        ValueError: It cannot be predicted; one sentence.
+    """
+    links = predict(options, nodes=(2,))
+    scaling = predict(options, STUDY.nodes)
+    if options.json:
+        print(json.dumps([as_data(each) for each in scaling], indent=2))
+    else:
+        print(render(options, links, scaling))
+    return 0
+
+
+def predict(
+    options: PlanOptions, nodes: Sequence[int], links: Sequence[str] = tuple(STUDY.links)
+) -> tuple[Predicted, ...]:
+    """Every method on every number of nodes over every link.
+
+    Raises:
+        RequestError: There is no such dtype.
+        ValueError: There is no such model or device.
+    """
+    return tuple(
+        Predicted(method, link, count, _timed(options, layout, count, link))
+        for link in links
+        for count in nodes
+        for method, layout in STUDY.methods.items()
+        if count > 2 or layout != "pp{nodes}"  # On two nodes it is the other pipeline.
+    )
+
+
+def _timed(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedLayout | None:
+    model = model_of(options.model)
+    if layout == "pp{nodes}" and model.shape.layers % nodes:
+        return None
+    asked = replace(
+        options,
+        layout=layout.format(nodes=nodes, replicas=nodes // 2).removesuffix("dp1"),
+        gpus=nodes,
+        nodes=nodes,
+        gpus_per_node=1,
+        inter=link,
+        global_batch=nodes * (options.global_batch or 2 * model.batch.global_batch_size) // 2,
+    )
+    return time_layout(asked)
+
+
+def render(options: PlanOptions, links: Sequence[Predicted], scaling: Sequence[Predicted]) -> str:
+    """Markdown: over links, over nodes, and what the DeepSpeed report says of both."""
+    return STUDY.page.rstrip().format(
+        model=options.model,
+        gpu=options.gpu,
+        over_links=over_links(links),
+        over_nodes="\n\n".join(_over_nodes(link, scaling) for link in STUDY.links),
+        scaling=scaling_table(scaling),
+    )
+
+
+def verdict(found: Sequence[Predicted]) -> tuple[str, str]:
+    """Of one column: the fastest or *within noise*, and which to use.
+
+    Of methods within the planner's error of the fastest the one with the least memory is to be used.
+    """
+    known = [(each.seconds, each) for each in found if each.seconds is not None]
+    limit = NOISE * min(seconds for seconds, _ in known)
+    close = [each for seconds, each in known if seconds <= limit]
+    lightest = min(close, key=lambda each: each.peak_bytes or 0)
+    if len(close) == 1:
+        return lightest.method, lightest.method
+    return f"within noise: {joined([each.method for each in close])}", lightest.method
+
+
+def over_links(found: Sequence[Predicted]) -> str:
+    """Markdown: memory, time over each link, the fastest of a link and which to use."""
+    rows = []
+    for method in dict.fromkeys(each.method for each in found):
+        own = [each for each in found if each.method == method]
+        rows.append([method, megabytes(own[0].peak_bytes), *(each.time for each in own)])
+    columns = [[each for each in found if each.link == link] for link in STUDY.links]
+    rows += _verdicts(columns, "")
+    return markdown_rows(["Method", "Peak memory", *STUDY.links.values()], rows)
+
+
+def _over_nodes(link: str, found: Sequence[Predicted]) -> str:
+    rows = []
+    for method in STUDY.methods:
+        shares = (share_of_two(method, link, nodes, found) for nodes in STUDY.nodes)
+        rows.append([method, *map(percent, shares)])
+    rows += _verdicts(
+        [[e for e in found if (e.link, e.nodes) == (link, nodes)] for nodes in STUDY.nodes]
+    )
+    header = ["Method", *(f"{nodes} nodes" for nodes in STUDY.nodes)]
+    return f"{STUDY.links[link]}:\n\n{markdown_rows(header, rows)}"
+
+
+def _verdicts(columns: Sequence[Sequence[Predicted]], *between: str) -> Iterator[list[str]]:
+    """The two last rows of a table."""
+    said = zip(*map(verdict, columns), strict=True)
+    for name, cells in zip(("Fastest", "Use"), said, strict=True):
+        yield [name, *between, *cells]
+
+
+def share_of_two(method: str, link: str, nodes: int, found: Sequence[Predicted]) -> float | None:
+    """A device's work a second on so many nodes, over that on two; None where there is no layout."""
+    times = {(each.method, each.link, each.nodes): each.seconds for each in found}
+    # A pipeline of as many stages as nodes begins as the one of two.
+    first = times.get((method, link, 2)) or times.get(("Pipeline", link, 2))
+    last = times.get((method, link, nodes))
+    return first / last if first and last else None
+
+
+def scaling_table(found: Sequence[Predicted]) -> str:
+    """Markdown: the report's sentences on more nodes, each judged for every link."""
+    rows = []
+    for method, sentence in STUDY.said.items():
+        most = max((e.nodes for e in found if e.method == method and e.seconds), default=2)
+        shares = {
+            name: share_of_two(method, link, most, found) for link, name in STUDY.links.items()
+        }
+        known = {name: share for name, share in shares.items() if share is not None}
+        if most > 2 and known:
+            said = f"“{sentence}”: {_judged(known, method == 'Baseline')}"
+            rows.append([f"{method}, {most} nodes", *map(percent, shares.values()), said])
+    header = ["Work of a device, over that on two", *STUDY.links.values(), "The report"]
+    return markdown_rows(header, rows)
+
+
+def _judged(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
+    """Shares by link; one within the planner's error of a limit judges nothing."""
+    said: dict[str, list[str]] = {}
+    for name, share in shares.items():
+        limits = (STUDY.scales, STUDY.poorly)
+        near = [limit for limit in limits if limit / NOISE < share < limit * NOISE]
+        if near:
+            verdict = f"within noise of {near[0]:.0%}"
+        elif STUDY.poorly <= share < STUDY.scales:
+            verdict = "neither"
+        else:
+            verdict = "confirmed" if (share >= STUDY.scales) == is_said_to_scale else "contradicted"
+        said.setdefault(verdict, []).append(name)
+    return "; ".join(f"{verdict} at {joined(names)}" for verdict, names in said.items())
+
+
+def as_data(found: Predicted) -> dict[str, object]:
+    """Seconds and bytes; None where the model cannot have the layout."""
+    return {
+        "method": found.method,
+        "link": found.link,
+        "nodes": found.nodes,
+        "seconds": found.seconds,
+        "interval_seconds": found.interval,
+        "peak_bytes": found.peak_bytes,
+    }

@@ -1,0 +1,151 @@
+"""`make bench-ledger`: iterations that the ledger watched over the others of the same run.
+
+Every other iteration is watched, so a slow minute of the machine falls on both kinds alike. They are
+compared by the fastest half of each, because whatever else a machine does only adds; the interval is
+half as wide under such load as that of the medians which other tables compare. The same cost is counted
+from the other end too: what a call costs, times the calls.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.launch.errors import LaunchError
+from tools.launch.experiment.cells import PlannedCells
+from tools.launch.experiment.commands import Ended, Output, refuse_failed
+from tools.launch.options import Options
+from tools.report.analyse.statistics import (
+    Estimate,
+    TimeComparison,
+    compare_within_runs,
+    estimate,
+    fastest_half,
+)
+from tools.report.read.runs import Run, load_folder
+from tools.spec.files import ROOT
+from tools.text.terminal import say
+
+LIMIT = 0.02
+"""Of iteration time: what the ledger may cost."""
+
+_WARM_UP = 10
+_FEWEST = 20
+
+
+@dataclass(frozen=True)
+class LedgerCost:
+    """Watched iterations over the others."""
+
+    off: Estimate
+    """Of the fastest half, in milliseconds."""
+    on: Estimate
+    over: TimeComparison
+
+    def __str__(self) -> str:
+        return (
+            f"iteration {self.off.median:.1f} ms off, {self.on.median:.1f} ms on: "
+            f"×{self.over.ratio:.4f}, 95% {self.over.low:.4f} to {self.over.high:.4f} (the fastest half "
+            f"of {self.off.count} iterations each)"
+        )
+
+    @property
+    def is_above_limit(self) -> bool:
+        """For sure."""
+        return self.over.low is not None and self.over.low > 1 + LIMIT
+
+    @property
+    def verdict(self) -> str:
+        """Whether the limit is kept, as far as the interval allows to say."""
+        if self.is_above_limit:
+            return f"more than {LIMIT:.0%}: not kept"
+        if self.over.high is not None and self.over.high <= 1 + LIMIT:
+            return f"at most {LIMIT:.0%}: kept"
+        return f"the interval holds {LIMIT:.0%}: too noisy to tell; measure longer (ITERS=)"
+
+
+def cost_of(runs: Sequence[Mapping[int, float]]) -> LedgerCost:
+    """The cost by the iteration times, in milliseconds, of one run or of repeats.
+
+    Raises:
+        LaunchError: There are too few iterations.
+    """
+    off, on = zip(*map(kinds, runs), strict=True)
+    count = min(sum(map(len, off)), sum(map(len, on)))
+    if count < _FEWEST:
+        raise LaunchError(f"Only {count} iterations of each kind count; raise ITERS.")
+    left, right = estimate(off, fastest_half), estimate(on, fastest_half)
+    assert left is not None
+    assert right is not None
+    return LedgerCost(left, right, compare_within_runs(off, on, fastest_half))
+
+
+def kinds(iteration_ms: Mapping[int, float]) -> tuple[list[float], list[float]]:
+    """Times of odd iterations, which are not watched, and of even ones, without warm-up."""
+    steady = sorted((i, ms) for i, ms in iteration_ms.items() if i > _WARM_UP)
+    off, on = [ms for i, ms in steady if i % 2], [ms for i, ms in steady if not i % 2]
+    count = min(len(off), len(on))
+    return off[:count], on[:count]
+
+
+def iteration_times(run: Run) -> dict[int, float]:
+    """Milliseconds of each iteration of a run."""
+    lines = run.log.iterations
+    return {line.iteration: line.elapsed_ms for line in lines if line.elapsed_ms is not None}
+
+
+def calls_of(run: Run) -> int:
+    """Calls in an iteration, of the busiest rank; groups of one rank included."""
+    record = run.ledgers.communication
+    return (
+        max((sum(c.calls for c in rank.calls) for rank in record.ranks), default=0) if record else 0
+    )
+
+
+def by_call(nanoseconds: tuple[float, float], calls: int, iteration_ms: float) -> str:
+    """The same cost from the other end: what a call costs more, times the calls of an iteration."""
+    plain, watched = nanoseconds
+    share = calls * (watched - plain) / (1e6 * iteration_ms)
+    return (
+        f"one call: {plain / 1000:.1f} µs plain, {watched / 1000:.1f} µs watched; {calls} calls an "
+        f"iteration make {calls * (watched - plain) / 1e6:.2f} ms of {iteration_ms:.1f} ms, {share:.1%}"
+    )
+
+
+def call_nanoseconds() -> tuple[float, float]:
+    """Nanoseconds of a small all-reduce without and with the ledger, the best of three each, in turn.
+
+    Raises:
+        LaunchError: It could not be measured.
+    """
+    found: dict[str, list[float]] = {"plain": [], "watched": []}
+    for kind in 3 * tuple(found):
+        command = (sys.executable, "-m", "tests.bench.ledger_call", kind)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            last = ended.stderr.strip().splitlines()[-1:]
+            raise LaunchError(f"A call alone could not be measured: {' '.join(last)}")
+        found[kind].append(float(ended.stdout))
+    return min(found["plain"]), min(found["watched"])
+
+
+def refuse_without_ledger(_: PlannedCells, options: Options) -> None:
+    if not options.ledger:
+        raise LaunchError("LEDGER=0 leaves nothing to measure; leave it out.")
+
+
+def finish(ended: Ended) -> int:
+    """Three sentences; 1 if the ledger costs more than it may for sure."""
+    refuse_failed(ended)
+    (result,) = ended.results
+    runs = [load_folder(folder) for folder in result.runs]
+    cost = cost_of([iteration_times(run) for run in runs])
+    say(ended.console, f"{result.launch.job.target}: {cost}")
+    say(ended.console, cost.verdict)
+    say(ended.console, by_call(call_nanoseconds(), calls_of(runs[0]), cost.off.median))
+    return int(cost.is_above_limit)
+
+
+OUTPUT = Output(finish, refuse_without_ledger)

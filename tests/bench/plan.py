@@ -1,0 +1,95 @@
+"""`make bench-plan`: processor time of the planner's search and of a report, beside a plain loop's.
+
+A ratio to what the same Python does beside it says the same on a slow machine and on a busy one.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+from rich.console import Console
+
+from tests.bench.scrape import synthetic_lines
+from tools.plan.search import Request, search
+from tools.plan.time.cluster import Cluster
+from tools.records import run as records
+from tools.report.build import BuildOptions, build
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import Model, load_model
+from tools.spec.run import flags_of_spec, spec_of_model
+from tools.spec.strategy import NAMED, Batch, Parallelism, parse_strategy
+
+ROUNDS, RUNS, ITERATIONS = 3, 100, 100
+Work = Callable[[], object]
+
+
+def compared(work: Mapping[str, Work], passes: int = 5_000_000) -> Iterator[str]:
+    """A line for each: its median over the rounds, by turns with so many passes of a loop."""
+    for name, do in work.items():
+        rounds = [(_spent(do), _spent(lambda: _loop(passes))) for _ in range(ROUNDS)]
+        seconds, loop = map(median, zip(*rounds, strict=True))
+        yield f"{name}: {seconds:.2f} s of processor time, {seconds / loop:.1f} times the loop's"
+
+
+def of_search(model: Model, devices: int, gpu: str, global_batch: int) -> Work:
+    """A search for a model's fastest layouts."""
+    device = device_by_key(gpu)
+    cluster = Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
+    template = spec_of_model(model, Parallelism(), Batch(1, global_batch))
+    return lambda: search(Request(model, cluster, global_batch, template))
+
+
+def of_report(folder: Path, runs: int = RUNS) -> Work:
+    """A report of so many runs of the six strategies, no two with the same flags."""
+    for number in range(runs):
+        _write_run(folder / "runs", number)
+    options = BuildOptions("many", runs_root=folder / "runs", reports_root=folder / "reports")
+    return lambda: build(options, Console(file=io.StringIO()))
+
+
+def _write_run(runs: Path, number: int) -> None:
+    model, strategy, name = load_model("gpt2-tiny"), NAMED[number % len(NAMED)], f"run-{number:03d}"
+    split = parse_strategy(strategy, 1 if strategy == NAMED[0] else 2)
+    spec = replace(spec_of_model(model, split, Batch(2, 8)), strategy=strategy)
+    argv = (*model.flags, *flags_of_spec(spec), "--variant", str(number))
+    host = records.Host("here", "a processor", 2, 2**34, ("a processor",) * split.world_size)
+    entry = records.MegatronEntry("pretrain_gpt.py", "0.19.0")
+    (runs / name).mkdir(parents=True)
+    record = records.RunRecord(name, "now", spec, ITERATIONS, argv, (), {}, entry, host, {})
+    records.write_run(runs / name, record)
+    (runs / name / records.LOG_FILE).write_text("".join(synthetic_lines(ITERATIONS)))
+
+
+def _loop(passes: int) -> int:
+    return sum(number * number % 7 for number in range(passes))
+
+
+def _spent(work: Work) -> float:
+    began = process_time()
+    work()
+    return process_time() - began
+
+
+def main() -> None:
+    """Print a line each."""
+    large, llama = load_model("gpt3-175b"), load_model("llama3-8b")
+    shape = replace(llama.shape, layers=126, hidden=16384, heads=128, ffn_hidden=53248)
+    llama_405b = replace(llama, shape=shape)
+    with tempfile.TemporaryDirectory() as folder:
+        work = {
+            "search of gpt3-175b on 1,024 a100": of_search(large, 1024, "a100", 1536),
+            "search of 405B on 16,384 h100": of_search(llama_405b, 16384, "h100", 2048),
+            f"report of {RUNS} runs": of_report(Path(folder)),
+        }
+        for line in compared(work):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

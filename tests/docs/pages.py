@@ -1,0 +1,91 @@
+"""The texts that pages copy from the planner, put into the pages: how a test compares and renews them.
+
+A text finds its place by its beginning: a table by its header, a sentence by the words before its colon.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from textwrap import wrap
+
+from tests.docs.claims import claims_table
+from tests.docs.predictions import (
+    predictions,
+    report_tables,
+    size_rows,
+    size_sentence,
+    size_table,
+)
+from tests.docs.residuals import h200_tables, residual_tables
+from tools.spec.files import ROOT
+
+_WIDTH = 124
+
+
+def _of_the_guide() -> Iterator[str]:
+    yield from predictions()
+    yield claims_table()
+
+
+def _of_the_examples() -> Iterator[str]:
+    rows = size_rows()
+    yield from (size_table(rows), size_sentence(rows), *report_tables())
+
+
+PLANNER = ROOT / "tools" / "plan" / "README.md"
+PAGES: dict[Path, Callable[[], Iterator[str]]] = {
+    ROOT / "docs" / "guide.md": _of_the_guide,
+    ROOT / "examples" / "README.md": _of_the_examples,
+    ROOT / "examples" / "gpt3" / "README.md": h200_tables,
+    PLANNER: residual_tables,
+}
+"""Pages with the texts that they copy."""
+
+
+def renewed(path: Path, texts: Iterable[str]) -> str:
+    """The page with its texts of today.
+
+    Raises:
+        LookupError: It has no place for one of them, or two.
+    """
+    page = path.read_text(encoding="utf-8")
+    for text in texts:
+        page = placed(page, text)
+    return page
+
+
+def placed(page: str, text: str) -> str:
+    """The page with this text instead of the one that begins alike; sentences are wrapped anew.
+
+    Raises:
+        LookupError: None begins so, or more than one.
+    """
+    beginning, is_table = text.split("\n", 1)[0], text.startswith("|")
+    if is_table:
+        pattern = rf"^{re.escape(beginning)}(?:\n\|.*)*"
+    else:
+        beginning = text.partition(":")[0]
+        pattern = r"\s+".join(map(re.escape, beginning.split())) + r":.*?\.(?=\s)"
+    found = list(re.finditer(pattern, page, re.MULTILINE if is_table else re.DOTALL))
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} texts begin with '{beginning}'; one is needed.")
+    start, end = found[0].span()
+    lines = text if is_table else _wrapped(text, page[page.rfind("\n", 0, start) + 1 : start])
+    return page[:start] + lines + page[end:]
+
+
+def _wrapped(text: str, before: str) -> str:
+    """A sentence after what its line begins with."""
+    mark = re.match(r" *(?:[-*] |\d+\. )?", before)
+    indent = " " * (mark.end() if mark else 0)
+    lines = wrap(
+        text,
+        _WIDTH,
+        initial_indent=" " * len(before),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)[len(before) :]

@@ -1,0 +1,178 @@
+"""Predictions that docs/guide.md and examples/README.md state, each with its interval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
+from tools.plan.advice import NOISE, PLAIN, StrategyFamily, best_of_each_family, family_of
+from tools.plan.options import PlanOptions
+from tools.plan.readings.near import uncertainty
+from tools.plan.search import Candidate, Request, search
+from tools.plan.time.cluster import Cluster
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import load_model
+from tools.spec.run import spec_of_model
+from tools.spec.strategy import Batch, Parallelism, batch_for
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import bracketed, joined
+
+PREDICTED = (
+    ("gpt3-13b", 8, "a100", 512, StrategyFamily.SHARDED_DATA),
+    ("llama3-8b", 8, "a100", 128, StrategyFamily.SHARDED_DATA),
+    ("gpt3-13b", 8, "h100", 8, "dp8-zero2"),
+    ("gpt3-175b", 1024, "a100", None, StrategyFamily.SHARDED_DATA),
+    ("mixtral-8x7b", 64, "h100", None, StrategyFamily.SHARDED_DATA),
+)
+"""The guide's predictions: model, GPUs, samples, and what the best layout is compared with."""
+SLOW_LINK = "ethernet-10g"
+REPORT_MODELS = ("gpt3-64m", "gpt3-355m")
+REPORT_GPU, REPORT_DTYPE = "a100-80g", "fp16"
+"""The DeepSpeed report's models as `make compare-zero` predicts them."""
+SIZES = ("dense-100m", "dense-500m", "dense-1b", "dense-5b")
+SIZE_GPUS, SIZE_GPU = (2, 4, 8, 16), "h100"
+"""The Blueberry experiment's sizes and devices."""
+
+
+def predictions() -> list[str]:
+    """A sentence for each prediction of the guide: the best layout, and how much slower another is."""
+    return [*(_best(*each) for each in PREDICTED), *map(_over_a_slow_link, REPORT_MODELS)]
+
+
+def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> Request:
+    """A model on usual nodes of one device, with its own batch for each unless another is given."""
+    known, device = load_model(model), device_by_key(gpu)
+    batch = samples or batch_for(known.batch, Parallelism(data=gpus)).global_batch_size
+    template = spec_of_model(known, Parallelism(), Batch(1, batch))
+    intra, inter = link_by_key(device.link), link_by_key(device.network)
+    return Request(
+        known, Cluster(device, gpus, min(gpus, device.domain), intra, inter), batch, template
+    )
+
+
+def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> str:
+    request = request_of(model, gpus, gpu, samples)
+    winner = search(request).winner
+    assert winner is not None
+    compared = next(
+        candidate
+        for kind, candidate in best_of_each_family(request).items()
+        if other in (kind, candidate.strategy)
+    )
+    ratio = compared.seconds.total / winner.seconds.total
+    return (
+        f"{model} on {gpus:,} {gpu.upper()}, {request.global_batch:,} samples: `{winner.strategy}` "
+        f"{_time(request, winner)}; `{compared.strategy}` takes {ratio:.2f} times as long."
+    )
+
+
+def _over_a_slow_link(model: str) -> str:
+    found = {each.method: each for each in _report(model, 2, (SLOW_LINK,))}
+    pipeline, plain = (found[method] for method in ("Pipeline", "Baseline"))
+    assert pipeline.timed is not None
+    assert plain.timed is not None
+    ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
+    return (
+        f"{model} on 2 {REPORT_GPU.upper()} over {STUDY.links[SLOW_LINK]}: "
+        f"`{pipeline.timed.candidate.strategy}` {pipeline.time} ms; "
+        f"`{plain.timed.candidate.strategy}` takes {ratio:.2f} times as long."
+    )
+
+
+def report_tables() -> list[str]:
+    """Markdown: the DeepSpeed report's large model over links, and on many nodes."""
+    model = REPORT_MODELS[-1]
+    return [
+        over_links(_report(model, 2, tuple(STUDY.links))),
+        scaling_table([one for n in STUDY.nodes for one in _report(model, n, tuple(STUDY.links))]),
+    ]
+
+
+@cache
+def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[Predicted, ...]:
+    options = PlanOptions(model, REPORT_GPU, dtype=REPORT_DTYPE)
+    return predict(options, (nodes,), links)
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """The best layout that needs nothing of Megatron, and the best that splits layers or sequences."""
+
+    request: Request
+    plain: Candidate | None
+    """None where none fits."""
+    split: Candidate | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The second's time over the first's."""
+        if self.plain is None or self.split is None:
+            return None
+        return self.split.seconds.total / self.plain.seconds.total
+
+    @property
+    def ahead(self) -> str:
+        """Which is faster by more than the planner's error."""
+        if self.ratio is None:
+            return "the only one" if self.plain or self.split else "neither fits"
+        if self.ratio > NOISE:
+            return "data parallel"
+        return "split" if self.ratio < 1 / NOISE else "within noise"
+
+    def time(self, candidate: Candidate | None) -> str:
+        """Layout and time."""
+        return f"{candidate.strategy} {_time(self.request, candidate)}" if candidate else "–"
+
+
+def size_table(rows: tuple[SizeRow, ...]) -> str:
+    """Markdown: a row a size and number of GPUs."""
+    columns = (
+        Column[SizeRow]("model", lambda row: row.request.model.name, right=False),
+        Column[SizeRow]("GPUs", lambda row: row.request.cluster.devices),
+        Column[SizeRow]("data parallel, ZeRO", lambda row: row.time(row.plain), right=False),
+        Column[SizeRow]("TP, SP, CP or PP", lambda row: row.time(row.split), right=False),
+        Column[SizeRow]("second over first", lambda row: row.ratio, lambda r: f"{r:.2f}"),
+        Column[SizeRow]("ahead", lambda row: row.ahead, right=False),
+    )
+    return markdown_table(Table(columns, rows))
+
+
+def size_sentence(rows: tuple[SizeRow, ...]) -> str:
+    """Whether splitting overtakes data parallelism anywhere."""
+    ahead = [row.ahead for row in rows]
+    split = [
+        f"{row.request.model.name} on {row.request.cluster.devices}"
+        for row in rows
+        if row.ahead == "split"
+    ]
+    found = f"splitting is ahead for {joined(split)}" if split else "none"
+    return (
+        f"Crossover from {SIZES[0]} to {SIZES[-1]}: {found}; of {len(rows)} cases data parallelism is "
+        f"ahead in {ahead.count('data parallel')}, and {ahead.count('within noise')} are within noise."
+    )
+
+
+@cache
+def size_rows() -> tuple[SizeRow, ...]:
+    """Every size on every number of devices."""
+    return tuple(_size_row(model, gpus) for model in SIZES for gpus in SIZE_GPUS)
+
+
+def _size_row(model: str, gpus: int) -> SizeRow:
+    request = request_of(model, gpus, SIZE_GPU)
+    pure = best_of_each_family(request)
+    plain = [found for kind, found in pure.items() if kind in PLAIN and found.fits]
+    # Layouts that split nothing are fewer than the search keeps.
+    ranked = search(request).ranked
+    split = next((one for one in ranked if family_of(one.spec.parallelism) not in PLAIN), None)
+    return SizeRow(request, min(plain, key=lambda c: c.seconds.total, default=None), split)
+
+
+def _time(request: Request, candidate: Candidate) -> str:
+    """With the interval that the errors of readings like it leave, if there are enough."""
+    seconds = candidate.seconds.total
+    factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
+    ends = uncertainty(candidate.spec, request.cluster, request.own).interval or (None, None)
+    low, high = (end and factor * end for end in ends)
+    return f"{bracketed(factor * seconds, low, high, shape)} {unit}"

@@ -1,0 +1,125 @@
+"""Published figures beside their predictions: the tables that two READMEs hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tools.plan.memory import memory_of_rank
+from tools.plan.published import h200_figures, h200_spec, paper_specs, usual_cluster
+from tools.plan.time.iteration import iteration_seconds
+from tools.spec.published import Paper, load_paper
+from tools.spec.strategy import Batch, devices_of
+from tools.text.table import Column, Table, markdown_rows, markdown_table
+from tools.text.units import MIB
+
+
+@dataclass(frozen=True)
+class PublishedResidual:
+    """One published figure beside its prediction."""
+
+    case: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative, positive if predicted too high."""
+        return self.predicted / self.measured - 1
+
+
+def residual_tables() -> Iterator[str]:
+    """Markdown of all published runs: memory, times, and a paper's times."""
+    paper = load_paper()
+    memory, times, _ = h200_tables()
+    yield from (memory, times)
+    yield _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2)
+
+
+def h200_tables() -> Iterator[str]:
+    """Markdown of the gpt2-large runs: memory, times, and what of them is predicted to take how long."""
+    yield _table("gpt2-large, H200, MiB a device", memory_residuals(), 0)
+    yield _table("gpt2-large, H200, ms an iteration", h200_residuals(), 1)
+    yield _parts_table()
+
+
+def _parts_table() -> str:
+    """Of runs with more than data parallelism, and of the pipeline with 16 micro batches."""
+    found = {f.strategy: h200_spec(f.strategy) for f in h200_figures()}
+    found = {
+        name: spec for name, spec in found.items() if spec.parallelism.data == 1 < devices_of(name)
+    }
+    found["pp2, micro batches of 4"] = replace(h200_spec("pp2"), batch=Batch(4, 64))
+    rows = []
+    for name, spec in found.items():
+        seconds = iteration_seconds(spec, usual_cluster("h200", 2))
+        exposed = seconds.tensor_parallel + seconds.context_parallel
+        parts = (seconds.total, seconds.matmul, exposed, seconds.pipeline_messages, seconds.bubble)
+        stages = range(spec.parallelism.pipeline)
+        held = (f"{memory_of_rank(spec, stage).total / MIB:,.0f}" for stage in stages)
+        rows.append([name, *(f"{1e3 * part:.1f}" for part in parts), ", ".join(held)])
+    names = (
+        "iteration",
+        "matrix products",
+        "exposed TP or CP",
+        "messages",
+        "bubble",
+        "MiB a stage",
+    )
+    return markdown_rows(["gpt2-large, H200, predicted ms", *names], rows)
+
+
+def memory_residuals() -> list[PublishedResidual]:
+    """MiB a device, a row for each pipeline stage; ranks that read alike to 10 MiB are one reading."""
+    found = []
+    for figure in h200_figures():
+        spec = h200_spec(figure.strategy)
+        readings = {round(reading, -1): reading for reading in reversed(figure.device_memory_mib)}
+        stages = spec.parallelism.pipeline
+        for index, measured in enumerate(reversed(readings.values())):
+            stage = index if stages > 1 else 0
+            case = f"{figure.strategy}, stage {stage}" if stages > 1 else figure.strategy
+            found.append(PublishedResidual(case, measured, memory_of_rank(spec, stage).total / MIB))
+    return found
+
+
+def h200_residuals() -> list[PublishedResidual]:
+    """Milliseconds an iteration."""
+    found = []
+    for figure in h200_figures():
+        assert figure.mean_iteration_ms is not None
+        cluster = usual_cluster("h200", figure.devices)
+        seconds = iteration_seconds(h200_spec(figure.strategy), cluster).total
+        found.append(PublishedResidual(figure.strategy, figure.mean_iteration_ms, 1e3 * seconds))
+    return found
+
+
+def paper_residuals(paper: Paper) -> list[PublishedResidual]:
+    """Seconds an iteration."""
+    found = []
+    for case in paper.cases:
+        devices = case.tensor * case.pipeline
+        cluster = usual_cluster(paper.device, devices)
+        full, selective = paper_specs(paper, case)
+        for spec, measured, words in (
+            (full, case.full_seconds, "full recomputation"),
+            (selective, case.selective_seconds, "SP, selective"),
+        ):
+            predicted = iteration_seconds(spec, cluster).total
+            found.append(
+                PublishedResidual(f"{case.name} on {devices}, {words}", measured, predicted)
+            )
+    return found
+
+
+def _table(title: str, residuals: list[PublishedResidual], digits: int) -> str:
+    def rounded(value: float) -> str:
+        return f"{value:.{digits}f}"
+
+    columns = (
+        Column[PublishedResidual](title, lambda residual: residual.case, right=False),
+        Column[PublishedResidual]("measured", lambda residual: residual.measured, rounded),
+        Column[PublishedResidual]("predicted", lambda residual: residual.predicted, rounded),
+        Column[PublishedResidual]("error", lambda residual: residual.error, "{:+.1%}".format),
+    )
+    return markdown_table(Table(columns, tuple(residuals)))

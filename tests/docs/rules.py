@@ -1,0 +1,62 @@
+"""The planner's README's table of rules of thumb, planned anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tools.plan.advice import StrategyFamily, best_of_each_family
+from tools.plan.options import PlanOptions
+from tools.plan.request import request_from_options
+from tools.plan.search import Candidate, search
+from tools.plan.tensors import parameters_total
+from tools.spec.hardware import device_by_key
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import duration, gib
+
+GPU = "a100"
+CASES = (
+    ("gpt2-large", 8, 64),
+    ("gpt3-1.3b", 8, 512),
+    ("gpt3-13b", 8, 64),
+    ("gpt3-13b", 64, 1024),
+    ("gpt3-175b", 256, 1536),
+    ("gpt3-530b", 2240, 2240),
+    ("gpt3-1t", 3072, 3072),
+)
+"""Model, devices, global batch: sizes of the survey's tree, below 1B to above 100B parameters."""
+
+
+def print_rules() -> None:
+    """On the terminal."""
+    print(rules_table(), end="")
+
+
+def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
+    """A row a case: the fastest layout, the fastest of ZeRO-2 and ZeRO-3 alone, and what that loses."""
+    rows = tuple(_row(*case) for case in cases)
+    names = ("model", "devices, global batch", "fastest", "ZeRO-2/3 alone", "slower by")
+    columns = tuple(
+        Column[tuple[str, ...]](name, lambda row, place=place: row[place], right=False)  # type: ignore[misc]
+        for place, name in enumerate(names)
+    )
+    return markdown_table(Table(columns, rows))
+
+
+def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
+    asked = PlanOptions(model, GPU, gpus=devices, global_batch=batch)
+    request = request_from_options(asked)
+    fastest = search(request, kept=1).winner
+    sharded = best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
+    assert fastest is not None
+    billions = parameters_total(request.template.shape) / 1e9
+    size = f"{model}, {billions:.2f}B" if billions < 10 else f"{model}, {billions:,.0f}B"
+    loss = sharded.seconds.total / fastest.seconds.total - 1
+    slower = f"{loss:.0%}" if sharded.fits else "–"
+    return size, f"{devices:,}, {batch:,}", _called(fastest), _called(sharded), slower
+
+
+def _called(candidate: Candidate) -> str:
+    if candidate.fits:
+        return f"{candidate.strategy}, {duration(candidate.seconds.total)}"
+    capacity = device_by_key(GPU).memory_bytes
+    return f"{gib(candidate.memory.total, 0)} of {gib(capacity, 0)} GiB: does not fit"

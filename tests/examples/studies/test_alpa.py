@@ -1,0 +1,102 @@
+"""Alpa's dynamic program against brute force, and its choice on the planner's own costs."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from examples.studies.alpa import Cost, alpa, beside, best_stages, submeshes
+from tools.plan.search import Request, search
+from tools.plan.time.cluster import Cluster
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import load_model
+from tools.spec.run import spec_of_model
+from tools.spec.strategy import Batch, Parallelism
+
+ROOMY = 1000
+
+
+def cost(seconds: float, fixed: int = 0, flight: int = 0) -> Cost:
+    return Cost(seconds, fixed, flight, Parallelism())
+
+
+def every_way(units: int, meshes: list[int], devices: int) -> Iterator[list[tuple[int, int, int]]]:
+    for stages in range(1, units + 1):
+        for cuts in combinations(range(1, units), stages - 1):
+            ends = [*cuts, units]
+            firsts = [0, *cuts]
+            for sizes in product(meshes, repeat=stages):
+                if sum(sizes) == devices:
+                    yield list(zip(firsts, ends, sizes, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
+    draw = random.Random(seed)
+    units, meshes, devices, count = 4, [1, 2, 4], 4, draw.choice([1, 2, 8])
+    ways = {
+        (first, end, mesh): [
+            cost(draw.randint(1, 9) * (end - first) / mesh, draw.randint(0, 4), draw.randint(0, 3))
+            for _ in range(2)
+        ]
+        for first in range(units)
+        for end in range(first + 1, units + 1)
+        for mesh in meshes
+    }
+    capacity = draw.choice([6, 10, ROOMY])
+
+    def total(stages: list[tuple[int, int, int]]) -> float:
+        seconds = []
+        for later, key in enumerate(reversed(stages)):
+            held = min(later + 1, count)
+            fits = [w for w in ways[key] if w.fixed_bytes + held * w.flight_bytes <= capacity]
+            seconds.append(min((way.seconds for way in fits), default=float("inf")))
+        return sum(seconds) + (count - 1) * max(seconds)
+
+    tried = min(map(total, every_way(units, meshes, devices)))
+    found = best_stages(units, meshes, devices, count, capacity, lambda *key: ways[key])
+    assert (found[0] if found else float("inf")) == pytest.approx(tried)
+
+
+def test_a_stage_of_more_work_gets_more_devices() -> None:
+    # Units of 1, 1 and 6 seconds on one device; a submesh divides them: 1 + 1 + 6/2, slowest 3.
+    work = [1.0, 1.0, 6.0]
+    found = best_stages(
+        3, [1, 2], 4, 10, ROOMY, lambda first, end, mesh: [cost(sum(work[first:end]) / mesh)]
+    )
+    assert found is not None
+    assert [(s.first, s.end, s.devices) for s in found[1]] == [(0, 2, 2), (2, 3, 2)]
+    assert found[0] == 1 + 3 + 9 * 3
+
+
+def test_submeshes_are_powers_of_two_in_a_node_and_whole_nodes() -> None:
+    assert submeshes(4, 4) == [1, 2, 4]
+    assert submeshes(24, 8) == [1, 2, 4, 8, 16, 24]
+
+
+def request(devices: int) -> Request:
+    model = load_model("gpt2-tiny")
+    h100, link = device_by_key("h100"), link_by_key("nvlink4")
+    cluster = Cluster(h100, devices, devices, link, link)
+    template = spec_of_model(model, Parallelism(), Batch(1, 8))
+    return Request(model, cluster, 8, template)
+
+
+def test_what_megatron_can_run_is_timed_as_the_planner_times_it() -> None:
+    asked = request(2)
+    found, plan = alpa(asked), search(asked)
+    winner = plan.winner
+    assert found is not None
+    assert winner is not None
+    assert found.candidate is not None
+    assert found.total >= winner.seconds.total  # Exhaustive is never worse on its own costs.
+    assert beside(plan).startswith("Alpa's dynamic program chooses")
+
+
+def test_a_large_cluster_is_refused() -> None:
+    asked = request(2)
+    larger = replace(asked, cluster=replace(asked.cluster, devices=64))
+    with pytest.raises(ValueError, match="up to 16 devices, and here are 64; leave ALPA= out"):
+        alpa(larger)

@@ -1,0 +1,86 @@
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from examples.studies.zero import (
+    STUDY,
+    Predicted,
+    predict,
+    scaling_table,
+    share_of_two,
+    verdict,
+)
+from tests.given import run
+from tools.launch.errors import LaunchError
+from tools.plan.options import PlanOptions
+
+
+def predicted(method: str, seconds: float, peak: int = 1, nodes: int = 2) -> Predicted:
+    candidate = SimpleNamespace(
+        seconds=SimpleNamespace(total=seconds), memory=SimpleNamespace(total=peak)
+    )
+    timed = cast(Any, SimpleNamespace(candidate=candidate))
+    return Predicted(method, "ethernet-1g", nodes, timed)
+
+
+def test_a_column_has_a_winner_or_those_within_the_planners_error() -> None:
+    clear = [predicted("Baseline", 2.0), predicted("Pipeline", 1.0)]
+    assert verdict(clear) == ("Pipeline", "Pipeline")
+    close = [predicted("Baseline", 1.04, peak=1), predicted("Pipeline", 1.0, peak=2)]
+    assert verdict(close) == ("within noise: Baseline and Pipeline", "Baseline")
+
+
+def test_scaling_is_the_work_of_a_device_over_that_on_two_nodes() -> None:
+    found = [predicted("ZeRO-3", 1.0), predicted("ZeRO-3", 4.0, nodes=64)]
+    assert share_of_two("ZeRO-3", "ethernet-1g", 64, found) == 0.25
+    assert share_of_two("ZeRO-3", "ethernet-1g", 32, found) is None
+    *_, row = scaling_table(found).splitlines()
+    assert (
+        row
+        == "| ZeRO-3, 64 nodes | 25.0% | – | – | – | “scales very poorly”: confirmed at 1 Gbit/s |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (0.47, "confirmed"),
+        (0.51, "within noise of 50%"),
+        (0.6, "neither"),
+        (0.79, "within noise of 80%"),
+        (0.9, "contradicted"),
+    ],
+)
+def test_a_share_near_a_limit_judges_nothing(share: float, said: str) -> None:
+    found = [predicted("ZeRO-3", share), predicted("ZeRO-3", 1.0, nodes=64)]
+    assert f"“scales very poorly”: {said} at 1 Gbit/s" in scaling_table(found)
+
+
+def test_a_slow_link_favours_the_pipeline_and_a_fast_one_does_not() -> None:
+    options = PlanOptions("gpt3-64m", "a100-80g")
+    found = predict(options, nodes=(2,), links=tuple(STUDY.links))
+    fastest = {
+        link: verdict([each for each in found if each.link == link])[0] for link in STUDY.links
+    }
+    assert fastest["ethernet-1g"] == "Pipeline"
+    assert "Pipeline" not in fastest["ib-400g"]
+    # The report's own batch: two samples in a forward pass, eight over two nodes.
+    specs = {each.timed.candidate.spec.batch for each in found if each.timed}
+    assert {(batch.micro_batch_size, batch.global_batch_size) for batch in specs} == {(2, 8)}
+
+
+def test_stages_that_do_not_divide_the_layers_are_left_out() -> None:
+    options = PlanOptions("gpt3-64m", "a100-80g")
+    found = predict(options, nodes=(4, 8), links=("ib-400g",))
+    stages = [each for each in found if each.method == "Pipeline, a stage a node"]
+    assert [each.seconds is None for each in stages] == [False, True]  # 12 layers
+
+
+def test_a_device_makes_compare_zero_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compare-zero", {"MODEL": "gpt3-64m", "GPU": "a100-80g", "DTYPE": "fp16"}) == 0
+    assert "predicted: gpt3-64m on nodes with one a100-80g each" in capsys.readouterr().out
+    with pytest.raises(LaunchError, match="DTYPE= of compare-zero is the prediction's"):
+        run("compare-zero", {"DTYPE": "fp16"})
+    with pytest.raises(ValueError, match="There is no GPU 'a1000'"):
+        run("compare-zero", {"MODEL": "gpt3-64m", "GPU": "a1000"})

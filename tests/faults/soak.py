@@ -1,0 +1,330 @@
+"""`make soak STRATEGY=dp2 HOURS=0.33`: a long run undisturbed, and with processes killed at random.
+
+The undisturbed run shows what grows or becomes slower with time. The disturbed one is resumed after each
+kill and must have the same losses, as far as it comes. Both have a launcher of their own, as `make
+train-…` would; this process starts and reads them, and nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import psutil
+from rich.console import Console
+
+from tests.faults.runs import Victim, kill, launch, processes_of
+from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
+from tests.patience import OF_A_RUN
+from tools.launch.checkpoint.saving import KEEP, NOT_RESUMED, Saving
+from tools.launch.checkpoint.stored import find_checkpoints
+from tools.launch.compose import Launch
+from tools.launch.data import make_missing_data
+from tools.launch.errors import LaunchError
+from tools.launch.job import Job, parse_target
+from tools.launch.options import Options, variables_of
+from tools.launch.preflight import check
+from tools.launch.progress import LogFollower
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.train import compose_job, dry_run
+from tools.records import run as records
+from tools.records.io import write_whole
+from tools.records.run import utc_stamp
+from tools.spec.files import from_root
+from tools.spec.run import Backend
+from tools.spec.strategy import devices_of, parse_strategy
+from tools.text.terminal import say
+
+SAVE_EVERY = 50
+"""Iterations, as many as between two evaluations."""
+
+READ_SECONDS = 5.0
+
+UNDISTURBED_SHARE = 0.4
+"""Of the time; the disturbed run, which starts again after each fault, has the rest to train as far."""
+
+FAULTS, LONGEST_SECONDS = 6, 600.0
+"""So many faults are expected in the disturbed run, and one at least so often; one before its middle."""
+
+_FASTEST_SECONDS = 0.02
+"""Of an iteration: Megatron's schedule must not end before the time does."""
+
+_TAIL_BYTES = 20_000
+"""Of a log, which hold its last iteration."""
+
+READINGS_FILE, TEXT_FILE = "readings.csv", "soak.md"
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What is trained, and for how long."""
+
+    hours: float
+    launch: Launch
+
+    @property
+    def job(self) -> Job:
+        """What both runs train."""
+        return self.launch.job
+
+    @property
+    def every(self) -> int:
+        """Iterations between two checkpoints."""
+        assert self.job.options.saving is not None
+        return self.job.options.saving.every
+
+    @property
+    def undisturbed_seconds(self) -> float:
+        """After which the undisturbed run is asked to stop."""
+        return self.hours * 3600 * UNDISTURBED_SHARE
+
+    @property
+    def mean_gap_seconds(self) -> float:
+        """Between the start of training and the next fault."""
+        return min(LONGEST_SECONDS, self.undisturbed_seconds / FAULTS)
+
+
+def soak_strategy(
+    strategy: str, hours: float, model: str | None, options: Options, console: Console
+) -> int:
+    """The soak that STRATEGY=, HOURS= and MODEL= ask for; as `soak`."""
+    return soak(plan_soak(strategy, hours, model, options), console)
+
+
+def soak(what: Soak, console: Console) -> int:
+    """Train both runs, judge them; 0 if nothing grew, nothing became slower and the losses agree.
+
+    Raises:
+        LaunchError: It cannot run here, and nothing was written; or a run ended by itself.
+    """
+    options = what.job.options
+    if options.dry_run:
+        return dry_run(what.launch)
+    make_missing_data([what.launch], console)
+    check(what.launch)
+    ensure_start_checkpoint(what.launch, console)
+    folder = options.runs / f"{utc_stamp()}-soak-{what.job.name}"
+    folder.mkdir(parents=True)
+    with _Soaking(what, folder, console) as watch:
+        reached = watch.train_undisturbed()
+        faults = watch.train_disturbed(reached)
+    verdict = judge(folder, watch.readings, faults, what.every)
+    text = verdict.render(f"{what.job.target}, {what.hours:g} h")
+    write_whole(folder / TEXT_FILE, text + "\n")
+    say(console, text)
+    say(console, f"Soak: {from_root(folder / TEXT_FILE)}")
+    return int(not verdict.held)
+
+
+def plan_soak(strategy: str, hours: float, model: str | None, options: Options) -> Soak:
+    """Compose what both runs train: a schedule that is longer than they are, and checkpoints.
+
+    Raises:
+        LaunchError: Strategy and model do not fit each other.
+    """
+    model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
+    devices = devices_of(strategy, otherwise=2)
+    sharding = parse_strategy(strategy, devices).sharding
+    if sharding in NOT_RESUMED or options.backend != Backend.MEGATRON:
+        raise LaunchError(
+            f"A soak resumes after each kill, and STRATEGY={strategy} of {options.backend} cannot be "
+            "resumed; use dp2, pp2, zero1, ep2 or another layout of Megatron's that shards no more than "
+            "the optimizer."
+        )
+    iterations = round(hours * 3600 / _FASTEST_SECONDS)
+    schedule = ("--train-iters", str(iterations), "--lr-decay-iters", str(iterations))
+    options = replace(
+        options,
+        iterations=iterations,
+        extra=(*schedule, *options.extra),
+        saving=options.saving or Saving(SAVE_EVERY, KEEP),
+    )
+    job = parse_target(f"train-{strategy}-{model}-{devices}cpu", options)
+    return Soak(hours, compose_job(job))
+
+
+@dataclass
+class _Soaking:
+    """Starts launchers in the soak's folder, reads their processes now and then, and kills some."""
+
+    soak: Soak
+    folder: Path
+    console: Console
+    readings: list[ProcessReading] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _logged_before: int = 0
+    """Bytes of the log when this attempt began."""
+
+    def __enter__(self) -> _Soaking:
+        self._file = (self.folder / READINGS_FILE).open("w", newline="")
+        self._writer = csv.DictWriter(self._file, [each.name for each in fields(ProcessReading)])
+        self._writer.writeheader()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def train_undisturbed(self) -> int:
+        """Train until the time is over; the last iteration.
+
+        Raises:
+            LaunchError: The run ended early, or did not reach its second checkpoint.
+        """
+        end = time.monotonic() + self.soak.undisturbed_seconds
+        with self._launched(UNDISTURBED, self.soak.job.options.iterations or 0) as run:
+            self._watch(run, end)
+        reached, every = _last_iteration(run.folder), self.soak.every
+        if reached < 2 * every:
+            raise LaunchError(
+                f"HOURS={self.soak.hours:g} ended at iteration {reached}, before the second checkpoint; "
+                f"set HOURS= higher, or SAVE_EVERY= below {every}."
+            )
+        self._say(f"undisturbed: {reached} iterations")
+        return reached
+
+    def train_disturbed(self, iterations: int) -> list[Fault]:
+        """Train as far again or to the soak's end, killing a process now and then; the faults, in order.
+
+        Raises:
+            LaunchError: A run ended that nobody killed, or was not over after a kill.
+        """
+        choose, faults = random.Random(self.soak.job.options.seed), []
+        folder, beyond = self.folder / DISTURBED, 0
+        end = self._began + self.soak.hours * 3600
+        while _last_iteration(folder) < iterations and _lasts(folder, end, beyond):
+            gap = choose.expovariate(1 / self.soak.mean_gap_seconds)
+            with self._launched(DISTURBED, iterations) as run:
+                if self._watch(run, end, gap, beyond, inf if faults else iterations / 2):
+                    faults.append(fault := self._strike(run, choose))
+                    beyond = fault.iteration + 1  # Whose line is an average.
+                    self._say(
+                        f"{fault.killed} killed at iteration {fault.iteration}: {fault.status}"
+                    )
+        self._say(f"disturbed: {_last_iteration(folder)} iterations, {len(faults)} faults")
+        return faults
+
+    @contextmanager
+    def _launched(self, run: str, iterations: int) -> Iterator[Victim]:
+        """What trains or resumes a run; it is asked to stop, and has ended, at the end."""
+        options, folder = self.soak.job.options, self.folder / run
+        self._attempts[run] += 1
+        folder.mkdir(exist_ok=True)
+        log = folder / records.LOG_FILE
+        self._logged_before = log.stat().st_size if log.is_file() else 0
+        asked = replace(options, iterations=iterations, run_folder=folder.absolute())
+        variables = {**variables_of(asked), "REPEATS": ""}
+        with (self.folder / f"{run}.txt").open("ab") as output:
+            launcher = launch((self.soak.job.target,), {**os.environ, **variables}, output)
+        try:
+            yield Victim(launcher, folder)
+        finally:
+            if launcher.poll() is None:
+                launcher.terminate()
+            launcher.wait()
+
+    def _watch(
+        self, run: Victim, end: float, gap: float = inf, beyond: int = -1, latest: float = inf
+    ) -> bool:
+        """Read processes until the run or the time is over; True where one is to be killed before that:
+        `gap` seconds after there is something to resume from, and by an iteration at the latest."""
+        due = None
+        # The last one leaves time to see that the run trains on.
+        last_due = end - self.soak.mean_gap_seconds
+        while run.launcher.poll() is None and _lasts(run.folder, end, beyond):
+            self._read(run)
+            if due is None and self._trains(run):
+                due = time.monotonic() + gap
+                due = due if due <= last_due else inf
+            if due and (due <= time.monotonic() or _last_iteration(run.folder) >= latest):
+                return True
+            left = min(due or inf, end) - time.monotonic()
+            time.sleep(min(READ_SECONDS, max(0.1, left)))
+        if run.launcher.poll() not in (None, 0):
+            said = (self.folder / f"{run.folder.name}.txt").read_text(errors="replace")
+            last = " ".join(said.splitlines()[-3:]) or "it said nothing"
+            raise LaunchError(f"The {run.folder.name} run ended by itself: {last}")
+        return False
+
+    def _strike(self, run: Victim, choose: random.Random) -> Fault:
+        run.look()
+        killed = choose.choice(sorted(run.processes))
+        iteration, struck = _last_iteration(run.folder), time.monotonic()
+        kill(run.processes[killed])
+        try:
+            status = run.end().status
+        except (AssertionError, subprocess.TimeoutExpired):
+            raise LaunchError(
+                f"{from_root(run.folder)} was not over {OF_A_RUN:.0f} s after its {killed} was killed."
+            ) from None
+        took = time.monotonic() - struck
+        return Fault(struck - self._began, iteration, killed, status.status, status.reason, took)
+
+    def _trains(self, run: Victim) -> bool:
+        """Whether this attempt has logged an iteration, and there is something to resume from."""
+        stored = find_checkpoints(run.folder / records.CHECKPOINTS_FOLDER)
+        begun = _last_iteration(run.folder, self._logged_before) > 0
+        return begun and any(checkpoint.is_finished for checkpoint in stored)
+
+    def _read(self, run: Victim) -> None:
+        control, iteration = control_seconds(), _last_iteration(run.folder)
+        seconds = time.monotonic() - self._began
+        for name, process in processes_of(run.launcher).items():
+            with suppress(psutil.Error), process.oneshot():
+                times = process.cpu_times()
+                reading = ProcessReading(
+                    run.folder.name,
+                    self._attempts[run.folder.name],
+                    round(seconds, 2),
+                    iteration,
+                    name,
+                    process.memory_info().rss,
+                    process.num_fds(),
+                    round(times.user + times.system, 2),
+                    round(control, 6),
+                    round(os.getloadavg()[0], 2),
+                )
+                self.readings.append(reading)
+                self._writer.writerow(asdict(reading))
+        self._file.flush()
+
+    def _say(self, text: str) -> None:
+        seconds = time.monotonic() - self._began
+        self.console.print(f"[{seconds:.0f} s] {text}", markup=False, highlight=False)
+
+
+def _lasts(run: Path, end: float, beyond: int) -> bool:
+    """Until the time is over, and on a slow machine until the run is beyond its last fault."""
+    late = time.monotonic() - end
+    return late < 0 or (_last_iteration(run) <= beyond and late < OF_A_RUN)
+
+
+def _last_iteration(run: Path, begin_bytes: int = 0) -> int:
+    """In a run's log, or in what it has from a byte on; 0 before the first."""
+    log = run / records.LOG_FILE
+    if not log.is_file():
+        return 0
+    # From near the end: a long log is not read as a whole every few seconds.
+    begin = max(begin_bytes, log.stat().st_size - _TAIL_BYTES)
+    with closing(LogFollower(log, begin)) as follower:
+        return max((found.iteration for found in follower.new_iterations()), default=0)
+
+
+_CONTROL = np.random.default_rng(0).permutation(100_000)
+
+
+def control_seconds() -> float:
+    """Processor time of a piece of work that is always the same: what the machine's load makes of it."""
+    began = time.thread_time()
+    np.sort(_CONTROL)
+    return time.thread_time() - began

@@ -1,0 +1,279 @@
+"""What a soak's readings say: what grew, what became slower, whether the losses agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from tools.records.run import Status
+from tools.report.analyse.parity import loss_curve
+from tools.report.analyse.statistics import (
+    ON_CPU_RANKS,
+    TimeComparison,
+    TimeVerdict,
+    compare_within_runs,
+)
+from tools.report.read.runs import load_folder
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import bracketed, change, count, megabytes
+
+UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
+"""Names of the two runs' folders."""
+
+MEMORY_LIMIT = 0.01
+"""By how much of itself the least of the last third may be above the most of the first."""
+
+_FEWEST_WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class ProcessReading:
+    """One process of a run at one moment; a line of `readings.csv`."""
+
+    run: str
+    attempt: int
+    seconds: float
+    """Since the soak began."""
+    iteration: int
+    process: str
+    memory_bytes: int
+    """Resident."""
+    descriptors: int
+    """Open file descriptors."""
+    processor_seconds: float
+    control_seconds: float
+    """Processor time that a fixed piece of work took at this moment."""
+    load: float
+    """The machine's, over a minute."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A process that was killed."""
+
+    seconds: float
+    iteration: int
+    killed: str
+    status: Status
+    reason: str
+    over_seconds: float
+    """Until no process of the run was left."""
+
+
+@dataclass(frozen=True)
+class Steadiness:
+    """One process of the undisturbed run: its least memory and its usual descriptors in the first and
+    the last third of its readings.
+
+    What a save or an evaluation takes for a while comes and goes; a leak raises the least. The first
+    quarter of the readings is left out: caches fill and the optimizer's state appears.
+    """
+
+    process: str
+    memory_bytes: tuple[int, int]
+    fluctuation_bytes: int
+    """Between its least and its most memory in the first of the two."""
+    descriptors: tuple[int, int]
+
+    @property
+    def growth(self) -> float:
+        """Of memory, as a ratio."""
+        first, last = self.memory_bytes
+        return last / first
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether neither grew: memory beyond what it reached, by more than the limit."""
+        first, last = self.memory_bytes
+        memory = last <= (first + self.fluctuation_bytes) * (1 + MEMORY_LIMIT)
+        return memory and self.descriptors[1] <= self.descriptors[0]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The disturbed run's beside the undisturbed one's."""
+
+    compared: int
+    first_other: int | None
+    """The first iteration whose losses differ in a digit."""
+    last: int
+    """The last iteration compared."""
+    end: int
+    """The last one of the undisturbed run."""
+
+
+@dataclass(frozen=True)
+class SoakVerdict:
+    """Of both runs."""
+
+    processes: tuple[Steadiness, ...]
+    wall: TimeComparison | None
+    """An iteration's time, the second half's over the first's; None with too few iterations."""
+    processor: TimeComparison | None
+    """The same of the ranks' processor time over that of the control."""
+    losses: Losses
+    faults: tuple[Fault, ...]
+    load: tuple[float, float]
+
+    @property
+    def slows(self) -> bool:
+        """Whether the ranks need more processor time for an iteration, more than repeats scatter by."""
+        found = self.processor
+        if found is None or found.verdict is not TimeVerdict.SLOWER:
+            return False
+        return found.ratio > 1 + ON_CPU_RANKS.assumed
+
+    @property
+    def recovered(self) -> bool:
+        """Whether the disturbed run came beyond the iteration of every fault, or to the end."""
+        last = self.losses.last
+        return last == self.losses.end or all(fault.iteration < last for fault in self.faults)
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing is to be said against it."""
+        good = self.losses.first_other is None and self.recovered
+        return good and not self.slows and all(each.is_steady for each in self.processes)
+
+    def render(self, title: str) -> str:
+        """Markdown."""
+        parts = [f"# Soak: {title}", "\n".join(f"- {said}" for said in self.sentences())]
+        parts.append(markdown_table(Table(_PROCESSES, self.processes)))
+        if self.faults:
+            parts.append(markdown_table(Table(_FAULTS, self.faults)))
+        return "\n\n".join(parts)
+
+    def sentences(self) -> list[str]:
+        """Losses, times, and under what load."""
+        low, high = self.load
+        drifts = "the run becomes slower" if self.slows else "no drift"
+        drifts = drifts if self.processor else "not judged"
+        return [
+            self._of_losses(),
+            "Processor time of an iteration over that of a fixed piece of work, second half over "
+            f"first: {_ratio(self.processor)}; {drifts} (called above "
+            f"{ON_CPU_RANKS.assumed:.1%}, by which repeats scatter).",
+            f"Wall time of an iteration, second half over first: {_ratio(self.wall)}. "
+            f"The machine's load was {low:.1f} to {high:.1f}.",
+        ]
+
+    def _of_losses(self) -> str:
+        faults = f"after {len(self.faults)} faults"
+        if self.losses.first_other is not None:
+            return f"Losses {faults} differ from iteration {self.losses.first_other} on."
+        compared = f"{self.losses.compared} compared, to iteration {self.losses.last}"
+        if not self.recovered:
+            return f"The run did not come beyond its last fault {faults}: {compared}."
+        return f"Losses {faults}: {compared}, all equal to the last digit."
+
+
+def judge(
+    folder: Path, readings: Sequence[ProcessReading], faults: Sequence[Fault], every: int
+) -> SoakVerdict:
+    """Judge the two runs in a soak's folder; windows of `every` iterations hold a save each."""
+    alone = [reading for reading in readings if reading.run == UNDISTURBED]
+    wall, processor = drift(alone, every)
+    loads = [reading.load for reading in readings]
+    return SoakVerdict(
+        processes=steadiness(alone),
+        wall=wall,
+        processor=processor,
+        losses=compare_losses(
+            loss_curve(load_folder(folder / UNDISTURBED)),
+            loss_curve(load_folder(folder / DISTURBED)),
+        ),
+        faults=tuple(faults),
+        load=(min(loads), max(loads)),
+    )
+
+
+def compare_losses(whole: dict[int, float], resumed: dict[int, float]) -> Losses:
+    """Line by line, where both have one that is no average."""
+    common = sorted(whole.keys() & resumed.keys())
+    other = next((number for number in common if whole[number] != resumed[number]), None)
+    return Losses(len(common), other, max(common, default=0), max(whole, default=0))
+
+
+def steadiness(readings: Sequence[ProcessReading]) -> tuple[Steadiness, ...]:
+    """Of each process that was read often enough, from the first iteration on."""
+    trained = [reading for reading in readings if reading.iteration]
+    found = []
+    for process in sorted({reading.process for reading in trained}):
+        own = [reading for reading in trained if reading.process == process]
+        settled = own[len(own) // 4 :]
+        third = len(settled) // 3
+        if third:
+            ends = settled[:third], settled[-third:]
+            first, last = (min(each.memory_bytes for each in end) for end in ends)
+            most = max(each.memory_bytes for each in ends[0])
+            before, after = (int(median(each.descriptors for each in end)) for end in ends)
+            found.append(Steadiness(process, (first, last), most - first, (before, after)))
+    return tuple(found)
+
+
+def drift(
+    readings: Sequence[ProcessReading], every: int
+) -> tuple[TimeComparison | None, TimeComparison | None]:
+    """Wall time, and processor time over the control's, of the second half over the first.
+
+    In windows of `every` iterations, the first of which is left out.
+    """
+    moments: dict[float, list[ProcessReading]] = {}
+    for reading in readings:
+        if reading.iteration and reading.process.startswith("rank "):
+            moments.setdefault(reading.seconds, []).append(reading)
+    ranks = max(map(len, moments.values()), default=0)
+    whole = [each for each in moments.values() if len(each) == ranks]
+    # np.interp needs numbers that rise: the first reading of each iteration.
+    rising = {each[0].iteration: each for each in reversed(whole)}
+    numbers = sorted(rising)
+    edges = np.arange(2 * every, (numbers or [0])[-1] + 1, every)
+    half = (len(edges) - 1) // 2
+    if half < _FEWEST_WINDOWS:
+        return None, None
+    seconds = [rising[number][0].seconds for number in numbers]
+    spent = [sum(each.processor_seconds for each in rising[number]) for number in numbers]
+    control = [rising[number][0].control_seconds for number in numbers]
+    # The control is read in an instant: of a window the median of the readings in it.
+    middle = [
+        median([c for n, c in zip(numbers, control, strict=True) if low <= n < high] or control)
+        for low, high in pairwise(edges)
+    ]
+    wall = np.diff(np.interp(edges, numbers, seconds))
+    processor = np.diff(np.interp(edges, numbers, spent)) / np.array(middle)
+    return _halves(wall, half), _halves(processor, half)
+
+
+def _halves(windows: np.ndarray[tuple[int], np.dtype[np.float64]], half: int) -> TimeComparison:
+    values = windows.tolist()
+    return compare_within_runs([values[:half]], [values[-half:]])
+
+
+def _ratio(found: TimeComparison | None) -> str:
+    if found is None:
+        return "too few iterations"
+    return f"×{bracketed(found.ratio, found.low, found.high, '.3f')}, {found.verdict}"
+
+
+_PROCESSES: tuple[Column[Steadiness], ...] = (
+    Column("Process", lambda row: row.process),
+    Column("Least memory, first third", lambda row: row.memory_bytes[0], megabytes),
+    Column("last third", lambda row: row.memory_bytes[1], megabytes),
+    Column("Growth", lambda row: row.growth, lambda ratio: change(ratio, 2)),
+    Column("Fluctuation", lambda row: row.fluctuation_bytes, megabytes),
+    Column("File descriptors", lambda row: f"{row.descriptors[0]} to {row.descriptors[1]}"),
+    Column("Verdict", lambda row: "steady" if row.is_steady else "grows"),
+)
+_FAULTS: tuple[Column[Fault], ...] = (
+    Column("After", lambda row: f"{row.seconds:.0f} s"),
+    Column("Iteration", lambda row: row.iteration, count),
+    Column("Killed", lambda row: row.killed),
+    Column("Over in", lambda row: f"{row.over_seconds:.1f} s"),
+    Column("Status", lambda row: row.status),
+    Column("Reason", lambda row: row.reason),
+)

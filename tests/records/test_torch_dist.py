@@ -1,0 +1,181 @@
+import io
+import pickle
+import shutil
+import warnings
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.convert.hf.checkpoint import StoredCheckpoint
+from tools.records.torch_dist import (
+    DamagedCheckpointError,
+    ReadingStoppedError,
+    StoredPart,
+    StoredTensor,
+    fill,
+    is_finished,
+    read_metadata,
+    verify_readable,
+    weights_hash,
+)
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "iter"))
+
+
+def data_file(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
+
+
+def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -> None:
+    verify_readable(copy)
+    pieces = read_metadata(copy).parts
+    assert len(pieces) == 3
+    assert sum(piece.length_bytes for piece in pieces) == data_file(copy).stat().st_size
+
+
+def test_shapes_and_types_are_read_without_torch(copy: Path) -> None:
+    tensors = read_metadata(copy).tensors
+    assert {name: (one.shape, one.dtype) for name, one in tensors.items()} == {
+        "weight": ((4096,), "float32"),
+        "bias": ((8,), "float32"),
+    }
+
+
+def test_a_tensor_is_put_together_of_whatever_pieces_ranks_saved(tmp_path: Path) -> None:
+    whole = np.arange(60).reshape(3, 5, 4)
+    sizes, parts = {}, {}
+    with (tmp_path / "pieces").open("wb") as file:
+        for (a, b), (c, d), (e, f) in product([(0, 1), (1, 3)], [(0, 2), (2, 5)], [(0, 3), (3, 4)]):
+            piece = io.BytesIO()
+            np.save(piece, whole[a:b, c:d, e:f])
+            sizes[a, c, e] = (b - a, d - c, f - e)
+            parts[a, c, e] = StoredPart("pieces", file.tell(), len(piece.getvalue()))
+            file.write(piece.getvalue())
+    stored = StoredTensor(whole.shape, "int64", sizes, parts)
+    for layer, wanted in ((None, whole), (None, whole[:2]), (1, whole[1]), (2, whole[2, :3])):
+        filled = np.zeros_like(wanted)
+        fill(tmp_path, stored, filled, np.load, layer)
+        assert (filled == wanted).all()
+
+
+def test_without_metadata_it_was_not_finished(copy: Path) -> None:
+    (copy / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match="not finished"):
+        verify_readable(copy)
+
+
+def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
+    path = copy / ".metadata"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DamagedCheckpointError, match="metadata cannot be read"):
+        verify_readable(copy)
+
+
+@pytest.mark.parametrize("text", [None, '{"sharded_back'])
+def test_without_its_format_field_megatron_would_take_it_for_another(
+    copy: Path, text: str | None
+) -> None:
+    assert is_finished(copy)
+    (copy / "metadata.json").unlink()
+    if text is None:
+        assert not is_finished(copy)
+    else:
+        (copy / "metadata.json").write_text(text)
+    with pytest.raises(DamagedCheckpointError, match=r"metadata\.json"):
+        verify_readable(copy)
+
+
+def test_every_flipped_bit_of_an_archives_own_fields_is_at_most_noticed(copy: Path) -> None:
+    smallest = min(read_metadata(copy).parts, key=lambda piece: piece.length_bytes)
+    path = copy / smallest.file
+    whole = path.read_bytes()
+    end = smallest.offset_bytes + smallest.length_bytes
+    noticed = 0
+    for place in range(end - 200, end):  # The central directory, which names the archive's files.
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            noticed += not _is_readable(copy)
+    assert noticed > 200
+
+
+def test_a_read_stops_when_its_consumer_is_gone(copy: Path) -> None:
+    with pytest.raises(ReadingStoppedError):
+        verify_readable(copy, lambda: False)
+
+
+def test_a_missing_file_is_named(copy: Path) -> None:
+    name = data_file(copy).name
+    data_file(copy).unlink()
+    with pytest.raises(DamagedCheckpointError, match=name):
+        verify_readable(copy)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_one_flipped_bit_or_a_shorter_file_is_noticed(saved: Path, data: st.DataObject) -> None:
+    path = data_file(saved)
+    whole = path.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    shorter = data.draw(st.booleans())
+    bit = 1 << data.draw(st.integers(0, 7))
+    damaged = whole[:place] if shorter else whole[:place] + bytes([whole[place] ^ bit])
+    damaged = damaged if shorter else damaged + whole[place + 1 :]
+    path.write_bytes(damaged)
+    try:
+        noticed = not _is_readable(saved)
+    finally:
+        path.write_bytes(whole)
+    # Zip archives of tensors this small have bytes that hold nothing: padding and time stamps.
+    assert noticed or _holds_the_same(whole, damaged)
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        verify_readable(folder)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _holds_the_same(whole: bytes, damaged: bytes) -> bool:
+    weight = np.arange(4096, dtype=np.float32).tobytes()
+    return weight in whole and weight in damaged and len(whole) == len(damaged)
+
+
+def test_nothing_that_a_metadata_pickle_names_is_run(copy: Path, tmp_path: Path) -> None:
+    target = tmp_path / "touched"
+
+    class Touch:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
+            return (Path.touch, (target,))
+
+    (copy / ".metadata").write_bytes(pickle.dumps(Touch()))
+    with pytest.raises(DamagedCheckpointError):
+        verify_readable(copy)
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        StoredCheckpoint(copy).read("weight")
+    assert not target.exists()
+
+
+def test_the_same_weights_have_one_hash_whatever_else_was_saved_with_them(tmp_path: Path) -> None:
+    import torch
+    from torch.distributed import checkpoint
+
+    def saved(name: str, weight: float, note: str) -> str:
+        states = {"weight": torch.full((8,), weight), "arguments": {"save": note}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That this is a single process.
+            writer = checkpoint.FileSystemWriter(tmp_path / name)
+            checkpoint.save(states, storage_writer=writer, no_dist=True)
+        return weights_hash(tmp_path / name)
+
+    first = saved("a", 1.0, "runs/a")
+    assert saved("b", 1.0, "another/folder") == first
+    assert saved("c", 1.0 + 2**-23, "runs/a") != first

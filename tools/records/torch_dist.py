@@ -1,0 +1,316 @@
+"""Megatron's distributed checkpoints (torch_dist) as their own files describe them, without torch.
+
+`.metadata` says which bytes of which file hold each piece of each tensor, and every piece is a zip
+archive that `torch.save` wrote, with a checksum for what it holds. Reading all of them back proves that
+a checkpoint is whole. `.metadata` is a pickle: it is read with stand-ins for torch's classes, so nothing
+that it names is imported or run. This is its one reader: launch verifies with it, exports and the native
+backend load with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+METADATA = ".metadata"
+FORMAT = "metadata.json"
+"""Written last, after `.metadata`: without it Megatron takes the checkpoint for one of torch's own."""
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Megatron writes the newest iteration here once a checkpoint is whole."""
+
+Shape = tuple[int, ...]
+
+KeepGoing = Callable[[], bool]
+"""Asked between the pieces of a long reading."""
+
+Load = Callable[[BinaryIO], Any]
+"""`torch.load` with `weights_only`."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint that cannot be loaded, and why."""
+
+
+class ReadingStoppedError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Bytes of a file that hold one piece of one tensor."""
+
+    file: str
+    offset_bytes: int
+    length_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor, all layers stacked, and the pieces that ranks saved of it."""
+
+    shape: Shape
+    dtype: str
+    """torch's name of it, `bfloat16`; empty where the file does not say it in torch's way."""
+    sizes: Mapping[Shape, Shape]
+    """Of each piece, by the place of its first element in the whole."""
+    parts: Mapping[Shape, StoredPart]
+    """By the same place."""
+
+
+@dataclass(frozen=True)
+class StoredMetadata:
+    """What `.metadata` says is where."""
+
+    tensors: Mapping[str, StoredTensor]
+    """By Megatron's names."""
+    parts: tuple[StoredPart, ...]
+    """Of all that is stored, also what is no tensor."""
+
+
+def read_metadata(folder: Path) -> StoredMetadata:
+    """What a checkpoint (`iter_…`) holds.
+
+    Raises:
+        DamagedCheckpointError: `.metadata` is missing, or no metadata.
+    """
+    try:
+        with (folder / METADATA).open("rb") as file:
+            return _described(_MetadataReader(file).load())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
+    except Exception as error:  # A damaged pickle raises anything.
+        raise DamagedCheckpointError(f"{METADATA} cannot be read ({error})") from error
+
+
+def _described(found: Any) -> StoredMetadata:
+    everything, by_name = [], dict[str, dict[Shape, StoredPart]]()
+    for index, at in found.storage_data.items():
+        part = StoredPart(str(at.relative_path), int(at.offset), int(at.length))
+        everything.append(part)
+        place = getattr(index, "offset", None)
+        if isinstance(place, tuple):
+            by_name.setdefault(str(index.fqn), {})[place] = part
+    tensors = {
+        str(name): StoredTensor(
+            entry.size,
+            _dtype(entry.properties),
+            {chunk.offsets: chunk.sizes for chunk in entry.chunks},
+            by_name.get(str(name), {}),
+        )
+        for name, entry in found.state_dict_metadata.items()
+        if hasattr(entry, "chunks")
+    }
+    return StoredMetadata(tensors, tuple(everything))
+
+
+def _dtype(properties: Any) -> str:
+    """torch pickles its properties as a tuple that begins with the type."""
+    state = getattr(properties, "state", ())
+    return getattr(state[0], "__name__", "") if state else ""
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether writing a checkpoint came to its end."""
+    return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
+
+
+def finished_iteration(folder: Path) -> int | None:
+    """The newest iteration that Megatron says it has saved."""
+    try:
+        return int((folder / TRACKER_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def announced(folder: Path) -> int | None:
+    """When Megatron last said that it has saved, in ns; it may save the same iteration again."""
+    try:
+        return (folder / TRACKER_FILE).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
+    """Read every piece of a checkpoint back and compare it with its checksum.
+
+    Raises:
+        DamagedCheckpointError: It is unfinished, truncated or altered; names the file.
+        ReadingStoppedError: `keep_going` says no.
+    """
+    _check_format(folder / FORMAT)
+    by_file: dict[str, list[StoredPart]] = {}
+    for piece in read_metadata(folder).parts:
+        by_file.setdefault(piece.file, []).append(piece)
+    for name, pieces in by_file.items():
+        _check_file(folder / name, pieces, keep_going)
+    common = folder / "common.pt"
+    if common.exists():
+        _check_file(common, [StoredPart(common.name, 0, common.stat().st_size)], keep_going)
+
+
+def weights_hash(folder: Path) -> str:
+    """A hash of a checkpoint's tensors: their names, places and the checksums of their values.
+
+    The files differ each time that the same weights are written: arguments and paths are in them too.
+
+    Raises:
+        DamagedCheckpointError: `.metadata` or an archive cannot be read.
+        OSError: A file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(read_metadata(folder).tensors.items()):
+        for place, part in sorted(tensor.parts.items()):
+            digest.update(f"{name} {place} {_checksums(folder, part)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
+    """Of what `torch.save` wrote for one piece, but for its own version numbers."""
+    with (folder / piece.file).open("rb") as file, _archive(file, piece) as archive:
+        members = ((m.filename.partition("/")[2], m.file_size, m.CRC) for m in archive.infolist())
+        return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
+
+
+def fill(
+    folder: Path, stored: StoredTensor, whole: Any, load: Load, layer: int | None = None
+) -> None:
+    """Put a tensor together of the pieces that ranks saved.
+
+    Args:
+        folder: The checkpoint's.
+        stored: Of which tensor.
+        whole: What is filled: the tensor, or one layer of it; it may end after any of its rows.
+        load: Makes a piece of what `torch.save` wrote.
+        layer: From 0; None for all.
+    """
+    inside = 0 if layer is None else 1
+    for begin, size in stored.sizes.items():
+        if layer is not None and not begin[0] <= layer < begin[0] + size[0]:
+            continue
+        spans = zip(begin[inside:], size[inside:], strict=True)
+        into = whole[tuple(slice(at, at + length) for at, length in spans)]
+        if 0 in into.shape:  # Beyond the rows that are wanted.
+            continue
+        part = stored.parts[begin]
+        with (folder / part.file).open("rb") as file:
+            file.seek(part.offset_bytes)
+            piece = load(io.BytesIO(file.read(part.length_bytes)))
+        piece = piece if layer is None else piece[layer - begin[0]]
+        into[...] = piece[tuple(map(slice, into.shape))]
+
+
+def _check_format(path: Path) -> None:
+    try:
+        json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {path.name}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
+
+
+def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing) -> None:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for piece in pieces:
+                if not keep_going():
+                    raise ReadingStoppedError
+                if piece.offset_bytes + piece.length_bytes > size:
+                    raise DamagedCheckpointError(
+                        f"{path.name} is truncated: it has {size} bytes of at least "
+                        f"{piece.offset_bytes + piece.length_bytes}"
+                    )
+                _check_piece(file, piece)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _check_piece(file: BinaryIO, piece: StoredPart) -> None:
+    with _archive(file, piece) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise DamagedCheckpointError(
+            f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of {damaged} is wrong"
+        )
+
+
+@contextmanager
+def _archive(file: BinaryIO, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
+    """One piece, as `torch.save` wrote it."""
+    try:
+        with zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive:
+            yield archive
+    except OSError:
+        raise
+    except Exception as error:  # A damaged archive raises anything, such as that it is encrypted.
+        raise DamagedCheckpointError(
+            f"{piece.file} is damaged at byte {piece.offset_bytes} ({error})"
+        ) from None
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        wanted = left if size < 0 else min(size, left)
+        self._file.seek(self._offset + self._position)
+        data = self._file.read(wanted)
+        self._position += len(data)
+        return data
+
+
+class _StandIn:
+    """Any class that a pickle names: takes its arguments and state, does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+    def append(self, _: Any) -> None:
+        """As a list that is rebuilt."""
+
+    def __setitem__(self, _: Any, __: Any) -> None: ...
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Reads `.metadata` with a stand-in for every class that it names but the tuple that a shape is."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        return type(name.rpartition(".")[2], (_StandIn,), {})
