@@ -28,6 +28,7 @@ from tools.launch.cluster.rendezvous.messages import NodeRecord
 from tools.launch.cluster.rendezvous.worker import Worker
 from tools.launch.compose import Launch
 from tools.launch.execute import run_ranks
+from tools.launch.options import Options
 from tools.launch.progress import RunProgress
 from tools.launch.supervise import hang
 from tools.launch.supervise.hang import HangError
@@ -98,7 +99,7 @@ def share(
         command=lambda _: command,
         environment={},
         runtime=SimpleNamespace(container=False),
-        hang_timeout_seconds=hang_timeout,
+        job=SimpleNamespace(options=Options(hang_timeout_seconds=hang_timeout)),
         time_limit_seconds=None,
         warm=None,
         spec=SimpleNamespace(device=DeviceKind.CPU),

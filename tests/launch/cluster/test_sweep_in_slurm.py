@@ -117,9 +117,7 @@ def test_elements_get_what_the_sweep_was_given(
     asked = options_from_texts({**places, **given, "REPEATS": "2", "IMAGE": "26.02-py3"})
     sweep(request, asked)
     folders = run_folders(options.runs)
-    (line, again) = re.findall(
-        "export (BACKEND.*|.*BACKEND.*)", (programs / "submitted").read_text()
-    )
+    (line, again) = re.findall("export (.*RUN_FOLDER.*)", (programs / "submitted").read_text())
     got = dict(word.split("=", 1) for word in shlex.split(line))
     assert {"RUN_FOLDER", "RUNTIME"} < set(got)
     assert not {"REPEATS", "DRY_RUN", "IMAGE", "LAUNCHER"} & set(got)
