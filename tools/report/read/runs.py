@@ -13,9 +13,10 @@ from tools.records import run as records
 from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from tools.records.verdict import VERIFY_FOLDER, read_verdicts
 from tools.report.read.diagnosis import classify_log
+from tools.report.read.dialects import canonical
 from tools.report.read.iterations import Iteration
 from tools.report.read.lines import printable
-from tools.report.read.printed import canonical, printed_spec
+from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
 from tools.report.read.sources import (
