@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
 from tools.report.read import scrape
-from tools.report.read.dialects import find_iterations, known
+from tools.report.read.dialects import find_iterations, line_formats
 from tools.report.read.layouts import LayoutReader
 from tools.report.read.scrape import other_news, scrape_runs
 
@@ -25,7 +25,7 @@ PRIMUS = (
 def columns_and_lines(text: str):
     """The iterations of a block's plain lines, and what each line gives by itself."""
     reader = LayoutReader(other_news())
-    (reader.reader,) = known().lines
+    (reader.format,) = line_formats()
     block = reader.block(text.encode(), range(1, text.count("\n") + 1))
     whole = list(block.columns.rows(0, len(block.plain)))
     lines = text.split("\n")[:-1]

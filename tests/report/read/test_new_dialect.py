@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.factory import iteration_line
 from tools.report.read import dialects
-from tools.report.read.dialects import find_iterations, known
+from tools.report.read.dialects import find_iterations, line_formats
 from tools.report.read.layouts import LayoutReader
 from tools.report.read.runs import load_log
 from tools.report.read.scrape import other_news, scrape_log
@@ -20,9 +20,14 @@ LOGS = Path(__file__).parents[1] / "logs"
 @pytest.fixture
 def with_abacus(monkeypatch):
     monkeypatch.setattr(dialects, "__path__", [*dialects.__path__, str(MADE_UP)])
-    known.cache_clear()
+    forget()
     yield
-    known.cache_clear()
+    forget()
+
+
+def forget():
+    dialects.dialects.cache_clear()
+    line_formats.cache_clear()
 
 
 def test_without_its_file_nothing_of_the_log_is_read():
@@ -48,7 +53,7 @@ def test_its_iterations_settings_and_checkpoints_are_read():
 def test_its_lines_are_read_as_columns_but_for_numbers_that_are_no_digits_alone():
     data = LOG.read_bytes()
     reader = LayoutReader(other_news())
-    reader.reader = next(each for each in known().lines if each.mark == "step ")
+    reader.format = next(each for each in line_formats() if each.mark == b"step ")
     block = reader.block(data, range(1, data.count(b"\n") + 1))
     lines = data.decode().splitlines()
     plain = [line for line, is_plain in zip(lines, block.plain, strict=True) if is_plain]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.report.read.dialects import LineField, LineReader
+from tools.report.read.dialects import LineField, LineFormat
 from tools.report.read.iterations import LOG_LINE, Columns, dtype_of
 
 Bytes = NDArray[np.uint8]
@@ -89,17 +89,17 @@ class LineLayout:
         return right, columns
 
 
-def learn(line: bytes, reader: LineReader) -> LineLayout | None:
+def learn(line: bytes, format_: LineFormat) -> LineLayout | None:
     """The layout of a line that is one iteration of plain characters; None where it is not.
 
     Args:
         line: Without its line end.
-        reader: Takes it apart.
+        format_: Takes it apart.
     """
     if not _SHORTEST <= len(line) <= _LONGEST or not _PLAIN.match(line):
         return None
     text = line.decode("ascii")
-    if len(reader.opening.findall(text)) != 1 or len(found := reader.find(text)) != 1:
+    if len(format_.opening.findall(text)) != 1 or len(found := format_.find(text)) != 1:
         return None
     parts = sorted(found[0].fields, key=lambda part: part.start)
     names = [part.field for part in parts if part.field]
@@ -247,7 +247,7 @@ class LayoutReader:
     """
 
     def __init__(self, other_news: re.Pattern[bytes]) -> None:
-        self.reader: LineReader | None = None
+        self.format: LineFormat | None = None
         """Of the log's iterations; none is learned before it is known."""
         self._other_news = other_news
         self._layouts: dict[int, list[LineLayout]] = {}
@@ -260,19 +260,19 @@ class LayoutReader:
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):
                 block.fill(layout)
-        if self.reader is not None and self.reader.mark_bytes in data:
+        if self.format is not None and self.format.mark in data:
             for place in np.flatnonzero(~block.plain).tolist():
                 if not block.plain[place]:
-                    self._learn(block, place, self.reader)
+                    self._learn(block, place, self.format)
         return block
 
-    def _learn(self, block: LogBlock, place: int, reader: LineReader) -> None:
+    def _learn(self, block: LogBlock, place: int, format_: LineFormat) -> None:
         if self._count >= _MAX_LAYOUTS or self._failures >= _MAX_FAILURES:
             return
         line = block.data[block.starts[place] : block.stops[place]]
-        if reader.mark_bytes not in line:
+        if format_.mark not in line:
             return
-        layout = None if self._other_news.search(line) else learn(line, reader)
+        layout = None if self._other_news.search(line) else learn(line, format_)
         if layout is None:
             self._failures += 1
             return

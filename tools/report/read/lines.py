@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.report.read.dialects import known
+from tools.report.read.dialects import line_formats
 from tools.report.read.pieces import MAX_LINE, read_chunks
 
 # Those that end a line stay, and so does the escape, which is dropped with its sequence.
@@ -118,11 +118,11 @@ def _cut(line: str) -> list[str]:
 
 def _iteration_start(line: str, low: int, high: int) -> int:
     """Where the last iteration's text in a stretch starts, so that a cut there harms none."""
-    for each in known().lines:
-        place = line.rfind(each.mark, low, high)
+    for each in line_formats():
+        place = line.rfind(each.word, low, high)
         while place >= 0:
             # The mark is also in lines that are no iteration's.
             if each.opening.match(line, place):
                 return place
-            place = line.rfind(each.mark, low, place)
+            place = line.rfind(each.word, low, place)
     return high

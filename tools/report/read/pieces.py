@@ -17,7 +17,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import IO
 
-from tools.report.read.dialects import LineReader, find_iterations, known
+from tools.report.read.dialects import LineFormat, find_iterations, line_formats
 
 FIRST_CHUNK_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 22
@@ -75,35 +75,36 @@ class Fold:
         blank = b" " if self.cut is Cut.AT_BLANKS else b""
         needed = len(line) + len(word) + (bool(blank) or len(word) < len(following))
         # How many blanks are gone is not known; behind these a number that is padded follows.
-        before = (b":", b"/", *(reader.mark_bytes for reader in known().lines))
+        before = (b":", b"/", *(each.mark for each in line_formats()))
         padded = bool(blank) and line.endswith(before)
         return blank if needed > self.width or padded else None
 
 
-def open_log(path: Path) -> tuple[tuple[LineReader, ...], Iterator[LogPiece]]:
-    """Who may read a log's iterations (one, unless its beginning shows none), and its lines.
+def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
+    """The formats that its iterations may have (one, unless its beginning shows none), and its lines.
 
     Raises:
         OSError: The file cannot be opened or read.
     """
-    sample, readers = b"", known().lines
+    sample, formats = b"", line_formats()
     for chunk in read_chunks(path):
         sample += chunk
         # The first iteration's own line may be cut within the words that tell it.
         joined = sample.replace(b"\n", b"").decode("utf-8", "replace")
-        if readers[0].opening.search(joined) or len(sample) >= _SAMPLE_BYTES:
+        if formats[0].opening.search(joined) or len(sample) >= _SAMPLE_BYTES:
             break
     fold, pieces = _fold_of(sample), _numbered(read_chunks(path))
-    text = (_joined(sample, fold) if fold else sample).decode("utf-8", "replace")
-    seen = next((reader for reader in readers if _has_iteration(text, reader)), None)
-    return (seen,) if seen else readers, _unfolded(pieces, fold) if fold else pieces
+    if len(formats) > 1:
+        text = (_joined(sample, fold) if fold else sample).decode("utf-8", "replace")
+        formats = tuple(each for each in formats if _has_iteration(text, each))[:1] or formats
+    return formats, _unfolded(pieces, fold) if fold else pieces
 
 
-def _has_iteration(text: str, reader: LineReader) -> bool:
-    if reader.opening.search(text) is None:
+def _has_iteration(text: str, format_: LineFormat) -> bool:
+    if format_.opening.search(text) is None:
         return False
-    lines = (line[:MAX_LINE] for line in text.splitlines() if reader.mark in line)
-    return any(map(reader.find, lines))
+    lines = (line[:MAX_LINE] for line in text.splitlines() if format_.word in line)
+    return any(map(format_.find, lines))
 
 
 def _fold_of(sample: bytes) -> Fold | None:

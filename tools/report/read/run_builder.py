@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tools.report.read.dialects import FoundIteration, known
+from tools.report.read.dialects import FoundIteration, dialects
 from tools.report.read.iterations import Columns, Iteration, IterationTable, TableBuilder
 from tools.report.read.lines import printable
 from tools.report.read.scraped import (
@@ -52,8 +52,9 @@ class RunBuilder:
     """Feed it the lines of one run; `build` gives the result."""
 
     def __init__(self) -> None:
-        self._marked = [(news.mark, news.read) for news in known().news if news.mark]
-        self._unmarked = [news.read for news in known().news if not news.mark]
+        news = [one for each in dialects() for one in each.news]
+        self._marked = [(one.mark, one.read) for one in news if one.mark]
+        self._unmarked = [one.read for one in news if not one.mark]
         self._iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
@@ -296,9 +297,10 @@ class RunBuilder:
 
 
 def _unread_trainer(line: str) -> str | None:
-    for trainer, why, only in known().unread:
-        if only.search(line):
-            return f"{trainer}, of which no iteration is read: {why}"
+    for each in dialects():
+        for trainer, why, only in each.unread:
+            if only.search(line):
+                return f"{trainer}, of which no iteration is read: {why}"
     return None
 
 

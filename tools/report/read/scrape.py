@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.report.read.dialects import LineReader, known
+from tools.report.read.dialects import LineFormat, dialects
 from tools.report.read.failures import FAILURES, ErrorCollector
 from tools.report.read.layouts import LayoutReader, LogBlock
 from tools.report.read.lines import LineSplitter, unwrapped
@@ -38,8 +38,8 @@ def scrape_log(path: Path) -> ScrapedLog:
 
 def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     """Scrape every run of a log file, in order; raises as `scrape_log`."""
-    readers, pieces = open_log(path)
-    scraper = _Scraper(readers)
+    formats, pieces = open_log(path)
+    scraper = _Scraper(formats)
     for piece in pieces:
         if piece.whole:
             scraper.feed_block(piece.data, piece.numbers)
@@ -54,19 +54,20 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
 
 def other_news() -> re.Pattern[bytes]:
     """What a line holds that may say more than an iteration's numbers."""
-    marks = {news.mark for news in known().news if news.mark}
-    words = "|".join(map(re.escape, sorted({*marks, *known().starts})))
+    marks = {news.mark for each in dialects() for news in each.news if news.mark}
+    starts = {start for each in dialects() for start in each.starts}
+    words = "|".join(map(re.escape, sorted(marks | starts)))
     return re.compile(f"{words}|{FAILURES.pattern}".encode())
 
 
 class _Scraper:
     """Decides which run a line belongs to; `RunBuilder` keeps what the line says."""
 
-    def __init__(self, readers: tuple[LineReader, ...]) -> None:
-        self._readers = readers
+    def __init__(self, formats: tuple[LineFormat, ...]) -> None:
+        self._formats = formats
         self._layouts = LayoutReader(other_news())
-        self._layouts.reader = readers[0] if len(readers) == 1 else None
-        self._starts = known().starts
+        self._layouts.format = formats[0] if len(formats) == 1 else None
+        self._starts = [start for each in dialects() for start in each.starts]
         self._splitter = LineSplitter()
         self._last = 1
         self._done: list[tuple[RunBuilder, ErrorTrace]] = []
@@ -128,12 +129,12 @@ class _Scraper:
         ):
             # A start inside the file: a resume or another run, the next iteration line decides.
             self._pending, self._pending_errors = RunBuilder(), ErrorCollector()
-        for reader in self._readers:
-            if reader.mark in line and (found := reader.find(line)):
-                self._readers, self._layouts.reader = (reader,), reader
-                for each in found:
-                    self._place(each.iteration.iteration)
-                    self._run.add_iteration(each, number)
+        for each in self._formats:
+            if each.word in line and (found := each.find(line)):
+                self._formats, self._layouts.format = (each,), each
+                for one in found:
+                    self._place(one.iteration.iteration)
+                    self._run.add_iteration(one, number)
                 break
         (self._pending or self._run).feed(line)
         (self._pending_errors or self._errors).feed(line)

@@ -20,8 +20,15 @@ _STEP = re.compile(
 _SETTING = re.compile(r"(\w+) = (.*)")
 
 
-def _find(line):
-    found = []
+class _StepLine(LineFormat):
+    mark = b"step "
+    opening = re.compile(r"step \d+ of \d+:")
+
+    def find(self, line):
+        return list(_found(line))
+
+
+def _found(line):
     for step in _STEP.finditer(line):
 
         def number(name, of, power=0, field="", step=step):
@@ -35,8 +42,7 @@ def _find(line):
             number("seconds", float, 3, "elapsed_ms"),
             number("beads", float, 0, f"{OTHER}beads"),
         ]
-        found.append(FoundIteration(iteration_of(fields), step.start(), fields))
-    return found
+        yield FoundIteration(iteration_of(fields), step.start(), fields)
 
 
 def _setting(line):
@@ -51,7 +57,7 @@ def _renamed(printed):
 
 DIALECT = Dialect(
     name="Abacus",
-    line=LineFormat("step ", re.compile(r"step \d+ of \d+:"), lambda names: _find),
+    line=_StepLine,
     news=(
         News("SETTINGS", lambda _: (ArgumentList("SETTINGS END", _setting),)),
         News("beads put away", lambda line: (CheckpointEvent("saved", int(line.split()[-1])),)),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pkgutil
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from tools.report.read.iterations import OTHER, Iteration
 from tools.report.read.scraped import Fact, Generation
@@ -49,22 +50,27 @@ class FoundIteration(NamedTuple):
     generation: Generation = Generation()
 
 
-Find = Callable[[str], list[FoundIteration]]
-"""Every iteration of a line, in order."""
+class LineFormat(ABC):
+    """How an iteration's line is recognised and taken apart.
 
+    Args:
+        names: What its numbers are called, by all dialects that print it.
+    """
 
-@dataclass(frozen=True)
-class LineFormat:
-    """How an iteration's line is recognised and taken apart."""
-
-    mark: str
+    mark: ClassVar[bytes]
     """Each such line holds it; most other lines do not."""
-    opening: re.Pattern[str]
+    opening: ClassVar[re.Pattern[str]]
     """How an iteration's text begins, mark first: a line is never cut behind it."""
-    reader: Callable[[Names], Find]
-    """Makes the function that reads it, given the names of all dialects that print it."""
-    rank: int = 1
+    rank: ClassVar[int] = 1
     """A log is of one format: of several in it, the one with the lowest rank."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.word = self.mark.decode()
+
+    @abstractmethod
+    def find(self, line: str) -> list[FoundIteration]:
+        """Every iteration of a line, in order."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Dialect:
     """One trainer's log."""
 
     name: str
-    line: LineFormat | None = None
+    line: type[LineFormat] | None = None
     names: Names = ()
     """What it calls the numbers of that line."""
     news: tuple[News, ...] = ()
@@ -93,44 +99,20 @@ class Dialect:
     """Trainers that are recognised and not read: name, why not, a line that only they print."""
 
 
-@dataclass(frozen=True)
-class LineReader:
-    """A line format with the names of all dialects that print it."""
-
-    mark: str
-    mark_bytes: bytes
-    opening: re.Pattern[str]
-    find: Find
-
-
-@dataclass(frozen=True)
-class Known:
-    """All dialects together."""
-
-    dialects: tuple[Dialect, ...]
-    lines: tuple[LineReader, ...]
-    """Of several formats in one log the first is read."""
-    news: tuple[News, ...]
-    starts: tuple[str, ...]
-    unread: tuple[tuple[str, str, re.Pattern[str]], ...]
+@cache
+def dialects() -> tuple[Dialect, ...]:
+    """What the files of this folder say."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(import_module(f"{__name__}.{name}").DIALECT for name in names)
 
 
 @cache
-def known() -> Known:
-    """What the files of this folder say."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    found: tuple[Dialect, ...] = tuple(
-        import_module(f"{__name__}.{name}").DIALECT for name in names
-    )
-    formats = {id(each.line): each.line for each in found if each.line is not None}
-    return Known(
-        dialects=found,
-        lines=tuple(
-            _reader(line, found) for line in sorted(formats.values(), key=lambda line: line.rank)
-        ),
-        news=tuple(news for each in found for news in each.news),
-        starts=tuple(start for each in found for start in each.starts),
-        unread=tuple(trainer for each in found for trainer in each.unread),
+def line_formats() -> tuple[LineFormat, ...]:
+    """Every format with its names; of several in one log the first is read."""
+    lines = dict.fromkeys(each.line for each in dialects() if each.line)
+    return tuple(
+        line(tuple(name for each in dialects() if each.line is line for name in each.names))
+        for line in sorted(lines, key=lambda line: line.rank)
     )
 
 
@@ -149,19 +131,14 @@ def iteration_of(fields: Iterable[LineField]) -> Iteration:
 
 def find_iterations(text: str) -> list[Iteration]:
     """Every iteration in a piece of a log, in order of appearance."""
-    for line in known().lines:
-        if line.mark in text and (found := line.find(text)):
+    for line in line_formats():
+        if line.word in text and (found := line.find(text)):
             return [each.iteration for each in found]
     return []
 
 
 def canonical(arguments: Mapping[str, str]) -> dict[str, str]:
     """Printed arguments under Megatron's present names."""
-    for dialect in known().dialects:
+    for dialect in dialects():
         arguments = dialect.arguments(arguments)
     return dict(arguments)
-
-
-def _reader(line: LineFormat, dialects: tuple[Dialect, ...]) -> LineReader:
-    names = tuple(name for each in dialects if each.line is line for name in each.names)
-    return LineReader(line.mark, line.mark.encode(), line.opening, line.reader(names))

@@ -86,10 +86,15 @@ _VALUE = re.compile(
 _UNITS = {None: 0, "G": -3, "T": 0, "P": 3}
 
 
-class _BarLine:
-    """`iteration N/ M | name: value | …`."""
+class BarLine(LineFormat):
+    """`iteration N/ M | name: value | …`, which all relatives print."""
+
+    mark = _MARK.encode()
+    opening = re.compile(r"iteration[ =]{1,12}\d{1,12} {0,4}/")
+    rank = 0
 
     def __init__(self, names: Names) -> None:
+        super().__init__(names)
         self._fields = {_key(text): (name, power) for name, power, texts in names for text in texts}
         # As they are usually printed, so that most names are found without being rewritten.
         self._fields |= {
@@ -148,15 +153,6 @@ class _BarLine:
         return LineField(
             field, (_integer if whole else _number)(match[1], power), start, stop, power
         )
-
-
-LINE = LineFormat(
-    mark=_MARK,
-    opening=re.compile(r"iteration[ =]{1,12}\d{1,12} {0,4}/"),
-    reader=lambda names: _BarLine(names).find,
-    rank=0,
-)
-"""Shared by all relatives."""
 
 
 def _key(name: str) -> str:
@@ -348,7 +344,7 @@ def _optional(text: str | None) -> float | None:
 
 DIALECT = Dialect(
     name="Megatron-LM",
-    line=LINE,
+    line=BarLine,
     names=_NAMES,
     news=(
         News("MB", _memory),

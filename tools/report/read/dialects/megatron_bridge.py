@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tools.report.read.dialects import Dialect, News
-from tools.report.read.dialects.megatron import LINE, MEMORY_OF_RANK, NUMBER, is_possible
+from tools.report.read.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, is_possible
 from tools.report.read.iterations import Iteration
 from tools.report.read.scraped import Fact, MemoryReading, NumbersAhead
 
@@ -50,6 +50,6 @@ def _rate(line: str) -> Iterator[Fact]:
 
 DIALECT = Dialect(
     name="Megatron-Bridge",
-    line=LINE,
+    line=BarLine,
     news=(News("(GB)", _memory), News("Step Time", _rate)),
 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tools.report.read.dialects import Dialect, News
-from tools.report.read.dialects.megatron import LINE
+from tools.report.read.dialects.megatron import BarLine
 from tools.report.read.scraped import Fact, MoreArgument
 
 _STAGE = "zero_optimization_stage"
@@ -21,7 +21,7 @@ def _zero_stage(line: str) -> Iterator[Fact]:
 
 DIALECT = Dialect(
     name="Megatron-DeepSpeed",
-    line=LINE,
+    line=BarLine,
     names=(
         ("elapsed_ms", 3, ("elapsed time per iteration (s)",)),
         ("throughput_tflops_per_gpu", 0, ("TFLOPs",)),

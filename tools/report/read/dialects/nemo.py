@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tools.report.read.dialects import Dialect
-from tools.report.read.dialects.megatron import LINE
+from tools.report.read.dialects.megatron import BarLine
 
 DIALECT = Dialect(
     name="NeMo 2",
-    line=LINE,
+    line=BarLine,
     names=(
         ("elapsed_ms", 3, ("train_step_timing in s",)),
         ("throughput_tflops_per_gpu", 0, ("TFLOPS_per_GPU",)),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tools.report.read.dialects import Dialect
-from tools.report.read.dialects.megatron import LINE
+from tools.report.read.dialects.megatron import BarLine
 
 DIALECT = Dialect(
     name="Primus",
-    line=LINE,
+    line=BarLine,
     names=(("throughput_tflops_per_gpu", 0, ("compute per GPU (TFLOP/s/GPU)",)),),
 )
