@@ -1,1 +1,1 @@
-"""What is said of measured runs: one module for each kind of comparison, all from `Measured`."""
+"""What is said of measured runs: one module for each kind of comparison, over the report's rows."""
